@@ -1,0 +1,40 @@
+# make run: the main job.  make test: lint, format, types and tests.  Both install what they need, once.
+PYTHON ?= python3
+PY := .venv/bin/python
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help run smoke test clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make run    train MAML and its baseline on sinusoids; ends with a table and pictures"
+	@echo "make smoke  every experiment for a few seconds"
+	@echo "make test   lint, format check, types, tests"
+	@echo "make clean  remove the environment and caches (runs/ stays)"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("hoglib: expected Python 3.11 or newer, got " + sys.version.split()[0] + "; name another one with make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up .venv (once; one to three minutes)"
+	@$(PYTHON) -m venv .venv
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[experiments,dev]'
+	@touch $@
+
+run: $(READY)
+	@$(PY) -m experiments fit --config configs/maml/sinusoid_joint.yaml
+	@$(PY) -m experiments fit --config configs/maml/sinusoid.yaml
+
+smoke: $(READY)
+	@set -e; for config in $$(find configs/smoke -name '*.yaml' | sort); do \
+		echo "== $$config"; $(PY) -m experiments fit --config $$config; done
+
+test: $(READY)
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@$(PY) -m pytest --numprocesses 2 --quiet
+
+clean:
+	rm -rf .venv build dist hoglib.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

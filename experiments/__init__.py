@@ -1,0 +1,1 @@
+"""The experiments: `python -m experiments fit --config configs/...`."""

@@ -1,0 +1,106 @@
+"""The run's `last.ckpt`: always whole, always the newest state from which the run can go on."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Checkpoint
+
+from experiments.runs import LAST, run_folder
+from hoglib import _arguments as arguments
+
+
+class LastCheckpoint(Checkpoint):
+    """Write last.ckpt every so many steps, at the end of an epoch, and at Ctrl-C.
+
+    A checkpoint is taken between two steps, so that the resumed run is the same run, and put in the
+    place of the one before only when it is complete: a full disk or a crash costs no earlier state.
+    Ctrl-C ends the run after the step in progress, once the checkpoint is written; a second Ctrl-C
+    ends it at once.
+    """
+
+    def __init__(self, every_n_train_steps: int = 1000) -> None:
+        super().__init__()
+        self.every = arguments.at_least("every_n_train_steps", every_n_train_steps, 1)
+        self.path: Path | None = None
+        self.interrupted = False
+        self._saved_step: int | None = None
+        self._previous_handler: Any = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._previous_handler = None
+        with suppress(ValueError):  # not the main thread: whoever started it handles Ctrl-C
+            self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.interrupted and self._saved_step == trainer.global_step:
+            raise KeyboardInterrupt
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        if step == self._saved_step:
+            return  # an accumulated batch: nothing stepped
+        if self.interrupted or step % self.every == 0 or trainer.is_last_batch:
+            self._save(trainer, step)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._restore_handler()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore_handler()
+        if self.path is not None and trainer.is_global_zero:
+            print(
+                f"\nThe state of step {self._saved_step} is in {self.path}; "
+                f"go on from there with --ckpt_path {self.path}",
+                flush=True,
+            )
+
+    def _save(self, trainer: pl.Trainer, step: int) -> None:
+        self.path = run_folder(trainer) / LAST
+        part = self.path.with_suffix(".part")
+        try:
+            trainer.save_checkpoint(part)
+            if trainer.is_global_zero:
+                os.replace(part, self.path)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            kept = (
+                f"the one of step {self._saved_step} is intact"
+                if self._saved_step is not None
+                else "there is no earlier one of this run"
+            )
+            raise CannotSave(
+                f"checkpoint: could not write {self.path} at step {step} ({error.strerror}); {kept}. "
+                f"Free some space or choose another folder with --trainer.logger.save_dir, then "
+                f"resume with --ckpt_path."
+            ) from error
+        self._saved_step = step
+
+    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        self._restore_handler()
+        print("\nStopping after this step; Ctrl-C again stops at once.", flush=True)
+
+    def _restore_handler(self) -> None:
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGINT, self._previous_handler)
+            self._previous_handler = None
+
+
+class CannotSave(arguments.Explained, OSError):
+    """An OSError that explains itself."""

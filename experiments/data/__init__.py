@@ -1,0 +1,1 @@
+"""Datamodules, and the small data sets that come with them."""

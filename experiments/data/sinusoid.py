@@ -1,0 +1,129 @@
+"""Sinusoid regression: every task is a sine wave with an amplitude and a phase of its own.
+
+Source: Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, section 5.1.
+"""
+
+from collections.abc import Iterator
+from math import pi
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+
+Batch = tuple[Tensor, Tensor]
+AMPLITUDE = (0.1, 5.0)
+PHASE = (0.0, pi)
+X = (-5.0, 5.0)
+
+# Held-out tasks are the same ones for every run, whatever its seed.
+VALIDATION_SEED, TEST_SEED = 2**40, 2**41
+
+
+class Waves(NamedTuple):
+    """Stacked tasks: y = amplitude sin(x - phase), x and y [tasks, shots, 1]."""
+
+    support: Batch
+    query: Batch
+    amplitude: Tensor
+    phase: Tensor
+
+
+def sample(tasks: int, shots: int, queries: int, seed: int) -> Waves:
+    """The tasks that belong to a seed, on the CPU whatever the device of the run."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(bounds: tuple[float, float], *shape: int) -> Tensor:
+        low, high = bounds
+        return low + (high - low) * torch.rand(shape, generator=generator)
+
+    amplitude, phase = uniform(AMPLITUDE, tasks, 1, 1), uniform(PHASE, tasks, 1, 1)
+
+    def points(count: int) -> Batch:
+        x = uniform(X, tasks, count, 1)
+        return x, amplitude * torch.sin(x - phase)
+
+    return Waves(points(shots), points(queries), amplitude, phase)
+
+
+class TaskStream:
+    """Meta-batches (support, query), each a function of the seed and its number alone.
+
+    It tells Lightning its position (`state_dict`), so a run that is resumed in the middle goes on
+    with the batch that would have come next.
+    """
+
+    def __init__(self, batches: int, tasks: int, shots: int, queries: int, seed: int) -> None:
+        self.batches, self.tasks, self.shots, self.queries = batches, tasks, shots, queries
+        self.seed = seed
+        self.position = 0
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[tuple[Batch, Batch]]:
+        for _ in range(self.position % self.batches, self.batches):
+            number, self.position = self.position, self.position + 1
+            waves = sample(self.tasks, self.shots, self.queries, self.seed * 2**20 + number)
+            yield waves.support, waves.query
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self.seed, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seed, self.position = state["seed"], state["position"]
+
+
+class HeldOut:
+    """The same tasks at every visit, as one batch."""
+
+    def __init__(self, waves: Waves) -> None:
+        self.batch = (waves.support, waves.query)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[tuple[Batch, Batch]]:
+        return iter([self.batch])
+
+
+class SinusoidTasks(pl.LightningDataModule):
+    """Sinusoid tasks: a stream for training, fixed held-out sets for validation and test.
+
+    iterations: meta-batches in the run; tasks: tasks in a meta-batch; shots: support points a task
+    (K); queries: query points a task in training; seed: of the training stream, the run's by default.
+    """
+
+    def __init__(
+        self,
+        iterations: int = 6000,
+        tasks: int = 25,
+        shots: int = 10,
+        queries: int = 10,
+        validation_tasks: int = 100,
+        test_tasks: int = 600,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.iterations = arguments.at_least("iterations", iterations, 1)
+        self.tasks = arguments.at_least("tasks", tasks, 1)
+        self.shots = arguments.at_least("shots", shots, 1)
+        self.queries = arguments.at_least("queries", queries, 1)
+        self.validation_tasks = arguments.at_least("validation_tasks", validation_tasks, 1)
+        self.test_tasks = arguments.at_least("test_tasks", test_tasks, 2)
+        self.seed = torch.initial_seed() % 2**20 if seed is None else seed
+
+    def train_dataloader(self) -> TaskStream:
+        return TaskStream(self.iterations, self.tasks, self.shots, self.queries, self.seed)
+
+    def val_dataloader(self) -> HeldOut:
+        return HeldOut(sample(self.validation_tasks, self.shots, 100, VALIDATION_SEED))
+
+    def test_dataloader(self) -> HeldOut:
+        return HeldOut(self.test_waves())
+
+    def test_waves(self) -> Waves:
+        """The held-out tasks of the test, with 100 query points each and their true parameters."""
+        return sample(self.test_tasks, self.shots, 100, TEST_SEED)

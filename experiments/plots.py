@@ -1,0 +1,71 @@
+"""Every picture: one function each, which returns the file it wrote. No screen is needed."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+
+import hoglib as hog
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+INK, TRUTH, BEFORE, ONE, TEN = "#222222", "#999999", "#c7c7c7", "#e08214", "#2166ac"
+
+
+def adaptation(maml: hog.MAML, waves: Any, label: str, file: Path, tasks: int = 3) -> Path:
+    """Held-out sine waves: truth, support points, prediction before, after 1 and after 10 steps."""
+    grid = torch.linspace(-5, 5, 200, device=next(maml.parameters()).device).unsqueeze(-1)
+    figure, axes = plt.subplots(1, tasks, figsize=(4 * tasks, 3.2), sharey=True)
+    for i, axis in enumerate(axes):
+        x, y = (part[i].to(grid) for part in waves.support)
+        truth = waves.amplitude[i] * torch.sin(grid.cpu() - waves.phase[i])
+        axis.plot(grid.cpu(), truth, color=TRUTH, linewidth=5, alpha=0.5, label="truth")
+        with torch.no_grad():
+            for steps, colour, style in ((0, INK, ":"), (1, ONE, "--"), (10, TEN, "-")):
+                prediction = maml(grid, params=maml.adapt((x, y), steps=steps)).cpu()
+                name = "before" if steps == 0 else f"after {steps} step{'s' * (steps > 1)}"
+                axis.plot(grid.cpu(), prediction, style, color=colour, label=name)
+        axis.plot(x.cpu(), y.cpu(), "o", color=INK, markersize=5, label="support points")
+        axis.set(xlabel="x", xlim=(-5, 5), title=f"held-out task {i + 1}")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("y")
+    figure.suptitle(f"{label}: a new sine wave from {len(waves.support[0][0])} points")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    return _save(figure, file)
+
+
+def training_curve(metrics: Path, file: Path) -> Path:
+    """Every column of a metrics.csv that has more than one row, against the step."""
+    with metrics.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    figure, axis = plt.subplots(figsize=(6, 4))
+    for key in rows[0] if rows else ():
+        points = [(int(row["step"]) + 1, float(row[key])) for row in rows if row[key] != ""]
+        if key in ("step", "epoch") or key.startswith("test/") or len(points) < 2:
+            continue
+        faint = key.startswith("train/")
+        axis.plot(
+            *zip(*points, strict=True),
+            label=key,
+            alpha=0.4 if faint else 1,
+            linewidth=1 if faint else 1.8,
+            zorder=1 if faint else 2,
+        )
+    axis.set(xlabel="meta-step", ylabel="mean squared error", yscale="log")
+    axis.spines[["top", "right"]].set_visible(False)
+    if axis.lines:
+        axis.legend(frameon=False)
+    figure.tight_layout()
+    return _save(figure, file)
+
+
+def _save(figure: Figure, file: Path) -> Path:
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+    return file

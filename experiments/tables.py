@@ -1,0 +1,55 @@
+"""Tables: what an experiment prints at its end."""
+
+from math import nan, sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# An error beyond this is no fit that failed to improve but a descent that ran away: predicting zero
+# costs at most 12.5 on average (amplitude 5).
+DIVERGED = 100.0
+
+
+class Summary(NamedTuple):
+    """Mean and half-width of its 95% interval over the tasks that did not diverge."""
+
+    mean: float
+    interval: float
+    diverged: int
+
+
+def summary(errors: Tensor) -> Summary:
+    """mean +- 1.96 s / sqrt(n) over the errors that are finite and at most DIVERGED."""
+    kept = errors[torch.isfinite(errors) & (errors <= DIVERGED)].double()
+    count = len(kept)
+    mean = kept.mean().item() if count else nan
+    interval = 1.96 * kept.std().item() / sqrt(count) if count > 1 else nan
+    return Summary(mean, interval, len(errors) - count)
+
+
+def few_shot(columns: dict[str, Tensor], steps: list[int]) -> str:
+    """Query error after each number of steps: one column a method, errors [len(steps), tasks]."""
+    tasks = next(iter(columns.values())).shape[1]
+    head = ["gradient steps", *(cell for label in columns for cell in (label, "diverged"))]
+    rows = [head]
+    for i, count in enumerate(steps):
+        row = [str(count)]
+        for errors in columns.values():
+            mean, interval, diverged = summary(errors[i])
+            row += [f"{mean:.3f} ± {interval:.3f}", str(diverged)]
+        rows.append(row)
+    title = f"Query MSE on {tasks} held-out tasks, mean ± 95% interval"
+    note = (
+        f"diverged: tasks with an error that is not finite or over {DIVERGED:.0f}; not in the mean."
+    )
+    return "\n".join([title, "", *align(rows), "", note])
+
+
+def align(rows: list[list[str]]) -> list[str]:
+    """Right-aligned columns under a ruled head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]

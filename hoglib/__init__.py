@@ -1,0 +1,21 @@
+"""hoglib: second-order training for PyTorch that one can trust."""
+
+from hoglib import curvature, meta, nn, ops, testing
+from hoglib._functional import functional_loss, trainable_params
+from hoglib._version import __version__
+from hoglib.curvature import hessian, hvp
+from hoglib.meta import MAML
+
+__all__ = [
+    "MAML",
+    "__version__",
+    "curvature",
+    "functional_loss",
+    "hessian",
+    "hvp",
+    "meta",
+    "nn",
+    "ops",
+    "testing",
+    "trainable_params",
+]

@@ -1,0 +1,180 @@
+"""Argument checks. Every message says what was expected, what came, and what to do next."""
+
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _tree
+
+
+class Explained(Exception):
+    """Marks an error whose message is meant for the user; commands print it without a traceback."""
+
+
+class WrongType(Explained, TypeError):
+    """A TypeError that explains itself."""
+
+
+class WrongValue(Explained, ValueError):
+    """A ValueError that explains itself."""
+
+
+class NotFinite(Explained, FloatingPointError):
+    """A FloatingPointError that explains itself."""
+
+
+class NotSupported(Explained, NotImplementedError):
+    """A NotImplementedError that explains itself."""
+
+
+class NoSecondDerivative(Explained, RuntimeError):
+    """A RuntimeError about a derivative that cannot be had; it explains itself."""
+
+
+def describe(value: Any) -> str:
+    """A few words on what came: dtype and shape of a tensor, type and text of anything else."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"a {dtype} tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def tensor(what: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise WrongType(f"{what}: expected a torch.Tensor, got {describe(value)}.")
+    return value
+
+
+def differentiable(what: str, value: Any) -> Tensor:
+    """A tensor of a floating or complex dtype."""
+    tensor(what, value)
+    if not (value.is_floating_point() or value.is_complex()):
+        raise WrongType(
+            f"{what}: expected a floating-point or complex tensor, got {describe(value)}, which has "
+            f"no derivatives; convert it first, for instance with `{what}.float()`."
+        )
+    return value
+
+
+def positive(what: str, value: Any) -> float:
+    """A finite real number greater than zero."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise WrongType(f"{what}: expected a positive number, got {describe(value)}.")
+    number = float(value)
+    if not (isfinite(number) and number > 0):
+        raise WrongValue(
+            f"{what}: expected a finite number greater than 0, got {value}; a step of that size "
+            f"cannot learn. Typical values are 0.001 to 0.1."
+        )
+    return number
+
+
+def at_least(what: str, value: Any, minimum: int) -> int:
+    """A whole number, `minimum` or greater."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise WrongType(f"{what}: expected a whole number, got {describe(value)}.")
+    if value < minimum:
+        raise WrongValue(
+            f"{what}: expected a whole number of at least {minimum}, got {value}; "
+            f"set {what} to {minimum} or more."
+        )
+    return int(value)
+
+
+def one_of(what: str, value: Any, options: Iterable[str]) -> str:
+    known = list(options)
+    if value not in known:
+        raise WrongValue(f"{what}: expected one of {', '.join(known)}; got {value!r}.")
+    return str(value)
+
+
+def function(what: str, value: Any) -> Any:
+    if not callable(value):
+        raise WrongType(f"{what}: expected a function, got {describe(value)}.")
+    return value
+
+
+def parameters(params: Any) -> Any:
+    """A pytree of floating-point tensors with at least one leaf."""
+    names, leaves = _tree.paths(params), _tree.leaves(params)
+    if not leaves:
+        raise WrongValue(
+            "params: expected at least one tensor, got none; a model whose parameters are all "
+            "frozen has nothing to differentiate: call requires_grad_(True) on what should learn."
+        )
+    for name, leaf in zip(names, leaves, strict=True):
+        differentiable(_leaf("params", name), leaf)
+    return params
+
+
+def same_structure(what: str, tree: Any, params: Any) -> list[Tensor]:
+    """The leaves of `tree`, which must have the structure, shapes, dtypes and devices of params."""
+    leaves, structure = _tree.flatten(tree)
+    expected, expected_structure = _tree.flatten(params)
+    names = _tree.paths(params)
+    if structure != expected_structure:
+        came = set(_tree.paths(tree))
+        missing = [name for name in names if name not in came]
+        extra = sorted(came - set(names))
+        raise WrongValue(
+            f"{what}: expected the structure of params, got another one"
+            + (f"; missing: {_listing(missing)}" if missing else "")
+            + (f"; not in params: {_listing(extra)}" if extra else "")
+            + f". Build {what} from params, for instance "
+            f"`{{name: torch.randn_like(p) for name, p in params.items()}}`."
+        )
+    for name, leaf, like in zip(names, leaves, expected, strict=True):
+        where = _leaf(what, name)
+        tensor(where, leaf)
+        if leaf.shape != like.shape:
+            raise WrongValue(f"{where}: expected {tuple(like.shape)}, got {tuple(leaf.shape)}.")
+        if leaf.dtype != like.dtype:
+            raise WrongType(
+                f"{where}: expected {like.dtype} as in params, got {leaf.dtype}; "
+                f"convert it with `.to({like.dtype})`."
+            )
+        if leaf.device != like.device:
+            raise WrongValue(
+                f"{where}: expected device {like.device} as in params, got {leaf.device}; "
+                f"move it with `.to({str(like.device)!r})`."
+            )
+    return leaves
+
+
+def scalar(what: str, value: Any) -> Tensor:
+    """A real floating-point tensor with no dimensions."""
+    tensor(what, value)
+    if value.dim() != 0:
+        raise WrongValue(
+            f"{what}: expected a scalar, got {describe(value)}; reduce it, for instance with "
+            f"`.mean()`, or use a criterion with reduction='mean'."
+        )
+    if not value.is_floating_point():
+        raise WrongType(f"{what}: expected a real floating-point scalar, got {describe(value)}.")
+    return value
+
+
+def finite(what: str, values: Tensor, advice: str) -> Tensor:
+    """Values without NaN or infinity; the message names the first that are not finite."""
+    bad = (~torch.isfinite(values.detach())).reshape(-1).nonzero().reshape(-1).tolist()
+    if bad:
+        which = f" at {_listing([str(i) for i in bad])} of {values.numel()}" if values.dim() else ""
+        raise NotFinite(
+            f"{what}: expected a finite number, got {values.reshape(-1)[bad[0]].item()}{which}. "
+            f"{advice}"
+        )
+    return values
+
+
+def _leaf(what: str, name: str) -> str:
+    return f"{what}[{name!r}]" if name else what
+
+
+def _listing(names: Sequence[str], limit: int = 5) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

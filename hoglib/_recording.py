@@ -1,0 +1,29 @@
+"""Recording gradients wherever the caller stands: under no_grad, and in inference mode."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hoglib import _tree
+
+T = TypeVar("T")
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Gradients are recorded inside; enable_grad alone does not suffice in inference mode."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def recordable(tree: T) -> T:
+    """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.is_inference() else tensor
+
+    result: T = _tree.map_tensors(copy, tree)
+    return result

@@ -1,0 +1,5 @@
+"""Lightning callbacks for second-order training. The only part of hoglib that imports lightning."""
+
+from hoglib.lightning.rng import RNGState
+
+__all__ = ["RNGState"]

@@ -1,0 +1,6 @@
+"""Verified custom Functions: tensors first, options keyword-only, differentiable to any order."""
+
+from hoglib.ops._linear import linear, linear_act
+from hoglib.ops._pointwise import sigmoid, swish, tanh
+
+__all__ = ["linear", "linear_act", "sigmoid", "swish", "tanh"]

@@ -1,0 +1,247 @@
+"""Linear maps, alone and fused with an activation.
+
+Internally the operands have one of two forms: *plain*, x [..., in] with W [out, in] and b [out], or
+*stacked*, x [*S, rows, in] with W [*S, out, in] and b [*S, out]: one weight matrix for each entry of
+S. vmap over weights turns the plain form into the stacked one, and the same formulas serve both.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib.ops._define import Saved, call, conj, make_function
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    r"""Affine map of the last dimension.
+
+        y = x W^T + b
+        g -> (g W, g^T x summed over the leading dimensions, g summed over them)
+
+    Shapes: x [..., in], weight [out, in], bias [out] or None; y [..., out]. Differentiable to any
+    order in all three, in reverse and forward mode, under vmap. Under autocast the product runs in
+    the autocast dtype, as torch's own does.
+    Raises TypeError for integer tensors, ValueError for shapes that do not fit.
+    """
+    result: Tensor = _apply(_LINEAR, "linear", x, weight, bias)
+    return result
+
+
+def linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, act: str = "tanh"
+) -> Tensor:
+    r"""Affine map and activation as one Function.
+
+        y = act(z)        z = x W^T + b
+        g -> (u W, u^T x summed over the leading dimensions, u summed over them), u = act'(z) g
+
+    act is "relu", "tanh", "sigmoid" or "softplus", whose derivative is a function of y, so that y is
+    the one tensor of its size that is kept; or "swish" (x s(x), the SiLU), which keeps z instead.
+    Shapes, orders and modes as for `linear`. One Function a layer costs half the calls of two, which
+    is what small networks spend their time on.
+    Raises TypeError for integer tensors, ValueError for shapes that do not fit or an unknown act.
+    """
+    arguments.one_of("act", act, _LINEAR_ACT)
+    layer = _LINEAR_ACT[act]
+    result = _apply(layer, "linear_act", x, weight, bias)
+    return result[0] if layer.keeps_z else result
+
+
+class _Activation(NamedTuple):
+    forward: Callable[[Tensor], Tensor]
+    derivative: Callable[[Tensor], Tensor]  # of y, or of z where keeps_z
+    keeps_z: bool = False
+
+
+class _Layer(NamedTuple):
+    function: type[torch.autograd.Function]
+    reference: Callable[..., Any]
+    keeps_z: bool
+
+
+def _softplus(z: Tensor) -> Tensor:
+    # torch's threshold of 20 leaves an error of 2e-9, which float64 can see.
+    return F.softplus(z, threshold=40)
+
+
+def _swish_derivative(z: Tensor) -> Tensor:
+    s = torch.sigmoid(z)
+    return s * (1 + z * (1 - s))
+
+
+_ACTIVATIONS = {
+    "relu": _Activation(torch.relu, lambda y: (y > 0).to(y.dtype)),
+    "tanh": _Activation(torch.tanh, lambda y: 1 - y * y),
+    "sigmoid": _Activation(torch.sigmoid, lambda y: y * (1 - y)),
+    "softplus": _Activation(_softplus, lambda y: -torch.expm1(-y)),
+    "swish": _Activation(F.silu, _swish_derivative, keeps_z=True),
+}
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if weight.dim() == 2:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return x @ weight.mT
+    if x.dim() == 3:
+        return torch.baddbmm(bias.unsqueeze(-2), x, weight.mT)
+    return x @ weight.mT + bias.unsqueeze(-2)
+
+
+def _transposed(saved: Saved, u: Tensor) -> list[Tensor | None]:
+    """The gradients of x W^T + b for a gradient u of its value."""
+    x, weight, _ = saved.inputs
+    by_x, by_weight, by_bias = saved.needed
+    stacked = weight.dim() > 2
+    rows = u if stacked or u.dim() == 2 else u.reshape(-1, u.shape[-1])
+    if not by_weight:
+        grad_weight = None
+    elif stacked or x.dim() == 2:
+        grad_weight = rows.mT @ conj(x)
+    else:
+        grad_weight = rows.mT @ conj(x).reshape(-1, x.shape[-1])
+    return [u @ conj(weight) if by_x else None, grad_weight, rows.sum(-2) if by_bias else None]
+
+
+def _tangent(saved: Saved, x: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The tangent of x W^T + b."""
+    (shape,) = set(saved.output_shapes)
+    terms = []
+    if x is not None:
+        terms.append(_affine(x, saved.inputs[1], None))
+    if weight is not None:
+        terms.append(_affine(saved.inputs[0], weight, None))
+    if bias is not None:
+        stacked = saved.inputs[1].dim() > 2
+        terms.append((bias.unsqueeze(-2) if stacked else bias).expand(shape))
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def _vmap(
+    function: type[torch.autograd.Function],
+    batch_size: int,
+    in_dims: tuple[int | None, ...],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> tuple[Any, Any]:
+    def to_front(tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+    x = to_front(x, in_dims[0])
+    lead = x.shape[1:-1]
+    if in_dims[1] is not None or in_dims[2] is not None:
+        plain = weight.dim() - (in_dims[1] is not None) == 2
+        weight = to_front(weight, in_dims[1])
+        bias = None if bias is None else to_front(bias, in_dims[2])
+        if plain and len(lead) != 1:
+            x = x.reshape(batch_size, lead.numel(), x.shape[-1])
+    elif weight.dim() > 2:  # stacked by an outer vmap, and constant in this one
+        weight = to_front(weight, None)
+        bias = None if bias is None else to_front(bias, None)
+    output = function.apply(x, weight, bias)
+    outputs = output if isinstance(output, tuple) else (output,)
+    shaped = tuple(y.reshape(batch_size, *lead, y.shape[-1]) for y in outputs)
+    return (shaped, (0,) * len(shaped)) if isinstance(output, tuple) else (shaped[0], 0)
+
+
+def _make_linear() -> _Layer:
+    function = make_function(
+        "Linear",
+        3,
+        forward=_affine,
+        backward=_transposed,
+        jvp=_tangent,
+        vmap=_vmap,
+        keep_inputs=(0, 1),
+        keep_outputs=(),
+    )
+    return _Layer(function, F.linear, keeps_z=False)
+
+
+def _make_linear_act(name: str, act: _Activation) -> _Layer:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        z = _affine(x, weight, bias)
+        return (act.forward(z), z) if act.keeps_z else act.forward(z)
+
+    def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        z = F.linear(x, weight, bias)
+        return (act.forward(z), z) if act.keeps_z else act.forward(z)
+
+    def backward(saved: Saved, grad: Tensor | None, grad_z: Tensor | None = None) -> Any:
+        # z is an output too: what the derivative of act' sends to it arrives here as grad_z.
+        u = None if grad is None else grad * conj(act.derivative(_kept(saved)))
+        if grad_z is not None:
+            u = grad_z if u is None else u + grad_z
+        assert u is not None
+        return _transposed(saved, u)
+
+    def jvp(saved: Saved, *tangents: Tensor | None) -> Any:
+        tangent_z = _tangent(saved, *tangents)
+        tangent = tangent_z * act.derivative(_kept(saved))
+        return (tangent, tangent_z) if act.keeps_z else tangent
+
+    def _kept(saved: Saved) -> Tensor:
+        kept = saved.outputs[int(act.keeps_z)]
+        assert kept is not None
+        return kept
+
+    function = make_function(
+        f"Linear{name.capitalize()}",
+        3,
+        forward=forward,
+        backward=backward,
+        jvp=jvp,
+        vmap=_vmap,
+        keep_inputs=(0, 1),
+        keep_outputs=(int(act.keeps_z),),
+    )
+    return _Layer(function, reference, act.keeps_z)
+
+
+def _apply(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    _check(name, x, weight, bias)
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        # What backward reads must have the dtype that forward computed in.
+        dtype = torch.get_autocast_dtype(device_type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return call(layer.function, layer.reference, x, weight, bias)
+
+
+def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    arguments.differentiable("x", x)
+    arguments.differentiable("weight", weight)
+    if bias is not None:
+        arguments.differentiable("bias", bias)
+    fits = (
+        x.dim() >= 1
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+    if not fits:
+        got = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+        if bias is not None:
+            got += f", bias {tuple(bias.shape)}"
+        raise arguments.WrongValue(
+            f"{name}: expected x [..., in], weight [out, in] and bias [out] or None, got {got}; "
+            f"a transposed weight is passed as `weight.mT`."
+        )
+
+
+_LINEAR = _make_linear()
+_LINEAR_ACT = {name: _make_linear_act(name, act) for name, act in _ACTIVATIONS.items()}
+
+
+def activations() -> list[str]:
+    """The names that `linear_act` knows."""
+    return list(_LINEAR_ACT)
