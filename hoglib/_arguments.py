@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from math import isfinite
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from typing import Any
 
 import torch
@@ -21,6 +21,10 @@ class WrongType(Explained, TypeError):
 
 class WrongValue(Explained, ValueError):
     """A ValueError that explains itself."""
+
+
+class WrongIndex(WrongValue, IndexError):
+    """A ValueError that is an IndexError to those who expect torch's own; it explains itself."""
 
 
 class NotFinite(Explained, FloatingPointError):
@@ -59,6 +63,72 @@ def differentiable(what: str, value: Any) -> Tensor:
             f"no derivatives; convert it first, for instance with `{what}.float()`."
         )
     return value
+
+
+def real(what: str, value: Any) -> Tensor:
+    """A tensor of a real floating-point dtype, for functions that need an order."""
+    differentiable(what, value)
+    if value.is_complex():
+        raise WrongType(
+            f"{what}: expected a real floating-point tensor, got {describe(value)}; complex numbers "
+            f"have no order. Apply it to the real and imaginary parts, `torch.view_as_real({what})`."
+        )
+    return value
+
+
+def number(what: str, value: Any, *, minimum: float | None = None) -> float:
+    """A real Python number, not NaN, and `minimum` or greater. An int stays an int."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        advice = "; take one out of a tensor with `.item()`" if isinstance(value, Tensor) else ""
+        raise WrongType(f"{what}: expected a real Python number, got {describe(value)}{advice}.")
+    result = int(value) if isinstance(value, Integral) else float(value)
+    if result != result or (minimum is not None and result < minimum):
+        bound = "" if minimum is None else f" of at least {minimum:g}"
+        raise WrongValue(f"{what}: expected a number{bound}, got {value}.")
+    return result
+
+
+def tensor_or_number(what: str, value: Any) -> Any:
+    """A differentiable tensor, or a Python number, which is a constant."""
+    if isinstance(value, Tensor):
+        return differentiable(what, value)
+    if isinstance(value, bool) or not isinstance(value, Number):
+        raise WrongType(
+            f"{what}: expected a tensor or a Python number, got {describe(value)}; "
+            f"make it a tensor, for instance with `torch.as_tensor({what})`."
+        )
+    return value
+
+
+def switch(what: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise WrongType(f"{what}: expected True or False, got {describe(value)}.")
+    return value
+
+
+def dim(what: str, value: Any, rank: int) -> int:
+    """A dimension of a tensor of that rank, counted from 0; rank 0 has dimension 0, as in torch."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise WrongType(f"{what}: expected a dimension, a whole number, got {describe(value)}.")
+    extent = max(rank, 1)
+    number = int(value)
+    if not -extent <= number < extent:
+        raise WrongIndex(
+            f"{what}: expected a dimension from {-extent} to {extent - 1}, got {number}; "
+            f"the tensor has {rank} dimensions."
+        )
+    return number % extent
+
+
+def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
+    """Dimensions from one or several, in order; None and an empty tuple mean all, as in torch."""
+    several = value is None or isinstance(value, tuple | list)
+    result = (
+        {dim(what, entry, rank) for entry in (value or ())} if several else {dim(what, value, rank)}
+    )
+    if several and value and len(result) < len(value):
+        raise WrongValue(f"{what}: expected each dimension once, got {describe(value)}.")
+    return tuple(sorted(result)) if result else tuple(range(max(rank, 1)))
 
 
 def positive(what: str, value: Any) -> float:

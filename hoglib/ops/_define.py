@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch
+from hoglib.ops._broadcasting import promoted, sum_to, times, vmap_broadcasting
 
-Partial = Callable[..., Tensor]
+Partial = Callable[..., Tensor | complex]
 
 
 class Saved(NamedTuple):
@@ -29,6 +30,8 @@ class Saved(NamedTuple):
     outputs: tuple[Tensor | None, ...]  # None for an output that was not kept
     input_shapes: tuple[torch.Size | None, ...]  # None for an input that is not a tensor
     output_shapes: tuple[torch.Size, ...]
+    input_dtypes: tuple[torch.dtype | None, ...]
+    output_dtypes: tuple[torch.dtype, ...]
     needed: tuple[bool, ...]  # which inputs want a gradient; all True in jvp
 
 
@@ -61,7 +64,7 @@ def make_function(
             for kind, other in zip(ctx.slots, ctx.others, strict=True)
         )
         outputs = tuple(tensors[kind] if kind >= 0 else None for kind in ctx.output_slots)
-        return Saved(inputs, outputs, ctx.input_shapes, ctx.output_shapes, needed)
+        return Saved(inputs, outputs, *ctx.like, needed)  # type: ignore[call-arg]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
@@ -80,8 +83,12 @@ def make_function(
         ]
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
         ctx.output_slots = [slot(value, i in keep_outputs) for i, value in enumerate(outputs)]
-        ctx.input_shapes = tuple(v.shape if isinstance(v, Tensor) else None for v in inputs)
-        ctx.output_shapes = tuple(value.shape for value in outputs)
+        ctx.like = (
+            tuple(v.shape if isinstance(v, Tensor) else None for v in inputs),
+            tuple(value.shape for value in outputs),
+            tuple(v.dtype if isinstance(v, Tensor) else None for v in inputs),
+            tuple(value.dtype for value in outputs),
+        )
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
 
@@ -117,7 +124,17 @@ def make_function(
 
         members["vmap"] = staticmethod(run_vmap)
     function = cast(type[torch.autograd.Function], type(name, (torch.autograd.Function,), members))
+    # The compiler takes a Function only without a jvp. It traces what it takes, so the vmap rule that
+    # saves calls saves nothing there.
+    plain = {key: value for key, value in members.items() if key not in ("jvp", "vmap")}
+    plain["generate_vmap_rule"] = True
+    _WITHOUT_JVP[function] = cast(
+        type[torch.autograd.Function], type(name, (torch.autograd.Function,), plain)
+    )
     return function
+
+
+_WITHOUT_JVP: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {}
 
 
 def call(
@@ -129,9 +146,8 @@ def call(
     torch differentiates the `jvp` of a custom Function to zero, without an error.
     """
     if torch.compiler.is_compiling():
-        if reference is not None:
-            return reference(*inputs)
-    elif _functorch.transforms_active() and _functorch.forward_levels() > 1:
+        return _WITHOUT_JVP[function].apply(*inputs) if reference is None else reference(*inputs)
+    if _functorch.transforms_active() and _functorch.forward_levels() > 1:
         if reference is None:
             raise arguments.NotSupported(
                 f"{function.__name__}: expected at most one level of forward-mode differentiation, "
@@ -145,9 +161,10 @@ def call(
 
 def define(
     forward: Callable[..., Tensor],
-    partials: Sequence[Partial],
+    partials: Sequence[Partial | None],
     *,
     reference: Callable[..., Tensor] | None = None,
+    surrogate: bool = False,
     keep: str = "both",
 ) -> Callable[..., Tensor]:
     r"""A pointwise op from its formula and its partial derivatives.
@@ -156,82 +173,98 @@ def define(
         backward: g -> sum over the broadcast dimensions of g conj(p_i)        jvp: t -> sum_i p_i t_i
 
     `forward(*inputs)` acts element by element and broadcasts; `partials[i](*inputs, output)` is the
-    derivative by input i, of torch operations. Inputs that are not tensors are constants. The result
-    is differentiable to any order in reverse and forward mode and under vmap; higher orders are the
-    derivatives of the partials.
+    derivative by input i, made of torch operations: higher orders are the derivatives of the partials.
+    A partial may be a number, or a boolean mask, which stands for 1 and 0 and lets no infinity
+    through where it is False. It is None for an input that is always a constant. Inputs that are not
+    tensors, and integer ones, are constants.
 
     `reference` is the same function of plain torch operations, for the compiler and for jvp inside
-    jvp. `keep` says which tensors the partials read, "both", "inputs" or "output", so that no other is
-    held in memory; what is not kept is passed to them as None.
+    jvp. `keep` says which tensors the partials read, "both", "inputs", "output" or "none", so that no
+    other is held in memory; what is not kept is passed to them as None. `surrogate` declares that the
+    partials differ from the derivative of forward on purpose; a reference must then carry the same
+    ones, for instance y.detach() + p (x - x.detach()) with a constant p.
+
+    Shapes: the inputs broadcast. Dtypes: inputs of several dtypes are promoted as torch promotes
+    them; complex functions are holomorphic, or real functions of real inputs with a complex value.
+    The op is differentiable to any order in reverse and forward mode, under vmap and the compiler.
+    Raises TypeError for partials that are not functions or a call with another number of inputs,
+    ValueError for an unknown keep, NotImplementedError for jvp inside jvp without a reference, for
+    the derivative by an input whose partial is None, and for a real function of complex inputs.
     """
+    arguments.function("forward", forward)
+    for i, partial in enumerate(partials):
+        if partial is not None:
+            arguments.function(f"partials[{i}]", partial)
+    arguments.one_of("keep", keep, ("both", "inputs", "output", "none"))
+    name = getattr(forward, "__name__", "op")
     count = len(partials)
-    keep_inputs = () if keep == "output" else tuple(range(count))
-    keep_outputs = () if keep == "inputs" else (0,)
+
+    def derivative(i: int, saved: Saved) -> Any:
+        partial = partials[i]
+        if partial is None:
+            raise arguments.NotSupported(
+                f"{name}: expected input {i} to be a constant, got a derivative asked by it; "
+                f"give partials[{i}] to define, or detach the input."
+            )
+        return partial(*saved.inputs, *saved.outputs)
 
     def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
-        return [
-            _sum_to(grad * conj(partial(*saved.inputs, *saved.outputs)), shape)
-            if needed and shape is not None
-            else None
-            for partial, shape, needed in zip(
-                partials, saved.input_shapes, saved.needed, strict=True
-            )
-        ]
+        grads: list[Tensor | None] = [None] * count
+        for i, (shape, dtype) in enumerate(
+            zip(saved.input_shapes, saved.input_dtypes, strict=True)
+        ):
+            if saved.needed[i] and shape is not None and dtype is not None:
+                share = times(grad, conj(derivative(i, saved)))
+                share = share.real if share.is_complex() and not dtype.is_complex else share
+                grads[i] = sum_to(share, shape)
+        return grads
 
     def jvp(saved: Saved, *tangents: Tensor | None) -> Tensor:
         terms = [
-            partial(*saved.inputs, *saved.outputs) * tangent
-            for partial, tangent in zip(partials, tangents, strict=True)
+            times(tangent, derivative(i, saved))
+            for i, tangent in enumerate(tangents)
             if tangent is not None
         ]
         total = terms[0]
         for term in terms[1:]:
             total = total + term
-        return total.expand(saved.output_shapes[0])
+        return total.to(saved.output_dtypes[0]).expand(saved.output_shapes[0])
 
     function = make_function(
-        forward.__name__,
+        name,
         count,
         forward=forward,
         backward=backward,
         jvp=jvp,
-        vmap=_vmap_pointwise,
-        keep_inputs=keep_inputs,
-        keep_outputs=keep_outputs,
+        vmap=vmap_broadcasting,
+        keep_inputs=range(count) if keep in ("both", "inputs") else (),
+        keep_outputs=(0,) if keep in ("both", "output") else (),
     )
 
     def op(*inputs: Any) -> Tensor:
-        result: Tensor = call(function, reference, *inputs)
+        if len(inputs) != count:
+            raise arguments.WrongType(
+                f"{name}: expected {count} inputs, one for each partial, got {len(inputs)}."
+            )
+        result: Tensor = call(function, reference, *promoted(*inputs))
+        if not result.is_complex() and any(
+            value.is_complex() for value in inputs if isinstance(value, Tensor)
+        ):
+            raise arguments.NotSupported(
+                f"{name}: expected a complex value for complex inputs, got {result.dtype}; a real "
+                f"function of complex numbers has no partial derivative. Define it by the real "
+                f"and imaginary parts, from `torch.view_as_real`."
+            )
         return result
 
-    op.__name__ = op.__qualname__ = forward.__name__
+    op.__name__ = op.__qualname__ = name
     op.__doc__ = forward.__doc__
+    op.surrogate = surrogate  # type: ignore[attr-defined]
+    op.reference = reference  # type: ignore[attr-defined]
     return op
 
 
-def _vmap_pointwise(
-    function: type[torch.autograd.Function],
-    batch_size: int,
-    in_dims: tuple[int | None, ...],
-    *inputs: Any,
-) -> tuple[Tensor, int]:
-    """Batch dimensions to the front, then ordinary broadcasting."""
-    ranks = [
-        value.dim() - (dim is not None) if isinstance(value, Tensor) else 0
-        for value, dim in zip(inputs, in_dims, strict=True)
-    ]
-    rank = max(ranks)
-    aligned = [
-        value if dim is None else value.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
-        for value, dim, own in zip(inputs, in_dims, ranks, strict=True)
-    ]
-    return function.apply(*aligned), 0
-
-
-def conj(tensor: Tensor) -> Tensor:
-    return tensor.conj() if tensor.is_complex() else tensor
-
-
-def _sum_to(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Sum over the dimensions that broadcasting added or stretched."""
-    return tensor if tensor.shape == shape else tensor.sum_to_size(shape)
+def conj(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.conj() if value.is_complex() else value
+    return value.conjugate()

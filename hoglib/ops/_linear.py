@@ -208,13 +208,23 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
 
 def _apply(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     _check(name, x, weight, bias)
-    device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
-        # What backward reads must have the dtype that forward computed in.
-        dtype = torch.get_autocast_dtype(device_type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    return call(layer.function, layer.reference, x, weight, bias)
+    return call(layer.function, layer.reference, *autocast(x, weight, bias))
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operands as torch's own product would take them under autocast: float64 stays.
+
+    It is done outside of the Function, because what backward reads must have the dtype that forward
+    computed in.
+    """
+    device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+        for tensor in tensors
+    )
 
 
 def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -240,6 +250,12 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 _LINEAR = _make_linear()
 _LINEAR_ACT = {name: _make_linear_act(name, act) for name, act in _ACTIVATIONS.items()}
+
+
+def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T of operands that were checked."""
+    result: Tensor = call(_LINEAR.function, _LINEAR.reference, x, weight, None)
+    return result
 
 
 def activations() -> list[str]:

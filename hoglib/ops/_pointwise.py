@@ -1,10 +1,37 @@
-"""Pointwise ops: each one is a formula and its partial derivatives."""
+"""Smooth pointwise ops: each one is a formula and its partial derivatives."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib.ops._define import define
+
+
+def square(x: Tensor) -> Tensor:
+    r"""Square.
+
+        y = x^2        dy/dx = 2 x
+
+    Shapes: x any; y like x. Differentiable to any order, in reverse and forward mode, under vmap.
+    Raises TypeError for an integer x.
+    """
+    arguments.differentiable("x", x)
+    return _square(x)
+
+
+def exp(x: Tensor) -> Tensor:
+    r"""Exponential.
+
+        y = e^x        dy/dx = y
+
+    Shapes: x any; y like x. Only y is kept for the derivatives. Differentiable to any order, in
+    reverse and forward mode, under vmap.
+    Raises TypeError for an integer x.
+    """
+    arguments.differentiable("x", x)
+    return _exp(x)
 
 
 def tanh(x: Tensor) -> Tensor:
@@ -17,8 +44,7 @@ def tanh(x: Tensor) -> Tensor:
     Raises TypeError for an integer x.
     """
     arguments.differentiable("x", x)
-    result: Tensor = _tanh(x)
-    return result
+    return _tanh(x)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -31,8 +57,40 @@ def sigmoid(x: Tensor) -> Tensor:
     Raises TypeError for an integer x.
     """
     arguments.differentiable("x", x)
-    result: Tensor = _sigmoid(x)
-    return result
+    return _sigmoid(x)
+
+
+def power(x: Tensor, exponent: float) -> Tensor:
+    r"""Power with a constant exponent.
+
+        y = x^n        dy/dx = n x^(n-1), and 0 for n = 0
+
+    exponent is n, a real Python number. As in torch, a negative x has the power NaN for a fractional
+    n, and at x = 0 the derivatives of an order above n are infinite for a fractional n and 0 for a
+    whole one: the second derivative of x^1.5 there is infinite, the third of x^2 is 0.
+    Shapes: x any; y like x. Differentiable to any order in x, in reverse and forward mode, under vmap.
+    Raises TypeError for an integer x or an exponent that is not a Python number, ValueError for a
+    NaN exponent.
+    """
+    arguments.differentiable("x", x)
+    return _power(x, arguments.number("exponent", exponent))
+
+
+def quadratic(
+    x: Tensor, a: Tensor | float, b: Tensor | float, c: Tensor | float
+) -> Tensor:  # fmt: skip
+    r"""Quadratic polynomial with learnable coefficients.
+
+        y = a x^2 + b x + c        dy/dx = 2 a x + b        dy/da = x^2    dy/db = x    dy/dc = 1
+
+    Shapes: x, a, b and c broadcast together to y. Differentiable to any order in all four, in reverse
+    and forward mode, under vmap; a coefficient that is a Python number is a constant.
+    Raises TypeError for integer tensors.
+    """
+    arguments.differentiable("x", x)
+    for name, value in (("a", a), ("b", b), ("c", c)):
+        arguments.tensor_or_number(name, value)
+    return _quadratic(x, a, b, c)
 
 
 def swish(x: Tensor, beta: Tensor | float = 1.0) -> Tensor:
@@ -48,9 +106,24 @@ def swish(x: Tensor, beta: Tensor | float = 1.0) -> Tensor:
     Source: Ramachandran, Zoph and Le, Searching for Activation Functions, 2017, eq. 1.
     """
     arguments.differentiable("x", x)
-    if isinstance(beta, Tensor):
-        arguments.differentiable("beta", beta)
-    result: Tensor = _swish(x, beta)
+    arguments.tensor_or_number("beta", beta)
+    return _swish(x, beta)
+
+
+def _square_forward(x: Tensor) -> Tensor:
+    return x * x
+
+
+def _power_forward(x: Tensor, n: float) -> Tensor:
+    return torch.pow(x, n)
+
+
+def _power_by_x(x: Tensor, n: float, _: None) -> Tensor | float:
+    return n * torch.pow(x, n - 1) if n != 0 else 0.0
+
+
+def _quadratic_forward(x: Tensor, a: Any, b: Any, c: Any) -> Tensor:
+    result: Tensor = a * (x * x) + b * x + c
     return result
 
 
@@ -68,8 +141,24 @@ def _swish_by_beta(x: Tensor, beta: Tensor | float, _: None) -> Tensor:
     return x * (x * (s * (1 - s)))  # grouped so that a huge x meets its zero before its square
 
 
+_square = define(
+    _square_forward, [lambda x, _: 2 * x], reference=_square_forward, keep="inputs"
+)  # fmt: skip
+_exp = define(torch.exp, [lambda _, y: y], reference=torch.exp, keep="output")
 _tanh = define(torch.tanh, [lambda _, y: 1 - y * y], reference=torch.tanh, keep="output")
 _sigmoid = define(torch.sigmoid, [lambda _, y: y * (1 - y)], reference=torch.sigmoid, keep="output")
+_power = define(_power_forward, [_power_by_x, None], reference=torch.pow, keep="inputs")
+_quadratic = define(
+    _quadratic_forward,
+    [
+        lambda x, a, b, c, _: 2 * (a * x) + b,
+        lambda x, a, b, c, _: x * x,
+        lambda x, a, b, c, _: x,
+        lambda x, a, b, c, _: 1,
+    ],
+    reference=_quadratic_forward,
+    keep="inputs",
+)
 _swish = define(
     _swish_forward, [_swish_by_x, _swish_by_beta], reference=_swish_forward, keep="inputs"
 )

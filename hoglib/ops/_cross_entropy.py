@@ -1,0 +1,169 @@
+"""Softmax and cross-entropy as one Function."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib.ops._broadcasting import promoted
+from hoglib.ops._define import Saved, call, make_function
+from hoglib.ops._products import mul
+from hoglib.ops._reduce import logsumexp, sum
+
+
+def softmax_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    r"""Cross-entropy of the softmax of logits, as `torch.nn.functional.cross_entropy`.
+
+        L = log sum_c exp(z_c)        p_c = exp(z_c - L)        loss = sum_c q_c (L - z_c)
+        dloss/dz_c = p_c - q_c        d2loss/dz_c dz_d = p_c (c = d) - p_c p_d
+
+    z are the logits of one row, q = (1 - e) (c = target) + e / C with e the label_smoothing, or for
+    class probabilities q = (1 - e) target + e / C. reduction "mean" divides the sum over rows by the
+    number of targets that are not ignore_index, NaN if there is none; "sum"; "none" gives one loss
+    for each row, 0 where ignored.
+
+    Shapes: logits [C], [N, C] or [N, C, d1, ...]; target of whole numbers [], [N] or [N, d1, ...], or
+    probabilities shaped like logits. Beside its inputs the Function keeps two numbers a row and
+    recomputes p. Differentiable to any order in logits and probabilities, in reverse and forward
+    mode, under vmap. Under autocast it runs in float32, as torch's own does.
+    Raises TypeError for integer or complex logits, or a target of another dtype, ValueError for shapes
+    that do not fit, classes out of range (on a CPU), and unknown options.
+    """
+    arguments.real("logits", logits)
+    arguments.tensor("target", target)
+    arguments.one_of("reduction", reduction, ("mean", "sum", "none"))
+    smoothing = arguments.number("label_smoothing", label_smoothing, minimum=0)
+    if smoothing > 1:
+        raise arguments.WrongValue(
+            f"label_smoothing: expected a number from 0 to 1, got {smoothing}."
+        )
+    axis = min(logits.dim() - 1, 1)
+    _check_shapes(logits, target, axis)
+    if torch.is_autocast_enabled(logits.device.type) and logits.dtype != torch.float64:
+        logits = logits.float()
+    if target.is_floating_point():
+        rows = _from_probabilities(logits, target, axis, smoothing)
+        return _reduced(rows, reduction, None)
+    counted = target != ignore_index
+    classes = torch.where(counted, target, 0).long()
+    # The loss does not depend on the shift, which therefore needs no derivative.
+    shift = logits.detach().amax(axis, True)
+    inputs = _Rows(logits, shift, classes.unsqueeze(axis), axis, smoothing)
+    try:
+        rows, _ = call(_CROSS_ENTROPY, _reference, *inputs)
+    except RuntimeError as error:  # to look beforehand would wait for a GPU and stop a tracer
+        if "out of bounds" not in str(error):
+            raise
+        raise arguments.WrongIndex(
+            f"target: expected classes from 0 to {logits.shape[axis] - 1} or ignore_index "
+            f"{ignore_index}, got another; {error}."
+        ) from None
+    return _reduced(torch.where(counted, rows.squeeze(axis), 0), reduction, counted)
+
+
+def _reduced(rows: Tensor, reduction: str, counted: Tensor | None) -> Tensor:
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    return rows.mean() if counted is None else rows.sum() / counted.sum()
+
+
+def _from_probabilities(logits: Tensor, target: Tensor, axis: int, smoothing: float) -> Tensor:
+    logits, target = promoted(logits, target)
+    q = target * (1 - smoothing) + smoothing / logits.shape[axis] if smoothing else target
+    shifted = logits - logits.detach().amax(axis, True)
+    return sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
+
+
+class _Rows(NamedTuple):
+    """The arguments of the Function; L is kept relative to the shift m, where it is accurate."""
+
+    z: Tensor
+    m: Tensor
+    classes: Tensor
+    axis: int
+    smoothing: float
+
+
+def _pick(inputs: _Rows, values: Tensor) -> Tensor:
+    """sum_c q_c v_c for each row."""
+    picked = values.gather(inputs.axis, inputs.classes)
+    if not inputs.smoothing:
+        return picked
+    average = values.sum(inputs.axis, True) / values.shape[inputs.axis]
+    return (1 - inputs.smoothing) * picked + inputs.smoothing * average
+
+
+def _forward(*inputs: object) -> tuple[Tensor, Tensor]:
+    rows = _Rows(*inputs)  # type: ignore[arg-type]
+    shifted = rows.z - rows.m
+    L = shifted.exp().sum(rows.axis, True).log()
+    return L - _pick(rows, shifted), L
+
+
+def _reference(*inputs: object) -> tuple[Tensor, Tensor]:
+    rows = _Rows(*inputs)  # type: ignore[arg-type]
+    loss = -_pick(rows, F.log_softmax(rows.z, rows.axis))
+    return loss, loss
+
+
+def _softmax(saved: Saved) -> Tensor:
+    rows, (_, L) = _Rows(*saved.inputs), saved.outputs
+    assert L is not None
+    return torch.exp(rows.z - rows.m - L)
+
+
+def _backward(saved: Saved, g: Tensor | None, g_l: Tensor | None) -> tuple[Tensor | None, ...]:
+    # L is an output too: what the derivative of the softmax sends to it arrives here as g_l.
+    rows, p = _Rows(*saved.inputs), _softmax(saved)
+    if g is None:
+        assert g_l is not None
+        return p * g_l, None, None, None, None
+    grad = p * (g if g_l is None else g + g_l)
+    if rows.smoothing:
+        grad = grad - g * (rows.smoothing / p.shape[rows.axis])
+    grad = grad.scatter_add(rows.axis, rows.classes, g * (rows.smoothing - 1))
+    return grad, None, None, None, None
+
+
+def _jvp(saved: Saved, tangent: Tensor, *_: None) -> tuple[Tensor, Tensor]:
+    rows = _Rows(*saved.inputs)
+    by_l = (_softmax(saved) * tangent).sum(rows.axis, True)
+    return by_l - _pick(rows, tangent), by_l
+
+
+def _check_shapes(logits: Tensor, target: Tensor, axis: int) -> None:
+    if target.is_complex() or target.dtype == torch.bool:
+        raise arguments.WrongType(
+            f"target: expected whole numbers or floating-point probabilities, "
+            f"got {arguments.describe(target)}; convert it with `target.long()`."
+        )
+    rows = logits.shape[:axis] + logits.shape[axis + 1 :]
+    expected = logits.shape if target.is_floating_point() else rows
+    if logits.dim() == 0 or logits.shape[axis] == 0 or target.shape != expected:
+        raise arguments.WrongValue(
+            f"softmax_cross_entropy: expected logits [C], [N, C] or [N, C, d1, ...] with target [], "
+            f"[N] or [N, d1, ...] of whole numbers, or probabilities shaped like logits; "
+            f"got logits {tuple(logits.shape)} and target {arguments.describe(target)}."
+        )
+
+
+_CROSS_ENTROPY = make_function(
+    "SoftmaxCrossEntropy",
+    len(_Rows._fields),
+    forward=_forward,
+    backward=_backward,
+    jvp=_jvp,
+    keep_inputs=(0, 1, 2),
+    keep_outputs=(1,),
+)
