@@ -124,17 +124,20 @@ def make_function(
 
         members["vmap"] = staticmethod(run_vmap)
     function = cast(type[torch.autograd.Function], type(name, (torch.autograd.Function,), members))
-    # The compiler takes a Function only without a jvp. It traces what it takes, so the vmap rule that
-    # saves calls saves nothing there.
-    plain = {key: value for key, value in members.items() if key not in ("jvp", "vmap")}
-    plain["generate_vmap_rule"] = True
-    _WITHOUT_JVP[function] = cast(
-        type[torch.autograd.Function], type(name, (torch.autograd.Function,), plain)
-    )
     return function
 
 
-_WITHOUT_JVP: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {}
+def without_jvp(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The same Function for the compiler, which refuses a jvp and has no use for a vmap rule."""
+    members = {
+        key: value
+        for key, value in vars(function).items()
+        if key in ("forward", "setup_context", "backward", "__doc__")
+    }
+    twin = type(
+        function.__name__, (torch.autograd.Function,), members | {"generate_vmap_rule": True}
+    )
+    return cast(type[torch.autograd.Function], twin)
 
 
 def call(
@@ -145,8 +148,8 @@ def call(
     Under the compiler the reference fuses better than a Function can. Under two forward levels
     torch differentiates the `jvp` of a custom Function to zero, without an error.
     """
-    if torch.compiler.is_compiling():
-        return _WITHOUT_JVP[function].apply(*inputs) if reference is None else reference(*inputs)
+    if reference is not None and torch.compiler.is_compiling():
+        return reference(*inputs)
     if _functorch.transforms_active() and _functorch.forward_levels() > 1:
         if reference is None:
             raise arguments.NotSupported(
@@ -241,12 +244,19 @@ def define(
         keep_outputs=(0,) if keep in ("both", "output") else (),
     )
 
+    compiled = without_jvp(function)
+
     def op(*inputs: Any) -> Tensor:
+        result: Tensor
         if len(inputs) != count:
             raise arguments.WrongType(
                 f"{name}: expected {count} inputs, one for each partial, got {len(inputs)}."
             )
-        result: Tensor = call(function, reference, *promoted(*inputs))
+        inputs = promoted(*inputs)
+        if reference is None and torch.compiler.is_compiling():
+            result = compiled.apply(*inputs)
+        else:
+            result = call(function, reference, *inputs)
         if not result.is_complex() and any(
             value.is_complex() for value in inputs if isinstance(value, Tensor)
         ):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib.ops._broadcasting import vmap_broadcasting
-from hoglib.ops._define import Saved, call, define, make_function
+from hoglib.ops._define import Saved, call, define, make_function, without_jvp
 from hoglib.ops._kinks import zero_with_slope_one
 from hoglib.ops._linear import linear
 
@@ -65,18 +65,21 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
         y = x        g -> min(max(g, -c), c)
 
     bound is c. The second derivative differentiates the clipped gradient: it is that of f(y) in the
-    entries where |g| <= c and 0 in the entries that were clipped. It need not be symmetric. Forward
-    mode follows the value: a tangent passes as it is, because it is no gradient; forward-over-reverse
-    agrees with reverse-over-reverse, reverse-over-forward and jvp inside jvp see the identity.
+    entries where |g| <= c and 0 in the entries that were clipped. It need not be symmetric. A tangent
+    of forward mode passes as it is, because it is no gradient: forward-over-reverse agrees with
+    reverse-over-reverse, jvp inside jvp sees the identity, and reverse-over-forward clips what
+    comes back to x but not to its tangent, which agrees with neither.
     Shapes: x any; y like x. In reverse and forward mode, under vmap.
     Raises TypeError for an integer or complex x or a bound that is not a Python number, ValueError
     for a negative bound.
     """
     arguments.real("x", x)
     bound = arguments.number("bound", bound, minimum=0)
-    # No plain torch operation clips a gradient, so the compiler gets the Function itself.
-    reference = None if torch.compiler.is_compiling() else _copy
-    result: Tensor = call(_CLIP_GRADIENT, reference, x, bound)
+    result: Tensor
+    if torch.compiler.is_compiling():  # no plain torch operation clips a gradient
+        result = _COMPILED_CLIP_GRADIENT.apply(x, bound)
+    else:
+        result = call(_CLIP_GRADIENT, _copy, x, bound)
     return result
 
 
@@ -116,7 +119,7 @@ def _heaviside(x: Tensor) -> Tensor:
 
 def _make_straight_through(step: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     def reference(x: Tensor) -> Tensor:
-        return step(x).detach() + zero_with_slope_one(x)
+        return step(x.detach()) + zero_with_slope_one(x)
 
     return define(step, [lambda *_: 1], reference=reference, surrogate=True, keep="none")
 
@@ -160,3 +163,4 @@ _CLIP_GRADIENT = make_function(
     keep_inputs=(),
     keep_outputs=(),
 )
+_COMPILED_CLIP_GRADIENT = without_jvp(_CLIP_GRADIENT)

@@ -109,7 +109,7 @@ def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _straight_through_clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    return torch.clamp(x, low, high).detach() + zero_with_slope_one(x)
+    return torch.clamp(x.detach(), low, high) + zero_with_slope_one(x)
 
 
 def zero_with_slope_one(x: Tensor) -> Tensor:

@@ -43,9 +43,12 @@ def linear_act(
     the one tensor of its size that is kept; or "swish" (x s(x), the SiLU), which keeps z instead.
     Shapes, orders and modes as for `linear`. One Function a layer costs half the calls of two, which
     is what small networks spend their time on.
-    Raises TypeError for integer tensors, ValueError for shapes that do not fit or an unknown act.
+    Raises TypeError for integer tensors, and for complex ones unless act is "tanh" or "sigmoid",
+    ValueError for shapes that do not fit or an unknown act.
     """
     arguments.one_of("act", act, _LINEAR_ACT)
+    if act in _REAL_ONLY:
+        arguments.real("x", x)
     layer = _LINEAR_ACT[act]
     result = _apply(layer, "linear_act", x, weight, bias)
     return result[0] if layer.keeps_z else result
@@ -80,6 +83,7 @@ _ACTIVATIONS = {
     "softplus": _Activation(_softplus, lambda y: -torch.expm1(-y)),
     "swish": _Activation(F.silu, _swish_derivative, keeps_z=True),
 }
+_REAL_ONLY = ("relu", "softplus", "swish")  # torch has no complex derivatives of them
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -117,7 +121,8 @@ def _tangent(saved: Saved, x: Tensor | None, weight: Tensor | None, bias: Tensor
         terms.append(_affine(saved.inputs[0], weight, None))
     if bias is not None:
         stacked = saved.inputs[1].dim() > 2
-        terms.append((bias.unsqueeze(-2) if stacked else bias).expand(shape))
+        # contiguous: torch wants the layout of the output, which for three dimensions is a view
+        terms.append((bias.unsqueeze(-2) if stacked else bias).expand(shape).contiguous())
     total = terms[0]
     for term in terms[1:]:
         total = total + term
