@@ -316,18 +316,23 @@ def backward_as_functions_do_it(scalar: Tensor) -> None:
     Torch itself drops a gradient that nobody wants, and sums one that is larger than its input.
     """
     for node in function_nodes(scalar):
-        node.register_hook(partial(check_gradients, node))
+        node.register_prehook(partial(check_gradients, node))
     if scalar.requires_grad:
         scalar.backward()
 
 
-def check_gradients(node: Any, grads: tuple[Any, ...], _: Any) -> None:
-    for grad, (parent, k) in zip(grads, node.next_functions, strict=True):
-        if grad is None:
-            continue
-        assert parent is not None, f"{node.name()} computed a gradient that nobody wants"
+def check_gradients(node: Any, incoming: tuple[Any, ...]) -> None:
+    zeros = [torch.zeros(like.shape, dtype=like.dtype) for like in node._input_metadata]
+    filled = [zero if g is None else g for g, zero in zip(incoming, zeros, strict=True)]
+    name, grads, needed = node.name(), as_tuple(node.apply(*filled)), node.needs_input_grad
+    for grad, need in zip(grads, needed, strict=True):
+        assert grad is None or need, f"{name} computed a gradient that nobody wants"
+    given = [grad for grad, need in zip(grads, needed, strict=True) if need]
+    parents = [(parent, k) for parent, k in node.next_functions if parent is not None]
+    for grad, (parent, k) in zip(given, parents, strict=True):
         expected = tuple(parent._input_metadata[k].shape)
-        assert tuple(grad.shape) == expected, f"{node.name()} gave {grad.shape} for {expected}"
+        if grad is not None:
+            assert tuple(grad.shape) == expected, f"{name} gave {grad.shape} for {expected}"
 
 
 def function_nodes(value: Tensor) -> Iterator[Any]:

@@ -206,7 +206,8 @@ MISTAKES = [
     cube(lambda x: (x**3).abs() if x.is_complex() else x**3, "complex", name="complex value wrong",
          dtypes=WITH_COMPLEX),
     cube(lambda x: x**3, "complex", name="complex numbers neither declared nor refused"),
-    cube(define(lambda x: x.abs() ** 3, [lambda x, y: 3 * x * x]), "first derivative", name="wrong away from positive numbers"),
+    cube(define(lambda x: x.abs() ** 3, [lambda x, y: 3 * x * x]), "first derivative",
+         name="wrong away from positive numbers"),
     Mistake(
         "gradient of an output ignored",
         entry(from_class(IgnoresUndefinedGradient), lambda x: (x**3, x**2)),

@@ -64,11 +64,12 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
 
         y = x        g -> min(max(g, -c), c)
 
-    bound is c. The second derivative differentiates the clipped gradient: it is that of f(y) in the
-    entries where |g| <= c and 0 in the entries that were clipped. It need not be symmetric. A tangent
-    of forward mode passes as it is, because it is no gradient: forward-over-reverse agrees with
-    reverse-over-reverse, jvp inside jvp sees the identity, and reverse-over-forward clips what
-    comes back to x but not to its tangent, which agrees with neither.
+    bound is c. A clip is not linear, so the order of modes matters for second derivatives of f(y(x)).
+    Forward-over-reverse differentiates the clipped gradient: f'' v in the entries where |f'| <= c,
+    and 0 in those that were clipped; it need not be symmetric. Reverse-over-reverse passes the op
+    once more on its way back and clips once more: the product is that, with f'' v clipped to c too,
+    as it is with a hook on a tensor. A tangent of forward mode passes as it is, because it is no
+    gradient: jvp inside jvp sees the identity.
     Shapes: x any; y like x. In reverse and forward mode, under vmap.
     Raises TypeError for an integer or complex x or a bound that is not a Python number, ValueError
     for a negative bound.

@@ -101,14 +101,16 @@ def _transposed(saved: Saved, u: Tensor) -> list[Tensor | None]:
     x, weight, _ = saved.inputs
     by_x, by_weight, by_bias = saved.needed
     stacked = weight.dim() > 2
-    rows = u if stacked or u.dim() == 2 else u.reshape(-1, u.shape[-1])
-    if not by_weight:
-        grad_weight = None
-    elif stacked or x.dim() == 2:
-        grad_weight = rows.mT @ conj(x)
-    else:
-        grad_weight = rows.mT @ conj(x).reshape(-1, x.shape[-1])
+    rows = u if stacked else _rows(u)
+    grad_weight = rows.mT @ conj(x if stacked else _rows(x)) if by_weight else None
     return [u @ conj(weight) if by_x else None, grad_weight, rows.sum(-2) if by_bias else None]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    # -1 for the number of rows would be ambiguous for rows without entries
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def _tangent(saved: Saved, x: Tensor | None, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -28,10 +28,10 @@ def scaled_activation(x: Tensor, *, scale: float, kind: str) -> Tensor:
 
 
 def smooth_l1(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
-    """Huber's loss over beta: h (|d| - h / 2) / beta with h = min(|d|, beta)."""
-    distance = (input - target).abs()
-    h = distance.clamp(max=beta)
-    return h * (distance - h / 2) / beta if beta else distance
+    """Huber's loss over beta: h (d - h / 2) / beta with h = min(max(d, -beta), beta)."""
+    d = input - target
+    h = d.clamp(-beta, beta)
+    return h * (d - h / 2) / beta if beta else d.abs()
 
 
 def clamp(
