@@ -426,24 +426,32 @@ def complex_numbers(op: Op, sample: Sample) -> None:
 # The compiler, side effects, and the device.
 
 
-def compile_with(backend: str) -> Function:
-    def cell(op: Op, sample: Sample) -> None:
-        case = Case(op, sample)
-        torch._dynamo.reset()
-        compiled = torch.compile(projected(case.ours), fullgraph=True, backend=backend)
-        results = []
-        for function in (compiled, projected(case.theirs)):
-            tensors = case.leaves()
-            value = function(*tensors)
-            grads = (
-                torch.autograd.grad(value, tensors, allow_unused=True)
-                if value.requires_grad
-                else [None] * len(tensors)
-            )
-            results.append([value.detach(), list(grads)])
-        close(*results)
+def compiled(op: Op, sample: Sample) -> None:
+    in_one_graph([Case(op, sample)], "aot_eager")
 
-    return cell
+
+def in_one_graph(cases: list[Case], backend: str) -> None:
+    """Forward and backward of the cases as one compiled function, against the references."""
+    torch._dynamo.reset()
+
+    def ours(inputs: list[list[Tensor]]) -> Tensor:
+        return total([projected(c.ours)(*i) for c, i in zip(cases, inputs, strict=True)])
+
+    def theirs(inputs: list[list[Tensor]]) -> Tensor:
+        return total([projected(c.theirs)(*i) for c, i in zip(cases, inputs, strict=True)])
+
+    results = []
+    for function in (torch.compile(ours, fullgraph=True, backend=backend), theirs):
+        inputs = [case.leaves() for case in cases]
+        value = function(inputs)
+        if value.requires_grad:
+            value.backward()
+        results.append([value.detach(), [[t.grad for t in tensors] for tensors in inputs]])
+    close(*results)
+
+
+def total(values: list[Tensor]) -> Tensor:
+    return sum(values[1:], values[0])
 
 
 def nothing_changed_in_place(op: Op, sample: Sample) -> None:
@@ -513,12 +521,11 @@ CELLS: dict[str, Function] = {
     "float32": in_dtype(torch.float32),
     "bfloat16": in_dtype(torch.bfloat16),
     "complex": complex_numbers,
-    "compile": compile_with("aot_eager"),
-    "inductor": compile_with("inductor"),
+    "compile": compiled,
     "nothing changed in place": nothing_changed_in_place,
     "deterministic": deterministic,
     "cuda": cuda,
 }
 
-# Cells of one sample an op: they bring their own, or cost seconds.
-ONCE = {"zero size", "no dimensions", "broadcasting", "inductor"}
+# Cells of one sample an op, which is their own.
+ONCE = {"zero size", "no dimensions", "broadcasting"}

@@ -7,9 +7,9 @@ import torch
 
 from hoglib import ops
 from hoglib.ops.catalogue import CATALOGUE, Op, Sample
-from tests.op_matrix import CELLS, ONCE
+from tests.op_matrix import CELLS, ONCE, Case, in_one_graph
 
-MARKS = {"inductor": pytest.mark.slow, "cuda": pytest.mark.gpu}
+MARKS = {"cuda": pytest.mark.gpu}
 
 
 def rows() -> Iterator[object]:
@@ -29,6 +29,20 @@ def test_cell(op: Op, sample: Sample, cell: str) -> None:
     if cell == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device here")
     CELLS[cell](op, sample)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", sorted({op.theme for op in CATALOGUE}))
+def test_inductor_takes_a_theme_as_one_graph(theme: str) -> None:
+    """One graph for all ops of a theme: inductor takes seconds for each graph, whatever is in it."""
+    in_one_graph(
+        [
+            Case(op, op.samples[0])
+            for op in CATALOGUE
+            if op.theme == theme and "compile" not in op.skips
+        ],
+        "inductor",
+    )
 
 
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: op.name)

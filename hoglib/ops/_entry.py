@@ -52,7 +52,7 @@ WITH_COMPLEX = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
 
 ONE_TENSOR = {"broadcasting": "one tensor, nothing to broadcast with"}
 HAND_WRITTEN = dict.fromkeys(
-    ["forward over forward", "compile", "inductor"],
+    ["forward over forward", "compile"],
     "a hand-written Function for reading: it has a jvp, and no reference to change to",
 )
 NEEDS_DIMENSIONS = {"no dimensions": "needs a dimension to act on"}
