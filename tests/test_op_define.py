@@ -1,5 +1,7 @@
 """`hoglib.ops.define`: what a user's own op may be made of, and what it refuses."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,17 @@ cube = define(lambda x: x**3, [lambda x, _: 3 * x * x], keep="inputs")
 def test_constant_partials() -> None:
     op = define(lambda x, y: 2 * x - y, [lambda *_: 2, lambda *_: -1.0], keep="none")
     hog.testing.assert_double_differentiable(op, (X, X[:1]), reference=lambda x, y: 2 * x - y)
+
+
+@pytest.mark.parametrize(
+    "forward", [lambda x: x, lambda x: x[:]], ids=["the input itself", "a view of it"]
+)
+def test_a_forward_that_returns_its_input(forward: Callable[[Tensor], Tensor]) -> None:
+    op = define(forward, [lambda *_: 1], keep="none")
+    hog.testing.assert_double_differentiable(op, (X,), reference=lambda x: 1 * x)
+    x = X.clone()
+    op(x).add_(1)
+    assert_close(x, X)
 
 
 def test_masks_as_partials() -> None:

@@ -1,9 +1,8 @@
 """Softmax and cross-entropy as one Function."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import _arguments as arguments
@@ -32,9 +31,10 @@ def softmax_cross_entropy(
     for each row, 0 where ignored.
 
     Shapes: logits [C], [N, C] or [N, C, d1, ...]; target of whole numbers [], [N] or [N, d1, ...], or
-    probabilities shaped like logits. Beside its inputs the Function keeps two numbers a row and
-    recomputes p. Differentiable to any order in logits and probabilities, in reverse and forward
-    mode, under vmap. Under autocast it runs in float32, as torch's own does.
+    probabilities shaped like logits. The Function keeps its inputs only and recomputes p, so that
+    beside the logits no second tensor of their size is held. Differentiable to any order in logits
+    and probabilities, in reverse and forward mode, under vmap. Under autocast it runs in float32, as
+    torch's own does.
     Raises TypeError for integer or complex logits, or a target of another dtype, ValueError for shapes
     that do not fit, classes out of range (on a CPU), and unknown options.
     """
@@ -55,11 +55,9 @@ def softmax_cross_entropy(
         return _reduced(rows, reduction, None)
     counted = target != ignore_index
     classes = torch.where(counted, target, 0).long()
-    # The loss does not depend on the shift, which therefore needs no derivative.
-    shift = logits.detach().amax(axis, True)
-    inputs = _Rows(logits, shift, classes.unsqueeze(axis), axis, smoothing)
+    inputs = _Rows(logits, classes.unsqueeze(axis), axis, smoothing)
     try:
-        rows, _ = call(_CROSS_ENTROPY, _reference, *inputs)
+        rows = call(_CROSS_ENTROPY, _forward, *inputs)
     except RuntimeError as error:  # to look beforehand would wait for a GPU and stop a tracer
         if "out of bounds" not in str(error):
             raise
@@ -86,10 +84,9 @@ def _from_probabilities(logits: Tensor, target: Tensor, axis: int, smoothing: fl
 
 
 class _Rows(NamedTuple):
-    """The arguments of the Function; L is kept relative to the shift m, where it is accurate."""
+    """The arguments of the Function."""
 
     z: Tensor
-    m: Tensor
     classes: Tensor
     axis: int
     smoothing: float
@@ -104,42 +101,24 @@ def _pick(inputs: _Rows, values: Tensor) -> Tensor:
     return (1 - inputs.smoothing) * picked + inputs.smoothing * average
 
 
-def _forward(*inputs: object) -> tuple[Tensor, Tensor]:
-    rows = _Rows(*inputs)  # type: ignore[arg-type]
-    shifted = rows.z - rows.m
-    L = shifted.exp().sum(rows.axis, True).log()
-    return L - _pick(rows, shifted), L
+def _forward(*inputs: Any) -> Tensor:
+    rows = _Rows(*inputs)
+    return -_pick(rows, torch.log_softmax(rows.z, rows.axis))
 
 
-def _reference(*inputs: object) -> tuple[Tensor, Tensor]:
-    rows = _Rows(*inputs)  # type: ignore[arg-type]
-    loss = -_pick(rows, F.log_softmax(rows.z, rows.axis))
-    return loss, loss
-
-
-def _softmax(saved: Saved) -> Tensor:
-    rows, (_, L) = _Rows(*saved.inputs), saved.outputs
-    assert L is not None
-    return torch.exp(rows.z - rows.m - L)
-
-
-def _backward(saved: Saved, g: Tensor | None, g_l: Tensor | None) -> tuple[Tensor | None, ...]:
-    # L is an output too: what the derivative of the softmax sends to it arrives here as g_l.
-    rows, p = _Rows(*saved.inputs), _softmax(saved)
-    if g is None:
-        assert g_l is not None
-        return p * g_l, None, None, None, None
-    grad = p * (g if g_l is None else g + g_l)
-    if rows.smoothing:
-        grad = grad - g * (rows.smoothing / p.shape[rows.axis])
-    grad = grad.scatter_add(rows.axis, rows.classes, g * (rows.smoothing - 1))
-    return grad, None, None, None, None
-
-
-def _jvp(saved: Saved, tangent: Tensor, *_: None) -> tuple[Tensor, Tensor]:
+def _backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
     rows = _Rows(*saved.inputs)
-    by_l = (_softmax(saved) * tangent).sum(rows.axis, True)
-    return by_l - _pick(rows, tangent), by_l
+    # p comes from z again: an output of log_softmax that forward kept would have no graph
+    grad = torch.softmax(rows.z, rows.axis) * g
+    if rows.smoothing:
+        grad = grad - g * (rows.smoothing / rows.z.shape[rows.axis])
+    return grad.scatter_add(rows.axis, rows.classes, g * (rows.smoothing - 1)), None, None, None
+
+
+def _jvp(saved: Saved, tangent: Tensor, *_: None) -> Tensor:
+    rows = _Rows(*saved.inputs)
+    mean = (torch.softmax(rows.z, rows.axis) * tangent).sum(rows.axis, True)
+    return mean - _pick(rows, tangent)
 
 
 def _check_shapes(logits: Tensor, target: Tensor, axis: int) -> None:
@@ -164,6 +143,5 @@ _CROSS_ENTROPY = make_function(
     forward=_forward,
     backward=_backward,
     jvp=_jvp,
-    keep_inputs=(0, 1, 2),
-    keep_outputs=(1,),
+    keep_outputs=(),
 )

@@ -202,6 +202,13 @@ def define(
     name = getattr(forward, "__name__", "op")
     count = len(partials)
 
+    def owned(*inputs: Any) -> Tensor:
+        y = forward(*inputs)
+        if torch.compiler.is_compiling():  # it makes its own copies
+            return y
+        # torch has rules of its own for a Function that returns its input or a view of it
+        return y.clone() if y._is_view() or any(y is value for value in inputs) else y
+
     def derivative(i: int, saved: Saved) -> Any:
         partial = partials[i]
         if partial is None:
@@ -231,12 +238,13 @@ def define(
         total = terms[0]
         for term in terms[1:]:
             total = total + term
-        return total.to(saved.output_dtypes[0]).expand(saved.output_shapes[0])
+        (shape,), (dtype,) = saved.output_shapes, saved.output_dtypes
+        return total.to(dtype).expand(shape)
 
     function = make_function(
         name,
         count,
-        forward=forward,
+        forward=owned,
         backward=backward,
         jvp=jvp,
         vmap=vmap_broadcasting,
@@ -252,14 +260,14 @@ def define(
             raise arguments.WrongType(
                 f"{name}: expected {count} inputs, one for each partial, got {len(inputs)}."
             )
-        inputs = promoted(*inputs)
+        dtypes = {value.dtype for value in inputs if isinstance(value, Tensor)}
+        if len(dtypes) > 1:
+            inputs = promoted(*inputs)
         if reference is None and torch.compiler.is_compiling():
             result = compiled.apply(*inputs)
         else:
             result = call(function, reference, *inputs)
-        if not result.is_complex() and any(
-            value.is_complex() for value in inputs if isinstance(value, Tensor)
-        ):
+        if not result.is_complex() and any(dtype.is_complex for dtype in dtypes):
             raise arguments.NotSupported(
                 f"{name}: expected a complex value for complex inputs, got {result.dtype}; a real "
                 f"function of complex numbers has no partial derivative. Define it by the real "
