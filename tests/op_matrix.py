@@ -367,8 +367,6 @@ def undefined_gradients(op: Op, sample: Sample) -> None:
     case = Case(op, sample)
     tensors = case.leaves()
     values = as_tuple(case.ours(*tensors))
-    if not all(value.requires_grad for value in values):
-        return
     for create_graph in (False, True):
         scalar = sum(Nothing.apply(v).real.sum() for v in values)
         grads = torch.autograd.grad(
@@ -376,8 +374,6 @@ def undefined_gradients(op: Op, sample: Sample) -> None:
         )
         close(grads, [None] * len(grads))
     for k in range(len(values)):
-        for function in (case.ours, case.theirs):
-            assert len(as_tuple(function(*tensors))) == len(values)
         same_orders_of(case, k)
 
 

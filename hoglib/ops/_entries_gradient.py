@@ -67,7 +67,11 @@ GRADIENT = (
         theme="gradient",
         dtypes=WITH_COMPLEX,
         surrogate=True,
-        skips={**SURROGATE, "hessian by hvp columns": "hvp refuses a function without a graph"},
+        skips={
+            **SURROGATE,
+            "hessian by hvp columns": "hvp refuses a function without a graph",
+            "undefined gradients": "no gradient comes back to it at all",
+        },
     ),
     Op(
         "clipped_gradient_linear",
