@@ -1,5 +1,7 @@
 """The ops as modules, with torch's names, reprs and state dicts."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -82,4 +84,136 @@ class LinearAct(nn.Linear):
         return f"{super().extra_repr()}, act={self.act!r}"
 
 
-__all__ = ["Linear", "LinearAct", "Sigmoid", "Swish", "Tanh"]
+class SmoothL1Loss(nn.Module):
+    """`torch.nn.SmoothL1Loss` on `hoglib.ops.smooth_l1`: reduction is "mean", "sum" or "none"."""
+
+    def __init__(self, reduction: str = "mean", beta: float = 1.0) -> None:
+        super().__init__()
+        self.reduction = arguments.one_of("reduction", reduction, ("mean", "sum", "none"))
+        self.beta = beta
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        values = ops.smooth_l1(input, target, beta=self.beta)
+        if self.reduction == "none":
+            return values
+        return values.mean() if self.reduction == "mean" else values.sum()
+
+    def extra_repr(self) -> str:
+        return f"reduction={self.reduction!r}, beta={self.beta}"
+
+
+class CrossEntropyLoss(nn.Module):
+    """`torch.nn.CrossEntropyLoss` without class weights, on `hoglib.ops.softmax_cross_entropy`."""
+
+    def __init__(
+        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.reduction = arguments.one_of("reduction", reduction, ("mean", "sum", "none"))
+        self.label_smoothing = label_smoothing
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return ops.softmax_cross_entropy(
+            input,
+            target,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}"
+        )
+
+
+class LogSumExp(nn.Module):
+    """Pooling by `hoglib.ops.logsumexp`: a maximum with a derivative to every entry."""
+
+    def __init__(self, dim: int | Sequence[int] = -1, *, keepdim: bool = False) -> None:
+        super().__init__()
+        self.dim = dim if isinstance(dim, int) else tuple(dim)
+        self.keepdim = keepdim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.logsumexp(x, self.dim, keepdim=self.keepdim)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, keepdim={self.keepdim}"
+
+
+class StraightThrough(nn.Module):
+    """`hoglib.ops.straight_through`: kind is "sign", "heaviside" or "round", with the gradient of x."""
+
+    def __init__(self, kind: str = "sign") -> None:
+        super().__init__()
+        self.kind = arguments.one_of("kind", kind, ("sign", "heaviside", "round"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.straight_through(x, kind=self.kind)
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}"
+
+
+class ScaleGradient(nn.Module):
+    """`hoglib.ops.scale_gradient`: x, with its gradient times scale."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.scale_gradient(x, scale=self.scale)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"
+
+
+class GradientReversal(nn.Module):
+    """`hoglib.ops.reverse_gradient`: x, with its gradient times -scale.
+
+    Source: Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, 2015, eq. 10.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.reverse_gradient(x, scale=self.scale)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"
+
+
+class ClipGradient(nn.Module):
+    """`hoglib.ops.clip_gradient`: x, with its gradient clamped to [-bound, bound]."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = arguments.positive("bound", bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.clip_gradient(x, bound=self.bound)
+
+    def extra_repr(self) -> str:
+        return f"bound={self.bound}"
+
+
+__all__ = [
+    "ClipGradient",
+    "CrossEntropyLoss",
+    "GradientReversal",
+    "Linear",
+    "LinearAct",
+    "LogSumExp",
+    "ScaleGradient",
+    "Sigmoid",
+    "SmoothL1Loss",
+    "StraightThrough",
+    "Swish",
+    "Tanh",
+]

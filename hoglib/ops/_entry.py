@@ -30,6 +30,7 @@ class Op(NamedTuple):
     surrogate: bool = False  # its gradient is not the derivative of its value
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16)
     skips: Mapping[str, str] = {}  # matrix cell -> why it does not apply
+    orders: int | None = None  # how often it can be differentiated; None: as often as one likes
 
 
 Normal = Callable[..., Tensor]
