@@ -1,0 +1,1 @@
+"""Side-by-side timings: interleaved repeats, one torch thread, medians and ratios."""
