@@ -68,6 +68,10 @@ def _softplus(z: Tensor) -> Tensor:
     return F.softplus(z, threshold=40)
 
 
+def _silu(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(z) if z.is_complex() else F.silu(z)  # torch's refuses complex numbers
+
+
 def _swish_derivative(z: Tensor) -> Tensor:
     s = torch.sigmoid(z)
     return s * (1 + z * (1 - s))
@@ -78,7 +82,7 @@ _ACTIVATIONS = {
     "tanh": _Activation(torch.tanh, lambda y: 1 - y * y),
     "sigmoid": _Activation(torch.sigmoid, lambda y: y * (1 - y)),
     "softplus": _Activation(_softplus, lambda y: -torch.expm1(-y)),
-    "swish": _Activation(F.silu, _swish_derivative, keeps_z=True),
+    "swish": _Activation(_silu, _swish_derivative, keeps_z=True),
 }
 
 
@@ -117,7 +121,8 @@ def _tangent(saved: Saved, x: Tensor | None, weight: Tensor | None, bias: Tensor
         terms.append(_affine(saved.inputs[0], weight, None))
     if bias is not None:
         stacked = saved.inputs[1].dim() > 2
-        terms.append((bias.unsqueeze(-2) if stacked else bias).expand(shape))
+        # contiguous: forward may give a view, whose tangent must have its layout
+        terms.append((bias.unsqueeze(-2) if stacked else bias).expand(shape).contiguous())
     total = terms[0]
     for term in terms[1:]:
         total = total + term
