@@ -31,6 +31,10 @@ class NotSupported(Explained, NotImplementedError):
     """A NotImplementedError that explains itself."""
 
 
+class CannotVmap(Explained, RuntimeError):
+    """A RuntimeError about a model that vmap cannot run; it explains itself."""
+
+
 class NoSecondDerivative(Explained, RuntimeError):
     """A RuntimeError about a derivative that cannot be had; it explains itself."""
 

@@ -63,7 +63,6 @@ def test_an_undefined_incoming_gradient_gives_none():
 
 def two_outputs():
     def backward(saved, plus, minus):
-        (a, b) = saved.inputs
         total = sum(g for g in (plus, minus) if g is not None)
         other = (0 if plus is None else plus) - (0 if minus is None else minus)
         return total, other

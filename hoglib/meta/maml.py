@@ -1,5 +1,7 @@
 """Model-agnostic meta-learning on an unmodified module."""
 
+import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +27,8 @@ class MAML(nn.Module):
     model: any nn.Module; it is called with other parameters and never changed. criterion(outputs,
     targets) gives a scalar. inner_lr is alpha. first_order drops the derivative of the inner gradient
     (FOMAML). over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses by
-    the shapes of the parameters. memory: "store" keeps the graph of every inner step.
+    the shapes of the parameters, and loops (with a warning) where vmap cannot run the model. memory:
+    "store" keeps the graph of every inner step.
 
     Raises TypeError and ValueError for arguments of the wrong kind.
     Source: Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1.
@@ -54,6 +57,7 @@ class MAML(nn.Module):
         self.memory = arguments.one_of("memory", memory, ["store"])
         self.over_tasks = arguments.one_of("over_tasks", over_tasks, OVER_TASKS)
         self._rule = sgd(self.inner_lr)
+        self._vmappable = True  # until it is tried
 
     def forward(self, *args: Any, params: Params | None = None, **kwargs: Any) -> Any:
         """The model's output, with `params` (from `adapt`) in the place of its own."""
@@ -132,20 +136,34 @@ class MAML(nn.Module):
         function: Callable[..., Any] = self._task_loss
         if wants_gradient:
             function = torch.func.grad_and_value(self._task_loss)
-        if isinstance(tasks, list) or not self._vectorize(params):
-            return _one_by_one(function, params, stacks.each(tasks), count, wants_gradient)
-        # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
-        all_tasks = torch.func.vmap(function, in_dims=(None, 0, 0), randomness="different")
-        output = all_tasks(params, *tasks)
-        if not wants_gradient:
-            return output, {}
-        grads, values = output
-        return values, {name: grad.mean(0) for name, grad in grads.items()}
+        if not isinstance(tasks, list) and self._vectorize(params):
+            try:
+                return _all_at_once(function, params, tasks, wants_gradient)
+            except RuntimeError as error:
+                self._cannot_vmap(error)
+        return _one_by_one(function, params, stacks.each(tasks), count, wants_gradient)
 
     def _vectorize(self, params: Params) -> bool:
-        if self.over_tasks != "auto":
-            return self.over_tasks == "vmap"
-        return vmap_pays(params)
+        if self.over_tasks == "auto":
+            return self._vmappable and vmap_pays(params)
+        return self.over_tasks == "vmap"
+
+    def _cannot_vmap(self, error: RuntimeError) -> None:
+        """Loop from now on, if it was vmap that failed and the choice is ours; raise otherwise."""
+        reason = str(error).splitlines()[0]
+        if isinstance(error, arguments.Explained) or not re.search("vmap|[Bb]atching rule", reason):
+            raise error
+        if self.over_tasks == "vmap":
+            raise arguments.CannotVmap(
+                f"MAML(over_tasks='vmap'): expected a model that vmap can run, got an error from it: "
+                f"{reason} Use over_tasks='loop'."
+            ) from error
+        self._vmappable = False
+        warnings.warn(
+            f"MAML loops over the tasks, because vmap cannot run this model: {reason} "
+            f"Pass over_tasks='loop' to say so yourself.",
+            stacklevel=4,
+        )
 
 
 def vmap_pays(params: Params) -> bool:
@@ -155,6 +173,18 @@ def vmap_pays(params: Params) -> bool:
     than the loop; small matrix products are far faster. On other devices one launch for all wins.
     """
     return all(p.device.type != "cpu" or p.dim() <= 2 for p in params.values())
+
+
+def _all_at_once(
+    function: Callable[..., Any], params: Params, tasks: Any, wants_gradient: bool
+) -> tuple[Tensor, Params]:
+    # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
+    all_tasks = torch.func.vmap(function, in_dims=(None, 0, 0), randomness="different")
+    output = all_tasks(params, *tasks)
+    if not wants_gradient:
+        return output, {}
+    grads, values = output
+    return values, {name: grad.mean(0) for name, grad in grads.items()}
 
 
 def _one_by_one(
