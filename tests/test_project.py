@@ -1,6 +1,7 @@
 """The project as a package: public names, imports, versions, constraints, the wheel."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -50,7 +51,9 @@ def test_importing_hoglib_imports_nothing_heavier_than_torch():
         "import torch, sys; before = set(sys.modules); import hoglib; "
         f"print([m for m in {heavy} if m in sys.modules and m not in before])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -78,7 +81,9 @@ def requirements(names):
         found[key] = distribution.version
         for text in distribution.requires or []:
             child = Requirement(text)
-            if child.marker is None or any(child.marker.evaluate(m) for m in [*markers, {"extra": ""}]):
+            if child.marker is None or any(
+                child.marker.evaluate(m) for m in [*markers, {"extra": ""}]
+            ):
                 child.marker = None
                 todo.append(child)
     return {name: version for (name, _), version in found.items()}
@@ -108,15 +113,21 @@ def test_each_bound_has_a_reason():
     text = (ROOT / "pyproject.toml").read_text()
     for line in text.splitlines():
         if re.match(r'\s+"[\w\[\]-]+[><=]', line):
-            assert "#" in line or "xdist" in line, line
+            assert "#" in line, line
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")  # a build leaves files beside what it builds
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(
+        ROOT / "hoglib", source / "hoglib", ignore=shutil.ignore_patterns("__pycache__")
+    )
     command = [
         sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
-        "--disable-pip-version-check", "--wheel-dir", str(folder), str(ROOT),
+        "--disable-pip-version-check", "--wheel-dir", str(folder), str(source),
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True)
     (path,) = folder.glob("*.whl")
@@ -143,7 +154,9 @@ def test_the_wheel_imports_with_torch_alone(wheel, tmp_path):
         f"assert hoglib.__file__.startswith({str(tmp_path)!r}); "
         "print(hoglib.hvp(lambda p: p.pow(3).sum(), x, x)[1].tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "[6.0, 6.0]", done.stderr
 
 
