@@ -26,7 +26,7 @@ def hessian(
 
     Computed row by row, reverse-over-reverse, one backward pass a row: P passes for P numbers in
     params, and P^2 numbers of memory. (`torch.func.hessian` batches the rows with vmap, which is
-    silently wrong by the weight and bias of a LayerNorm.) Inside torch.func transforms it is
+    silently wrong in the rows of a LayerNorm's weight.) Inside torch.func transforms it is
     `jacfwd(grad)`. create_graph: whether H can be differentiated again. The inputs are not changed,
     and it works under no_grad and inference_mode.
     Raises TypeError and ValueError for params or a value of the wrong kind; RuntimeError when the
@@ -35,6 +35,11 @@ def hessian(
     arguments.function("func", func)
     arguments.parameters(params)
     leaves, structure = _tree.flatten(params)
+    if any(leaf.is_complex() for leaf in leaves):
+        raise arguments.WrongType(
+            "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
+            "its real view, `torch.view_as_real(p)`, and rebuild it in func."
+        )
     with recording():
         leaves, inputs = recordable((leaves, args))
 

@@ -75,8 +75,8 @@ LINEAR = (
             "broadcasting": "leading dimensions have samples; none stretch",
         },
     ),
-    _linear_act("linear_act", ["tanh", "sigmoid"], dtypes=WITH_COMPLEX),
-    _linear_act("linear_act, real only", ["relu", "softplus", "swish"], smooth=False),
+    _linear_act("linear_act", ["tanh", "sigmoid", "swish"], dtypes=WITH_COMPLEX),
+    _linear_act("linear_act, real only", ["relu", "softplus"], smooth=False),
     Op(
         "bias_add",
         "linear",

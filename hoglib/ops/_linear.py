@@ -56,7 +56,7 @@ def linear_act(
 
 class _Activation(NamedTuple):
     forward: Callable[[Tensor], Tensor]
-    derivative: Callable[[Tensor], Tensor]  # of y, or of z where keeps_z
+    pull: Callable[[Tensor, Tensor], Tensor]  # g, y -> act' g; g, z -> act' g where keeps_z
     keeps_z: bool = False
 
 
@@ -71,19 +71,43 @@ def _softplus(z: Tensor) -> Tensor:
     return F.softplus(z, threshold=40)
 
 
+def _silu(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(z) if z.is_complex() else F.silu(z)  # torch's refuses complex numbers
+
+
 def _swish_derivative(z: Tensor) -> Tensor:
     s = torch.sigmoid(z)
     return s * (1 + z * (1 - s))
 
 
+# torch's own backward kernels, which it differentiates to any order: one call, and less kept for the
+# second derivative, than the formulas, which serve complex numbers.
+
+
+def _relu_pull(g: Tensor, y: Tensor) -> Tensor:
+    return torch.ops.aten.threshold_backward(g, y, 0)
+
+
+def _tanh_pull(g: Tensor, y: Tensor) -> Tensor:
+    return g * (1 - y * y) if y.is_complex() else torch.ops.aten.tanh_backward(g, y)
+
+
+def _sigmoid_pull(g: Tensor, y: Tensor) -> Tensor:
+    return g * (y * (1 - y)) if y.is_complex() else torch.ops.aten.sigmoid_backward(g, y)
+
+
+def _swish_pull(g: Tensor, z: Tensor) -> Tensor:
+    return g * _swish_derivative(z)  # torch's kernel has no derivative of its own
+
+
 _ACTIVATIONS = {
-    "relu": _Activation(torch.relu, lambda y: (y > 0).to(y.dtype)),
-    "tanh": _Activation(torch.tanh, lambda y: 1 - y * y),
-    "sigmoid": _Activation(torch.sigmoid, lambda y: y * (1 - y)),
-    "softplus": _Activation(_softplus, lambda y: -torch.expm1(-y)),
-    "swish": _Activation(F.silu, _swish_derivative, keeps_z=True),
+    "relu": _Activation(torch.relu, _relu_pull),
+    "tanh": _Activation(torch.tanh, _tanh_pull),
+    "sigmoid": _Activation(torch.sigmoid, _sigmoid_pull),
+    "softplus": _Activation(_softplus, lambda g, y: g * -torch.expm1(-y)),
+    "swish": _Activation(_silu, _swish_pull, keeps_z=True),
 }
-_REAL_ONLY = ("relu", "softplus", "swish")  # torch has no complex derivatives of them
+_REAL_ONLY = ("relu", "softplus")  # torch has no complex derivatives of them
 
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -184,7 +208,7 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
 
     def backward(saved: Saved, grad: Tensor | None, grad_z: Tensor | None = None) -> Any:
         # z is an output too: what the derivative of act' sends to it arrives here as grad_z.
-        u = None if grad is None else grad * conj(act.derivative(_kept(saved)))
+        u = None if grad is None else act.pull(grad, conj(_kept(saved)))
         if grad_z is not None:
             u = grad_z if u is None else u + grad_z
         assert u is not None
@@ -192,7 +216,7 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
 
     def jvp(saved: Saved, *tangents: Tensor | None) -> Any:
         tangent_z = _tangent(saved, *tangents)
-        tangent = tangent_z * act.derivative(_kept(saved))
+        tangent = act.pull(tangent_z, _kept(saved))
         return (tangent, tangent_z) if act.keeps_z else tangent
 
     def _kept(saved: Saved) -> Tensor:
@@ -219,17 +243,19 @@ def _apply(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands as torch's own product would take them under autocast: float64 stays.
+    """The operands as torch's own product would take them under autocast.
 
-    It is done outside of the Function, because what backward reads must have the dtype that forward
-    computed in.
+    float64 and complex ones stay. It is done outside of the Function, because what backward reads
+    must have the dtype that forward computed in.
     """
-    device_type = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(device_type):
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(device)
     return tuple(
-        tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
         for tensor in tensors
     )
 

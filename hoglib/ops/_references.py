@@ -52,7 +52,7 @@ def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, act: str) -> Tensor:
     z = F.linear(x, weight, bias)
     if act == "swish":
-        return F.silu(z)
+        return z * torch.sigmoid(z)  # torch's silu refuses complex numbers
     # torch's threshold of 20 leaves an error of 2e-9, which float64 can see
     return F.softplus(z, threshold=40) if act == "softplus" else getattr(torch, act)(z)
 

@@ -1,0 +1,62 @@
+"""Small models of the tests: of hoglib's ops, of plain torch, with each kind of normalisation."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hoglib as hog
+
+
+class Tied(nn.Module):
+    """Two layers that share one weight, and a parameter that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.frozen
+
+
+def build(name: str) -> nn.Module:
+    """Maps [N, 2] to [N, 2], in float64, the same at every call."""
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    model = MODELS[name]().double()
+    torch.set_rng_state(state)
+    return model
+
+
+MODELS: dict[str, Any] = {
+    "plain": lambda: nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)),
+    "hoglib ops": lambda: nn.Sequential(
+        hog.nn.Linear(2, 3),
+        hog.nn.Swish(3),
+        hog.nn.Linear(3, 3),
+        hog.nn.Tanh(),
+        hog.nn.Linear(3, 2),
+    ),
+    "fused layers": lambda: nn.Sequential(
+        hog.nn.LinearAct(2, 3, act="tanh"),
+        hog.nn.LinearAct(3, 3, act="swish"),
+        hog.nn.LinearAct(3, 3, act="softplus"),
+        hog.nn.LinearAct(3, 2, act="sigmoid"),
+    ),
+    "LayerNorm": lambda: nn.Sequential(
+        nn.Linear(2, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 2)
+    ),
+    "GroupNorm": lambda: nn.Sequential(
+        nn.Linear(2, 4), nn.GroupNorm(1, 4), nn.GELU(), nn.Linear(4, 2)
+    ),
+    "BatchNorm": lambda: nn.Sequential(
+        nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)
+    ),
+    "BatchNorm in eval mode": lambda: nn.Sequential(
+        nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)
+    ).eval(),
+    "tied and frozen": Tied,
+}

@@ -1,0 +1,157 @@
+"""What make_function and define promise of every Function that they make."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hoglib.ops._define import define, make_function
+
+
+def cube(x):
+    return x**3
+
+
+def cubes(calls):
+    """x^3, counting how often its partial derivative is asked for."""
+
+    def partial(x, y):
+        calls.append(1)
+        return 3 * x * x
+
+    return define(cube, [partial], reference=cube)
+
+
+def product_counting(calls):
+    def by_a(a, b, y):
+        calls.append("a")
+        return b
+
+    def by_b(a, b, y):
+        calls.append("b")
+        return a
+
+    return define(lambda a, b: a * b, [by_a, by_b])
+
+
+x = torch.tensor([0.5, -2.0], dtype=torch.float64)
+
+
+def test_partials_are_asked_for_only_where_a_gradient_is_wanted():
+    calls = []
+    op = product_counting(calls)
+    a, b = x.clone().requires_grad_(), x.clone()
+    op(a, b).sum().backward()
+    assert calls == ["a"]
+    assert_close(a.grad, b)
+
+
+def test_nothing_is_computed_without_grad():
+    calls = []
+    assert_close(cubes(calls)(x), x**3)
+    assert calls == []
+
+
+def test_an_undefined_incoming_gradient_gives_none():
+    calls = []
+    y = cubes(calls)(x.clone().requires_grad_())
+    assert y.grad_fn.apply(None) is None or y.grad_fn.apply(None) == (None,)
+    assert calls == []
+
+
+def two_outputs():
+    def backward(saved, plus, minus):
+        total = sum(g for g in (plus, minus) if g is not None)
+        other = (0 if plus is None else plus) - (0 if minus is None else minus)
+        return total, other
+
+    return make_function(
+        "SumAndDifference",
+        2,
+        forward=lambda a, b: (a + b, a - b),
+        backward=backward,
+        jvp=lambda saved, ta, tb: ((ta if tb is None else tb if ta is None else ta + tb),) * 2,
+    ).apply
+
+
+@pytest.mark.parametrize("output", [0, 1], ids=["first", "second"])
+def test_one_output_alone(output):
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    grads = torch.autograd.grad(two_outputs()(a, b)[output].sum(), [a, b])
+    sign = 1 - 2 * output
+    assert_close(grads, (torch.ones_like(a), sign * torch.ones_like(b)))
+
+
+def test_constants_are_kept_and_have_no_derivative():
+    power = define(lambda t, n: t**n, [lambda t, n, y: n * t ** (n - 1), lambda t, n, y: None])
+    t = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(power(t, 3).sum(), t, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), t)
+    assert_close(second, 6 * x)
+    assert_close(torch.func.vmap(power, (0, None))(x, 3), x**3)
+
+
+def test_jvp_inside_jvp_without_a_reference_raises():
+    op = define(cube, [lambda t, y: 3 * t * t])
+    with pytest.raises(NotImplementedError, match="jvp inside jvp"):
+        torch.func.jacfwd(torch.func.jacfwd(op))(x)
+
+
+def test_jvp_inside_jvp_with_a_reference_is_right():
+    op = cubes([])
+    H = torch.func.jacfwd(torch.func.jacfwd(lambda t: op(t).sum()))(x)
+    assert_close(H, torch.diag(6 * x))
+
+
+def test_torch_still_gives_zero_for_jvp_inside_jvp_of_a_function():
+    # If this fails, torch has mended it, and `call` need not turn to the reference any more.
+    function = make_function(
+        "Cube",
+        1,
+        forward=cube,
+        backward=lambda saved, g: [g * 3 * saved.inputs[0] ** 2],
+        jvp=lambda saved, t: t * 3 * saved.inputs[0] ** 2,
+    )
+    H = torch.func.jacfwd(torch.func.jacfwd(lambda t: function.apply(t).sum()))(x)
+    assert_close(H, torch.zeros(2, 2, dtype=torch.float64))
+
+
+def test_what_is_not_kept_is_not_held_in_memory():
+    op = define(torch.exp, [lambda _, y: y], keep="output")
+    source = torch.randn(3, requires_grad=True)
+    middle = source * 2
+    gone = weakref.ref(middle)
+    y = op(middle)
+    del middle
+    gc.collect()
+    assert gone() is None
+    (grad,) = torch.autograd.grad(y.sum(), source, create_graph=True)
+    assert_close(torch.autograd.grad(grad.sum(), source)[0], 4 * torch.exp(2 * source.detach()))
+
+
+def test_a_kept_intermediate_would_lose_its_share():
+    # the fault that make_function rules out: the tests of the ops must be able to see it
+    class Faulty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            ctx.square = t * t
+            return t**3
+
+        @staticmethod
+        def backward(ctx, g):
+            return 3 * g * ctx.square
+
+    with pytest.raises(RuntimeError):
+        torch.autograd.gradgradcheck(Faulty.apply, [x.clone().requires_grad_()])
+
+
+def test_gradients_are_summed_over_broadcast_dimensions():
+    op = define(lambda a, b: a * b, [lambda a, b, y: b, lambda a, b, y: a])
+    a, b = (
+        torch.randn(2, 1, 3).double().requires_grad_(),
+        torch.randn(4, 1).double().requires_grad_(),
+    )
+    assert torch.autograd.gradgradcheck(op, [a, b])
+    assert [g.shape for g in torch.autograd.grad(op(a, b).sum(), [a, b])] == [a.shape, b.shape]

@@ -1,0 +1,38 @@
+"""Every Python block in README and docs runs, in order, in one namespace a page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.S | re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for number, code in enumerate(blocks(page, "python")):
+        exec(compile(code, f"{page.name}, block {number + 1}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_links_and_pictures_of_a_page_are_there(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_commands_of_the_readme_are_those_of_the_makefile_and_the_configs():
+    text = "\n".join(blocks(ROOT / "README.md", "sh"))
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    for target in re.findall(r"make (\w+)", text):
+        assert target in targets
+    configs = re.findall(r"--config (\S+)", text)
+    assert configs
+    for config in configs:
+        assert (ROOT / config).exists()

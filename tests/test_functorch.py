@@ -1,0 +1,53 @@
+"""The private torch API that hoglib reads: these fail when a torch release changes it."""
+
+import torch
+
+from hoglib import _functorch, _tree
+
+
+def _levels(transform):
+    seen = []
+
+    def probe(x):
+        seen.append((_functorch.transforms_active(), _functorch.forward_levels()))
+        return x.sin()
+
+    transform(probe)
+    return seen[-1]
+
+
+x = torch.tensor(0.3)
+
+
+def test_outside_of_transforms():
+    assert _levels(lambda f: f(x)) == (False, 0)
+
+
+def test_grad_is_active_and_no_forward_level():
+    assert _levels(lambda f: torch.func.grad(f)(x)) == (True, 0)
+
+
+def test_vmap_is_active_and_no_forward_level():
+    assert _levels(lambda f: torch.func.vmap(f)(x[None])) == (True, 0)
+
+
+def test_one_forward_level_under_grad_and_vmap():
+    hessian = torch.func.hessian
+    assert _levels(lambda f: torch.func.vmap(hessian(f))(x[None])) == (True, 1)
+
+
+def test_two_forward_levels():
+    jacfwd = torch.func.jacfwd
+    assert _levels(lambda f: jacfwd(jacfwd(f))(x)) == (True, 2)
+
+
+def test_levels_are_gone_afterwards():
+    torch.func.jvp(torch.sin, (x,), (x,))
+    assert not _functorch.transforms_active()
+    assert _functorch.forward_levels() == 0
+
+
+def test_pytree_paths_read_aloud():
+    tree = {"layer1.weight": x, "more": [x, (x, {"b": x})]}
+    assert _tree.paths(tree) == ["layer1.weight", "more[0]", "more[1][0]", "more[1][1].b"]
+    assert _tree.paths(x) == [""]

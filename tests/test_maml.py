@@ -1,0 +1,404 @@
+"""The meta-gradient: loop against vmap, against finite differences, first- against second-order."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.meta.maml import vmap_pays
+from tests.models import MODELS, build
+from tests.oracles import gradient_by_differences, relative
+
+STEPS = [1, 3]
+ORDERS = pytest.mark.parametrize("first_order", [False, True], ids=["second order", "first order"])
+
+
+def stacks(tasks=3, shots=4, queries=5):
+    rand = lambda n: torch.randn(tasks, n, 2, dtype=torch.float64)  # noqa: E731
+    return (rand(shots), rand(shots)), (rand(queries), rand(queries))
+
+
+def as_list(tasks):
+    (sx, sy), (qx, qy) = tasks
+    return [((sx[i], sy[i]), (qx[i], qy[i])) for i in range(len(sx))]
+
+
+def maml(name, **options):
+    return hog.MAML(build(name), F.mse_loss, **{"inner_lr": 0.1, **options})
+
+
+def meta_gradient(learner, tasks):
+    learner.zero_grad()
+    learner.loss(tasks).backward()
+    return {n: p.grad.clone() for n, p in hog.trainable_params(learner.model).items()}
+
+
+@ORDERS
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loop_equals_vmap(name, steps, first_order):
+    tasks = stacks()
+    options = {"inner_steps": steps, "first_order": first_order}
+    by_vmap = meta_gradient(maml(name, over_tasks="vmap", **options), tasks)
+    by_loop = meta_gradient(maml(name, over_tasks="loop", **options), tasks)
+    of_list = meta_gradient(maml(name, **options), as_list(tasks))
+    assert relative(by_vmap, by_loop) < 1e-12
+    assert relative(of_list, by_loop) < 1e-12
+
+
+@pytest.mark.parametrize("over_tasks", ["vmap", "loop"])
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("name", MODELS)
+def test_second_order_equals_finite_differences_of_the_meta_loss(name, steps, over_tasks):
+    tasks = stacks()
+    learner = maml(name, inner_steps=steps, over_tasks=over_tasks)
+    ours = meta_gradient(learner, tasks)
+
+    def meta_loss(params):
+        with torch.no_grad():
+            losses = [
+                learner.objective(learner.adapt(support, params=params), query)
+                for support, query in as_list(tasks)
+            ]
+        return torch.stack(losses).mean()
+
+    params = {n: p.detach() for n, p in hog.trainable_params(learner.model).items()}
+    assert_close(meta_loss(params), learner.loss(tasks).detach())
+    assert relative(ours, gradient_by_differences(meta_loss, params)) < 1e-6
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("name", ["plain", "fused layers", "LayerNorm"])
+def test_first_order_is_the_gradient_at_the_adapted_parameters(name, steps):
+    tasks = stacks()
+    learner = maml(name, inner_steps=steps, first_order=True)
+    ours = meta_gradient(learner, tasks)
+    expected = []
+    for support, query in as_list(tasks):
+        # the definition of FOMAML, with torch's own optimizer and backward
+        model = copy.deepcopy(learner.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, y in [support] * steps + [query]:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if x is support[0]:
+                optimizer.step()
+        expected.append({n: p.grad for n, p in model.named_parameters()})
+    mean = {n: torch.stack([e[n] for e in expected]).mean(0) for n in ours}
+    assert relative(ours, mean) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["plain", "fused layers", "LayerNorm", "BatchNorm"])
+def test_second_order_differs_from_first_order(name):
+    tasks = stacks()
+    first, second = (
+        meta_gradient(maml(name, inner_steps=3, first_order=f), tasks) for f in (True, False)
+    )
+    assert relative(first, second) > 1e-2
+
+
+def test_the_usual_layout_is_still_wrong_in_torch():
+    # why vmap is outermost here; if this fails, torch has mended vmap(task).mean().backward()
+    learner, tasks = maml("LayerNorm"), stacks()
+    params = {n: p.detach() for n, p in hog.trainable_params(learner.model).items()}
+    usual = torch.func.grad(
+        lambda p: torch.func.vmap(learner._task_loss, (None, 0, 0))(p, *tasks).mean()
+    )(params)
+    assert relative(usual, meta_gradient(learner, tasks)) > 1e-4
+
+
+@ORDERS
+def test_adapt_is_gradient_descent(first_order):
+    learner = maml("plain", inner_steps=3, first_order=first_order)
+    support = as_list(stacks())[0][0]
+    model = copy.deepcopy(learner.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(model(support[0]), support[1]).backward()
+        optimizer.step()
+    assert_close(learner.adapt(support), dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_meta_loss_written_with_adapt_has_the_same_gradient(name):
+    learner, tasks = maml(name, inner_steps=2), stacks()
+    expected = meta_gradient(learner, tasks)
+    learner.zero_grad()
+    losses = [
+        F.mse_loss(learner(x, params=learner.adapt(support)), y)
+        for support, (x, y) in as_list(tasks)
+    ]
+    torch.stack(losses).mean().backward()
+    ours = {n: p.grad for n, p in hog.trainable_params(learner.model).items()}
+    assert relative(ours, expected) < 1e-12
+
+
+def test_adapt_from_given_parameters_and_steps():
+    learner, support = maml("plain", inner_steps=4), as_list(stacks())[0][0]
+    halfway = learner.adapt(support, steps=1)
+    assert_close(learner.adapt(support, params=halfway, steps=3), learner.adapt(support))
+    assert_close(learner.adapt(support, steps=0), hog.trainable_params(learner.model))
+
+
+def test_the_frozen_part_stays_and_the_tied_weight_moves_as_one():
+    learner = maml("tied and frozen")
+    adapted = learner.adapt(as_list(stacks())[0][0])
+    assert list(adapted) == ["first.weight", "first.bias", "second.bias"]
+    x = torch.randn(3, 2, dtype=torch.float64)
+    w, a, b = adapted.values()
+    assert_close(learner(x, params=adapted), F.linear(torch.tanh(F.linear(x, w, a)), w, b))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_grad_the_value_and_the_adaptation_are_there(context):
+    learner, tasks = maml("fused layers", inner_steps=2), stacks()
+    expected, adapted = learner.loss(tasks).detach(), learner.adapt(as_list(tasks)[0][0])
+    with context():
+        for given in (tasks, as_list(tasks)):
+            value = learner.loss(given)
+            assert not value.requires_grad
+            assert_close(value.clone(), expected)
+        assert_close(learner.adapt(as_list(tasks)[0][0]), adapted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_untouched(name):
+    learner, tasks = maml(name, inner_steps=2), stacks()
+    before = {n: t.clone() for n, t in learner.model.state_dict().items()}
+    mode, rng = learner.model.training, torch.get_rng_state()
+    learner.loss(tasks)
+    learner.adapt(as_list(tasks)[0][0])
+    assert_close(dict(learner.model.state_dict()), before, rtol=0, atol=0)
+    assert all(p.grad is None for p in learner.model.parameters())
+    assert learner.model.training == mode
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_gradients_accumulate_and_scale_like_any_loss():
+    learner, tasks = maml("plain"), stacks()
+    once = meta_gradient(learner, tasks)
+    (learner.loss(tasks) * 3).backward()
+    for n, p in hog.trainable_params(learner.model).items():
+        assert_close(p.grad, 4 * once[n])
+
+
+def test_uneven_tasks_count_once_each():
+    tasks = as_list(stacks(tasks=1, shots=2, queries=3)) + as_list(
+        stacks(tasks=1, shots=6, queries=9)
+    )
+    learner = maml("plain")
+    parts = [meta_gradient(learner, [task]) for task in tasks]
+    mean = {n: (parts[0][n] + parts[1][n]) / 2 for n in parts[0]}
+    assert relative(meta_gradient(learner, tasks), mean) < 1e-12
+
+
+def test_vmap_or_loop_is_chosen_by_shape():
+    assert vmap_pays(dict(nn.Linear(2, 2).named_parameters()))
+    assert not vmap_pays(dict(nn.Conv2d(1, 2, 3).named_parameters()))
+
+
+class Branches(nn.Linear):
+    """Control flow that depends on the data, which vmap cannot follow."""
+
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else super().forward(-x)
+
+
+def test_a_model_that_vmap_cannot_run_is_looped_over():
+    model = Branches(2, 2).double()
+    tasks = stacks()
+    expected = meta_gradient(hog.MAML(model, F.mse_loss, over_tasks="loop"), tasks)
+    learner = hog.MAML(model, F.mse_loss)
+    with pytest.warns(UserWarning, match="loops over the tasks"):
+        assert relative(meta_gradient(learner, tasks), expected) < 1e-12
+    assert relative(meta_gradient(learner, tasks), expected) < 1e-12  # and says so once
+    with pytest.raises(RuntimeError, match=r"over_tasks='loop'"):
+        hog.MAML(model, F.mse_loss, over_tasks="vmap").loss(tasks)
+
+
+class Recurrent(nn.Module):
+    """Fills a state in place, as recurrent networks do, which vmap refuses in words of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(2, 2)
+
+    def forward(self, x):
+        state = torch.zeros(x.shape, dtype=x.dtype)
+        for _ in range(2):
+            state += self.cell(x + state).tanh()
+        return state
+
+
+def test_any_failure_of_vmap_turns_to_the_loop():
+    model, tasks = Recurrent().double(), stacks()
+    expected = meta_gradient(hog.MAML(model, F.mse_loss, over_tasks="loop"), tasks)
+    with pytest.warns(UserWarning, match="loops over the tasks"):
+        assert relative(meta_gradient(hog.MAML(model, F.mse_loss), tasks), expected) < 1e-12
+
+
+def test_attributes_that_are_changed_later_take_effect():
+    learner, tasks = maml("plain"), stacks()
+    learner.inner_lr, learner.inner_steps, learner.first_order = 0.2, 2, True
+    expected = meta_gradient(maml("plain", inner_lr=0.2, inner_steps=2, first_order=True), tasks)
+    assert relative(meta_gradient(learner, tasks), expected) < 1e-14
+    learner.model = build("fused layers")
+    expected = maml("fused layers", inner_lr=0.2, inner_steps=2).loss(tasks)
+    assert_close(learner.loss(tasks), expected)
+
+
+def test_it_can_be_pickled():
+    learner, tasks = maml("plain"), stacks()
+    learner.loss(tasks)
+    assert_close(pickle.loads(pickle.dumps(learner)).loss(tasks), learner.loss(tasks))
+
+
+def test_tasks_as_a_dataloader_collates_them():
+    tasks = stacks()
+    collated = torch.utils.data.default_collate(as_list(tasks))
+    assert isinstance(collated, list)
+    assert_close(maml("plain").loss(collated), maml("plain").loss(tasks))
+
+
+def test_tasks_made_in_inference_mode():
+    with torch.inference_mode():
+        made = stacks()
+    copies = torch.utils._pytree.tree_map(torch.clone, made)
+    learner = maml("plain")
+    assert relative(meta_gradient(learner, made), meta_gradient(learner, copies)) == 0
+    assert_close(learner.adapt(as_list(made)[0][0]), learner.adapt(as_list(copies)[0][0]))
+
+
+def test_a_step_between_loss_and_backward_raises():
+    learner = maml("plain")
+    loss = learner.loss(stacks())
+    with torch.no_grad():
+        next(learner.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_it_learns():
+    torch.manual_seed(0)
+    learner = hog.MAML(nn.Linear(2, 1).double(), F.mse_loss, inner_lr=0.3, inner_steps=3)
+    optimizer = torch.optim.Adam(learner.parameters(), lr=0.05)
+    values = []
+    for _ in range(60):
+        w = 0.3 * torch.randn(8, 2, 1, dtype=torch.float64) + 3
+        x = torch.randn(8, 20, 2, dtype=torch.float64)
+        loss = learner.loss(((x[:, :10], x[:, :10] @ w), (x[:, 10:], x[:, 10:] @ w)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values.append(loss.item())
+    assert sum(values[-5:]) < 0.2 * sum(values[:5])
+
+
+def test_parameters_and_state_are_those_of_the_model():
+    learner = maml("plain")
+    assert [id(p) for p in learner.parameters()] == [id(p) for p in learner.model.parameters()]
+    assert list(learner.state_dict()) == [f"model.{n}" for n in learner.model.state_dict()]
+    twin = copy.deepcopy(learner)
+    with torch.no_grad():
+        next(learner.parameters()).zero_()
+    assert next(twin.parameters()).abs().sum() > 0
+    x = torch.randn(3, 2, dtype=torch.float64)
+    assert_close(
+        twin.objective.outputs({}, (x, x)), twin(x)
+    )  # the copy's loss runs the copy's model
+    assert "inner_steps=1" in repr(learner)
+
+
+def diverging():
+    learner = maml("plain", inner_lr=1e200)
+    return lambda: learner.loss(stacks())
+
+
+def bad_task(number):
+    (sx, sy), query = stacks()
+    sy[number] = float("nan")
+    return (sx, sy), query
+
+
+(SX, SY), (QX, QY) = stacks()
+LEARNER = maml("plain")
+ERRORS = {
+    "no inner step": (lambda: maml("plain", inner_steps=0), ValueError, "inner_steps.*at least 1, got 0"),
+    "half a step": (lambda: maml("plain", inner_steps=1.5), TypeError, "whole number, got float 1.5"),
+    "negative rate": (lambda: maml("plain", inner_lr=-0.1), ValueError, "inner_lr.*got -0.1"),
+    "rate is NaN": (lambda: maml("plain", inner_lr=float("nan")), ValueError, "inner_lr.*finite"),
+    "rate is a word": (lambda: maml("plain", inner_lr="big"), TypeError, "inner_lr.*str 'big'"),
+    "unknown memory": (lambda: maml("plain", memory="disk"), ValueError, "memory: expected one of store"),
+    "unknown order of tasks": (lambda: maml("plain", over_tasks="map"), ValueError, "vmap, loop"),
+    "frozen model": (
+        lambda: hog.MAML(nn.Linear(2, 2).requires_grad_(False), F.mse_loss), ValueError, "all 2 are frozen",
+    ),
+    "model is no module": (lambda: hog.MAML(F.relu, F.mse_loss), TypeError, "torch.nn.Module"),
+    "criterion is a name": (lambda: hog.MAML(nn.Linear(2, 2), "mse"), TypeError, "criterion: expected a function"),
+    "loss is not a scalar": (
+        lambda: hog.MAML(build("plain"), nn.MSELoss(reduction="none")).loss(stacks()), ValueError,
+        r"criterion\(outputs, targets\): expected a scalar, got .*\(4, 2\)",
+    ),
+    "loss is not finite": (diverging(), FloatingPointError, "lower inner_lr"),
+    "one task is NaN": (lambda: maml("plain").loss(bad_task(2)), FloatingPointError, "at 2 of 3"),
+    "empty support": (
+        lambda: maml("plain").loss(((SX[:, :0], SY[:, :0]), (QX, QY))), ValueError, "support: .*at least one example",
+    ),
+    "empty support of one task": (
+        lambda: maml("plain").adapt((SX[0, :0], SY[0, :0])), ValueError, "support: .*empty set",
+    ),
+    "no tasks": (lambda: maml("plain").loss([]), ValueError, "at least one task"),
+    "other number of query sets": (
+        lambda: maml("plain").loss(((SX, SY), (QX[:2], QY[:2]))), ValueError, "3 support and 2 query",
+    ),
+    "other number of targets": (
+        lambda: maml("plain").loss(((SX, SY[:, :1]), (QX, QY))), ValueError, r"support: .*\(3, 4\), \(3, 1\)",
+    ),
+    "other number of targets in a list": (
+        lambda: maml("plain").loss([((SX[0], SY[0, :1]), (QX[0], QY[0]))]), ValueError,
+        r"tasks\[0\]: support.* 4, 1",
+    ),
+    "tasks are one tensor": (lambda: maml("plain").loss(SX), ValueError, r"pair \(support, query\)"),
+    "support is one tensor": (lambda: maml("plain").loss((SX, QX)), ValueError, "support: .*pair"),
+    "targets are a list": (lambda: maml("plain").adapt((SX[0], [1, 2, 3, 4])), TypeError, "support: .*Tensor"),
+    "tasks that require grad": (
+        lambda: maml("plain").loss(((SX.clone().requires_grad_(), SY), (QX, QY))), RuntimeError, "Detach them",
+    ),
+    "differentiated twice": (
+        lambda: maml("plain").loss(stacks()).backward(create_graph=True), RuntimeError, "maml.adapt",
+    ),
+    "inside a transform": (
+        lambda: torch.func.vmap(lambda x: LEARNER.loss(((x, SY), (QX, QY))))(SX[None]),
+        NotImplementedError, "outside of torch.func transforms",
+    ),
+    "misspelt parameter": (
+        lambda: maml("plain").adapt((SX[0], SY[0]), params={"0.weigth": SX}), ValueError, "did you mean '0.weight'",
+    ),
+    "first_order is a word": (lambda: maml("plain", first_order="no"), TypeError, "first_order: expected True or False"),
+    "empty containers": (lambda: maml("plain").adapt(([], [])), ValueError, "support: .*empty container"),
+    "negative steps": (lambda: maml("plain").adapt((SX[0], SY[0]), steps=-1), ValueError, "steps.*at least 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors(error):
+    call, kind, message = ERRORS[error]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu(name):
+    tasks = stacks()
+    expected = meta_gradient(maml(name, inner_steps=3, over_tasks="loop"), tasks)
+    moved = torch.utils._pytree.tree_map(torch.Tensor.cuda, tasks)
+    for over_tasks in ("vmap", "loop"):
+        ours = meta_gradient(maml(name, inner_steps=3, over_tasks=over_tasks).cuda(), moved)
+        assert relative({n: g.cpu() for n, g in ours.items()}, expected) < 1e-10

@@ -1,0 +1,428 @@
+"""hvp and hessian against torch.func.hessian, finite differences and closed forms."""
+
+import copy
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from tests.models import MODELS, build
+from tests.oracles import gradient, hvp_by_differences, random_like, relative
+
+MODES = ["auto", "reverse-over-reverse", "forward-over-reverse"]
+
+
+def mean_square(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+def problem(name):
+    model = build(name)
+    batch = (torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
+    return hog.functional_loss(model, mean_square), hog.trainable_params(model), batch
+
+
+def rosenbrock(x):
+    return (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_hvp_equals_finite_differences(name, mode):
+    loss, params, batch = problem(name)
+    v = random_like(params)
+    value, product = hog.hvp(loss, params, v, batch, mode=mode)
+    assert_close(value, loss(params, batch).detach())
+    expected = hvp_by_differences(lambda p: loss(p, batch), params, v)
+    assert product.keys() == params.keys()
+    assert relative(product, expected) < 1e-7
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hessian_equals_finite_differences(name):
+    loss, params, batch = problem(name)
+    H = hog.hessian(loss, params, batch)
+    v = random_like(params)
+    product = {
+        a: sum(
+            torch.tensordot(H[a][b], v[b], dims=v[b].dim()) for b in params
+        ) for a in params
+    }  # fmt: skip
+    assert relative(product, hvp_by_differences(lambda p: loss(p, batch), params, v)) < 1e-7
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if n not in ("LayerNorm", "BatchNorm")])
+def test_hessian_equals_torch_func_where_that_is_right(name):
+    loss, params, batch = problem(name)
+    expected = torch.func.hessian(loss)({n: p.detach() for n, p in params.items()}, batch)
+    H = hog.hessian(loss, params, batch)
+    for a in params:
+        for b in params:
+            assert_close(H[a][b], expected[a][b], rtol=1e-9, atol=1e-12)
+
+
+def test_torch_func_hessian_is_wrong_where_ours_is_right():
+    # If this fails, torch has mended its LayerNorm, and the docstring of hessian is out of date.
+    loss, params, batch = problem("LayerNorm")
+    params = {n: p.detach() for n, p in params.items()}
+    ours, theirs = hog.hessian(loss, params, batch), torch.func.hessian(loss)(params, batch)
+    assert relative(theirs["1.weight"]["0.weight"], ours["1.weight"]["0.weight"]) > 0.01
+
+
+def test_closed_form_of_a_quadratic():
+    A = torch.randn(4, 4, dtype=torch.float64)
+    A, x, v = A + A.T, torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    for mode in MODES:
+        value, product = hog.hvp(lambda p: p @ A @ p / 2, x, v, mode=mode)
+        assert_close(value, x @ A @ x / 2)
+        assert_close(product, A @ v)
+    assert_close(hog.hessian(lambda p: p @ A @ p / 2, x), A)
+
+
+Pair = namedtuple("Pair", ["a", "b"])
+TREES = {
+    "tensor": lambda t: t,
+    "list": lambda t: [t, 2 * t],
+    "tuple": lambda t: (t, 2 * t),
+    "named tuple": lambda t: Pair(t, 2 * t),
+    "nested": lambda t: {"x": [t, {"y": 2 * t}], "z": (3 * t,)},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("tree", TREES)
+def test_any_pytree_in_and_the_same_out(tree, mode):
+    x = torch.randn(2, 2, dtype=torch.float64)
+    params, v = TREES[tree](x), TREES[tree](torch.randn_like(x))
+    leaves = torch.utils._pytree.tree_leaves
+
+    def func(p, scale):
+        return scale * torch.cat([leaf.reshape(-1) for leaf in leaves(p)]).pow(4).sum()
+
+    _, product = hog.hvp(func, params, v, 2.0, mode=mode)
+    assert type(product) is type(params)
+    for ours, p, u in zip(leaves(product), leaves(params), leaves(v), strict=True):
+        assert_close(ours, 24 * p**2 * u)
+    expected = torch.func.hessian(func)(params, 2.0)
+    for ours, theirs in zip(leaves(hog.hessian(func, params, 2.0)), leaves(expected), strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_create_graph_differentiates_by_params_vector_and_arguments(mode):
+    x, v, scale = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    func = lambda p, s: (s * p**4).sum()  # noqa: E731
+    value, product = hog.hvp(func, x, v, scale, mode=mode, create_graph=True)
+    grads = torch.autograd.grad(value + product.sum(), [x, v, scale])
+    with torch.no_grad():
+        expected = [4 * scale * x**3 + 24 * scale * x * v, 12 * scale * x**2, x**4 + 12 * x**2 * v]
+    assert_close(list(grads), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_create_graph_the_results_are_plain(mode):
+    x = torch.randn(3, requires_grad=True)
+    value, product = hog.hvp(lambda p: p.pow(3).sum(), x, torch.ones(3), mode=mode)
+    assert not value.requires_grad
+    assert not product.requires_grad
+    assert not hog.hessian(lambda p: p.pow(3).sum(), x).requires_grad
+    assert hog.hessian(lambda p: p.pow(3).sum(), x, create_graph=True).requires_grad
+
+
+CONTEXTS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "enable_grad": torch.enable_grad,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_works_where_gradients_are_off(context, mode):
+    model = build("plain")
+    loss, params = hog.functional_loss(model, mean_square), hog.trainable_params(model)
+    v = random_like(params)
+    with CONTEXTS[context]():
+        batch = (torch.ones(5, 2, dtype=torch.float64), torch.zeros(5, 2, dtype=torch.float64))
+        _, product = hog.hvp(loss, params, v, batch, mode=mode)
+        H = hog.hessian(loss, params, batch)
+    batch = tuple(part.clone() for part in batch)
+    expected = hvp_by_differences(lambda p: loss(p, batch), params, v)
+    assert relative(product, expected) < 1e-7
+    assert relative(torch.tensordot(H["2.bias"]["2.bias"], v["2.bias"], 1), torch.ones(2)) > 0
+
+
+@pytest.mark.parametrize("name", ["plain", "fused layers", "LayerNorm"])
+def test_inside_torch_func_transforms(name):
+    loss, params, batch = problem(name)
+    params = {n: p.detach() for n, p in params.items()}
+    vs = [random_like(params) for _ in range(3)]
+    stacked = {n: torch.stack([v[n] for v in vs]) for n in params}
+    products = torch.func.vmap(lambda v: hog.hvp(loss, params, v, batch)[1])(stacked)
+    for i, v in enumerate(vs):
+        expected = hvp_by_differences(lambda p: loss(p, batch), params, v)
+        assert relative({n: p[i] for n, p in products.items()}, expected) < 1e-7
+
+
+def test_grad_of_hvp_needs_no_create_graph_inside_transforms():
+    x = torch.randn(3, dtype=torch.float64)
+    func = lambda p: p.pow(4).sum()  # noqa: E731
+    by_x = torch.func.grad(lambda p: hog.hvp(func, p, torch.ones_like(p))[1].sum())(x)
+    assert_close(by_x, 24 * x)
+    by_hessian = torch.func.grad(lambda p: hog.hessian(func, p).sum())(x)
+    assert_close(by_hessian, 24 * x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_of_the_model_changes(name):
+    loss, params, batch = problem(name)
+    model = loss.model
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    flags = [(p.requires_grad, p.grad) for p in model.parameters()]
+    rng, mode = torch.get_rng_state(), model.training
+    hog.hvp(loss, params, {n: torch.ones_like(p) for n, p in params.items()}, batch)
+    hog.hessian(loss, params, batch)
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert [(p.requires_grad, p.grad) for p in model.parameters()] == flags
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert model.training == mode
+
+
+class Remembers(nn.Module):
+    """Keeps an average of its inputs, by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("average", torch.zeros(2))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.mean(0).detach()
+        return self.linear(x) - self.average
+
+
+def shared_norm():
+    norm = nn.BatchNorm1d(2)
+    return nn.Sequential(norm, nn.Linear(2, 2), nn.Tanh(), norm)
+
+
+CHANGEABLE = {
+    "a BatchNorm in two places": shared_norm,
+    "InstanceNorm with statistics": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2)),
+        nn.InstanceNorm1d(1, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(2, 2),
+    ),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+    "a buffer that is assigned": Remembers,
+    "an embedding with max_norm": lambda: Embeds(),
+}
+
+
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 2, max_norm=0.1)
+
+    def forward(self, x):
+        return self.table(torch.arange(5)) * x
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    # torch's power iteration has no forward mode
+    [
+        (n, m)
+        for n in CHANGEABLE
+        for m in MODES
+        if (n, m) != ("spectral norm", "forward-over-reverse")
+    ],
+)
+def test_what_a_forward_changes_is_left_alone(name, mode):
+    model = CHANGEABLE[name]().double()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    loss, params = hog.functional_loss(model, mean_square), hog.trainable_params(model)
+    batch = (torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
+    v = random_like(params)
+    first = hog.hvp(loss, params, v, batch, mode=mode)
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert_close(hog.hvp(loss, params, v, batch, mode=mode), first, rtol=0, atol=0)
+    hog.MAML(model, F.mse_loss, over_tasks="loop").loss([(batch, batch)]).backward()
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def test_v_in_another_order():
+    x, v = {"a": torch.randn(2), "b": torch.randn(3)}, {"b": torch.ones(3), "a": torch.ones(2)}
+    _, product = hog.hvp(lambda p: p["a"].pow(3).sum() + p["b"].pow(2).sum(), x, v)
+    assert list(product) == ["a", "b"]
+    assert_close(product["b"], 2 * v["b"])
+
+
+def test_a_structural_none_is_zero_and_strict_raises():
+    x = {"used": torch.randn(2), "linear": torch.randn(2), "unused": torch.randn(2)}
+    v = random_like(x)
+    func = lambda p: p["used"].pow(2).sum() + p["linear"].sum()  # noqa: E731
+    _, product = hog.hvp(func, x, v)
+    assert_close(
+        product, {"used": 2 * v["used"], "linear": 0 * v["linear"], "unused": 0 * v["unused"]}
+    )
+    assert hog.hessian(func, x)["linear"]["unused"].abs().sum() == 0
+    with pytest.raises(RuntimeError, match="'linear', 'unused'"):
+        hog.hvp(func, x, v, strict=True)
+    _, product = hog.hvp(
+        lambda p: p["used"].sum(), x, v
+    )  # a linear loss: no second derivative at all
+    assert all(part.abs().sum() == 0 for part in product.values())
+
+
+def test_rosenbrock_at_its_minimum():
+    x = torch.ones(2, dtype=torch.float64)
+    expected = torch.tensor([[802.0, -400.0], [-400.0, 200.0]], dtype=torch.float64)
+    assert_close(hog.hessian(rosenbrock, x), expected)
+
+
+def test_functional_loss_and_its_parts():
+    loss, params, (x, y) = problem("plain")
+    outputs = loss.outputs(params, (x, y))
+    assert_close(outputs, loss.model(x))
+    assert_close(loss(params, (x, y)), loss.criterion(outputs, (x, y)))
+    assert repr(loss) == "functional_loss(Sequential, mean_square)"
+
+
+def test_trainable_params_are_the_tensors_themselves_once_each():
+    model = build("tied and frozen")
+    params = hog.trainable_params(model)
+    assert list(params) == ["first.weight", "first.bias", "second.bias"]
+    assert params["first.weight"] is model.second.weight
+
+
+X, W = torch.randn(3), {"w": torch.randn(3, 2), "b": torch.randn(2)}
+OWN = nn.Linear(3, 2)
+OWN_LOSS = hog.functional_loss(OWN, F.mse_loss)
+ERRORS = {
+    "func is no function": (lambda: hog.hvp(3, X, X), TypeError, "func: expected a function"),
+    "no params": (lambda: hog.hvp(rosenbrock, {}, {}), ValueError, "at least one tensor"),
+    "integer params": (
+        lambda: hog.hvp(rosenbrock, torch.ones(2, dtype=torch.int), X), TypeError, "params: .*int32",
+    ),
+    "a number among the params": (
+        lambda: hog.hvp(rosenbrock, {"lr": 0.1}, {"lr": 0.1}), TypeError, r"params\['lr'\].*float 0.1",
+    ),
+    "v of another structure": (
+        lambda: hog.hvp(rosenbrock, W, {"w": W["w"], "c": W["b"]}), ValueError, "missing: b; not in params: c",
+    ),
+    "v of another shape": (
+        lambda: hog.hvp(rosenbrock, W, {**W, "w": W["w"].T}), ValueError,
+        r"v\['w'\]: expected \(3, 2\), got \(2, 3\)",
+    ),
+    "v of another dtype": (
+        lambda: hog.hvp(rosenbrock, X, X.double()), TypeError, r"\.to\(torch\.float32\)",
+    ),
+    "v on another device": (
+        lambda: hog.hvp(rosenbrock, X, X.to("meta")), ValueError, "device cpu as in params, got meta",
+    ),
+    "unknown mode": (
+        lambda: hog.hvp(rosenbrock, X, X, mode="rr"), ValueError, "one of auto, reverse-over-reverse",
+    ),
+    "value is a vector": (
+        lambda: hog.hvp(lambda p: p * 2, X, X), ValueError, r"expected a scalar, got .*\(3,\).*mean",
+    ),
+    "value is a number": (
+        lambda: hog.hvp(lambda p: 1.0, X, X), TypeError, "expected a torch.Tensor, got float 1.0",
+    ),
+    "value is complex": (
+        lambda: hog.hvp(lambda p: (p * 1j).sum(), X, X), TypeError, "real floating-point scalar",
+    ),
+    "value without a graph": (
+        lambda: hog.hvp(lambda p: p.detach().sum(), X, X), RuntimeError, "depends on params",
+    ),
+    "hessian without a graph": (
+        lambda: hog.hessian(lambda p: torch.zeros(()), X), RuntimeError, "depends on params",
+    ),
+    "func uses the model's own parameters": (
+        lambda: hog.hvp(lambda p: OWN(X).sum(), *2 * [hog.trainable_params(OWN)]), RuntimeError,
+        "model's own parameters",
+    ),
+    "misspelt parameter": (
+        lambda: hog.hvp(OWN_LOSS, *2 * [{"weigth": W["w"]}], (X, X)), ValueError, "did you mean 'weight'",
+    ),
+    "parameters as a list": (
+        lambda: OWN_LOSS([X], (X, X)), TypeError, "expected a dict of tensors by qualified name",
+    ),
+    "criterion is a class": (
+        lambda: hog.functional_loss(OWN, nn.MSELoss), TypeError, r"make one: `MSELoss\(\)`",
+    ),
+    "mse_loss in forward mode": (
+        lambda: hog.hvp(
+            OWN_LOSS, *2 * [hog.trainable_params(OWN)], (X, X[:2]), mode="forward-over-reverse"
+        ), NotImplementedError, r"\(outputs - targets\)\*\*2",
+    ),
+    "complex hessian": (
+        lambda: hog.hessian(lambda p: p.abs().sum(), X + 1j), TypeError, "view_as_real",
+    ),
+    "strict forward mode": (
+        lambda: hog.hvp(rosenbrock, X, X, mode="forward-over-reverse", strict=True), ValueError, "strict",
+    ),
+    "reverse mode in a transform": (
+        lambda: torch.func.vmap(
+            lambda v: hog.hvp(rosenbrock, X, v, mode="reverse-over-reverse")[1]
+        )(X.expand(2, 3)), NotImplementedError, "inside torch.func",
+    ),
+    "batch is one tensor": (
+        lambda: hog.functional_loss(nn.Linear(3, 1), F.mse_loss)({}, X), ValueError, "pair",
+    ),
+    "model is a function": (
+        lambda: hog.functional_loss(rosenbrock, F.mse_loss), TypeError, "expected a torch.nn.Module",
+    ),
+    "nothing to train": (
+        lambda: hog.trainable_params(nn.Linear(2, 1).requires_grad_(False)), ValueError, "all 2 are frozen",
+    ),
+    "no parameters": (lambda: hog.trainable_params(nn.ReLU()), ValueError, "no parameters at all"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors(error):
+    call, kind, message = ERRORS[error]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu(name, mode):
+    model = build(name).cuda()
+    batch = (torch.randn(5, 2).double().cuda(), torch.randn(5, 2).double().cuda())
+    loss, params = hog.functional_loss(model, mean_square), hog.trainable_params(model)
+    v = random_like(params)
+    _, product = hog.hvp(loss, params, v, batch, mode=mode)
+    assert relative(product, hvp_by_differences(lambda p: loss(p, batch), params, v)) < 1e-7
+
+
+def test_the_oracle_sees_a_wrong_hessian():
+    # the gradient of x^4 with its graph cut: its differences are right, its double backward is not
+    x = {"x": torch.randn(3, dtype=torch.float64)}
+    v = random_like(x)
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, t):
+            ctx.save_for_backward(t)
+            return t**4
+
+        @staticmethod
+        def backward(ctx, g):
+            (t,) = ctx.saved_tensors
+            return g * 4 * t.detach() ** 3
+
+    func = lambda p: Cut.apply(p["x"]).sum() + p["x"].pow(2).sum()  # noqa: E731
+    assert_close(gradient(func, x)["x"], 4 * x["x"] ** 3 + 2 * x["x"])
+    _, product = hog.hvp(func, x, v)
+    assert relative(product, hvp_by_differences(func, x, v)) > 0.1
