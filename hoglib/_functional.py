@@ -56,7 +56,10 @@ def _in_their_places(model: nn.Module, params: Params) -> Params:
     Shared tensors are placed here: `functional_call` ties a module that stands under two names in a way
     that leaves the substituted parameters in it.
     """
-    substitutes: dict[int, Tensor] = {id(model.get_parameter(n)): p for n, p in params.items()}
+    substitutes: dict[int, Tensor] = {}
+    for name, value in params.items():
+        path, _, own_name = name.rpartition(".")
+        substitutes[id(getattr(model.get_submodule(path), own_name))] = value
     places: Params = {}
     for prefix, module in model.named_modules():  # each module once, under its first name
         path = f"{prefix}." if prefix else ""
@@ -66,7 +69,7 @@ def _in_their_places(model: nn.Module, params: Params) -> Params:
             if value is not own or shrinks:
                 places[path + name] = value.clone() if shrinks else value
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if id(buffer) not in substitutes:
+            if id(buffer) not in substitutes:  # a forward may change it
                 substitutes[id(buffer)] = buffer.clone()
             places[path + name] = substitutes[id(buffer)]
     return places
