@@ -246,6 +246,15 @@ def test_extremes_have_finite_derivatives():
         assert second.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("x", "beta", "dtype"), [(1000.0, 100.0, torch.float16), (3e38, 2.0, torch.float32)]
+)
+def test_swish_where_its_argument_overflows(x, beta, dtype):
+    given = torch.tensor([x, -x], dtype=dtype, requires_grad=True)
+    hog.ops.swish(given, beta).sum().backward()
+    assert_close(given.grad, torch.tensor([1, 0], dtype=dtype))
+
+
 def test_beta_as_a_number_is_a_constant():
     x = rand(3).requires_grad_()
     assert_close(hog.ops.swish(x, 2.0), swish(x, 2.0))

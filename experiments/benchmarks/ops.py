@@ -132,7 +132,11 @@ def cross_entropy_loss(loss: Callable[..., Tensor], weights: list[Tensor], x: Te
     return loss(F.linear(x, weights[0]), torch.arange(len(x)) % weights[0].shape[0])
 
 
-ACTS = {"tanh": torch.tanh, "swish": F.silu, "relu": torch.relu}
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "swish": F.silu,
+    "relu": torch.relu,
+}
 
 
 def workloads(small: bool) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Any]]:
@@ -166,7 +170,7 @@ def first_order(loss: Callable[..., Tensor], weights: list[Tensor], x: Tensor) -
 
 def second_order(loss: Callable[..., Tensor], weights: list[Tensor], x: Tensor) -> Any:
     grads = torch.autograd.grad(loss(weights, x), weights, create_graph=True)
-    return torch.autograd.grad(sum((g * g).sum() for g in grads), weights)
+    return torch.autograd.grad(torch.stack([(g * g).sum() for g in grads]).sum(), weights)
 
 
 def held_bytes(loss: Callable[..., Tensor], weights: list[Tensor], x: Tensor) -> int:

@@ -48,7 +48,9 @@ def softmax_cross_entropy(
         )
     axis = min(logits.dim() - 1, 1)
     _check_shapes(logits, target, axis)
-    if torch.is_autocast_enabled(logits.device.type) and logits.dtype != torch.float64:
+    device = logits.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and logits.dtype != torch.float64:
         logits = logits.float()
     if target.is_floating_point():
         rows = _from_probabilities(logits, target, axis, smoothing)

@@ -41,9 +41,11 @@ def linear_act(
 
     act is "relu", "tanh", "sigmoid" or "softplus", whose derivative is a function of y, so that y is
     the one tensor of its size that is kept; or "swish" (x s(x), the SiLU), which keeps z instead.
-    Shapes, orders and modes as for `linear`. One Function a layer costs half the calls of two, which
-    is what small networks spend their time on.
-    Raises TypeError for integer tensors, and for complex ones unless act is "tanh" or "sigmoid",
+    Shapes, orders and modes as for `linear`. What it is for: networks of custom Functions, where one
+    a layer costs half the calls of two. In eager mode the composite of torch's own operations is
+    faster while layers are small (half the time at 32 units) and even with it in second-order steps
+    from some hundreds of units on; under the compiler both are the same graph.
+    Raises TypeError for integer tensors, and for complex ones where act is "relu" or "softplus",
     ValueError for shapes that do not fit or an unknown act.
     """
     arguments.one_of("act", act, _LINEAR_ACT)

@@ -133,7 +133,9 @@ def _swish_forward(x: Tensor, beta: Tensor | float) -> Tensor:
 
 def _swish_by_x(x: Tensor, beta: Tensor | float, _: None) -> Tensor:
     s = torch.sigmoid(beta * x)
-    return s * (1 + beta * x * (1 - s))
+    return s + x * (
+        beta * (s * (1 - s))
+    )  # grouped so that beta x, which may overflow, is not formed
 
 
 def _swish_by_beta(x: Tensor, beta: Tensor | float, _: None) -> Tensor:
