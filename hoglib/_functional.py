@@ -41,13 +41,17 @@ def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> An
     do not update their running averages, which torch could not do under functional transforms
     anyway.
     """
-    frozen_statistics: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            prefix = f"{name}." if name else ""
-            for buffer in ("running_mean", "running_var", "num_batches_tracked"):
-                frozen_statistics[prefix + buffer] = None
-    return functional_call(model, {**params, **frozen_statistics}, args, kwargs)
+    return functional_call(model, {**params, **without_statistics(model)}, args, kwargs)
+
+
+def without_statistics(model: nn.Module) -> dict[str, Any]:
+    """The state that makes train-mode normalisation use the batch and keep no running averages."""
+    return {
+        f"{name}.{buffer}" if name else buffer: None
+        for name, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats
+        for buffer in ("running_mean", "running_var", "num_batches_tracked")
+    }
 
 
 class FunctionalLoss:

@@ -2,5 +2,6 @@
 
 from hoglib.ops._linear import linear, linear_act
 from hoglib.ops._pointwise import sigmoid, swish, tanh
+from hoglib.ops._remat import remat
 
-__all__ = ["linear", "linear_act", "sigmoid", "swish", "tanh"]
+__all__ = ["linear", "linear_act", "remat", "sigmoid", "swish", "tanh"]
