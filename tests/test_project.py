@@ -31,7 +31,15 @@ def test_public_names():
         "testing",
         "trainable_params",
     ]
-    assert hog.ops.__all__ == ["linear", "linear_act", "sigmoid", "swish", "tanh"]
+    assert hog.ops.__all__ == [
+        "external",
+        "linear",
+        "linear_act",
+        "remat",
+        "sigmoid",
+        "swish",
+        "tanh",
+    ]
     assert hog.nn.__all__ == ["Linear", "LinearAct", "Sigmoid", "Swish", "Tanh"]
     assert hog.meta.__all__ == ["MAML", "Rule", "adapt", "inner_step", "sgd"]
     for module in (hog, hog.ops, hog.nn, hog.meta, hog.curvature):

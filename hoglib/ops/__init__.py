@@ -1,7 +1,8 @@
 """Verified custom Functions: tensors first, options keyword-only, differentiable to any order."""
 
+from hoglib.ops._external import external
 from hoglib.ops._linear import linear, linear_act
 from hoglib.ops._pointwise import sigmoid, swish, tanh
 from hoglib.ops._remat import remat
 
-__all__ = ["linear", "linear_act", "remat", "sigmoid", "swish", "tanh"]
+__all__ = ["external", "linear", "linear_act", "remat", "sigmoid", "swish", "tanh"]

@@ -120,7 +120,8 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(run: Callable[..., Tensors], *inputs: Tensor | None) -> Tensors:
         # Autograd will not save an input that is an output too.
-        return tuple(y.view_as(y) if any(y is x for x in inputs) else y for y in run(*inputs))
+        given = {id(x) for x in inputs}
+        return tuple(y if y is None or id(y) not in given else y.view_as(y) for y in run(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
