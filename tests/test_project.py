@@ -32,6 +32,9 @@ def test_public_names():
         "trainable_params",
     ]
     assert hog.ops.__all__ == [
+        "conv1d",
+        "conv2d",
+        "conv3d",
         "external",
         "linear",
         "linear_act",
