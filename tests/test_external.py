@@ -79,6 +79,10 @@ def positive(*shape: int, low: float = 0.2, high: float = 0.8) -> Tensor:
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "cube": (cube, (positive(2, 3),)),
     "cube by hand": (cube_by_hand, (positive(2, 3),)),
+    "cube by hand, complex": (
+        cube_by_hand,
+        (torch.complex(positive(3).detach(), positive(3).detach() + 1).requires_grad_(),),
+    ),
     "tanh of a scalar": (tanh, (positive(),)),
     "power, broadcast": (power, (positive(2, 1), positive(3))),
     "Bessel K of a fixed order": (lambda x: kv(1.5, x), (positive(4, high=3.0),)),
