@@ -4,6 +4,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
+from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EROFS
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -161,6 +162,21 @@ def main(args: list[str] | None = None) -> int:
         for cause in chain(error):
             if isinstance(cause, Explained | MisconfigurationException):
                 print(f"\nerror: {cause}", file=sys.stderr)
+                return 2
+            if isinstance(cause, OSError) and cause.errno in (
+                ENOSPC,
+                EDQUOT,
+                EACCES,
+                EROFS,
+                ENOENT,
+                ENOTDIR,
+            ):
+                print(
+                    f"\nerror: expected to write in the run's folder, got {cause}; the last checkpoint "
+                    f"there is intact. Free some space, or choose another folder with "
+                    f"--trainer.logger.save_dir.",
+                    file=sys.stderr,
+                )
                 return 2
         raise
     return 0

@@ -1,6 +1,6 @@
 """Argument checks. Every message says what was expected, what came, and what to do next."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any
@@ -44,13 +44,15 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"a {dtype} tensor of shape {tuple(value.shape)}"
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def tensor(what: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
-        raise WrongType(f"{what}: expected a torch.Tensor, got {describe(value)}.")
+        raise WrongType(
+            f"{what}: expected a torch.Tensor, got {describe(value)}; make one with `torch.as_tensor`."
+        )
     return value
 
 
@@ -60,7 +62,8 @@ def differentiable(what: str, value: Any) -> Tensor:
     if not (value.is_floating_point() or value.is_complex()):
         raise WrongType(
             f"{what}: expected a floating-point or complex tensor, got {describe(value)}, which has "
-            f"no derivatives; convert it first, for instance with `{what}.float()`."
+            f"no derivatives; convert it first, for instance with "
+            f"`{what if what.isidentifier() else ''}.float()`."
         )
     return value
 
@@ -97,9 +100,17 @@ def one_of(what: str, value: Any, options: Iterable[str]) -> str:
     return str(value)
 
 
+def flag(what: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise WrongType(f"{what}: expected True or False, got {describe(value)}.")
+    return value
+
+
 def function(what: str, value: Any) -> Any:
     if not callable(value):
-        raise WrongType(f"{what}: expected a function, got {describe(value)}.")
+        raise WrongType(
+            f"{what}: expected a function, got {describe(value)}; pass the callable itself."
+        )
     return value
 
 
@@ -118,6 +129,9 @@ def parameters(params: Any) -> Any:
 
 def same_structure(what: str, tree: Any, params: Any) -> list[Tensor]:
     """The leaves of `tree`, which must have the structure, shapes, dtypes and devices of params."""
+    if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
+        same_order: Any = type(params)  # the order of names is no matter
+        tree = same_order((name, tree[name]) for name in params)
     leaves, structure = _tree.flatten(tree)
     expected, expected_structure = _tree.flatten(params)
     names = _tree.paths(params)
@@ -126,7 +140,8 @@ def same_structure(what: str, tree: Any, params: Any) -> list[Tensor]:
         missing = [name for name in names if name not in came]
         extra = sorted(came - set(names))
         raise WrongValue(
-            f"{what}: expected the structure of params, got another one"
+            f"{what}: expected the structure of params ({type(params).__name__} of {len(names)}), got "
+            f"another one ({type(tree).__name__} of {len(leaves)})"
             + (f"; missing: {_listing(missing)}" if missing else "")
             + (f"; not in params: {_listing(extra)}" if extra else "")
             + f". Build {what} from params, for instance "
@@ -136,7 +151,10 @@ def same_structure(what: str, tree: Any, params: Any) -> list[Tensor]:
         where = _leaf(what, name)
         tensor(where, leaf)
         if leaf.shape != like.shape:
-            raise WrongValue(f"{where}: expected {tuple(like.shape)}, got {tuple(leaf.shape)}.")
+            raise WrongValue(
+                f"{where}: expected {tuple(like.shape)}, got {tuple(leaf.shape)}; "
+                f"it must have the shape of its parameter."
+            )
         if leaf.dtype != like.dtype:
             raise WrongType(
                 f"{where}: expected {like.dtype} as in params, got {leaf.dtype}; "

@@ -1,6 +1,8 @@
 """Modules as pure functions of their parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hoglib import _arguments as arguments
 
 Params = dict[str, Tensor]
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 Criterion = Callable[[Any, Any], Tensor]
 
 
@@ -37,21 +40,61 @@ def trainable_params(model: nn.Module) -> Params:
 def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> Any:
     """The output of a model with these parameters in the place of its own.
 
-    The model is left as it was: train-mode normalisation layers use the statistics of the batch and
-    do not update their running averages, which torch could not do under functional transforms
-    anyway.
+    The model is left as it was: buffers that its forward changes are copies, and train-mode
+    normalisation layers use the statistics of the batch and do not update their running averages,
+    which torch could not do under functional transforms anyway.
     """
-    return functional_call(model, {**params, **without_statistics(model)}, args, kwargs)
+    with batch_statistics(model):
+        return functional_call(
+            model, _in_their_places(model, params), args, kwargs, tie_weights=False
+        )
 
 
-def without_statistics(model: nn.Module) -> dict[str, Any]:
-    """The state that makes train-mode normalisation use the batch and keep no running averages."""
-    return {
-        f"{name}.{buffer}" if name else buffer: None
-        for name, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats
-        for buffer in ("running_mean", "running_var", "num_batches_tracked")
-    }
+def _in_their_places(model: nn.Module, params: Params) -> Params:
+    """Parameters, and copies of the buffers, for every place in the model that holds one.
+
+    Shared tensors are placed here: `functional_call` ties a module that stands under two names in a way
+    that leaves the substituted parameters in it.
+    """
+    substitutes: dict[int, Tensor] = {}
+    for name, value in params.items():
+        path, _, own_name = name.rpartition(".")
+        substitutes[id(getattr(model.get_submodule(path), own_name))] = value
+    places: Params = {}
+    for prefix, module in model.named_modules():  # each module once, under its first name
+        path = f"{prefix}." if prefix else ""
+        shrinks = getattr(module, "max_norm", None) is not None  # an embedding changes its weight
+        for name, own in module.named_parameters(recurse=False, remove_duplicate=False):
+            value = substitutes.get(id(own), own)
+            if value is not own or shrinks:
+                places[path + name] = value.clone() if shrinks else value
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if id(buffer) not in substitutes:  # a forward may change it
+                substitutes[id(buffer)] = buffer.clone()
+            places[path + name] = substitutes[id(buffer)]
+    return places
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Train-mode normalisation layers without running statistics."""
+    layers = [
+        m
+        for m in model.modules()
+        if isinstance(m, _NormBase) and m.training and m.track_running_stats
+    ]
+    kept = [(m, {name: getattr(m, name) for name in STATISTICS}) for m in layers]
+    try:
+        for layer in layers:
+            layer.track_running_stats = False
+            for name in STATISTICS:
+                setattr(layer, name, None)
+        yield
+    finally:
+        for layer, buffers in kept:
+            layer.track_running_stats = True
+            for name, buffer in buffers.items():
+                setattr(layer, name, buffer)
 
 
 class FunctionalLoss:
@@ -61,13 +104,43 @@ class FunctionalLoss:
         _module(model)
         self.model = model
         self._criterion = arguments.function("criterion", criterion)
+        if isinstance(criterion, type):
+            raise arguments.WrongType(
+                f"criterion: expected a function or module, got the class {criterion.__name__}; "
+                f"make one: `{criterion.__name__}()`."
+            )
+        self._names: set[str] = set()
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
         return self.criterion(self.outputs(params, batch), batch)
 
     def outputs(self, params: Params, batch: Any) -> Any:
         """The model's outputs on the inputs of the batch, (inputs, targets)."""
-        return call_with(self.model, params, _pair("batch", batch)[0])
+        return self.call(params, _pair("batch", batch)[0])
+
+    def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for any arguments, with these parameters."""
+        if not isinstance(params, dict):
+            raise arguments.WrongType(
+                f"params: expected a dict of tensors by qualified name, got "
+                f"{arguments.describe(params)}; make one with `hoglib.trainable_params(model)`."
+            )
+        if not params.keys() <= self._names:
+            self._check_names(params)
+        return call_with(self.model, params, *args, **kwargs)
+
+    def _check_names(self, params: Params) -> None:
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        self._names = {name for name, _ in parameters}
+        for name in params:
+            if name not in self._names:
+                close = get_close_matches(str(name), self._names, n=1)
+                raise arguments.WrongValue(
+                    f"params: expected names of parameters of {type(self.model).__name__}, got "
+                    f"{name!r}"
+                    + (f"; did you mean {close[0]!r}?" if close else ".")
+                    + " `hoglib.trainable_params(model)` gives them all."
+                )
 
     def criterion(self, outputs: Any, batch: Any) -> Tensor:
         """The criterion of outputs and the batch's targets."""

@@ -1,6 +1,7 @@
 """The meta-gradient: loop against vmap, against finite differences, first- against second-order."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -221,6 +222,68 @@ def test_a_model_that_vmap_cannot_run_is_looped_over():
         hog.MAML(model, F.mse_loss, over_tasks="vmap").loss(tasks)
 
 
+class Recurrent(nn.Module):
+    """Fills a state in place, as recurrent networks do, which vmap refuses in words of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.Linear(2, 2)
+
+    def forward(self, x):
+        state = torch.zeros(x.shape, dtype=x.dtype)
+        for _ in range(2):
+            state += self.cell(x + state).tanh()
+        return state
+
+
+def test_any_failure_of_vmap_turns_to_the_loop():
+    model, tasks = Recurrent().double(), stacks()
+    expected = meta_gradient(hog.MAML(model, F.mse_loss, over_tasks="loop"), tasks)
+    with pytest.warns(UserWarning, match="loops over the tasks"):
+        assert relative(meta_gradient(hog.MAML(model, F.mse_loss), tasks), expected) < 1e-12
+
+
+def test_attributes_that_are_changed_later_take_effect():
+    learner, tasks = maml("plain"), stacks()
+    learner.inner_lr, learner.inner_steps, learner.first_order = 0.2, 2, True
+    expected = meta_gradient(maml("plain", inner_lr=0.2, inner_steps=2, first_order=True), tasks)
+    assert relative(meta_gradient(learner, tasks), expected) < 1e-14
+    learner.model = build("fused layers")
+    expected = maml("fused layers", inner_lr=0.2, inner_steps=2).loss(tasks)
+    assert_close(learner.loss(tasks), expected)
+
+
+def test_it_can_be_pickled():
+    learner, tasks = maml("plain"), stacks()
+    learner.loss(tasks)
+    assert_close(pickle.loads(pickle.dumps(learner)).loss(tasks), learner.loss(tasks))
+
+
+def test_tasks_as_a_dataloader_collates_them():
+    tasks = stacks()
+    collated = torch.utils.data.default_collate(as_list(tasks))
+    assert isinstance(collated, list)
+    assert_close(maml("plain").loss(collated), maml("plain").loss(tasks))
+
+
+def test_tasks_made_in_inference_mode():
+    with torch.inference_mode():
+        made = stacks()
+    copies = torch.utils._pytree.tree_map(torch.clone, made)
+    learner = maml("plain")
+    assert relative(meta_gradient(learner, made), meta_gradient(learner, copies)) == 0
+    assert_close(learner.adapt(as_list(made)[0][0]), learner.adapt(as_list(copies)[0][0]))
+
+
+def test_a_step_between_loss_and_backward_raises():
+    learner = maml("plain")
+    loss = learner.loss(stacks())
+    with torch.no_grad():
+        next(learner.parameters()).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_it_learns():
     torch.manual_seed(0)
     learner = hog.MAML(nn.Linear(2, 1).double(), F.mse_loss, inner_lr=0.3, inner_steps=3)
@@ -264,6 +327,7 @@ def bad_task(number):
 
 
 (SX, SY), (QX, QY) = stacks()
+LEARNER = maml("plain")
 ERRORS = {
     "no inner step": (lambda: maml("plain", inner_steps=0), ValueError, "inner_steps.*at least 1, got 0"),
     "half a step": (lambda: maml("plain", inner_steps=1.5), TypeError, "whole number, got float 1.5"),
@@ -309,6 +373,15 @@ ERRORS = {
     "differentiated twice": (
         lambda: maml("plain").loss(stacks()).backward(create_graph=True), RuntimeError, "maml.adapt",
     ),
+    "inside a transform": (
+        lambda: torch.func.vmap(lambda x: LEARNER.loss(((x, SY), (QX, QY))))(SX[None]),
+        NotImplementedError, "outside of torch.func transforms",
+    ),
+    "misspelt parameter": (
+        lambda: maml("plain").adapt((SX[0], SY[0]), params={"0.weigth": SX}), ValueError, "did you mean '0.weight'",
+    ),
+    "first_order is a word": (lambda: maml("plain", first_order="no"), TypeError, "first_order: expected True or False"),
+    "empty containers": (lambda: maml("plain").adapt(([], [])), ValueError, "support: .*empty container"),
     "negative steps": (lambda: maml("plain").adapt((SX[0], SY[0]), steps=-1), ValueError, "steps.*at least 0"),
 }  # fmt: skip
 

@@ -268,6 +268,42 @@ def test_autocast_as_torch_does_it(act):
     assert_close([g / scale for g in grads[0]], [g / scale for g in grads[1]], rtol=0.03, atol=0.03)
 
 
+def test_autocast_leaves_float64_and_complex_alone():
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float64, torch.complex64):
+            x, w = torch.ones(1, 2, dtype=dtype), torch.ones(3, 2, dtype=dtype)
+            assert hog.ops.linear(x, w).dtype == F.linear(x, w).dtype == dtype
+
+
+SIZES = {
+    "no features": (2, 4, 0),
+    "vector without entries": (0,),
+    "no outputs": (2, 4, 3),
+    "no rows": (0, 4, 3),
+}
+
+
+@pytest.mark.parametrize("shape", SIZES)
+@pytest.mark.parametrize("op", [hog.ops.linear, hog.ops.linear_act])
+def test_zero_sizes(op, shape):
+    x = torch.zeros(SIZES[shape], requires_grad=True)
+    w = torch.zeros(0 if shape == "no outputs" else 5, x.shape[-1], requires_grad=True)
+    grads = torch.autograd.grad(op(x, w).sum(), [x, w])
+    assert [g.shape for g in grads] == [x.shape, w.shape]
+
+
+def test_shapes_without_data():
+    assert hog.nn.LinearAct(3, 4, device="meta")(torch.zeros(2, 3, device="meta")).shape == (2, 4)
+
+
+def test_relu_with_frozen_weights_can_be_differentiated_twice_as_in_torch():
+    x = rand(5, 3).requires_grad_()
+    (g,) = torch.autograd.grad(
+        hog.ops.linear_act(x, rand(4, 3), act="relu").sum(), x, create_graph=True
+    )
+    assert torch.autograd.grad(g.square().sum(), x)[0].abs().sum() == 0
+
+
 ERRORS = {
     "integer x": (lambda: hog.ops.tanh(torch.arange(3)), TypeError, r"x: .*int64.*x\.float\(\)"),
     "a list": (lambda: hog.ops.sigmoid([1.0]), TypeError, "expected a torch.Tensor, got list"),

@@ -1,5 +1,6 @@
 """hvp and hessian against torch.func.hessian, finite differences and closed forms."""
 
+import copy
 from collections import namedtuple
 
 import pytest
@@ -191,6 +192,78 @@ def test_nothing_of_the_model_changes(name):
     assert model.training == mode
 
 
+class Remembers(nn.Module):
+    """Keeps an average of its inputs, by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("average", torch.zeros(2))
+
+    def forward(self, x):
+        self.average = 0.9 * self.average + 0.1 * x.mean(0).detach()
+        return self.linear(x) - self.average
+
+
+def shared_norm():
+    norm = nn.BatchNorm1d(2)
+    return nn.Sequential(norm, nn.Linear(2, 2), nn.Tanh(), norm)
+
+
+CHANGEABLE = {
+    "a BatchNorm in two places": shared_norm,
+    "InstanceNorm with statistics": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2)),
+        nn.InstanceNorm1d(1, track_running_stats=True),
+        nn.Flatten(),
+        nn.Linear(2, 2),
+    ),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+    "a buffer that is assigned": Remembers,
+    "an embedding with max_norm": lambda: Embeds(),
+}
+
+
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 2, max_norm=0.1)
+
+    def forward(self, x):
+        return self.table(torch.arange(5)) * x
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    # torch's power iteration has no forward mode
+    [
+        (n, m)
+        for n in CHANGEABLE
+        for m in MODES
+        if (n, m) != ("spectral norm", "forward-over-reverse")
+    ],
+)
+def test_what_a_forward_changes_is_left_alone(name, mode):
+    model = CHANGEABLE[name]().double()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    loss, params = hog.functional_loss(model, mean_square), hog.trainable_params(model)
+    batch = (torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
+    v = random_like(params)
+    first = hog.hvp(loss, params, v, batch, mode=mode)
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert_close(hog.hvp(loss, params, v, batch, mode=mode), first, rtol=0, atol=0)
+    hog.MAML(model, F.mse_loss, over_tasks="loop").loss([(batch, batch)]).backward()
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def test_v_in_another_order():
+    x, v = {"a": torch.randn(2), "b": torch.randn(3)}, {"b": torch.ones(3), "a": torch.ones(2)}
+    _, product = hog.hvp(lambda p: p["a"].pow(3).sum() + p["b"].pow(2).sum(), x, v)
+    assert list(product) == ["a", "b"]
+    assert_close(product["b"], 2 * v["b"])
+
+
 def test_a_structural_none_is_zero_and_strict_raises():
     x = {"used": torch.randn(2), "linear": torch.randn(2), "unused": torch.randn(2)}
     v = random_like(x)
@@ -230,6 +303,8 @@ def test_trainable_params_are_the_tensors_themselves_once_each():
 
 
 X, W = torch.randn(3), {"w": torch.randn(3, 2), "b": torch.randn(2)}
+OWN = nn.Linear(3, 2)
+OWN_LOSS = hog.functional_loss(OWN, F.mse_loss)
 ERRORS = {
     "func is no function": (lambda: hog.hvp(3, X, X), TypeError, "func: expected a function"),
     "no params": (lambda: hog.hvp(rosenbrock, {}, {}), ValueError, "at least one tensor"),
@@ -269,6 +344,27 @@ ERRORS = {
     ),
     "hessian without a graph": (
         lambda: hog.hessian(lambda p: torch.zeros(()), X), RuntimeError, "depends on params",
+    ),
+    "func uses the model's own parameters": (
+        lambda: hog.hvp(lambda p: OWN(X).sum(), *2 * [hog.trainable_params(OWN)]), RuntimeError,
+        "model's own parameters",
+    ),
+    "misspelt parameter": (
+        lambda: hog.hvp(OWN_LOSS, *2 * [{"weigth": W["w"]}], (X, X)), ValueError, "did you mean 'weight'",
+    ),
+    "parameters as a list": (
+        lambda: OWN_LOSS([X], (X, X)), TypeError, "expected a dict of tensors by qualified name",
+    ),
+    "criterion is a class": (
+        lambda: hog.functional_loss(OWN, nn.MSELoss), TypeError, r"make one: `MSELoss\(\)`",
+    ),
+    "mse_loss in forward mode": (
+        lambda: hog.hvp(
+            OWN_LOSS, *2 * [hog.trainable_params(OWN)], (X, X[:2]), mode="forward-over-reverse"
+        ), NotImplementedError, r"\(outputs - targets\)\*\*2",
+    ),
+    "complex hessian": (
+        lambda: hog.hessian(lambda p: p.abs().sum(), X + 1j), TypeError, "view_as_real",
     ),
     "strict forward mode": (
         lambda: hog.hvp(rosenbrock, X, X, mode="forward-over-reverse", strict=True), ValueError, "strict",

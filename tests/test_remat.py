@@ -613,6 +613,47 @@ def test_spectral_norm() -> None:
     torch.testing.assert_close(*results)
 
 
+def test_spectral_norm_inside_torch_func_changes_no_buffer() -> None:
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4).double())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = randn(2, 3)
+    got = grad(lambda x: remat(model)(x).pow(3).sum())(x)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(got, grad(lambda x: model(x).pow(3).sum())(x))
+
+
+def test_a_module_under_two_names() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(3, 3)
+            self.other = self.one
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x).tanh())
+
+    model, x = Twice().double(), randn(2, 3)
+    own = model.one.weight
+    results = [
+        torch.autograd.grad(run(x).pow(2).sum(), list(model.parameters()))
+        for run in (model, remat(model))
+    ]
+    torch.testing.assert_close(*results)
+    assert model.one.weight is own
+    assert model.other.weight is own
+    shared = remat(lambda a, b, x: b(a(x).tanh()))(model.one, model.other, x)
+    torch.testing.assert_close(
+        torch.autograd.grad(shared.pow(2).sum(), list(model.parameters())), results[0]
+    )
+
+
+def test_an_embedding_that_shrinks_its_weight_is_refused() -> None:
+    model = nn.Embedding(5, 3, max_norm=0.1)
+    with pytest.raises(ValueError, match=r"changed a float32 tensor of shape .5, 3. in place"):
+        remat(model)(torch.tensor([1, 2]))
+
+
 def test_an_lstm_is_no_hidden_parameter() -> None:
     model, x = nn.LSTM(3, 4).double(), randn(5, 2, 3)
     params = list(model.parameters())

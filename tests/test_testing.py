@@ -1,8 +1,11 @@
 """assert_double_differentiable: right Functions pass, each kind of mistake fails and is named."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
@@ -105,57 +108,324 @@ class ForgetsToSum(torch.autograd.Function):
         return g * b, (g * a)[0]
 
 
+class ByParameter(nn.Module):
+    """x f(w), with f a function that may be wrong."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor([0.7, -1.3]))
+
+    def forward(self, x):
+        return x * self.function(self.weight)
+
+
+class CutTangent(Base):
+    @staticmethod
+    def jvp(ctx, t):
+        return 3 * t * ctx.saved_tensors[0].detach() ** 2
+
+
+class Product(torch.autograd.Function):
+    """a^2 b."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * a * b
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return 2 * g * a * b, g * a * a
+
+
+class WrongWhenAlone(Product):
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, g * a
+        return 2 * g * a * b, g * a * a
+
+
+class CutWhenAlone(Product):
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return 2 * g * a.detach() * b, None
+        return 2 * g * a * b, g * a * a
+
+
+class WrongForTransposedGradients(Base):
+    @staticmethod
+    def backward(ctx, g):
+        flat = torch.as_strided(g, (g.numel(),), (1,)) if 0 not in g.stride() else g.reshape(-1)
+        return 3 * flat.view(g.shape) * ctx.saved_tensors[0] ** 2
+
+
+class WrongForTransposedInputs(Base):
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0]
+        return 3 * g * (x if x.is_contiguous() else x.sin()) ** 2
+
+
+class WrongForExpandedGradients(Base):
+    @staticmethod
+    def backward(ctx, g):
+        return (1 if 0 in g.stride() else 3) * g * ctx.saved_tensors[0] ** 2
+
+
+class ViewsGradients(Base):
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0]
+        return (3 * g.view(-1) * x.reshape(-1) ** 2).reshape(x.shape)
+
+
+class SmallAndWrong(Base):
+    @staticmethod
+    def forward(x):
+        return 1e-7 * x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 5e-7 * g * ctx.saved_tensors[0] ** 2
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 5e-7 * t * ctx.saved_tensors[0] ** 2
+
+
+class ZeroGradient(Base):
+    @staticmethod
+    def backward(ctx, g):
+        return 0 * g
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 0 * t
+
+
+class WrongBatch(Base):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return WrongBatch.apply(x) * 2, in_dims[0]
+
+
+class LosesBatchDimension(Base):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return LosesBatchDimension.apply(x), 0
+
+
+class RoundedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * torch.tensor(0.1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0] * 0.1
+
+
+class RoundedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * 0.1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0] * torch.tensor(0.2)
+
+
+class RightBatch(Base):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return RightBatch.apply(x), in_dims[0]
+
+
+class Masked(torch.autograd.Function):
+    """t^3 m, with no derivative by m."""
+
+    @staticmethod
+    def forward(ctx, t, m):
+        ctx.save_for_backward(t, m)
+        return t**3 * m
+
+    @staticmethod
+    def backward(ctx, g):
+        t, m = ctx.saved_tensors
+        return 3 * g * t**2 * m, None
+
+
+def layer_norm(t, weight):
+    centred = t - t.mean(-1, keepdim=True)
+    return centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+
 x = torch.tensor([0.7, -1.3])
-NEITHER = {"forward_mode": False, "vmap": False}
+square = torch.tensor([[0.7, -1.3], [0.4, 2.1]])
+mask = torch.tensor([0.0, 1.0])
 
-
-def test_right_functions_pass():
-    assert_double_differentiable(Right, x, reference=lambda t: t**3)
-    assert_double_differentiable(Right.apply, [x])
-    assert_double_differentiable(Classic, x, **NEITHER)
-    assert_double_differentiable(nn.Sequential(nn.Linear(2, 2), nn.Tanh()).double(), x)
-    assert_double_differentiable(lambda t, n: t**n, (x, 3))
-    assert_double_differentiable(
-        lambda t: (t.exp(), t.sin()), x, reference=lambda t: (t.exp(), t.sin())
-    )
-    assert_double_differentiable(
-        torch.matmul, (torch.randn(2, 3), torch.randn(3, dtype=torch.complex64).real)
-    )
-
-
-FAULTY = {
-    "wrong sign": (WrongSign, (x,), {}, "first derivative"),
-    "detached in backward": (Detached, (x,), {}, "second derivative"),
-    "once_differentiable": (OnceOnly, (x,), NEITHER, "second derivative"),
-    "wrong tangent": (WrongTangent, (x,), {}, "first derivative"),
-    "NumPy in backward": (ThroughNumpy, (x,), NEITHER, "second derivative"),
-    "kept intermediate": (KeepsIntermediate, (x,), NEITHER, "second derivative"),
-    "missing sum": (ForgetsToSum, (torch.randn(3, 2), torch.randn(2)), NEITHER, "first derivative"),
+# fmt: off
+RIGHT = {
+    "a Function": (Right, x, {"reference": lambda t: t**3}),
+    "its apply, in a list of inputs": (Right.apply, [x], {}),
+    "a Function with its own vmap": (RightBatch, square, {}),
+    "a Function without jvp, setup_context or options": (Classic, x, {}),
+    "a Function without jvp inside a function": (lambda t: Classic.apply(t).sum(), x, {}),
+    "a Function of two inputs": (Product, (x, x), {"reference": lambda a, b: a * a * b}),
+    "a Function at a zero": (Right, torch.zeros(2), {"reference": lambda t: t**3}),
+    "a module in float32": (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), square, {}),
+    "a module with a right Function": (ByParameter(Right.apply), x, {}),
+    "a module in training, with running averages": (nn.BatchNorm1d(2), square, {}),
+    "an input that is a number": (lambda t, n: t**n, (x, 3), {}),
+    "two outputs": (lambda t: (t.exp(), t.sin()), x, {"reference": lambda t: (t.exp(), t.sin())}),
+    "an output in a dictionary": (lambda t: {"y": t.exp()}, x, {"reference": torch.exp}),
+    "an output that does not require grad": (lambda t: (t.exp(), t.detach()), x, {}),
+    "an output of integers": (torch.sort, x, {"reference": torch.sort}),
+    "inputs in a list": (lambda pair: pair[0] * pair[1], ([x, x],), {}),
+    "inputs in a dictionary": (lambda d: d["a"] * d["b"].sin(), {"a": x, "b": x}, {}),
+    "an input that is constant": (Masked, (x.clone().requires_grad_(), mask), {}),
+    "a target that is constant": (F.binary_cross_entropy, ((mask / 2 + 0.2).requires_grad_(), mask), {}),
+    "a reference that is a module": (torch.tanh, x, {"reference": nn.Tanh()}),
+    "a module and its reference": (ByParameter(torch.exp), square, {"reference": lambda t: t * torch.tensor([0.7, -1.3]).double().exp()}),
+    "an empty output among others": (lambda t: (t[2:], t.sin()), x, {}),
+    "a random number that does not count": (lambda t: t.sin() + 0 * torch.rand(2), x, {"vmap": True}),
+    "layer_norm, wrong in some modes of torch": (lambda t, w: F.layer_norm(t, (2,), w), (square, x), {"reference": layer_norm}),
+    "a complex input": (lambda z: z * z.conj() * z, torch.tensor([1 + 2j, 0.5j]), {"reference": lambda z: z * z.abs() ** 2}),
+    "a scalar": (torch.sin, torch.tensor(0.3), {"reference": torch.sin}),
+    "a view": (torch.t, square, {}),
+    "a function that refuses non-contiguous inputs": (lambda t: t.view(-1).sin(), square, {}),
+    "zeros by cancellation": (lambda t: F.layer_norm(t, (2,)).sum(), square, {"reference": lambda t: 0 * t.sum()}),
+    "a saturated function": (torch.tanh, torch.tensor([18.0, 25.0]), {"reference": torch.tanh}),
+    "large values": (lambda t: 1e6 * t.exp() + t, x, {}),
+    "the edge of a domain": (torch.log, torch.tensor([1e-3, 1.0]), {}),
+    "values held in half precision": (lambda t: t * torch.tensor([0.5, 3.0]), x, {}),
+    "a mask of infinities in float32": (lambda t: (t + torch.tensor([0.0, -torch.inf])).softmax(-1)[0] * t.sin(), x, {}),
+    "zeros in float32": (lambda t: t.sin() + torch.zeros_like(t, dtype=torch.float32), x, {}),
+    "matmul": (torch.matmul, (torch.randn(2, 3), torch.randn(3)), {}),
 }
+# fmt: on
 
 
-@pytest.mark.parametrize("fault", FAULTY)
-def test_faulty_functions_fail(fault):
-    function, inputs, options, which = FAULTY[fault]
-    with pytest.raises(AssertionError, match=f"{function.__name__}.*: the {which} is wrong"):
+@pytest.mark.parametrize("case", RIGHT)
+def test_right_functions_pass(case):
+    function, inputs, options = RIGHT[case]
+    assert_double_differentiable(function, inputs, **options)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_right_functions_pass_where_gradients_are_off(mode):
+    with mode():
+        assert_double_differentiable(torch.sin, torch.randn(3), reference=torch.sin)
+        assert_double_differentiable(nn.Linear(2, 1), torch.randn(3, 2))
+
+
+# fmt: off
+WRONG = {
+    "wrong sign": (WrongSign, x, {}, "the first derivative is wrong, for inputs[0]"),
+    "detached in backward": (Detached, x, {}, "the second derivative is wrong, for inputs[0]"),
+    "once_differentiable": (OnceOnly, x, {}, "the second derivative is wrong"),
+    "wrong tangent": (WrongTangent, x, {}, "the first derivative is wrong in forward mode, for inputs[0]"),
+    "cut tangent": (CutTangent, x, {}, "the second derivative is wrong in reverse-over-forward, for inputs[0]"),
+    "cut tangent inside a function": (lambda t: CutTangent.apply(t.sin()), x, {}, "the second derivative is wrong in reverse-over-forward"),
+    "NumPy in backward": (ThroughNumpy, x, {}, "the second derivative is wrong"),
+    "kept intermediate": (KeepsIntermediate, x, {}, "the second derivative is wrong, for inputs[0]"),
+    "missing sum": (ForgetsToSum, (torch.randn(3, 2), x), {}, "the first derivative is wrong, for inputs[1]"),
+    "a parameter's second derivative": (ByParameter(Detached.apply), x, {}, "the second derivative is wrong, for the parameter weight"),
+    "a parameter differentiated once": (ByParameter(OnceOnly.apply), x, {}, "the second derivative is wrong"),
+    "wrong when alone": (WrongWhenAlone, (x, x + 1), {}, "the first derivative is wrong when only inputs[1] requires grad, for inputs[1]"),
+    "cut when alone": (CutWhenAlone, (x, x + 1), {}, "the second derivative is wrong when only inputs[0] requires grad, for inputs[0]"),
+    "transposed gradients": (WrongForTransposedGradients, square, {}, "for non-contiguous inputs and gradients"),
+    "transposed inputs": (WrongForTransposedInputs, square, {}, "for non-contiguous inputs and gradients"),
+    "expanded gradients": (WrongForExpandedGradients, x, {}, "the first derivative is wrong for expanded gradients"),
+    "gradients viewed": (ViewsGradients, square, {}, "for non-contiguous inputs and gradients"),
+    "small values": (SmallAndWrong, x, {}, "the first derivative is wrong"),
+    "right only at zero": (ZeroGradient, torch.zeros(2), {}, "the first derivative is wrong"),
+    "a batch computed otherwise": (WrongBatch, x, {}, "the value is wrong under vmap"),
+    "a batch dimension lost": (LosesBatchDimension, square, {}, "the value is wrong under vmap over inputs[0]"),
+    "a float32 constant in forward": (RoundedForward, x, {}, "the precision is wrong: aten.mul met a float32 tensor"),
+    "a float32 constant in backward": (RoundedBackward, x, {}, "the precision is wrong: aten.mul met a float32 tensor"),
+    "computed in float32": (lambda t: t.float().sin().double(), x, {}, "the precision is wrong"),
+    "a constant": (lambda t: torch.ones(3), x, {}, "the first derivative is missing: no output with elements"),
+    "no elements": (lambda t: t[2:], x, {}, "the first derivative is missing: no output with elements"),
+    "random numbers": (lambda t: t * torch.rand(2), x, {}, "the value is not the same twice"),
+    "no forward rule": (lambda t: torch.cdist(t, t + 1).exp(), square, {}, "forward_mode=False"),
+    "forward mode asked for": (Classic, x, {"forward_mode": True}, "the first derivative is wrong or missing in forward mode"),
+    "vmap asked for": (Classic, x, {"vmap": True}, "the value is wrong or missing under vmap"),
+    "layer_norm in reverse-over-forward": (lambda t: F.layer_norm(t, (2,)), square, {"forward_mode": True}, "the second derivative is wrong in reverse-over-forward"),
+    "not defined beside its inputs": (F.binary_cross_entropy, (mask / 2 + 0.2, mask), {}, "give the others requires_grad"),
+    "does not run": (lambda t: t @ torch.randn(2), x, {}, "the value is wrong or missing"),
+    "another value": (Right, x, {"reference": lambda t: t**3 + 1e-5 * t**2}, "agreement with the reference is wrong: the value of output 0"),
+    "another value, only at zero the same": (Right, torch.zeros(2), {"reference": lambda t: t**5}, "agreement with the reference"),
+    "another second derivative": (Right, x, {"reference": lambda t: t**3 + (t - t.detach()) ** 2}, "agreement with the reference is wrong in the second derivative, for inputs[0]"),
+    "another number of outputs": (Right, x, {"reference": lambda t: (t**3, t)}, "agreement with the reference is wrong: expected 2 outputs, got 1"),
+    "other integers": (torch.sort, x, {"reference": lambda t: (t.sort()[0], t.argsort() + 1)}, "the value of output 1"),
+    "nested inputs": (lambda d: WrongSign.apply(d["a"]["b"]), ({"a": {"b": x}},), {}, "for inputs[0].a.b"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_functions_fail(case):
+    function, inputs, options, what = WRONG[case]
+    with pytest.raises(AssertionError) as caught:
         assert_double_differentiable(function, inputs, **options)
+    text = str(caught.value)
+    name = getattr(function, "__name__", type(function).__name__)
+    assert text.startswith(f"{name}: ")
+    assert what in text
 
 
-def test_another_function_than_the_reference_fails():
-    with pytest.raises(AssertionError, match="agreement with the reference"):
-        assert_double_differentiable(Right, x, reference=lambda t: t**3 + 1e-5 * t**2)
+@pytest.mark.parametrize("form", [WrongSign.apply, partial(WrongSign.apply)])
+def test_a_function_is_named_by_its_class(form):
+    with pytest.raises(AssertionError, match=r"^WrongSign: the first derivative"):
+        assert_double_differentiable(form, x)
 
 
-def test_the_inputs_are_not_changed():
-    given = x.clone()
-    assert_double_differentiable(Right, given)
+def test_nothing_the_caller_has_is_changed():
+    given, module = x.clone(), nn.BatchNorm1d(2)
+    state, random = {k: v.clone() for k, v in module.state_dict().items()}, torch.get_rng_state()
+    assert_double_differentiable(lambda t: Right.apply(t) + 0 * torch.rand(2), given)
+    assert_double_differentiable(module, square)
     assert given.grad is None
     assert not given.requires_grad
     assert given.dtype == torch.float32
+    assert torch.equal(torch.get_rng_state(), random)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, state[key])
+        assert value.dtype == state[key].dtype
+    assert all(p.grad is None for p in module.parameters())
 
 
-def test_nothing_to_differentiate_raises():
-    with pytest.raises(ValueError, match="at least one floating-point"):
-        assert_double_differentiable(Right, torch.arange(3))
+NOTHING = {
+    "integers": (torch.arange(3), "at least one floating-point"),
+    "no tensors": ((), "at least one floating-point"),
+    "no elements": (torch.randn(0), r"inputs\[0\]: expected at least one element"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_nothing_to_differentiate_by_raises(case):
+    inputs, message = NOTHING[case]
+    with pytest.raises(ValueError, match=message):
+        assert_double_differentiable(Right, inputs)
+
+
+def test_what_is_no_function_raises():
     with pytest.raises(TypeError, match="fn: expected a function"):
         assert_double_differentiable("Right", x)
+    with pytest.raises(TypeError, match="reference: expected a function"):
+        assert_double_differentiable(Right, x, reference="Right")

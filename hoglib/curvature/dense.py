@@ -35,6 +35,11 @@ def hessian(
     arguments.function("func", func)
     arguments.parameters(params)
     leaves, structure = _tree.flatten(params)
+    if any(leaf.is_complex() for leaf in leaves):
+        raise arguments.WrongType(
+            "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
+            "its real view, `torch.view_as_real(p)`, and rebuild it in func."
+        )
     with recording():
         leaves, inputs = recordable((leaves, args))
 

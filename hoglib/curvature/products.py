@@ -42,7 +42,8 @@ def hvp(
 
     The inputs are not changed, and it works under no_grad and inference_mode.
     Raises TypeError and ValueError for params, v or a value of the wrong kind, naming the leaf;
-    RuntimeError when the value does not depend on params.
+    RuntimeError when the value does not depend on params; NotImplementedError where torch has no
+    forward-mode rule.
     Source: Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
     """
     arguments.function("func", func)
@@ -60,7 +61,7 @@ def hvp(
 
         value, product = route(of_leaves, leaves, vector, create_graph, strict, _tree.paths(params))
     if not create_graph:
-        value, product = value.detach(), [leaf.detach() for leaf in product]
+        value, product = value.detach().clone(), [leaf.detach() for leaf in product]
     return value, _tree.unflatten(product, structure)
 
 
@@ -86,13 +87,16 @@ def gradient_graph(
         for leaf in leaves
     ]
     value = func(*own)
-    if not value.requires_grad:
+    gradient: list[Tensor | None] = [None]
+    if value.requires_grad:
+        gradient = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
+    if all(part is None for part in gradient):
         raise arguments.NoSecondDerivative(
-            "func(params, *args): expected a value that depends on params, got one without a graph; "
+            "func(params, *args): expected a value that depends on params, got one that does not; "
             "look for .detach(), .item(), .data or a torch.no_grad() in func, and for a func that "
             "uses the model's own parameters instead of the params it is given."
         )
-    return value, own, list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
+    return value, own, gradient
 
 
 def _reverse_over_reverse(
@@ -155,7 +159,19 @@ def _forward_over_reverse(
 
     if not create_graph:
         leaves = [leaf.detach() for leaf in leaves]
-    output: Any = torch.func.jvp(gradient, tuple(leaves), tuple(vector))
+    try:
+        output: Any = torch.func.jvp(gradient, tuple(leaves), tuple(vector))
+    except (RuntimeError, NotImplementedError) as error:
+        if isinstance(error, arguments.Explained):
+            raise
+        hint = ""
+        if "ZeroTensor" in str(error):
+            hint = " torch's mse_loss is such an operation: write ((outputs - targets)**2).mean()."
+        raise arguments.NotSupported(
+            f"hvp(mode='forward-over-reverse'): expected operations that torch can differentiate in "
+            f"forward mode, got an error from one: {str(error).splitlines()[0]}{hint} Outside of "
+            f"torch.func transforms use mode='reverse-over-reverse'."
+        ) from error
     (_, value), (product, _) = output
     return value, list(product)
 

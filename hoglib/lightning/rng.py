@@ -6,41 +6,61 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+KEY = "hoglib.lightning.RNGState"
 
 
 class RNGState(pl.Callback):
     """Resume a run with noise (dropout, augmentation, sampled penalties) as the same run.
 
     Lightning's checkpoints hold no random state. This callback saves that of Python, NumPy, torch and
-    each CUDA device with every checkpoint, and sets it when the resumed training starts: after the
-    training data's iterator was made (which draws a number), before its first batch is taken.
-    Validation runs on the same generators; give its loader a `generator=` of its own where it draws.
+    each CUDA device with every checkpoint, and sets it when a fit goes on from one: before the
+    training data's iterator is made, which draws the order of a shuffled epoch; and, for a checkpoint
+    from the middle of an epoch, again after it, before the next batch is taken. (The order of an epoch
+    that was interrupted is a matter for a data loader with a `state_dict`.) Validation draws from the
+    same generators unless its loader has a `generator=` of its own.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._restored: dict[str, Any] | None = None
+        self._middle_of_epoch: dict[str, Any] | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        state: Any = np.random.get_state()
-        kind, keys, position, has_gauss, gauss = state
-        return {
-            "python": random.getstate(),
-            "numpy": (kind, torch.from_numpy(keys.copy()), position, has_gauss, gauss),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        }
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[KEY] = {**_get(), "middle_of_epoch": not trainer.is_last_batch}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        state, self._restored = self._restored, None
-        if state is None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        state = checkpoint.get(KEY)
+        if state is None or trainer.state.fn != TrainerFn.FITTING:
             return
-        random.setstate(state["python"])
-        kind, keys, position, has_gauss, gauss = state["numpy"]
-        np.random.set_state((kind, keys.cpu().numpy(), position, has_gauss, gauss))
-        torch.set_rng_state(state["torch"].cpu())
-        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state.cpu(), device)
+        _set(state)
+        self._middle_of_epoch = state if state["middle_of_epoch"] else None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        state, self._middle_of_epoch = self._middle_of_epoch, None
+        if state is not None:
+            _set(state)
+
+
+def _get() -> dict[str, Any]:
+    state: Any = np.random.get_state()
+    kind, keys, position, has_gauss, gauss = state
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.copy()), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _set(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy(), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"].cpu())
+    for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(device_state.cpu(), device)

@@ -1,6 +1,5 @@
 """Model-agnostic meta-learning on an unmodified module."""
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib._functional import Criterion, Params, call_with, functional_loss, trainable_params
+from hoglib import _functorch, _tree
+from hoglib._functional import (
+    Criterion,
+    FunctionalLoss,
+    Params,
+    functional_loss,
+    trainable_params,
+)
+from hoglib._recording import recordable
 from hoglib.meta import tasks as stacks
 from hoglib.meta.inner import adapt
 from hoglib.meta.rules import sgd
@@ -46,24 +52,31 @@ class MAML(nn.Module):
         over_tasks: str = "auto",
     ) -> None:
         super().__init__()
-        self.objective = functional_loss(model, criterion)
+        self._objective: FunctionalLoss = functional_loss(model, criterion)
         trainable_params(
             model
         )  # raises here, not at the first step, when there is nothing to learn
         self.model = model
         self.inner_lr = arguments.positive("inner_lr", inner_lr)
         self.inner_steps = arguments.at_least("inner_steps", inner_steps, 1)
-        self.first_order = bool(first_order)
+        self.first_order = arguments.flag("first_order", first_order)
         self.memory = arguments.one_of("memory", memory, ["store"])
         self.over_tasks = arguments.one_of("over_tasks", over_tasks, OVER_TASKS)
-        self._rule = sgd(self.inner_lr)
+        self._criterion = criterion
         self._vmappable = True  # until it is tried
+
+    @property
+    def objective(self) -> FunctionalLoss:
+        """The loss of the model as a function of parameters and batch."""
+        if self._objective.model is not self.model:  # another model was put in its place
+            self._objective = functional_loss(self.model, self._criterion)
+        return self._objective
 
     def forward(self, *args: Any, params: Params | None = None, **kwargs: Any) -> Any:
         """The model's output, with `params` (from `adapt`) in the place of its own."""
         if params is None:
             return self.model(*args, **kwargs)
-        return call_with(self.model, params, *args, **kwargs)
+        return self.objective.call(params, *args, **kwargs)
 
     def adapt(
         self, support: Any, *, params: Params | None = None, steps: int | None = None
@@ -77,23 +90,29 @@ class MAML(nn.Module):
         stacks.check_batch("support", support)
         start = trainable_params(self.model) if params is None else params
         count = self.inner_steps if steps is None else arguments.at_least("steps", steps, 0)
-        return adapt(
-            self.objective, start, support, self._rule, steps=count, first_order=self.first_order
-        )
+        return self._adapt(start, _usable(support), count)
 
     def loss(self, tasks: Any) -> Tensor:
         """The meta-loss, a scalar whose `backward()` fills the `.grad` of the model's parameters.
 
         tasks: a tuple (support, query) of stacks, each (x [B, K, ...], y [B, K, ...]) with B tasks,
         or a list of tasks, each (support, query) with (x [K, ...], y [K, ...]), which may differ in
-        size. The gradients of all tasks are computed here, and handed on by backward; so the result
-        cannot be differentiated twice, nor by the tasks: both raise. Where grad is disabled only the
-        value is computed.
+        size; two lists of two tensors, as a DataLoader collates them, are stacks. The gradients of all
+        tasks are computed here, and handed on by backward; so the result cannot be differentiated
+        twice, nor by the tasks: both raise. Where grad is disabled only the value is computed.
 
         Raises ValueError for an empty support set or sizes that do not match; FloatingPointError when
         the loss of a task is not finite, naming the tasks.
         """
+        if _functorch.transforms_active():
+            raise arguments.NotSupported(
+                "maml.loss(tasks): expected to be called outside of torch.func transforms, got called "
+                "inside one, where its gradients have no graph. Write the loss with "
+                "`maml.adapt(support)` and `maml(x, params=adapted)`, which run inside of any."
+            )
+        tasks = stacks.unpack(tasks)
         count = stacks.check_tasks(tasks)
+        tasks = _usable(tasks)
         params = trainable_params(self.model)
         names = list(params)
         wants_gradient = torch.is_grad_enabled()
@@ -119,15 +138,14 @@ class MAML(nn.Module):
         )
 
     def _task_loss(self, params: Params, support: Any, query: Any) -> Tensor:
-        adapted = adapt(
-            self.objective,
-            params,
-            support,
-            self._rule,
-            steps=self.inner_steps,
-            first_order=self.first_order,
-        )
+        adapted = self._adapt(params, support, self.inner_steps)
         return self.objective(adapted, query)
+
+    def _adapt(self, params: Params, support: Any, steps: int) -> Params:
+        rule = sgd(self.inner_lr)
+        return adapt(
+            self.objective, params, support, rule, steps=steps, first_order=self.first_order
+        )
 
     def _values_and_grads(
         self, params: Params, tasks: Any, count: int, wants_gradient: bool
@@ -136,34 +154,39 @@ class MAML(nn.Module):
         function: Callable[..., Any] = self._task_loss
         if wants_gradient:
             function = torch.func.grad_and_value(self._task_loss)
-        if not isinstance(tasks, list) and self._vectorize(params):
-            try:
-                return _all_at_once(function, params, tasks, wants_gradient)
-            except RuntimeError as error:
-                self._cannot_vmap(error)
-        return _one_by_one(function, params, stacks.each(tasks), count, wants_gradient)
+        every = stacks.each(tasks)
+        if isinstance(tasks, list) or not self._vectorize(params):
+            return _one_by_one(function, params, every, count, wants_gradient)
+        try:
+            return _all_at_once(function, params, tasks, wants_gradient)
+        except RuntimeError as error:
+            if isinstance(error, arguments.Explained):
+                raise
+            reason = str(error).splitlines()[0]
+            if self.over_tasks == "vmap":
+                raise arguments.CannotVmap(
+                    f"MAML(over_tasks='vmap'): expected a model that vmap can run, got an error: "
+                    f"{reason} Use over_tasks='loop'."
+                ) from error
+            # Whatever it was, the loop either shows it plainly or is the way round it.
+            result = _one_by_one(function, params, every, count, wants_gradient)
+        self._vmappable = False
+        warnings.warn(
+            f"MAML loops over the tasks, because vmap cannot run this model: {reason} "
+            f"Pass over_tasks='loop' to say so yourself.",
+            stacklevel=3,
+        )
+        return result
 
     def _vectorize(self, params: Params) -> bool:
         if self.over_tasks == "auto":
             return self._vmappable and vmap_pays(params)
         return self.over_tasks == "vmap"
 
-    def _cannot_vmap(self, error: RuntimeError) -> None:
-        """Loop from now on, if it was vmap that failed and the choice is ours; raise otherwise."""
-        reason = str(error).splitlines()[0]
-        if isinstance(error, arguments.Explained) or not re.search("vmap|[Bb]atching rule", reason):
-            raise error
-        if self.over_tasks == "vmap":
-            raise arguments.CannotVmap(
-                f"MAML(over_tasks='vmap'): expected a model that vmap can run, got an error from it: "
-                f"{reason} Use over_tasks='loop'."
-            ) from error
-        self._vmappable = False
-        warnings.warn(
-            f"MAML loops over the tasks, because vmap cannot run this model: {reason} "
-            f"Pass over_tasks='loop' to say so yourself.",
-            stacklevel=4,
-        )
+
+def _usable(tree: Any) -> Any:
+    """Tensors that were made in inference mode can be used outside of it only as copies."""
+    return tree if torch.is_inference_mode_enabled() else recordable(tree)
 
 
 def vmap_pays(params: Params) -> bool:
@@ -214,6 +237,8 @@ class _Precomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, count: int, *grads_and_params: Tensor) -> Tensor:
         ctx.grads = grads_and_params[:count]
+        # Reading them in backward raises if a step changed them since: the gradients would be stale.
+        ctx.save_for_backward(*grads_and_params[count:])
         return value.clone()
 
     @staticmethod
@@ -225,5 +250,6 @@ class _Precomputed(torch.autograd.Function):
                 "derivatives of the meta-gradient write the loss with `maml.adapt(support)` and "
                 "`maml(x, params=adapted)`, which are differentiable to any order."
             )
+        _ = ctx.saved_tensors
         handed_on = tuple(grad * known for known in ctx.grads)
         return (None, None, *(None for _ in handed_on), *handed_on)

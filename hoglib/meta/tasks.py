@@ -32,6 +32,15 @@ def check_batch(what: str, batch: Any) -> None:
         )
 
 
+def unpack(tasks: Any) -> Any:
+    """A stack as a tuple, also when a collate function made it a list; a list of tasks as it is."""
+    if isinstance(tasks, list) and len(tasks) == 2:
+        pairs = (isinstance(part, tuple | list) and len(part) == 2 for part in tasks)
+        if all(pairs) and all(isinstance(x, Tensor) for part in tasks for x in part):
+            return tuple(tasks)
+    return tasks
+
+
 def check_tasks(tasks: Any) -> int:
     """The number of tasks, after checking their sizes."""
     for leaf in _tree.leaves(tasks):
@@ -93,7 +102,15 @@ def _task(what: str, task: Any) -> Task:
 def _sizes(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
     """The leading dimensions of inputs and targets."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise arguments.WrongValue(f"{what}: expected a pair (inputs, targets).")
+        raise arguments.WrongValue(
+            f"{what}: expected a pair (inputs, targets), got {arguments.describe(batch)}; a task is "
+            f"((support inputs, support targets), (query inputs, query targets))."
+        )
+    if not all(_tree.leaves(part) for part in batch):
+        raise arguments.WrongValue(
+            f"{what}: expected tensors as inputs and targets, got an empty container; "
+            f"pass one tensor, or a container of tensors, for each."
+        )
     sizes = []
     for part in _tree.leaves(batch):
         arguments.tensor(what, part)

@@ -53,7 +53,7 @@ def linear_act(
 
 class _Activation(NamedTuple):
     forward: Callable[[Tensor], Tensor]
-    derivative: Callable[[Tensor], Tensor]  # of y, or of z where keeps_z
+    pull: Callable[[Tensor, Tensor], Tensor]  # g, y -> act' g; g, z -> act' g where keeps_z
     keeps_z: bool = False
 
 
@@ -77,12 +77,17 @@ def _swish_derivative(z: Tensor) -> Tensor:
     return s * (1 + z * (1 - s))
 
 
+def _relu_pull(g: Tensor, y: Tensor) -> Tensor:
+    # torch's own: keeps the (zero) dependence on y in the graph, and lets a NaN through
+    return torch.ops.aten.threshold_backward(g, y, 0)
+
+
 _ACTIVATIONS = {
-    "relu": _Activation(torch.relu, lambda y: (y > 0).to(y.dtype)),
-    "tanh": _Activation(torch.tanh, lambda y: 1 - y * y),
-    "sigmoid": _Activation(torch.sigmoid, lambda y: y * (1 - y)),
-    "softplus": _Activation(_softplus, lambda y: -torch.expm1(-y)),
-    "swish": _Activation(_silu, _swish_derivative, keeps_z=True),
+    "relu": _Activation(torch.relu, _relu_pull),
+    "tanh": _Activation(torch.tanh, lambda g, y: g * (1 - y * y)),
+    "sigmoid": _Activation(torch.sigmoid, lambda g, y: g * (y * (1 - y))),
+    "softplus": _Activation(_softplus, lambda g, y: g * -torch.expm1(-y)),
+    "swish": _Activation(_silu, lambda g, z: g * _swish_derivative(z), keeps_z=True),
 }
 
 
@@ -101,13 +106,14 @@ def _transposed(saved: Saved, u: Tensor) -> list[Tensor | None]:
     x, weight, _ = saved.inputs
     by_x, by_weight, by_bias = saved.needed
     stacked = weight.dim() > 2
-    rows = u if stacked or u.dim() == 2 else u.reshape(-1, u.shape[-1])
+    count = u.shape[:-1].numel()  # a size of -1 would be ambiguous where another is 0
+    rows = u if stacked or u.dim() == 2 else u.reshape(count, u.shape[-1])
     if not by_weight:
         grad_weight = None
     elif stacked or x.dim() == 2:
         grad_weight = rows.mT @ conj(x)
     else:
-        grad_weight = rows.mT @ conj(x).reshape(-1, x.shape[-1])
+        grad_weight = rows.mT @ conj(x).reshape(count, x.shape[-1])
     return [u @ conj(weight) if by_x else None, grad_weight, rows.sum(-2) if by_bias else None]
 
 
@@ -182,7 +188,7 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
 
     def backward(saved: Saved, grad: Tensor | None, grad_z: Tensor | None = None) -> Any:
         # z is an output too: what the derivative of act' sends to it arrives here as grad_z.
-        u = None if grad is None else grad * conj(act.derivative(_kept(saved)))
+        u = None if grad is None else act.pull(grad, conj(_kept(saved)))
         if grad_z is not None:
             u = grad_z if u is None else u + grad_z
         assert u is not None
@@ -190,7 +196,7 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
 
     def jvp(saved: Saved, *tangents: Tensor | None) -> Any:
         tangent_z = _tangent(saved, *tangents)
-        tangent = tangent_z * act.derivative(_kept(saved))
+        tangent = act.pull(tangent_z, _kept(saved))
         return (tangent, tangent_z) if act.keeps_z else tangent
 
     def _kept(saved: Saved) -> Tensor:
@@ -213,13 +219,19 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
 
 def _apply(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     _check(name, x, weight, bias)
-    device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # What backward reads must have the dtype that forward computed in.
-        dtype = torch.get_autocast_dtype(device_type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, weight = _autocast(x), _autocast(weight)
+        bias = None if bias is None else _autocast(bias)
     return call(layer.function, layer.reference, x, weight, bias)
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """As torch's own products: float64 and complex tensors stay what they are."""
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

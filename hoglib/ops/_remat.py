@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
-from hoglib._functional import without_statistics
+from hoglib._functional import batch_statistics
 from hoglib.ops import _captured
 from hoglib.ops._surroundings import Autocast, Surroundings
 
@@ -248,11 +248,19 @@ class _Call:
         self.first, self.again = _Run(self, self._first), _Run(self, self._again)
 
     def tensors(self, leaves: list[Any]) -> list[Tensor]:
-        """Tensor arguments, then the parameters and the buffers of modules."""
-        params, buffers = dict(self.scope.named_parameters()), dict(self.scope.named_buffers())
-        self.names = [*params, *buffers]
-        tensors = [leaves[i] for i in self.slots] + [*params.values(), *buffers.values()]
-        self.buffers = range(len(tensors) - len(buffers), len(tensors))
+        """Tensor arguments, then the parameters and the buffers of modules, shared ones once."""
+        tensors = [leaves[i] for i in self.slots]
+        index: dict[int, int] = {}
+        self.places: dict[str, int] = {}  # every name of a parameter or buffer -> its tensor
+        for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
+            start = len(tensors)
+            for prefix, module in self.scope.named_modules():
+                for name, tensor in kind(module, recurse=False, remove_duplicate=False):
+                    if id(tensor) not in index:
+                        index[id(tensor)] = len(tensors)
+                        tensors.append(tensor)
+                    self.places[f"{prefix}.{name}"] = index[id(tensor)]
+        self.buffers = range(start, len(tensors))
         return tensors
 
     def _first(self, tensors: Tensors) -> Tensors:
@@ -280,22 +288,27 @@ class _Call:
         return tuple(leaves[i] for i in self.output_slots)
 
     def _again(self, tensors: Tensors) -> Tensors:
-        # Copies, so that what fn does to its buffers is done to nobody's.
-        given = [
-            self.changed[i].clone() if i in self.changed else tensor
-            for i, tensor in enumerate(tensors)
-        ]
         with self.surroundings.restored():
-            outputs = self._with_state(given)
+            outputs = self._with_state(tensors)
         return tuple(leaf for leaf in _tree.leaves(outputs) if isinstance(leaf, Tensor))
 
     def _with_state(self, tensors: Sequence[Tensor | None]) -> Any:
         """With these tensors in the place of the modules' parameters and buffers."""
-        if not self.names:
+        if not self.places:
             return self._call(tensors)
-        state: Any = dict(zip(self.names, tensors[len(self.slots) :], strict=True))
-        state.update(without_statistics(self.scope))
-        return functional_call(self.scope, state, (partial(self._call, tensors),))
+        given = {i: self._undisturbed(i, tensors[i]) for i in self.places.values()}
+        state: Any = {name: given[i] for name, i in self.places.items()}
+        run = partial(self._call, tensors)
+        with batch_statistics(self.scope):
+            return functional_call(self.scope, state, (run,), tie_weights=False)
+
+    def _undisturbed(self, index: int, tensor: Tensor | None) -> Tensor | None:
+        """A copy of a buffer that fn may change, as it was before the first run."""
+        if index in self.changed:
+            return self.changed[index].clone()
+        if tensor is not None and self.transformed and index in self.buffers:
+            return tensor.clone()
+        return tensor
 
     def _call(self, tensors: Sequence[Tensor | None]) -> Any:
         leaves = list(self.constants)

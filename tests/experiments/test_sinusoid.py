@@ -199,6 +199,11 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(capsys, monke
     assert not list(folder().glob("*.part"))
 
 
+def test_a_folder_that_cannot_be_written(capsys):
+    assert run("fit", "--config", SMOKE, "--trainer.logger.save_dir", "/proc/nowhere") == 2
+    assert "choose another folder" in capsys.readouterr().err
+
+
 BAD = {
     "unknown key": (
         ["--model.inner_stepz", "3"],

@@ -1,0 +1,130 @@
+"""One call of a function as a map between lists of real float64 tensors."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import isbuiltin
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._functional import call_with
+from hoglib._jacobians import Map
+from hoglib._recording import recordable
+
+Arrange = Callable[[Tensor], Tensor]
+
+
+class Call:
+    """fn(*inputs), with fn a function, a Function class or its `apply`, or a module.
+
+    The variables are the floating-point tensors among the leaves of the inputs (only those that
+    require grad, if any does) and the trainable parameters of a module, as float64 copies; a complex
+    one counts as its real and imaginary parts. `point` are their values, `names` what to call them,
+    `num_inputs` how many come from the inputs. Everything else is constant, in float64 copies too.
+    """
+
+    def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
+        self.name = name_of(fn)
+        self._function = fn.apply if _is_function_class(fn) else arguments.function("fn", fn)
+        leaves, self._structure = _tree.flatten(tuple(recordable(list(inputs))))
+        marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        free = [
+            is_float(x) and (not any(marked) or mark)
+            for x, mark in zip(leaves, marked, strict=True)
+        ]
+        names = ["inputs" + path for path in _tree.paths(tuple(inputs))]
+        values: list[Any] = [_wide(x) for x in leaves]
+        state: dict[str, Any] = {}
+        if isinstance(fn, nn.Module):
+            parameters = dict(fn.named_parameters())
+            state = {
+                name: _wide(x) for name, x in {**parameters, **dict(fn.named_buffers())}.items()
+            }
+            names += [f"the parameter {name}" for name in state]
+            free += [name in parameters and parameters[name].requires_grad for name in state]
+        self._keys = list(state)
+        self._values = [*values, *state.values()]
+        self._slots = [i for i, is_free in enumerate(free) if is_free]
+        self._num_leaves = len(leaves)
+        self.num_inputs = sum(free[: len(leaves)])
+        self.names = [names[i] for i in self._slots]
+        self.point = [_real(self._values[i]) for i in self._slots]
+        self._complex = [self._values[i].is_complex() for i in self._slots]
+
+    def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
+        """All leaves of what fn returns; before rearranges the variables on their way in."""
+        values = [x.clone() if isinstance(x, Tensor) else x for x in self._values]
+        for slot, x, parts in zip(self._slots, variables, self._complex, strict=True):
+            value = torch.complex(*x.unbind(-1)) if parts else x
+            values[slot] = value if before is None else before(value)
+        inputs = _tree.unflatten(values[: self._num_leaves], self._structure)
+        if isinstance(self._function, nn.Module):
+            state = dict(zip(self._keys, values[self._num_leaves :], strict=True))
+            return _tree.leaves(call_with(self._function, state, *inputs))
+        return _tree.leaves(self._function(*inputs))
+
+    def map(
+        self,
+        which: Sequence[int],
+        *,
+        before: Arrange | None = None,
+        after: Arrange | None = None,
+    ) -> Map:
+        """The map to some of the leaves; after rearranges them on their way out."""
+
+        def map_(*variables: Tensor) -> list[Tensor]:
+            found = self.leaves(*variables, before=before)
+            chosen = [found[i] for i in which]
+            return [_real(y if after is None else after(y)) for y in chosen]
+
+        return map_
+
+    def recorded(self) -> list[Any]:
+        """All leaves of what fn returns when each variable requires grad."""
+        return self.leaves(*(x.clone().requires_grad_() for x in self.point))
+
+
+def name_of(fn: Any) -> str:
+    if isinstance(fn, partial):
+        return name_of(fn.func)
+    owner: Any = getattr(fn, "__self__", None)
+    if _is_function_class(owner):  # Function.apply
+        return str(owner.__qualname__)
+    if isbuiltin(fn):  # torch.sort and its like, whose owner is private to torch
+        return str(fn.__name__)
+    return str(getattr(fn, "__qualname__", type(fn).__name__))
+
+
+def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:
+    """The custom Functions in the graphs of the outputs."""
+    nodes: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
+    seen: set[Any] = {None}
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes.extend(parent for parent, _ in node.next_functions)
+    return {type(node)._forward_cls for node in seen if hasattr(type(node), "_forward_cls")}
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _is_function_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
+
+
+def _wide(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not is_float(value):
+        return value.clone()
+    return value.detach().to(torch.complex128 if value.is_complex() else torch.float64).clone()
+
+
+def _real(value: Tensor) -> Tensor:
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
