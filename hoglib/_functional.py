@@ -44,7 +44,7 @@ def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> An
     normalisation layers use the statistics of the batch and do not update their running averages,
     which torch could not do under functional transforms anyway.
     """
-    with _batch_statistics(model):
+    with batch_statistics(model):
         return functional_call(
             model, _in_their_places(model, params), args, kwargs, tie_weights=False
         )
@@ -76,7 +76,7 @@ def _in_their_places(model: nn.Module, params: Params) -> Params:
 
 
 @contextmanager
-def _batch_statistics(model: nn.Module) -> Iterator[None]:
+def batch_statistics(model: nn.Module) -> Iterator[None]:
     """Train-mode normalisation layers without running statistics."""
     layers = [
         m

@@ -1,11 +1,13 @@
-"""The private functorch API that hoglib reads, all of it in this file.
+"""The private torch API that hoglib reads, all of it in this file.
 
-torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), and torch exposes it only in
-`torch._C`. `tests/test_functorch.py` notices when a torch release changes it.
+torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
+differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
+private names. `tests/test_functorch.py` notices when a torch release changes them.
 """
 
 import torch
 from torch._C import _functorch
+from torch.autograd import forward_ad
 
 
 def transforms_active() -> bool:
@@ -17,3 +19,14 @@ def forward_levels() -> int:
     """How many `torch.func.jvp` transforms are active around the caller."""
     stack = _functorch.get_interpreter_stack() or ()
     return sum(level.key() == _functorch.TransformType.Jvp for level in stack)
+
+
+def forward_mode_active() -> bool:
+    """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
+    return forward_ad._current_level >= 0
+
+
+def tracing() -> bool:
+    """Whether torch.compile, torch.export or make_fx is recording the caller."""
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(proxy) is not None

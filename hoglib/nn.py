@@ -1,6 +1,7 @@
 """The ops as modules, with torch's names, reprs and state dicts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +204,20 @@ class ClipGradient(nn.Module):
         return f"bound={self.bound}"
 
 
+class Remat(nn.Module):
+    """A module whose intermediate values are recomputed in backward, by `hoglib.ops.remat`.
+
+    The state dict is that of the module under the name `module`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return ops.remat(self.module)(*args, **kwargs)
+
+
 __all__ = [
     "ClipGradient",
     "CrossEntropyLoss",
@@ -210,6 +225,7 @@ __all__ = [
     "Linear",
     "LinearAct",
     "LogSumExp",
+    "Remat",
     "ScaleGradient",
     "Sigmoid",
     "SmoothL1Loss",

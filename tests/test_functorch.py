@@ -1,6 +1,7 @@
 """The private torch API that hoglib reads: these fail when a torch release changes it."""
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hoglib import _functorch, _tree
 
@@ -45,6 +46,37 @@ def test_levels_are_gone_afterwards():
     torch.func.jvp(torch.sin, (x,), (x,))
     assert not _functorch.transforms_active()
     assert _functorch.forward_levels() == 0
+
+
+def test_forward_mode_by_torch_func_and_by_dual_numbers():
+    seen = []
+
+    def probe(x):
+        seen.append(_functorch.forward_mode_active())
+        return x.sin()
+
+    torch.func.grad(probe)(x)
+    torch.func.jacfwd(probe)(x)
+    with torch.autograd.forward_ad.dual_level():
+        probe(x)
+    probe(x)
+    assert seen == [False, True, True, False]
+
+
+def test_tracing_by_make_fx_and_by_the_compiler():
+    seen = []
+
+    def probe(x):
+        seen.append(_functorch.tracing())
+        return x.sin()
+
+    make_fx(torch.func.grad(probe))(x)
+    probe(x)
+    assert seen == [True, False]
+    compiled = torch.compile(
+        lambda x: x.sin() if _functorch.tracing() else x.cos(), fullgraph=True, backend="eager"
+    )
+    torch.testing.assert_close(compiled(x), x.sin())
 
 
 def test_pytree_paths_read_aloud():

@@ -135,6 +135,18 @@ def test_surrogate_gradients(name):
     assert repr(module) == text
 
 
+def test_remat_is_its_module():
+    module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    wrapped = hog.nn.Remat(module)
+    assert_close(wrapped(x), module(x))
+    assert list(wrapped.state_dict()) == [f"module.{name}" for name in module.state_dict()]
+    grads = torch.autograd.grad(
+        wrapped(x).square().sum(), list(wrapped.parameters()), create_graph=True
+    )
+    assert_close(grads, torch.autograd.grad(module(x).square().sum(), list(module.parameters())))
+    assert torch.autograd.grad(grads[0].sum(), wrapped.module[2].weight)[0].abs().sum() > 0
+
+
 def test_errors():
     with pytest.raises(ValueError, match="one of relu, tanh"):
         hog.nn.LinearAct(2, 3, act="gelu")

@@ -1,1 +1,1 @@
-"""Side-by-side timings: interleaved repeats, one torch thread, medians and ratios."""
+"""Side-by-side measurements; each module is a program of its own."""

@@ -1,7 +1,9 @@
 """Verified custom Functions: tensors first, options keyword-only, differentiable to any order."""
 
+from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._define import define
+from hoglib.ops._external import external
 from hoglib.ops._gradient import (
     clip_gradient,
     clipped_gradient_linear,
@@ -15,6 +17,7 @@ from hoglib.ops._linear import linear, linear_act
 from hoglib.ops._pointwise import exp, power, quadratic, sigmoid, square, swish, tanh
 from hoglib.ops._products import bias_add, matmul, mul
 from hoglib.ops._reduce import amax, logsumexp, mean, sum
+from hoglib.ops._remat import remat
 from hoglib.ops._sinh import sinh
 
 __all__ = [
@@ -23,8 +26,12 @@ __all__ = [
     "clamp",
     "clip_gradient",
     "clipped_gradient_linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
     "define",
     "exp",
+    "external",
     "linear",
     "linear_act",
     "logsumexp",
@@ -34,6 +41,7 @@ __all__ = [
     "power",
     "quadratic",
     "relu",
+    "remat",
     "reverse_gradient",
     "scale_gradient",
     "scaled_activation",

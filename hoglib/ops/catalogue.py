@@ -3,12 +3,14 @@
 The test matrix runs each of its cells on each sample of each entry, or reads here why not.
 """
 
+from hoglib.ops._entries_conv import CONV
 from hoglib.ops._entries_gradient import GRADIENT
 from hoglib.ops._entries_linear import LINEAR
+from hoglib.ops._entries_other import OTHER
 from hoglib.ops._entries_pointwise import POINTWISE
 from hoglib.ops._entries_reduce import REDUCE
 from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
 
-CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *GRADIENT)
+CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER)

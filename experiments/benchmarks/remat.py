@@ -1,0 +1,160 @@
+"""hoglib.ops.remat beside torch.utils.checkpoint and plain autograd: peak memory and time.
+
+    python -m experiments.benchmarks.remat [--smoke] [--device cuda]
+
+The network is a residual MLP, h <- h + V gelu(U h + u) + v in each layer, and each layer is
+rematerialized. First order is the gradient of the mean square output by all parameters; second order
+is a Hessian-vector product, reverse over reverse. Repeats are interleaved, times are medians, peak
+memory counts the tensors that are alive at once beyond parameters and data. One thread.
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from experiments.benchmarks.memory import peak_bytes
+from hoglib.ops import remat
+
+Forward = Callable[[Tensor], Tensor]
+
+
+class Sizes(NamedTuple):
+    layers: int
+    width: int
+    batch: int
+    repeats: int
+
+
+FULL = Sizes(layers=24, width=256, batch=512, repeats=5)
+SMOKE = Sizes(layers=3, width=16, batch=8, repeats=1)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = h + self.outer(nn.functional.gelu(self.inner(h)))
+        return out
+
+
+def methods(layers: nn.ModuleList) -> dict[str, Forward]:
+    recomputed = [remat(layer) for layer in layers]
+
+    def plain(h: Tensor) -> Tensor:
+        for layer in layers:
+            h = layer(h)
+        return h
+
+    def by_checkpoint(h: Tensor) -> Tensor:
+        for layer in layers:
+            h = checkpoint(layer, h, use_reentrant=False)
+        return h
+
+    def by_remat(h: Tensor) -> Tensor:
+        for layer in recomputed:
+            h = layer(h)
+        return h
+
+    return {"plain": plain, "torch checkpoint": by_checkpoint, "hoglib remat": by_remat}
+
+
+def first_order(forward: Forward, params: list[Tensor], x: Tensor) -> Sequence[Tensor]:
+    return torch.autograd.grad(forward(x).square().mean(), params)
+
+
+def second_order(forward: Forward, params: list[Tensor], x: Tensor) -> Sequence[Tensor]:
+    gradient = torch.autograd.grad(forward(x).square().mean(), params, create_graph=True)
+    return torch.autograd.grad(gradient, params, [torch.ones_like(p) for p in params])
+
+
+ORDERS = {"first": first_order, "second": second_order}
+
+
+class Row(NamedTuple):
+    order: str
+    method: str
+    mebibytes: float
+    milliseconds: float
+    error: float  # of the result, relative to plain autograd
+
+
+def measure(sizes: Sizes, device: torch.device) -> list[Row]:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Layer(sizes.width) for _ in range(sizes.layers)).to(device)
+    x = torch.randn(sizes.batch, sizes.width, device=device)
+    params = list(layers.parameters())
+    rows = []
+    for order, derivative in ORDERS.items():
+        runs = {
+            name: lambda forward=forward, derivative=derivative: derivative(forward, params, x)
+            for name, forward in methods(layers).items()
+        }
+        results = {name: _flat(run()) for name, run in runs.items()}
+        peaks = {name: peak_bytes(run, device) for name, run in runs.items()}
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(sizes.repeats):
+            for name, run in runs.items():
+                times[name].append(_seconds(run, device))
+        expected = results["plain"]
+        for name in runs:
+            error = ((results[name] - expected).norm() / expected.norm()).item()
+            rows.append(Row(order, name, peaks[name] / 2**20, 1e3 * median(times[name]), error))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    lines = [f"{'order':8}{'method':18}{'peak MiB':>10}{'':>8}{'ms':>10}{'':>8}{'error':>10}"]
+    for row in rows:
+        plain = next(r for r in rows if r.order == row.order and r.method == "plain")
+        lines.append(
+            f"{row.order:8}{row.method:18}{row.mebibytes:10.1f}{row.mebibytes / plain.mebibytes:7.2f}x"
+            f"{row.milliseconds:10.1f}{row.milliseconds / plain.milliseconds:7.2f}x{row.error:10.0e}"
+        )
+    return "\n".join(lines)
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors]).double()
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter() - start
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny network, in seconds")
+    parser.add_argument("--device", default="cpu", type=torch.device)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    sizes = SMOKE if options.smoke else FULL
+    where = (
+        torch.cuda.get_device_name(options.device)
+        if options.device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    print(
+        f"{sizes.layers} layers of width {sizes.width}, batch {sizes.batch}, float32; medians of "
+        f"{sizes.repeats}, interleaved; torch {torch.__version__}, {where}, one thread"
+    )
+    print(table(measure(sizes, options.device)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

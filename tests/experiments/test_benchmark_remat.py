@@ -1,0 +1,41 @@
+"""The benchmark of remat runs, and what it counts is right."""
+
+import torch
+
+from experiments.benchmarks.memory import peak_bytes
+from experiments.benchmarks.remat import Sizes, main, measure
+
+CPU = torch.device("cpu")
+
+
+def test_the_smoke_run_prints_a_row_for_each_method_and_order(capsys):
+    main(["--smoke"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 6
+    assert [line.split()[0] for line in lines[2:]] == ["first"] * 3 + ["second"] * 3
+
+
+def test_results_agree_and_remat_needs_the_least_memory():
+    rows = measure(Sizes(layers=12, width=8, batch=64, repeats=1), CPU)
+    assert all(row.error < 1e-5 for row in rows)
+    for order in ("first", "second"):
+        plain, _, ours = (row.mebibytes for row in rows if row.order == order)
+        assert ours < 0.6 * plain
+
+
+def test_peak_memory_counts_what_is_alive_at_once():
+    x = torch.ones(1000, dtype=torch.float64)
+
+    def two_at_once() -> None:
+        for _ in range(3):
+            y = x + 1
+            z = y * 2  # 16 kB
+            del y, z
+
+    assert peak_bytes(two_at_once, CPU) == 16000
+
+
+def test_peak_memory_counts_views_once_and_inputs_not_at_all():
+    x = torch.ones(1000, dtype=torch.float64)
+    assert peak_bytes(lambda: x.view(10, 100).add_(1).sum(), CPU) == 8
+    assert peak_bytes(lambda: (x + 1).view(10, 100).t().unbind(), CPU) == 8000

@@ -1,0 +1,399 @@
+"""Convolutions of one, two and three dimensions against finite differences and torch's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import hoglib as hog
+from hoglib import ops
+from tests.oracles import relative
+
+# torch's own convolution, the reference, about an even kernel
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+
+DOUBLE = torch.float64
+OURS = {1: ops.conv1d, 2: ops.conv2d, 3: ops.conv3d}
+TORCHS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+def randn(*shape: int, dtype: torch.dtype = DOUBLE) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, dtype=dtype, generator=generator)
+
+
+# shape of x, shape of weight, with a bias, options
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool, dict[str, Any]]] = {
+    "1d": ((2, 2, 5), (3, 2, 3), True, {}),
+    "1d, stride that leaves a rest": ((1, 2, 6), (2, 2, 3), False, {"stride": 2}),
+    "1d, unbatched": ((2, 5), (3, 2, 2), True, {"padding": 1}),
+    "1d, same with an even kernel": ((1, 2, 4), (2, 2, 4), True, {"padding": "same"}),
+    "1d, depthwise": ((2, 3, 4), (6, 1, 2), True, {"groups": 3, "padding": (1,)}),
+    "1d, wide": ((1, 1, 3), (1, 1, 1), False, {"padding": 2, "stride": 3}),
+    "2d": ((2, 2, 3, 4), (2, 2, 2, 3), True, {}),
+    "2d, all options": (
+        (1, 4, 5, 6),
+        (2, 2, 2, 3),
+        True,
+        {"stride": (2, 1), "padding": (1, 2), "dilation": (2, 1), "groups": 2},
+    ),
+    "2d, valid": ((1, 1, 3, 3), (2, 1, 2, 2), False, {"padding": "valid", "stride": 2}),
+    "2d, same": ((1, 2, 3, 4), (1, 2, 2, 3), True, {"padding": "same", "dilation": (1, 2)}),
+    "2d, unbatched": ((2, 3, 3), (2, 1, 2, 2), True, {"groups": 2}),
+    "2d, of one point": ((1, 2, 1, 1), (2, 2, 1, 1), True, {}),
+    "3d": ((1, 2, 2, 3, 2), (2, 1, 2, 2, 1), True, {"groups": 2, "padding": (0, 1, 0)}),
+    "3d, stride and dilation": (
+        (1, 1, 3, 4, 3),
+        (2, 1, 2, 2, 2),
+        False,
+        {"stride": (1, 2, 1), "dilation": (2, 1, 1)},
+    ),
+    "3d, same, unbatched": ((1, 2, 2, 2), (1, 1, 2, 1, 3), True, {"padding": "same"}),
+}
+
+
+def made(name: str, dtype: torch.dtype = DOUBLE) -> tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]:  # fmt: skip
+    shape, kernel, with_bias, options = CASES[name]
+    rank = len(kernel) - 2
+    inputs = (randn(*shape).to(dtype), randn(*kernel).to(dtype))
+    if with_bias:
+        inputs += (randn(kernel[0]).to(dtype),)
+    return (
+        lambda *args: OURS[rank](*args, **options),
+        lambda *args: TORCHS[rank](*args, **options),
+        inputs,
+    )
+
+
+def requiring_grad(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.detach().clone().requires_grad_() for t in inputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives_agree_with_finite_differences(name: str) -> None:
+    ours, _, inputs = made(name)
+    inputs = requiring_grad(inputs)
+    assert gradcheck(ours, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(ours, inputs, check_fwd_over_rev=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["1d, stride that leaves a rest", "2d, unbatched", "3d, same, unbatched"]
+)
+def test_third_order_agrees_with_finite_differences(name: str) -> None:
+    ours, _, inputs = made(name)
+    inputs = requiring_grad(inputs)
+
+    def gradient(x: Tensor, weight: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
+        value = ours(x, weight, *bias).tanh().pow(2).sum()
+        return torch.autograd.grad(value, [x, weight], create_graph=True)
+
+    assert gradgradcheck(gradient, inputs, atol=1e-4)
+
+
+def scalar(fn: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda *args: sum(leaf.tanh().sum() for leaf in pytree.tree_leaves(fn(*args)))
+
+
+def every(inputs: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(range(len(inputs)))
+
+
+ROUTES: dict[str, Callable[[Callable[..., Tensor], tuple[Tensor, ...]], Any]] = {
+    "value": lambda f, t: f(*t),
+    "gradient": lambda f, t: grad(scalar(f), every(t))(*t),
+    "rr": lambda f, t: jacrev(jacrev(scalar(f), every(t)), every(t))(*t),
+    "fr": lambda f, t: hessian(scalar(f), every(t))(*t),
+    "rf": lambda f, t: jacrev(jacfwd(scalar(f), every(t)), every(t))(*t),
+    "ff": lambda f, t: jacfwd(jacfwd(scalar(f), every(t)), every(t))(*t),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES.keys())
+@pytest.mark.parametrize("name", CASES)
+def test_torch_func_agrees_with_the_convolution_of_torch(name: str, route: Any) -> None:
+    ours, torchs, inputs = made(name)
+    torch.testing.assert_close(route(ours, inputs), route(torchs, inputs), atol=1e-10, rtol=1e-8)
+
+
+def stacked(inputs: tuple[Tensor, ...], dims: tuple[int | None, ...]) -> list[Tensor]:
+    return [
+        t if dim is None else torch.stack([t, 2 * t, -t], dim)
+        for t, dim in zip(inputs, dims, strict=True)
+    ]
+
+
+DIMS = [(0, None, None), (None, 0, None), (None, None, 0), (1, 0, None), (0, 2, 0), (-1, None, 1)]
+BATCHED = {
+    "value": lambda f: f,
+    "gradient": lambda f: grad(scalar(f), (0, 1, 2)),
+    "jvp": lambda f: lambda *args: jvp(f, args, args),
+    "grad of grad": lambda f: grad(scalar(grad(scalar(f), (0, 1, 2))), (0, 1, 2)),
+    "jvp of grad": lambda f: lambda *args: jvp(grad(scalar(f), (0, 1)), args, args),
+}
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("transform", BATCHED.values(), ids=BATCHED.keys())
+@pytest.mark.parametrize("name", ["1d, depthwise", "2d, all options", "2d, unbatched", "3d"])
+def test_vmap_agrees_with_a_loop(name: str, transform: Any, dims: tuple[int | None, ...]) -> None:
+    ours, torchs, inputs = made(name)
+    batch = stacked(inputs, dims)
+    got = vmap(transform(ours), dims)(*batch)
+    each = [
+        transform(torchs)(
+            *(t if d is None else t.select(d, i) for t, d in zip(batch, dims, strict=True))
+        )
+        for i in range(3)
+    ]
+    expected = pytree.tree_map(lambda *parts: torch.stack(parts), *each)
+    torch.testing.assert_close(got, expected, atol=1e-10, rtol=1e-8)
+
+
+def test_vmap_inside_vmap_inside_a_gradient() -> None:
+    ours, torchs, (x, weight, bias) = made("2d, all options")
+    xs, weights = torch.stack([x, 2 * x]), torch.stack([weight, -weight, weight / 2])
+
+    def loss(conv: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        grid = vmap(vmap(conv, (0, None, None)), (None, 0, None))
+        return lambda *args: grid(*args).tanh().sum()
+
+    got = grad(loss(ours), (0, 1, 2))(xs, weights, bias)
+
+    def by_loops(xs: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
+        return sum(torchs(x, w, bias).tanh().sum() for x in xs for w in weights)
+
+    torch.testing.assert_close(got, grad(by_loops, (0, 1, 2))(xs, weights, bias))
+
+
+# Inputs of every kind.
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)], ids=str)
+def test_each_subset_of_inputs_may_want_a_gradient(wanted: tuple[int, ...]) -> None:
+    ours, torchs, inputs = made("2d, all options")
+    inputs = tuple(t.requires_grad_(i in wanted) for i, t in enumerate(inputs))
+    chosen = [inputs[i] for i in wanted]
+
+    def both(conv: Callable[..., Tensor]) -> Any:
+        first = torch.autograd.grad(conv(*inputs).tanh().sum(), chosen, create_graph=True)
+        return first, torch.autograd.grad(sum(g.tanh().sum() for g in first), chosen)
+
+    torch.testing.assert_close(both(ours), both(torchs))
+
+
+def test_a_weight_alone_wants_no_gradient_of_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hoglib.ops import _conv
+
+    computed = []
+    kernel = _conv._kernel_backward
+    monkeypatch.setattr(
+        _conv, "_kernel_backward", lambda *args: computed.append(args[-1]) or kernel(*args)
+    )
+    x, weight = randn(1, 2, 5), randn(2, 2, 3).requires_grad_()
+    ops.conv1d(x, weight).sum().backward()
+    assert computed == [1]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "channels last": lambda t: t.to(memory_format=torch.channels_last),
+    "every second": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "offset": lambda t: torch.cat([t[:1], t])[1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts(layout: Callable[[Tensor], Tensor]) -> None:
+    x, weight = layout(randn(2, 2, 4, 4)), layout(randn(2, 2, 3, 2))
+    torch.testing.assert_close(
+        ROUTES["rr"](ops.conv2d, (x, weight)), ROUTES["rr"](F.conv2d, (x, weight))
+    )
+    assert gradcheck(ops.conv2d, requiring_grad((x, weight)))
+    y = ops.conv2d(x.requires_grad_(), weight)
+    g = (
+        layout(torch.ones_like(y))
+        if layout is not LAYOUTS["transposed"]
+        else torch.ones(()).expand(y.shape)
+    )
+    torch.testing.assert_close(
+        torch.autograd.grad(y, x, g.to(DOUBLE), retain_graph=True),
+        torch.autograd.grad(F.conv2d(x, weight), x, g.to(DOUBLE)),
+    )
+
+
+def test_no_samples() -> None:
+    x, weight, bias = randn(0, 2, 4, 4), randn(3, 2, 2, 2), randn(3)
+    x, weight, bias = requiring_grad((x, weight, bias))
+    y = ops.conv2d(x, weight, bias)
+    assert y.shape == (0, 3, 3, 3)
+    first = torch.autograd.grad(y.sum(), [x, weight, bias], create_graph=True)
+    torch.testing.assert_close(first, (x * 0, weight * 0, bias * 0))
+    second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), [x, weight])
+    torch.testing.assert_close(second, (x * 0, weight * 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    ours, torchs, inputs = made("2d, all options")
+    narrow = requiring_grad(tuple(t.to(dtype) for t in inputs))
+    wide = requiring_grad(tuple(t.double() for t in narrow))
+    results = []
+    for conv, given_ in ((ours, narrow), (torchs, wide)):
+        y = conv(*given_)
+        first = torch.autograd.grad(y.tanh().sum(), given_, create_graph=True)
+        second = torch.autograd.grad(sum(g.tanh().sum() for g in first), given_)
+        results.append((y, *first, *second))
+    assert {t.dtype for t in results[0]} == {dtype}
+    scale = max(t.abs().max().item() for t in results[1])
+    tolerance = hog.testing.TOLERANCES[dtype]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(
+            a.double(), b, atol=tolerance.atol + tolerance.rtol * scale, rtol=tolerance.rtol
+        )
+
+
+@pytest.mark.parametrize("name", ["1d, unbatched", "2d, unbatched", "3d"])
+def test_complex_numbers(name: str) -> None:
+    ours, torchs, inputs = made(name)
+    turned = requiring_grad(tuple(torch.complex(t, t.flip(0)) for t in inputs))
+    torch.testing.assert_close(ours(*turned), torchs(*turned))
+    assert gradcheck(ours, turned, check_forward_ad=True)
+    assert gradgradcheck(ours, turned, check_fwd_over_rev=True)
+
+
+def test_autocast_is_that_of_torch() -> None:
+    ours, torchs, inputs = made("2d, all options", torch.float32)
+    inputs = requiring_grad(inputs)
+    results = []
+    for conv in (ours, torchs):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = conv(*inputs)
+        assert y.dtype == torch.bfloat16
+        first = torch.autograd.grad(y.float().pow(2).sum(), inputs, create_graph=True)
+        assert {g.dtype for g in first} == {torch.float32}
+        results.append((y, first, torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)))
+    for ours_, torchs_ in zip(*results, strict=True):
+        assert relative(ours_, torchs_) < 0.02
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), rank=st.integers(1, 3))
+def test_any_geometry(data: st.DataObject, rank: int) -> None:
+    def several(low: int, high: int) -> tuple[int, ...]:
+        return tuple(data.draw(st.lists(st.integers(low, high), min_size=rank, max_size=rank)))
+
+    kernel, image = several(1, 3), several(1, 6)
+    groups, out, into = (data.draw(st.integers(1, n)) for n in (3, 2, 2))
+    options: dict[str, Any] = {"dilation": several(1, 3), "groups": groups}
+    options["padding"] = data.draw(st.sampled_from(["same", "valid", "numbers"]))
+    if options["padding"] != "same":
+        options["stride"] = several(1, 3)
+    if options["padding"] == "numbers":
+        options["padding"] = several(0, 3)
+    reach = [d * (k - 1) + 1 for d, k in zip(options["dilation"], kernel, strict=True)]
+    if options["padding"] != "same":
+        pads = (0,) * rank if options["padding"] == "valid" else options["padding"]
+        assume(all(n + 2 * p >= r for n, p, r in zip(image, pads, reach, strict=True)))
+    x, weight = requiring_grad(
+        (randn(2, into * groups, *image), randn(out * groups, into, *kernel))
+    )
+    results = []
+    for conv in (OURS[rank], TORCHS[rank]):
+        y = conv(x, weight, **options)
+        first = torch.autograd.grad(y.tanh().sum(), [x, weight], create_graph=True)
+        results.append(
+            (y, first, torch.autograd.grad(sum(g.tanh().sum() for g in first), [x, weight]))
+        )
+    torch.testing.assert_close(*results, atol=1e-9, rtol=1e-8)
+
+
+def test_a_gradient_penalty_of_a_small_critic() -> None:
+    weight, head = randn(3, 2, 3, 3), randn(1, 3, 2, 2)
+
+    def penalty(conv: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def critic(x: Tensor, weight: Tensor, head: Tensor) -> Tensor:
+            return conv(F.silu(conv(x, weight, stride=2, padding=1)), head).sum()
+
+        def value(x: Tensor, weight: Tensor, head: Tensor) -> Tensor:
+            slopes = vmap(grad(critic), (0, None, None))(x, weight, head)
+            return (slopes.flatten(1).norm(dim=1) - 1).pow(2).mean()
+
+        return value
+
+    x = randn(3, 2, 4, 4)
+    torch.testing.assert_close(
+        grad(penalty(ops.conv2d), (1, 2))(x, weight, head),
+        grad(penalty(F.conv2d), (1, 2))(x, weight, head),
+    )
+
+
+# Tracers.
+
+
+def test_make_fx_records_a_second_derivative() -> None:
+    ours, torchs, inputs = made("2d, all options")
+
+    def second(conv: Callable[..., Tensor]) -> Callable[..., Any]:
+        return grad(scalar(grad(scalar(conv), (0, 1))), (0, 1))
+
+    graph = make_fx(second(ours))(*inputs)
+    other = tuple(2 * t for t in inputs)
+    torch.testing.assert_close(graph(*other), second(torchs)(*other))
+
+
+@pytest.mark.parametrize("name", ["1d, same with an even kernel", "2d, all options", "3d"])
+def test_torch_compile_in_one_graph(name: str) -> None:
+    ours, _, inputs = made(name)
+    inputs = requiring_grad(inputs)
+    fast = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(fast(*inputs).tanh().sum(), inputs),
+        torch.autograd.grad(ours(*inputs).tanh().sum(), inputs),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_device(name: str) -> None:
+    ours, torchs, inputs = made(name)
+    inputs = tuple(t.cuda() for t in inputs)
+    torch.testing.assert_close(ROUTES["rr"](ours, inputs), ROUTES["rr"](torchs, inputs))
+
+
+# What is refused.
+
+X, W = randn(1, 2, 4, 4), randn(3, 2, 2, 2)
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "integers": (TypeError, "x: expected a floating", lambda: ops.conv2d(X.long(), W)),
+    "an integer weight": (TypeError, "weight: expected a fl", lambda: ops.conv2d(X, W.long())),
+    "too few dimensions": (ValueError, r"expected x \[N, C, H, W\]", lambda: ops.conv2d(X[0, 0], W)),
+    "the weight of another rank": (ValueError, r"conv3d: expected x \[N, C, D, H, W\]", lambda: ops.conv3d(X, W)),
+    "other channels": (ValueError, r"got x \(1, 2, 4, 4\), weight \(3, 2, 2, 2\) and groups=2", lambda: ops.conv2d(X, W, groups=2)),
+    "groups that do not divide": (ValueError, "a multiple of groups", lambda: ops.conv2d(X, W[:, :1], groups=2)),
+    "another bias": (ValueError, r"bias \(2,\)", lambda: ops.conv2d(X, W, torch.ones(2, dtype=DOUBLE))),
+    "mixed dtypes": (TypeError, "of one dtype, got x torch.float32", lambda: ops.conv2d(X.float(), W)),
+    "stride 0": (ValueError, "stride: expected a whole number of at least 1", lambda: ops.conv2d(X, W, stride=0)),
+    "a fraction": (TypeError, r"dilation: expected a whole number", lambda: ops.conv2d(X, W, dilation=1.5)),
+    "negative padding": (ValueError, r"padding\[1\]: expected .* at least 0", lambda: ops.conv2d(X, W, padding=(0, -1))),
+    "three strides for two dimensions": (ValueError, r"stride: expected a whole number or 2 of them, got \(1, 1, 1\)", lambda: ops.conv2d(X, W, stride=(1, 1, 1))),
+    "an unknown padding": (ValueError, "padding: expected one of same, valid; got 'full'", lambda: ops.conv2d(X, W, padding="full")),
+    "same with a stride": (ValueError, "'same', which needs stride 1", lambda: ops.conv2d(X, W, padding="same", stride=2)),
+    "a kernel that is too large": (ValueError, r"a kernel that fits .* dilation \(4, 4\)", lambda: ops.conv2d(X, W, dilation=4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "run"), REFUSED.values(), ids=REFUSED.keys())
+def test_errors_say_what_to_do(error: Any, message: str, run: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=message):
+        run()

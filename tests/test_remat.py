@@ -1,0 +1,903 @@
+"""remat: the derivatives are those of the function, the memory is that of its inputs."""
+
+import gc
+import types
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import hoglib as hog
+from hoglib.ops import remat
+
+DOUBLE = torch.float64
+WEIGHT = torch.ones(3)
+LAYER = nn.Linear(3, 3)
+
+
+def randn(*shape: int, grad: bool = False, dtype: torch.dtype = DOUBLE) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_(grad)
+
+
+def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.tanh(x @ weight.mT + bias) * x.sum(-1, keepdim=True)
+
+
+def with_our_ops(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return hog.ops.swish(hog.ops.linear_act(x, weight, bias, act="swish"), bias)
+
+
+def normalised(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.softmax(F.softplus(F.linear(x, weight, bias)), -1).exp()
+
+
+def inner_gradient(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x @ grad(lambda w: F.softplus(x @ w.mT).pow(2).sum())(weight).mT + bias
+
+
+def returns_an_input(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return pytree.tree_map(torch.clone, {"x": x, "w": weight.T})["w"].sum() * bias + x[:, :1]
+
+
+FUNCTIONS = {
+    "layer": layer,
+    "with hoglib ops": with_our_ops,
+    "normalised": normalised,
+    "with a gradient inside": inner_gradient,
+    "with views": returns_an_input,
+}
+
+
+def arguments() -> tuple[Tensor, Tensor, Tensor]:
+    return randn(3, 4, grad=True), randn(5, 4, grad=True), randn(5, grad=True)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_derivatives_agree_with_finite_differences(fn: Callable[..., Tensor]) -> None:
+    run = remat(fn)
+    assert gradcheck(run, arguments(), check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(run, arguments(), check_fwd_over_rev=True, check_batched_grad=True)
+
+
+@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_third_order_agrees_with_finite_differences(fn: Callable[..., Tensor]) -> None:
+    x, weight, bias = arguments()
+
+    def gradient(weight: Tensor) -> Tensor:
+        value = remat(fn)(x.detach(), weight, bias).sin().sum()
+        return torch.autograd.grad(value, weight, create_graph=True)[0]
+
+    assert gradgradcheck(gradient, weight, atol=1e-4, rtol=1e-3)
+
+
+def scalar(fn: Callable[..., Any]) -> Callable[..., Tensor]:
+    return lambda *args: sum(leaf.sin().sum() for leaf in pytree.tree_leaves(fn(*args)))
+
+
+ALL = (0, 1, 2)
+TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "grad": lambda f: grad(scalar(f), ALL),
+    "grad of grad": lambda f: grad(scalar(grad(scalar(f), ALL)), ALL),
+    "third order": lambda f: grad(scalar(grad(scalar(grad(scalar(f), ALL)), ALL)), ALL),
+    "vjp": lambda f: lambda *args: vjp(f, *args)[1](f(*args)),
+    "jvp": lambda f: lambda *args: jvp(f, args, args),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(scalar(f), ALL), ALL),
+    "jacfwd of grad": lambda f: hessian(scalar(f), ALL),
+    "grad of jvp": lambda f: grad(scalar(lambda *args: jvp(f, args, args)[1]), ALL),
+    "jvp of jvp": lambda f: jacfwd(jacfwd(scalar(f), ALL), ALL),
+    "vmap of grad": lambda f: (
+        lambda x, w, b: vmap(grad(scalar(f), ALL), (0, None, None))(torch.stack([x, 2 * x]), w, b)
+    ),
+    "grad of vmap": lambda f: (
+        lambda x, w, b: grad(scalar(vmap(f, (None, 0, None))), ALL)(x, torch.stack([w, 2 * w]), b)
+    ),
+    "vmap of hessian": lambda f: (
+        lambda x, w, b: vmap(hessian(scalar(f), ALL), (None, None, 0))(x, w, torch.stack([b, -b]))
+    ),
+    "vmap of grad of vmap of grad": lambda f: (
+        lambda x, w, b: vmap(
+            grad(scalar(vmap(grad(scalar(f), ALL), (0, None, None))), 1), (None, 0, None)
+        )(torch.stack([x, 2 * x]), torch.stack([w, -w]), b)
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("fn", [layer, with_our_ops, inner_gradient])
+def test_torch_func_gives_what_it_gives_for_the_function(
+    transform: Callable[..., Any], fn: Callable[..., Tensor]
+) -> None:
+    inputs = tuple(t.detach() for t in arguments())
+    expected, got = transform(fn)(*inputs), transform(remat(fn))(*inputs)
+    torch.testing.assert_close(got, expected, atol=1e-11, rtol=1e-9)
+
+
+def test_forward_over_reverse_by_dual_numbers() -> None:
+    x, weight, bias = arguments()
+    v = torch.ones_like(weight)
+
+    def product(fn: Callable[..., Tensor]) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(weight, v)
+            (gradient,) = torch.autograd.grad(fn(x, dual, bias).sin().sum(), dual)
+            return torch.autograd.forward_ad.unpack_dual(gradient).tangent
+
+    torch.testing.assert_close(product(remat(layer)), product(layer))
+
+
+def test_a_graph_made_outside_may_be_differentiated_inside_a_transform() -> None:
+    x, weight, bias = arguments()
+
+    def product(fn: Callable[..., Tensor]) -> Any:
+        y = fn(x, weight, bias)
+        v = torch.ones_like(y)
+        return jvp(lambda v: torch.autograd.grad(y, weight, v, retain_graph=True)[0], (v,), (v,))
+
+    torch.testing.assert_close(product(remat(layer)), product(layer))
+
+
+# What is saved, and how often the function runs.
+
+
+def saved_by(run: Callable[[], Any]) -> list[torch.Size]:
+    shapes = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return shapes
+
+
+def deep(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(10):
+        x = torch.tanh(x @ weight)
+    return x
+
+
+def test_only_the_inputs_are_saved() -> None:
+    x, weight = randn(7, 5, grad=True), randn(5, 5, grad=True)
+    assert len(saved_by(lambda: deep(x, weight))) > 20
+    assert saved_by(lambda: remat(deep)(x, weight)) == [x.shape, weight.shape]
+
+
+def test_the_gradient_saves_only_its_inputs_too() -> None:
+    x, weight, v = randn(7, 5, grad=True), randn(5, 5, grad=True), randn(7, 5, grad=True)
+    y = remat(deep)(x, weight)
+    (gradient,) = torch.autograd.grad(y, weight, v, create_graph=True)
+    expected = [x, weight, v]
+    for order in (2, 3):
+        node = gradient.grad_fn
+        assert [t.shape for t in node.saved_tensors] == [t.shape for t in expected], order
+        u = torch.ones_like(gradient)
+        (gradient,) = torch.autograd.grad(gradient, weight, u, create_graph=True)
+        expected.append(u)
+
+
+def test_each_order_runs_the_function_once_more() -> None:
+    runs = []
+
+    def counted(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x.sin()
+
+    x = randn(3, grad=True)
+    y = remat(counted)(x)
+    assert len(runs) == 1
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert len(runs) == 2
+    torch.autograd.grad(gradient.sum(), x)
+    assert len(runs) == 3
+
+
+def test_inputs_and_outputs_are_freed_with_the_graph() -> None:
+    x = randn(3, grad=True)
+    hidden = x * 2
+    watch = weakref.ref(hidden)
+    y = remat(torch.sin)(hidden)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    del hidden, y, gradient
+    gc.collect()
+    assert watch() is None
+
+
+def test_backward_frees_what_was_saved() -> None:
+    y = remat(torch.sin)(randn(3, grad=True))
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+def test_nothing_is_saved_without_grad() -> None:
+    x = randn(3, grad=True)
+    with torch.no_grad():
+        assert not remat(torch.sin)(x).requires_grad
+    with torch.inference_mode():
+        assert remat(torch.sin)(x).is_inference()
+
+
+def test_an_input_that_was_changed_since_is_noticed() -> None:
+    x, weight = randn(7, 5, grad=True), randn(5, 5)
+    y = remat(deep)(x, weight)
+    weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# What goes in and comes out.
+
+
+def test_pytrees_options_and_keywords() -> None:
+    def fn(state: dict[str, Any], scale: float, *, name: str, extra: Tensor) -> dict[str, Any]:
+        a, (b, c) = state["a"], state["rest"]
+        return {"sum": a * b * scale + extra, "name": name, "pair": (c.sin(), None, 3)}
+
+    a, b, c, extra = (randn(n, grad=True) for n in (4, 4, 2, 4))
+    result = remat(fn)({"a": a, "rest": [b, c]}, 2.0, name="run", extra=extra)
+    assert result["name"] == "run"
+    assert result["pair"][1:] == (None, 3)
+    expected = fn({"a": a, "rest": [b, c]}, 2.0, name="run", extra=extra)
+    loss = [r["sum"].pow(2).sum() + r["pair"][0].sum() for r in (result, expected)]
+    torch.testing.assert_close(
+        *(torch.autograd.grad(value, [a, b, c, extra], create_graph=True) for value in loss)
+    )
+
+
+def test_outputs_without_derivatives() -> None:
+    x = randn(3, 4, grad=True)
+
+    def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(x.exp().max(-1))
+
+    values, indices = remat(largest)(x)
+    assert indices.dtype == torch.int64
+    assert not indices.requires_grad
+    torch.testing.assert_close(
+        torch.autograd.grad(values.sum(), x), torch.autograd.grad(largest(x)[0].sum(), x)
+    )
+    got = vmap(grad(lambda x: remat(largest)(x[None])[0].sum()))(x.detach())
+    torch.testing.assert_close(got, torch.autograd.grad(largest(x)[0].sum(), x)[0])
+
+
+def test_integer_inputs_are_passed_on() -> None:
+    table, rows = randn(6, 3, grad=True), torch.tensor([1, 5, 1])
+    assert gradgradcheck(remat(lambda rows, table: F.embedding(rows, table).exp()), (rows, table))
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_each_subset_of_inputs_may_want_a_gradient(wanted: tuple[int, ...]) -> None:
+    inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(arguments())]
+    chosen = [inputs[i] for i in wanted]
+
+    def both(fn: Callable[..., Tensor]) -> Any:
+        first = torch.autograd.grad(fn(*inputs).sin().sum(), chosen, create_graph=True)
+        return first, torch.autograd.grad(sum(g.sin().sum() for g in first), chosen)
+
+    torch.testing.assert_close(both(remat(layer)), both(layer))
+
+
+def test_an_output_without_an_incoming_gradient() -> None:
+    x, y = randn(4, grad=True), randn(4, grad=True)
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.sin(), (x * y).cos(), y.detach()
+
+    for used in range(2):
+        got = torch.autograd.grad(
+            remat(fn)(x, y)[used].sum(), [x, y], create_graph=True, allow_unused=True
+        )
+        expected = torch.autograd.grad(fn(x, y)[used].sum(), [x, y], allow_unused=True)
+        assert [g is None for g in got] == [g is None for g in expected]
+        torch.testing.assert_close(got[0], expected[0])
+    cut = torch.autograd.grad(remat(fn)(x, y)[2].sum(), y, allow_unused=True)
+    assert cut == (None,)
+
+
+def test_an_input_that_comes_back_and_one_that_is_there_twice() -> None:
+    x = randn(4, grad=True)
+
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return a, a * b, b.view(2, 2)
+
+    torch.testing.assert_close(
+        grad(lambda x: sum(t.pow(3).sum() for t in remat(fn)(x, x)))(x.detach()),
+        grad(lambda x: sum(t.pow(3).sum() for t in fn(x, x)))(x.detach()),
+    )
+    got = torch.autograd.grad(sum(t.pow(3).sum() for t in remat(fn)(x, x)), x)
+    torch.testing.assert_close(got, torch.autograd.grad(2 * x.pow(3).sum() + x.pow(6).sum(), x))
+
+
+def test_a_function_without_tensors() -> None:
+    assert remat(lambda n: n + 1)(1) == 2
+    assert remat(lambda x: "no tensor")(randn(2, grad=True)) == "no tensor"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 3), max_size=3),
+    layout=st.sampled_from(["contiguous", "transposed", "expanded", "strided"]),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_and_layout(shape: list[int], layout: str, seed: int) -> None:
+    x = torch.randn(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+    if layout == "transposed":
+        x = x.permute(list(reversed(range(x.dim()))))
+    elif layout == "expanded":
+        x = x.expand(2, *x.shape)
+    elif layout == "strided":
+        x = x.repeat_interleave(2, -1)[..., ::2] if x.dim() else x
+    x = x.requires_grad_()
+
+    def fn(x: Tensor) -> Tensor:
+        return x.sin() * x.sum()
+
+    def both(fn: Callable[..., Tensor]) -> Any:
+        first = torch.autograd.grad(fn(x).pow(2).sum(), x, create_graph=True)
+        return first, torch.autograd.grad(first[0].pow(2).sum(), x)
+
+    torch.testing.assert_close(both(remat(fn)), both(fn))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128], ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    inputs = [randn(*s).to(dtype).requires_grad_() for s in ((3, 4), (5, 4), (5,))]
+
+    def both(fn: Callable[..., Tensor]) -> Any:
+        value = fn(*inputs).abs().float().pow(2).sum()
+        first = torch.autograd.grad(value, inputs, create_graph=True)
+        return first, torch.autograd.grad(sum(g.abs().float().sum() for g in first), inputs)
+
+    torch.testing.assert_close(
+        both(remat(layer)), both(layer), **hog.testing.TOLERANCES[dtype]._asdict()
+    )
+
+
+# The world around the first run.
+
+
+def test_dropout_draws_the_same_mask_and_leaves_the_generator_alone() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5).exp()
+
+    x = randn(50, grad=True)
+    results = []
+    for run in (fn, remat(fn)):
+        torch.manual_seed(3)
+        first = torch.autograd.grad(run(x).pow(2).sum(), x, create_graph=True)[0]
+        torch.rand(5)  # the state moves on between the runs
+        second = torch.autograd.grad(first.sum(), x)[0]
+        results.append((first, second, torch.rand(4)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", ["argument", "closure"])
+def test_a_generator_is_rewound_too(where: str) -> None:
+    x = randn(20, grad=True)
+    generator = torch.Generator()
+
+    def given_(x: Tensor, generator: torch.Generator) -> Tensor:
+        return x.pow(2) * torch.randn(20, generator=generator, dtype=DOUBLE)
+
+    def closed(x: Tensor) -> Tensor:
+        return given_(x, generator)
+
+    fn = partial(remat(given_), generator=generator) if where == "argument" else remat(closed)
+    results = []
+    for run in (closed, fn):
+        generator.manual_seed(1)
+        value = run(x)
+        torch.randn(3, generator=generator)
+        results.append((*torch.autograd.grad(value.sum(), x), torch.rand(2, generator=generator)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_random_numbers_under_vmap(randomness: str) -> None:
+    x = randn(4, 20)
+
+    def fn(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5).exp()
+
+    results = []
+    for run in (fn, remat(fn)):
+        torch.manual_seed(0)
+        gradient = vmap(lambda x, run=run: vjp(run, x)[1](x)[0], randomness=randomness)(x)
+        results.append(gradient)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["autocast on", "autocast off inside"])
+def test_autocast_is_as_it_was(inside: bool) -> None:
+    x, weight = randn(8, 8, dtype=torch.float32, grad=True), randn(8, 8, dtype=torch.float32)
+    weight = weight.requires_grad_()
+
+    def fn(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight).float().exp() @ weight
+
+    results = []
+    for run in (fn, remat(fn)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            y = run(x, weight)
+        assert y.dtype == (torch.bfloat16 if inside else torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            first = torch.autograd.grad(y.float().sum(), [x, weight], create_graph=True)
+        results.append((first, torch.autograd.grad(sum(g.sum() for g in first), [x, weight])))
+    tolerance = 0.05 if inside else 1e-5  # torch casts the gradient of a shared weight once
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance * 100)
+
+
+def test_autocast_keeps_no_cast_without_a_graph() -> None:
+    x, weight = randn(8, 8, dtype=torch.float32), nn.Parameter(randn(8, 8, dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        remat(torch.matmul)(x, weight)
+        y = x @ weight  # would find the cast of the first run, which has no graph
+    assert torch.autograd.grad(y.float().sum(), weight)[0].abs().sum() > 0
+
+
+# Modules.
+
+
+def test_the_parameters_of_a_module_get_their_gradients() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2)).double()
+    params = list(model.parameters())
+    x = randn(3, 4)
+
+    def both(run: Callable[[Tensor], Tensor]) -> Any:
+        first = torch.autograd.grad(run(x).pow(2).sum(), params, create_graph=True)
+        return first, torch.autograd.grad(sum(g.sin().sum() for g in first), params)
+
+    torch.testing.assert_close(both(remat(model)), both(model))
+    assert saved_by(lambda: remat(model)(x)) == [x.shape, *(p.shape for p in params)]
+
+
+def test_an_unused_or_frozen_parameter_gets_none() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3)})
+    model["used"].weight.requires_grad_(False)
+
+    def fn(model: nn.ModuleDict, x: Tensor) -> Tensor:
+        return model["used"](x)
+
+    remat(fn)(model, torch.ones(2, 3)).sum().backward()
+    assert model["unused"].weight.grad is None
+    assert model["used"].weight.grad is None
+    torch.testing.assert_close(model["used"].bias.grad, torch.full((3,), 2.0))
+
+
+def test_tied_weights() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    model[2].weight = model[0].weight
+    x = randn(2, 3)
+    torch.testing.assert_close(
+        torch.autograd.grad(remat(model)(x).sum(), model[0].weight),
+        torch.autograd.grad(model(x).sum(), model[0].weight),
+    )
+
+
+def test_a_part_of_a_model_under_functional_call() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(remat(self.body)(x))
+
+    net = Net().double()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    x = randn(5, 3)
+
+    def loss(params: dict[str, Tensor]) -> Tensor:
+        return functional_call(net, params, (x,)).pow(2).sum()
+
+    def plain(params: dict[str, Tensor]) -> Tensor:
+        return F.linear(
+            torch.tanh(F.linear(x, params["body.0.weight"], params["body.0.bias"])),
+            params["head.weight"],
+            params["head.bias"],
+        ).pow(2).sum()  # fmt: skip
+
+    torch.testing.assert_close(hessian(loss)(params), hessian(plain)(params))
+    torch.testing.assert_close(jacrev(jacrev(loss))(params), hessian(plain)(params))
+
+
+def norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4)).double()
+
+
+def test_batch_norm_updates_its_statistics_once() -> None:
+    plain, ours = norms(), norms()
+    for x in (randn(6, 3), randn(8, 3)):
+        results = []
+        for model, run in ((plain, plain), (ours, remat(ours))):
+            params = list(model.parameters())
+            first = torch.autograd.grad(run(x).pow(3).sum(), params, create_graph=True)
+            results.append((first, torch.autograd.grad(sum(g.sum() for g in first), params)))
+        torch.testing.assert_close(*results, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert ours[1].num_batches_tracked == 2
+
+
+def test_two_runs_before_the_first_backward() -> None:
+    results = []
+    for wrap in (lambda model: model, remat):
+        model = norms()
+        run = wrap(model)
+        loss = run(randn(6, 3)).pow(3).sum() + run(randn(8, 3)).pow(3).sum()
+        results.append(torch.autograd.grad(loss, list(model.parameters())))
+    torch.testing.assert_close(*results)
+
+
+def test_the_mode_of_the_first_run_counts() -> None:
+    results = []
+    for wrap in (lambda model: model, remat):
+        model = norms()
+        value = wrap(model)(randn(6, 3)).pow(3).sum()
+        model.eval()
+        results.append(torch.autograd.grad(value, list(model.parameters())))
+        assert not model[1].training
+    torch.testing.assert_close(*results)
+
+
+def test_batch_norm_inside_torch_func_keeps_no_statistics() -> None:
+    model = norms()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = randn(6, 3)
+    got = grad(lambda x: remat(model)(x).pow(3).sum())(x)
+    plain = nn.Sequential(model[0], nn.BatchNorm1d(4, track_running_stats=False).double(),
+                          model[2], nn.BatchNorm1d(4, track_running_stats=False).double())  # fmt: skip
+    torch.testing.assert_close(got, grad(lambda x: plain(x).pow(3).sum())(x))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_eval_mode_batch_norm_uses_its_statistics() -> None:
+    model = norms()
+    model(randn(6, 3))
+    model.eval()
+    x = randn(6, 3)
+    torch.testing.assert_close(
+        jacrev(grad(lambda x: remat(model)(x).pow(3).sum()))(x),
+        hessian(lambda x: model(x).pow(3).sum())(x),
+    )
+
+
+def test_a_module_that_changes_a_buffer_it_reads() -> None:
+    class Drifting(nn.Module):
+        def __init__(self, replaces: bool) -> None:
+            super().__init__()
+            self.replaces = replaces
+            self.register_buffer("scale", torch.ones((), dtype=DOUBLE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.replaces:
+                self.scale = self.scale + 1
+            else:
+                self.scale += 1
+            return x.sin() * self.scale
+
+    for replaces in (True, False):
+        model, x = Drifting(replaces), randn(3, grad=True)
+        run = remat(model)
+        a, b = run(x), run(x)
+        assert model.scale == 3
+        (gradient,) = torch.autograd.grad(a.sum() + 10 * b.sum(), x, create_graph=True)
+        torch.testing.assert_close(gradient, 32 * x.cos())
+        torch.testing.assert_close(torch.autograd.grad(gradient.sum(), x)[0], -32 * x.sin())
+        assert model.scale == 3
+
+
+def test_spectral_norm() -> None:
+    results = []
+    for wrap in (lambda model: model, remat):
+        torch.manual_seed(0)
+        model = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4).double())
+        weight = model.parametrizations.weight.original
+        run = wrap(model)
+        value = run(randn(2, 3)).pow(2).sum() + run(randn(5, 3)).pow(2).sum()
+        results.append((*torch.autograd.grad(value, weight), model.weight))
+    torch.testing.assert_close(*results)
+
+
+def test_spectral_norm_inside_torch_func_changes_no_buffer() -> None:
+    torch.manual_seed(0)
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4).double())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = randn(2, 3)
+    got = grad(lambda x: remat(model)(x).pow(3).sum())(x)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(got, grad(lambda x: model(x).pow(3).sum())(x))
+
+
+def test_a_module_under_two_names() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(3, 3)
+            self.other = self.one
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x).tanh())
+
+    model, x = Twice().double(), randn(2, 3)
+    own = model.one.weight
+    results = [
+        torch.autograd.grad(run(x).pow(2).sum(), list(model.parameters()))
+        for run in (model, remat(model))
+    ]
+    torch.testing.assert_close(*results)
+    assert model.one.weight is own
+    assert model.other.weight is own
+    shared = remat(lambda a, b, x: b(a(x).tanh()))(model.one, model.other, x)
+    torch.testing.assert_close(
+        torch.autograd.grad(shared.pow(2).sum(), list(model.parameters())), results[0]
+    )
+
+
+def test_an_embedding_that_shrinks_its_weight_is_refused() -> None:
+    model = nn.Embedding(5, 3, max_norm=0.1)
+    with pytest.raises(ValueError, match=r"changed a float32 tensor of shape .5, 3. in place"):
+        remat(model)(torch.tensor([1, 2]))
+
+
+def test_an_lstm_is_no_hidden_parameter() -> None:
+    model, x = nn.LSTM(3, 4).double(), randn(5, 2, 3)
+    params = list(model.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(remat(model)(x)[0].sum(), params),
+        torch.autograd.grad(model(x)[0].sum(), params),
+    )
+
+
+# Nesting, and other people's Functions.
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_nested(transform: Callable[..., Any]) -> None:
+    inner = remat(layer)
+
+    def outer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return remat(torch.sin)(inner(x, weight, bias)) + bias
+
+    inputs = tuple(t.detach() for t in arguments())
+    expected = transform(lambda x, w, b: layer(x, w, b).sin() + b)(*inputs)
+    torch.testing.assert_close(transform(remat(outer))(*inputs), expected, atol=1e-11, rtol=1e-9)
+
+
+def test_the_outermost_of_nested_ones_counts() -> None:
+    runs = []
+
+    def counted(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x.sin()
+
+    inner = remat(counted)
+    remat(lambda x: inner(x).exp())(randn(3, grad=True)).sum().backward()
+    assert len(runs) == 2
+
+
+def test_twice_is_once() -> None:
+    once = remat(layer)
+    assert remat(once) is once
+    assert once.__name__ == "layer"
+
+
+class Cube(torch.autograd.Function):
+    """In the classic style, without setup_context, which torch.func refuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+def test_functions_without_setup_context_work_under_autograd() -> None:
+    assert gradgradcheck(remat(lambda x: Cube.apply(x).sin()), randn(4, grad=True))
+
+
+def test_an_inner_step_of_maml() -> None:
+    x, y, params = randn(6, 3), randn(6, 1), {"w": randn(1, 3), "b": randn(1)}
+
+    def inner(params: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        def loss(params: dict[str, Tensor]) -> Tensor:
+            return (torch.tanh(F.linear(x, params["w"], params["b"])) - y).pow(2).mean()
+
+        grads = grad(loss)(params)
+        return {name: p - 0.1 * grads[name] for name, p in params.items()}
+
+    def meta(step: Callable[..., Any]) -> Callable[..., Tensor]:
+        def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            for _ in range(3):
+                params = step(params, x, y)
+            return (F.linear(x, params["w"], params["b"]) - y).pow(2).mean()
+
+        return loss
+
+    torch.testing.assert_close(
+        vmap(grad(meta(remat(inner))), (None, 0, 0))(params, x[:, None], y[:, None]),
+        vmap(grad(meta(inner)), (None, 0, 0))(params, x[:, None], y[:, None]),
+    )
+
+
+# Tracers.
+
+
+def noisy(x: Tensor) -> Tensor:
+    return F.dropout(x.sin(), 0.5).exp()
+
+
+def test_make_fx_records_the_function_itself() -> None:
+    x = randn(40)
+    graph = make_fx(grad(lambda x: remat(noisy)(x).sum()))(x)
+    torch.manual_seed(5)
+    got = graph(2 * x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(got, grad(lambda x: noisy(x).sum())(2 * x))
+
+
+def test_torch_compile_in_one_graph() -> None:
+    x = randn(40, grad=True)
+    run = remat(torch.sin)
+    fast = torch.compile(lambda x: run(x).exp(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(fast(x).sum(), x), torch.autograd.grad(x.sin().exp().sum(), x)
+    )
+
+
+# What is refused.
+
+
+class Holder:
+    __slots__ = ("weight",)
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(3)
+
+    def method(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Bare:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * WEIGHT
+
+
+def reads_a_global(x: Tensor) -> Tensor:
+    return x * WEIGHT
+
+
+def reads_a_global_module(x: Tensor) -> Tensor:
+    return LAYER(x)
+
+
+def calls_a_helper(x: Tensor) -> Tensor:
+    return reads_a_global(x) + 1
+
+
+namespace = types.ModuleType("namespace")
+namespace.weight = torch.ones(3)
+
+
+def reads_of_a_python_module(x: Tensor) -> Tensor:
+    return x * namespace.weight
+
+
+def closes_over(value: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: (value, x)[1]
+
+
+def has_a_default(x: Tensor, weight: Tensor = WEIGHT) -> Tensor:
+    return x * weight
+
+
+def by_keyword(x: Tensor, *, weight: Tensor = WEIGHT) -> Tensor:
+    return x * weight
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a tensor in the closure": (lambda: closes_over(torch.ones(3)), "closes over `value`"),
+    "a module in the closure": (lambda: closes_over(LAYER), "closes over `value` .the module Lin"),
+    "a list in the closure": (lambda: closes_over([1, {"w": WEIGHT}]), r"`value\[1\]\['w'\]`"),
+    "an object in the closure": (lambda: closes_over(Holder()), r"`value\.weight`"),
+    "a function in the closure": (
+        lambda: closes_over(reads_a_global),
+        "closes over `value`, which reads the global `WEIGHT`",
+    ),
+    "a remat of a module in the closure": (
+        lambda: closes_over(remat(LAYER)),
+        "closes over `value`",
+    ),
+    "a global tensor": (lambda: reads_a_global, r"Make it an argument: `remat\(lambda WEIGHT,"),
+    "a global module": (lambda: reads_a_global_module, "reads the global `LAYER`"),
+    "a global of a helper": (lambda: calls_a_helper, "`reads_a_global`, which reads the global"),
+    "an attribute of a Python module": (lambda: reads_of_a_python_module, "`namespace.weight`"),
+    "inside an inner function": (
+        lambda: lambda x: vmap(lambda x: x * WEIGHT)(x),
+        "reads the global `WEIGHT`",
+    ),
+    "a default": (lambda: has_a_default, "has the default `weight`"),
+    "a keyword default": (lambda: by_keyword, "has the default `weight`"),
+    "a partial argument": (lambda: partial(torch.mul, WEIGHT), r"partial argument `args\[0\]`"),
+    "a partial keyword": (lambda: partial(F.linear, weight=WEIGHT), "partial argument `weight`"),
+    "a partial of a closure": (lambda: partial(closes_over(LAYER)), "closes over"),
+    "a method of a module": (lambda: LAYER.forward, r"Write `remat\(module\)\(...\)`"),
+    "another method of a module": (lambda: LAYER.extra_repr, r"module\.extra_repr\(\*args\)"),
+    "a method of an object": (lambda: Holder().method, r"is a method of `self\.weight`"),
+    "a callable object": (Holder, r"is an object with `self\.weight`"),
+    "a callable object that reads a global": (Bare, "reads the global `WEIGHT`"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_function_that_holds_tensors_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        remat(make())
+
+
+def test_a_closure_that_is_filled_later_is_refused_at_the_call() -> None:
+    weight = None
+    fn = remat(lambda x: x if weight is None else x * weight)
+    fn(randn(3, grad=True))
+    weight = torch.ones(3)
+    with pytest.raises(ValueError, match="closes over `weight`"):
+        fn(randn(3, grad=True))
+
+
+def test_what_holds_no_tensor_is_accepted() -> None:
+    scale, options, power = 2.0, {"dim": -1, "names": ["a"]}, partial(torch.pow, exponent=2)
+
+    def fn(x: Tensor) -> Tensor:
+        return power(F.softmax(x * scale, dim=options["dim"]))
+
+    assert remat(fn)(randn(3, grad=True)).requires_grad
+
+
+def test_an_argument_that_hides_a_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"got a Holder that holds one \(value\.weight\)"):
+        remat(lambda x, holder: holder(x))(randn(3, grad=True), Holder())
+
+
+def test_unregistered_parameters_are_refused() -> None:
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [nn.Linear(3, 3)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+    with pytest.raises(ValueError, match=r"holds `0\.layers\[0\]` .* unregistered.*ModuleList"):
+        remat(nn.Sequential(Hiding()))
+
+
+def test_a_change_in_place_is_refused() -> None:
+    x = randn(3, grad=True) * 1
+    with pytest.raises(ValueError, match=r"`sin_` ?.*|in place.*`x = x\.clone\(\)`"):
+        remat(torch.sin_)(x)
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="fn: expected a function, got int 3"):
+        remat(3)
