@@ -28,7 +28,15 @@ def network(pick: Callable[[Op], Callable[..., Any]]) -> Callable[..., Tensor]:
         h = op["mul"](op["tanh"](h), op["sinh"](op["mul"](h, 0.3)))
         h = op["sinh, returning intermediates"](h) + op["exp"](op["mul"](op["square"](h), -1.0))
         h = op["power"](h + 2, 1.5)
+        c = op["conv1d"](op["tanh"](h)[None], params["w"][..., None], params["b"])
+        c = op["tanh"](op["conv2d"](c[None], params["v"][None, None], None, padding=1))
+        c = op["tanh"](
+            op["conv3d"](c[None], params["v"][None, None, None], None, padding=(0, 1, 1))
+        )
+        e = op["external"](op["cube by hand"](c))
         parts = [
+            op["sum"](op["external, two inputs"](e + 1, params["beta"]), (0, 1, 2, 3, 4)),
+            op["sum"](op["remat"](op["tanh"](h), params["w"] / 4), (0, 1)),
             op["softmax_cross_entropy"](h, torch.tensor([0, 2]), label_smoothing=0.1),
             op["logsumexp"](op["mean"](h, 0), 0),
             op["sum"](op["square"](h), (0, 1)),
