@@ -122,11 +122,12 @@ def quiet() -> None:
     # Lightning 2.6 asks torch for a class that torch has renamed.
     warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
     # The advertisement of a service at every start, and a default that is the right one here.
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: (
-            not any(text in str(record.msg) for text in ("Tip:", "`weights_only` was not"))
+    for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
+        logging.getLogger(f"lightning.pytorch.{name}").addFilter(
+            lambda record: (
+                not any(text in str(record.msg) for text in ("Tip:", "`weights_only` was"))
+            )
         )
-    )
     # The streams of tasks are computed, not read: worker processes would only cost time.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
 
