@@ -1,6 +1,7 @@
 """hoglib: second-order training for PyTorch that one can trust."""
 
 from hoglib import curvature, meta, nn, ops, testing
+from hoglib.verification import Report, VerificationError, verify
 from hoglib._functional import functional_loss, trainable_params
 from hoglib._version import __version__
 from hoglib.curvature import hessian, hvp

@@ -184,6 +184,21 @@ def function(what: str, value: Any) -> Any:
     return value
 
 
+def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """At least one tensor, and none without elements."""
+    if not tensors:
+        raise WrongValue(
+            "inputs: expected at least one floating-point or complex tensor, got none; there is "
+            "nothing to differentiate by."
+        )
+    for name, x in zip(names, tensors, strict=True):
+        if not x.numel():
+            raise WrongValue(
+                f"{name}: expected at least one element, got shape {tuple(x.shape)}; there is "
+                "nothing to differentiate by. Give it a size."
+            )
+
+
 def parameters(params: Any) -> Any:
     """A pytree of floating-point tensors with at least one leaf."""
     names, leaves = _tree.paths(params), _tree.leaves(params)

@@ -5,9 +5,14 @@ differentiation and the dispatcher a stack of tracers; torch exposes them only i
 private names. `tests/test_functorch.py` notices when a torch release changes them.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch._C import _functorch
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 
 def transforms_active() -> bool:
@@ -30,3 +35,32 @@ def tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is recording the caller."""
     proxy = torch._C._TorchDispatchModeKey.PROXY
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(proxy) is not None
+
+
+@contextmanager
+def watching_functions(seen: Callable[[type[Function], tuple[Any, ...]], None]) -> Iterator[None]:
+    """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
+    that was bound before; not for those that another one's forward applies."""
+    depth = 0
+
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if depth == 0:
+            seen(function, args)
+        depth += 1
+        try:
+            return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+        finally:
+            depth -= 1
+
+    # Function.apply ends in super().apply: this class stands between it and the C++ base
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply
+
+
+def custom_function(node: Any) -> type[Function] | None:
+    """The custom Function that a node of a graph belongs to, if to one."""
+    return getattr(type(node), "_forward_cls", None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hoglib import _tree
 from hoglib.ops.catalogue import CATALOGUE, Op, Sample
-from hoglib.testing import TOLERANCES
+from hoglib._tolerances import TOLERANCES
 
 HEAD = ("op", "theme", "y =", "orders", "forward mode", "vmap", "compile", "dtypes", "row")
 ORDERS = 3

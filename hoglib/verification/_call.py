@@ -1,6 +1,6 @@
-"""One call of a function as a map between lists of real float64 tensors."""
+"""One call of a function as a map between lists of real tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import isbuiltin
 from typing import Any
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._functional import call_with
-from hoglib._jacobians import Map
+from hoglib._functorch import custom_function
 from hoglib._recording import recordable
+from hoglib.verification._maps import Map
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -21,12 +22,19 @@ class Call:
     """fn(*inputs), with fn a function, a Function class or its `apply`, or a module.
 
     The variables are the floating-point tensors among the leaves of the inputs (only those that
-    require grad, if any does) and the trainable parameters of a module, as float64 copies; a complex
-    one counts as its real and imaginary parts. `point` are their values, `names` what to call them,
-    `num_inputs` how many come from the inputs. Everything else is constant, in float64 copies too.
+    require grad, if any does) and the trainable parameters of a module, as copies of the given real
+    dtype, or of their own; a complex one counts as its real and imaginary parts. `point` are their
+    values, `names` what to call them, `num_inputs` how many come from the inputs. Everything else is
+    constant, in such copies too. With `reseed` each call draws the same random numbers; with
+    `clone` it gets copies, for a function that changes its inputs and says so.
     """
 
-    def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
+    reseed = False
+    clone = False
+
+    def __init__(
+        self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = torch.float64
+    ) -> None:
         self.name = name_of(fn)
         self._function = fn.apply if _is_function_class(fn) else arguments.function("fn", fn)
         leaves, self._structure = _tree.flatten(tuple(recordable(list(inputs))))
@@ -36,12 +44,12 @@ class Call:
             for x, mark in zip(leaves, marked, strict=True)
         ]
         names = ["inputs" + path for path in _tree.paths(tuple(inputs))]
-        values: list[Any] = [_wide(x) for x in leaves]
+        values: list[Any] = [_copy(x, dtype) for x in leaves]
         state: dict[str, Any] = {}
         if isinstance(fn, nn.Module):
             parameters = dict(fn.named_parameters())
             state = {
-                name: _wide(x) for name, x in {**parameters, **dict(fn.named_buffers())}.items()
+                name: _copy(x, dtype) for name, x in {**parameters, **dict(fn.named_buffers())}.items()
             }
             names += [f"the parameter {name}" for name in state]
             free += [name in parameters and parameters[name].requires_grad for name in state]
@@ -52,14 +60,17 @@ class Call:
         self.num_inputs = sum(free[: len(leaves)])
         self.names = [names[i] for i in self._slots]
         self.point = [_real(self._values[i]) for i in self._slots]
-        self._complex = [self._values[i].is_complex() for i in self._slots]
+        self.complex_variables = [self._values[i].is_complex() for i in self._slots]
 
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
         """All leaves of what fn returns; before rearranges the variables on their way in."""
+        if self.reseed:
+            torch.manual_seed(0)
         values = [x.clone() if isinstance(x, Tensor) else x for x in self._values]
-        for slot, x, parts in zip(self._slots, variables, self._complex, strict=True):
+        for slot, x, parts in zip(self._slots, variables, self.complex_variables, strict=True):
             value = torch.complex(*x.unbind(-1)) if parts else x
-            values[slot] = value if before is None else before(value)
+            value = value if before is None else before(value)
+            values[slot] = value.clone() if self.clone else value
         inputs = _tree.unflatten(values[: self._num_leaves], self._structure)
         if isinstance(self._function, nn.Module):
             state = dict(zip(self._keys, values[self._num_leaves :], strict=True))
@@ -98,16 +109,22 @@ def name_of(fn: Any) -> str:
     return str(getattr(fn, "__qualname__", type(fn).__name__))
 
 
-def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:
-    """The custom Functions in the graphs of the outputs."""
-    nodes: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
+def nodes(outputs: Sequence[Any]) -> Iterator[Any]:
+    """The nodes of the graphs of the outputs."""
+    pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
     seen: set[Any] = {None}
-    while nodes:
-        node = nodes.pop()
+    while pending:
+        node = pending.pop()
         if node not in seen:
             seen.add(node)
-            nodes.extend(parent for parent, _ in node.next_functions)
-    return {type(node)._forward_cls for node in seen if hasattr(type(node), "_forward_cls")}
+            yield node
+            pending.extend(parent for parent, _ in node.next_functions)
+
+
+def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:
+    """The custom Functions in the graphs of the outputs."""
+    found = (custom_function(node) for node in nodes(outputs))
+    return {function for function in found if function is not None}
 
 
 def is_float(value: Any) -> bool:
@@ -118,12 +135,12 @@ def _is_function_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.autograd.Function)
 
 
-def _wide(value: Any) -> Any:
+def _copy(value: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if not is_float(value):
-        return value.clone()
-    return value.detach().to(torch.complex128 if value.is_complex() else torch.float64).clone()
+    if dtype is None or not is_float(value):
+        return value.detach().clone()
+    return value.detach().to(dtype.to_complex() if value.is_complex() else dtype).clone()
 
 
 def _real(value: Tensor) -> Tensor:

@@ -1,0 +1,131 @@
+"""Values and derivatives under vmap and in torch.func's own second derivatives."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hoglib.verification import _maps as maps
+from hoglib.verification._circumstances import _told as told
+from hoglib.verification.derivatives import Bounds, Target, in_reverse
+from hoglib.verification._differences import largest, uniform
+from hoglib.verification._maps import Map
+from hoglib.verification.report import Row
+from hoglib.verification._subject import Subject
+
+TORCH = (
+    "torch.func batches by rules of its own, which are wrong for some of torch's operations; loop over "
+    "the batch, or over the columns."
+)
+
+
+def values(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) -> str:
+    """What is wrong with values and gradients under vmap, in words; raises what vmap raises."""
+    f, n = subject.map, len(subject.x)
+    here = points[0]
+    batch = [torch.stack(parts) for parts in zip(*points, strict=True)]
+    fault = _differs(
+        "the value under vmap over all inputs", _vmap(f, (0,) * n, batch), [f(*x) for x in points]
+    )
+    for j, name in enumerate(subject.names):
+        mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
+        dims = tuple(-1 if k == j else None for k in range(n))
+        loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
+        fault = fault or _differs(f"the value under vmap over {name}", _vmap(f, dims, mixed), loop)
+
+    def pulled(*given: Tensor) -> list[Tensor]:
+        return list(torch.func.vjp(f, *given[:n])[1](list(given[n:])))
+
+    dims = (*(0 for _ in range(n)), *(None for _ in u))
+    loop = [maps.gradient(f, n)(*x, *u) for x in points]
+    return fault or _differs(
+        "the gradient under vmap", _vmap(pulled, dims, [*batch, *u]), loop
+    )
+
+
+def _vmap(f: Map, dims: tuple[int | None, ...], batch: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.func.vmap(f, dims, randomness="same")(*batch))
+
+
+def _differs(what: str, found: Sequence[Tensor], loop: Sequence[Sequence[Tensor]]) -> str:
+    for i, (y, parts) in enumerate(zip(found, zip(*loop, strict=True), strict=True)):
+        right = torch.stack(list(parts))
+        if y.shape != right.shape:
+            return f"{what} has shape {tuple(y.shape)}, in a loop {tuple(right.shape)} (result {i})"
+        off = torch.where((y == right) | (y.isnan() & right.isnan()), 0.0, (y - right).abs())
+        if largest(off) > torch.finfo(y.dtype).eps ** 0.5 * max(largest(right), 1e-6):
+            return f"{what} is another one than in a loop, by {largest(off):.2g} (result {i})"
+    return ""
+
+
+def batched_gradients(at: Target, bounds: Bounds, random: torch.Generator) -> str:
+    """What is wrong with autograd.grad(is_grads_batched=True), as gradcheck's check_batched_grad."""
+    found = in_reverse(at, bounds, random, draws=1, batched=True)
+    if found.raised is not None:
+        raise found.raised
+    return f"with is_grads_batched, {found.wrong}" if found.wrong else ""
+
+
+def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
+    """torch.func.hessian and jacrev(jacrev) in a plane through x, against looped double backward."""
+    name = "torch.func.hessian"
+    spans = [[uniform(y, subject.random) for y in x] for _ in range(2)]
+
+    def scalar(z: Tensor) -> Tensor:
+        point = [y + z[0] * a + z[1] * b for y, a, b in zip(x, *spans, strict=True)]
+        terms = [(a * y).sum() for a, y in zip(u, subject.map(*point), strict=True)]
+        return sum(terms[1:], terms[0])
+
+    zero = torch.zeros(2, dtype=x[0].dtype, device=x[0].device)
+    try:
+        looped = torch.autograd.functional.hessian(scalar, zero)
+    except Exception:  # the derivative checks say it
+        return Row(name, "skip", None, "double backward does not run.")
+    error, wrong = 0.0, ""
+    ways = {"torch.func.jacrev(jacrev)": lambda f: torch.func.jacrev(torch.func.jacrev(f))}
+    if subject.offers_forward is not False:
+        ways["torch.func.hessian"] = torch.func.hessian
+    for way, transform in ways.items():
+        found = transform(scalar)(zero)
+        size = max(largest(looped), 1e-6 * max(map(largest, u)))
+        off = largest(found - looped) / size if bool(found.isfinite().all()) else float("inf")
+        if off > torch.finfo(zero.dtype).eps ** 0.5 and not wrong:
+            wrong = f"{way} is {off:.0%} off double backward in a loop. {TORCH}"
+        error = max(error, off)
+    return Row(name, "fail" if wrong else "pass", error, wrong)
+
+
+def rows(
+    subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor], targets: Sequence[Target],
+    bounds: Bounds,
+) -> list[Row]:  # fmt: skip
+    """vmap where it is offered; where it was not declared, only a wrong number is a fault."""
+    declared = subject.offers_vmap
+    if declared is False:
+        why = (
+            "it is not offered: set `generate_vmap_rule = True` in a Function with setup_context, or "
+            "give it a vmap staticmethod."
+        )
+        return [Row("vmap", "skip", None, why), Row("torch.func.hessian", "skip", None, "no vmap rule.")]
+    try:
+        fault = values(subject, points, u)
+        for at in targets:
+            fault = fault or batched_gradients(at, bounds, subject.random)
+        found = [Row("vmap", "fail" if fault else "pass", None, fault and f"{fault}.")]
+    except Exception as error:
+        found = [_raised("vmap", declared, error)]
+    try:
+        found.append(hessian(subject, points[0], u))
+    except Exception as error:
+        found.append(_raised("torch.func.hessian", declared, error))
+    return found
+
+
+def _raised(name: str, declared: bool | None, error: Exception) -> Row:
+    if declared:
+        return Row(
+            name, "fail", None,
+            f"a vmap rule is declared, and it raised {told(error)}. Remove generate_vmap_rule, or make "
+            "forward and backward of torch operations that depend on no values.",
+        )  # fmt: skip
+    return Row(name, "skip", None, f"it is not offered: {told(error)}")

@@ -1,0 +1,131 @@
+"""Finds where a function leaves the graph: a watch on every torch call that it makes.
+
+A call is a cut if a floating-point tensor with a graph goes in and one without comes out, or a number.
+That names `.detach()` and `.data`, code under `no_grad`, kernels without a derivative, and whatever
+torch adds tomorrow. Not every cut does harm; to find out, the watch can mend one: it hands back the
+tensor that was detached, or records a call that ran with gradients off.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hoglib import _tree
+from hoglib.verification import _where as where
+from hoglib.verification._where import Place
+
+# What they return does not depend on the values that they are given.
+VALUELESS = (
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
+    "new_zeros", "new_ones", "new_full", "heaviside",
+)  # fmt: skip
+ESCAPES = {
+    "item": ".item()", "__float__": "float()", "__complex__": "complex()", "tolist": ".tolist()",
+    "numpy": ".numpy()", "__array__": "NumPy", "__dlpack__": "DLPack", "data_ptr": ".data_ptr()",
+    "untyped_storage": ".untyped_storage()",
+}  # fmt: skip
+INNER = "torch.autograd.grad without create_graph=True"
+ALIASES = {
+    "data": ".data", "detach": ".detach()", "tensor": "torch.tensor()", "new_tensor": ".new_tensor()",
+}  # fmt: skip
+
+
+@dataclass
+class Cut:
+    """One place where the graph ends."""
+
+    how: str  # ".detach()"
+    kind: str  # "alias", "escape", "off", "inner" or "kernel"
+    place: Place | None
+    then: str = ""  # ".numpy()", where the detached tensor left torch
+
+    @property
+    def mendable(self) -> bool:
+        return self.kind in ("alias", "off", "inner") and not self.then
+
+    def __str__(self) -> str:
+        then = f", then {self.then}," if self.then else ""
+        return f"{self.how}{then} at {self.place}" if self.place else self.how + then
+
+
+class Watch(TorchFunctionMode):
+    """`cuts` are the cuts seen, each place once; those in `mend` are mended as they pass."""
+
+    def __init__(self, mend: Collection[tuple[str, Place | None]] = ()) -> None:
+        super().__init__()
+        self._mend = set(mend)
+        self._lost: list[tuple[Tensor, Cut]] = []
+        self._seen: dict[tuple[str, Place | None], Cut] = {}
+
+    @property
+    def cuts(self) -> list[Cut]:
+        return list(self._seen.values())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        graphed = any(x.requires_grad and _is_float(x) for x in given)
+        if func is torch.autograd.grad and (INNER, where.here()) in self._mend:
+            return func(*args, **(kwargs | {"create_graph": True}))
+        result = func(*args, **kwargs)
+        if name in ESCAPES:
+            self._escape(ESCAPES[name], given, graphed)
+        elif graphed and name not in VALUELESS:
+            return self._check(func, name, args, kwargs, result)
+        return result
+
+    def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
+        made = [y for y in _tree.leaves(result) if isinstance(y, Tensor) and _is_float(y)]
+        without = [y for y in made if not y.requires_grad]
+        # what torch's fallback for kernels without a formula leaves behind
+        raw = [y for y in made if y.grad_fn and "NotImplemented" in y.grad_fn.name()]
+        if not without and not raw:
+            return result
+        if name in ALIASES:
+            cut = self._note(ALIASES[name], "alias")
+        elif name == "grad" and func is torch.autograd.grad:
+            cut = self._note(INNER, "inner")
+        elif not torch.is_grad_enabled():
+            cut = self._note(f"`{_short(func)}` with gradients switched off", "off")
+        else:
+            cut = self._note(f"`{_short(func)}`, which has no derivative", "kernel")
+        if (cut.how, cut.place) in self._mend:
+            if name in ALIASES:
+                return args[0]
+            if cut.kind == "off":
+                with torch.inference_mode(False), torch.enable_grad():
+                    return func(*args, **kwargs)
+        self._lost += [(y, cut) for y in without]
+        return result
+
+    def _escape(self, how: str, given: list[Tensor], graphed: bool) -> None:
+        for x in given:
+            for lost, cut in self._lost:
+                if lost is x:
+                    cut.then = how
+                    return
+        if graphed:
+            self._note(how, "escape")
+
+    def _note(self, how: str, kind: str) -> Cut:
+        place = where.here()
+        return self._seen.setdefault((how, place), Cut(how, kind, place))
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _name(func: Any) -> str:
+    """What the user calls it: `data` for the getter of Tensor.data."""
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
+def _short(func: Any) -> str:
+    return str(getattr(func, "__name__", func)).removeprefix("aten.")

@@ -1,0 +1,130 @@
+"""Says in words how a wrong gradient differs from the right one."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hoglib.verification import _maps as maps
+from hoglib.verification import _plain as plain
+from hoglib.verification._differences import largest, scales, slope, uniform
+from hoglib.verification._maps import Map
+from hoglib.verification._subject import Subject
+from hoglib.verification.doctor import kind_of
+
+MOST = 256  # elements that are differentiated one by one
+NEAR = 1e-4
+DECLARE = "If it differs from the derivative on purpose, as a straight-through gradient does, pass surrogate=True."
+
+
+def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
+    """What is the matter with the gradient of output i by input j; empty if nothing can be said."""
+    f, name, out = subject.map, subject.names[j], subject.rows[i]
+    if x[j].numel() > MOST:
+        return ""
+    values = f(*x)
+    u = [uniform(y, subject.random) if k == i else torch.zeros_like(y) for k, y in enumerate(values)]
+    got = maps.pull(f, x, [(i, u[i])])[0]
+    right = _by_differences(f, x, i, u[i], j)
+    return _transposed(subject, u, right, j) or describe(
+        got[j], right, name, out, got, len(values)
+    )
+
+
+def _transposed(subject: Subject, u: list[Tensor], right: Tensor, j: int) -> str:
+    """Whether the gradient is right once something that backward reads is transposed."""
+    if len(subject.applications) != 1:
+        return ""
+    (app,) = subject.applications
+    if len(app.by) != len(subject.x) or len(u) != 1:
+        return ""
+    run = app.run(app.fresh())
+    for label, value in run.record.slots().items():
+        if not (isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == value.shape[-2]):
+            continue
+        slots = run.record.slots() | {label: value.mT}
+        try:
+            found = plain.backward(app.function, run.record.with_slots(slots), u)[app.by[j]]
+        except Exception:
+            continue
+        if isinstance(found, Tensor) and _near(found, right, largest(right)):
+            what = kind_of(value, run, app.names)[1]
+            return f"A transpose is missing: with {label} ({what}) transposed in it the gradient is right."
+    return ""
+
+
+def describe(
+    got: Tensor, right: Tensor, name: str, out: str, others: Sequence[Tensor], outputs: int
+) -> str:
+    size = largest(right)
+    if not bool(got.isfinite().all()):
+        return f"The gradient by {name} is not finite where the derivative is."
+    if not size:
+        hint = ""
+        if bool((got == got.reshape(-1)[0]).all()) or largest(got):
+            hint = f" {DECLARE}"
+        return f"The derivative by {name} is zero, and the gradient is not.{hint}"
+    if not largest(got):
+        if outputs > 1:
+            return (
+                f"The gradient of {out} by {name} is zero and should not be: does backward ignore the "
+                f"incoming gradient of {out}? Add its part to the gradient of {name}."
+            )
+        return (
+            f"The gradient by {name} is missing (zero, or None): backward does not compute it. If "
+            f"{name} is meant to be constant, give the other inputs requires_grad."
+        )
+    ratio = float((got * right).sum() / (right * right).sum())
+    if _near(got, ratio * right, size):
+        if abs(ratio + 1) < NEAR:
+            return f"The gradient by {name} has the wrong sign: it is minus the derivative. {DECLARE}"
+        return f"The gradient by {name} is {ratio:.4g} times the derivative: a constant factor is wrong. {DECLARE}"
+    if got.dim() == 2 and got.shape[0] == got.shape[1] and _near(got.T, right, size):
+        return f"The gradient by {name} is transposed: return its transpose."
+    for k, other in enumerate(others):
+        if other is not got and other.shape == right.shape and _near(other, right, size):
+            return (
+                f"The gradient by {name} is returned in the place of input {k}: gradients are in the "
+                "order of forward's inputs."
+            )
+    if got.numel() > 1:
+        same = (got - right).abs() <= NEAR * size
+        if bool(same.any()):
+            first = int((~same).reshape(-1).nonzero()[0])
+            return (
+                f"{int((~same).sum())} of {got.numel()} elements of the gradient by {name} are wrong, "
+                f"the first of them element {first}: expected {float(right.reshape(-1)[first]):.6g}, got "
+                f"{float(got.reshape(-1)[first]):.6g}; the others are right. {_where_wrong(got, right, same)}"
+            )
+        if bool((got == got.reshape(-1)[0]).all()):
+            return f"The gradient by {name} is the same for every element. {DECLARE}"
+    missing = right - got
+    return (
+        f"A term of the gradient by {name} is wrong or missing: element 0 is {float(got.reshape(-1)[0]):.6g}, "
+        f"and should be {float(right.reshape(-1)[0]):.6g}; the difference is "
+        f"{largest(missing) / size:.0%} of the largest element."
+    )
+
+
+def _where_wrong(got: Tensor, right: Tensor, same: Tensor) -> str:
+    zero = got == 0
+    if bool((zero == ~same).all()):
+        return "The wrong ones are zero."
+    return ""
+
+
+def _near(a: Tensor, b: Tensor, size: float) -> bool:
+    return a.shape == b.shape and largest(a - b) <= NEAR * size
+
+
+def _by_differences(f: Map, x: list[Tensor], i: int, u: Tensor, j: int) -> Tensor:
+    def scalar(*given: Tensor) -> list[Tensor]:
+        return [(u * f(*given)[i]).sum().reshape(1)]
+
+    scale = scales(x[j])
+    parts = []
+    for k in range(x[j].numel()):
+        v = torch.zeros_like(x[j]).reshape(-1)
+        v[k] = scale.reshape(-1)[k]
+        parts.append(slope(scalar, x, j, v.reshape(x[j].shape)).values[0] / v[k])
+    return torch.cat(parts).reshape(x[j].shape)

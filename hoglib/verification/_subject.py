@@ -1,0 +1,124 @@
+"""What is verified: a call, its map, and the custom Functions that it runs."""
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hoglib import _tree
+from hoglib._functorch import watching_functions
+from hoglib.verification import _plain as plain
+from hoglib.verification._call import Call, custom_functions, is_float
+
+
+class Application(NamedTuple):
+    """A custom Function with the arguments that it was applied to, detached."""
+
+    function: type[Function]
+    args: tuple[Any, ...]
+    by: tuple[int, ...]  # which arguments it is differentiated by
+    names: tuple[str, ...]  # of the arguments
+
+    @property
+    def needed(self) -> tuple[bool, ...]:
+        return tuple(i in self.by for i in range(len(self.args)))
+
+    def run(self, args: Sequence[Any] | None = None) -> plain.Run:
+        return plain.forward(self.function, self.args if args is None else args, self.needed)
+
+    def fresh(self) -> list[Any]:
+        """Copies of the arguments, with their layouts."""
+        return [x.detach().clone() if isinstance(x, Tensor) else x for x in self.args]
+
+
+class Subject:
+    """A call in float64, or in its own dtype if it refuses that, with what it is made of."""
+
+    def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
+        self.fn, self.inputs = fn, inputs
+        self.call = Call(fn, inputs)
+        self.refused = ""
+        try:
+            outputs = self.call.recorded()
+        except Exception as error:
+            own = Call(fn, inputs, None)
+            if all(x.dtype == torch.float64 for x in own.point):
+                raise
+            try:
+                outputs = own.recorded()
+            except Exception:
+                raise error from None
+            self.call, self.refused = own, f"{type(error).__name__}: {error}".splitlines()[0]
+        self.name = self.call.name
+        self.names = self.call.names
+        self.num_parameters = len(self.names) - self.call.num_inputs
+        self.x = self.call.point
+        self.outputs = outputs
+        self.dtype = self.x[0].dtype if self.x else torch.float64
+        self.applications = applications(self.call.recorded, self.call.names, self.call.num_inputs)
+        self.functions = custom_functions(outputs)
+        self.random = torch.Generator().manual_seed(0)
+
+    def look(self) -> None:
+        """Find the outputs to differentiate; to be done again when the call was changed."""
+        self.outputs = self.call.recorded()
+        self.which = [
+            i for i, y in enumerate(self.outputs) if is_float(y) and y.requires_grad and y.numel()
+        ]
+        self.map = self.call.map(self.which)
+        self.rows = [f"output {i}" for i in self.which]
+
+    @property
+    def offers_forward(self) -> bool | None:
+        """Whether forward mode is declared by every custom Function; None for torch's own functions."""
+        if not self.functions:
+            return None
+        return all(map(plain.offers_jvp, self.functions))
+
+    @property
+    def offers_vmap(self) -> bool | None:
+        if not self.functions:
+            return None
+        return all(map(plain.offers_vmap, self.functions))
+
+
+def applications(
+    run: Callable[[], Any], names: Sequence[str] = (), num_inputs: int = 0
+) -> list[Application]:
+    """The custom Functions that a run applies to something that requires grad, each kind once."""
+    found: dict[Any, Application] = {}
+
+    def seen(function: type[Function], args: tuple[Any, ...]) -> None:
+        by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
+        if not by:
+            return
+        kind = (function, tuple(_kind(x) for x in args))
+        if kind not in found:
+            values = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
+            found[kind] = Application(function, values, by, _parameters(function, len(args)))
+
+    with watching_functions(seen):
+        run()
+    return list(found.values())
+
+
+def _parameters(function: type[Function], count: int) -> tuple[str, ...]:
+    """What forward calls its inputs."""
+    try:
+        given = list(signature(function.forward).parameters.values())
+    except (TypeError, ValueError):  # it is written in C++, or is no function
+        given = []
+    given = given[1:] if plain.is_classic(function) else given
+    names = [f"`{p.name}`" for p in given if p.kind is not p.VAR_POSITIONAL]
+    rest = next((p.name for p in given if p.kind is p.VAR_POSITIONAL), "inputs")
+    names += [f"`{rest}[{i}]`" for i in range(count - len(names))]
+    return tuple(names[:count])
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype, value.requires_grad)
+    return repr(value) if not _tree.leaves(value) else type(value)

@@ -1,0 +1,190 @@
+"""From a wrong second derivative to the Function, slot or cut at fault, and how to mend it."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from hoglib.verification import doctor
+from hoglib.verification import _plain as plain
+from hoglib.verification import _where as where
+from hoglib.verification._cuts import Cut
+from hoglib.verification.derivatives import Bounds, Found, in_reverse, target
+from hoglib.verification.doctor import Diagnosis, Slot
+from hoglib.verification.report import Row
+from hoglib.verification._subject import Application, Subject, applications
+
+ONCE = (
+    "Remove the decorator, and build backward of differentiable torch operations: what it does is to "
+    "run backward without a graph."
+)
+MENDS = {
+    "alias": "Use the tensor itself: where no second derivative is asked for, backward runs without a "
+    "graph anyway, and keeping it costs nothing.",
+    "escape": "A number or an array outside of torch has no graph. Stay in torch operations; or, for "
+    "NumPy, SciPy or C++ code, give it derivatives of its own with hog.ops.external.",
+    "off": "Leave gradients on in backward: autograd turns them off by itself where no second "
+    "derivative is asked for.",
+    "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors themselves, not "
+    "detached copies of them.",
+    "kernel": "Write it in differentiable torch operations, or wrap it in a Function of its own, whose "
+    "backward is its derivative.",
+}
+
+
+def rows(subject: Subject, x: list[Tensor], found: Mapping[str, Found]) -> Iterator[Row]:
+    """A row for each culprit, if a second or third derivative is wrong."""
+    wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
+    if not wrong:
+        return
+    apps = _at(subject, x)
+    over_forward = [name for name in wrong if name.endswith("over-forward")]
+    named = False
+    for app in apps:
+        for in_jvp in (False, True):
+            if in_jvp and (not over_forward or not plain.offers_jvp(app.function)):
+                continue
+            if not in_jvp and over_forward == wrong:
+                continue
+            for row in _of(app, in_jvp, several=len(apps) > 1):
+                named = True
+                yield row
+    if not named:
+        yield from _culprits(subject, x, found, wrong)
+
+
+def _at(subject: Subject, x: list[Tensor]) -> list[Application]:
+    """The Functions that the subject applies when it is called beside its inputs."""
+
+    def run() -> None:
+        subject.map(*(y.clone().requires_grad_() for y in x))
+
+    return applications(run)
+
+
+def _of(app: Application, in_jvp: bool, *, several: bool) -> Iterator[Row]:
+    function = app.function.__name__
+    rule = "jvp" if in_jvp else "backward"
+    prefix = f"{function}: " if several else ""
+    try:
+        found = doctor.examine(app, in_jvp=in_jvp)
+    except Exception as error:
+        place = where.of_error(error)
+        yield Row(
+            f"{prefix}doctor", "skip", None,
+            f"{rule} was not run as a plain function: {type(error).__name__}: {error}"
+            + (f" (at {place})" if place else ""),
+        )  # fmt: skip
+        return
+    if found.once:
+        text = (
+            f"{function}.{rule} is decorated with @once_differentiable, which cuts the graph: a second "
+            f"derivative raises, or is silently zero. {ONCE}"
+        )
+        text += (
+            " Without it the second derivative would be wrong still, see below."
+            if found.lost or found.error
+            else " Without it the second derivative is right."
+        )
+        yield Row(f"{prefix}graph cut: @once_differentiable", "fail", None, text)
+    if found.error is not None:
+        yield _raised(f"{prefix}graph cut: in {rule}", function, rule, found)
+        return
+    for cut in found.cuts:
+        yield _cut(f"{prefix}graph cut: {_title(cut)}", function, rule, cut, found)
+    for slot in found.slots:
+        if slot.kind in ("copy", "intermediate"):
+            yield _slot(f"{prefix}saved: {slot.label}", rule, slot, found, app)
+    if found.lost and not found.cuts and not any(s.kind in ("copy", "intermediate") for s in found.slots):
+        what = ", ".join(f"{s.label} ({s.what})" for s in found.slots) or "an unknown slot"
+        yield Row(
+            f"{prefix}graph cut: unseen", "fail", found.lost,
+            f"{function}.{rule} loses the second-order term of {what} in a way that leaves no trace in "
+            "torch: a kernel of another library, or memory written directly? " + MENDS["kernel"],
+        )  # fmt: skip
+    if not found.lost and not found.once:
+        yield from _inner(prefix, function, rule, found)
+
+
+def _title(cut: Cut) -> str:
+    return cut.how.split(",")[0].strip("`").replace("` with gradients switched off", " under no_grad")
+
+
+def _cut(name: str, function: str, rule: str, cut: Cut, found: Diagnosis) -> Row:
+    through = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
+    lost = sum(s.share for s in through)
+    what = " and ".join(f"{s.what} ({s.label})" if s.label != s.what else s.what for s in through)
+    share = f" It loses {_percent(lost)} of the missing second-order term, that of {what}." if through else ""
+    kind = "escape" if cut.then else cut.kind
+    return Row(
+        name, "fail", lost or None,
+        f"{function}.{rule} leaves the graph by {cut}.{share} {MENDS[kind]}",
+    )  # fmt: skip
+
+
+def _raised(name: str, function: str, rule: str, found: Diagnosis) -> Row:
+    error = found.error
+    assert error is not None
+    place = where.of_error(error)
+    at = f" at {place}" if place else ""
+    text = (
+        f"{function}.{rule} cannot be differentiated: with a graph it raised {type(error).__name__}: "
+        f"{str(error).splitlines()[0] if str(error) else ''}{at}."
+    )
+    if found.cuts:
+        text += " It leaves the graph by " + "; by ".join(map(str, found.cuts)) + "."
+    return Row(name, "fail", None, f"{text} {MENDS['escape']}")
+
+
+def _slot(name: str, rule: str, slot: Slot, found: Diagnosis, app: Application) -> Row:
+    called = f"`{slot.name}`, " if slot.name else ""
+    place = f", saved at {slot.place}" if slot.place else ""
+    share = f"It carries {_percent(slot.share)} of the missing second-order term."
+    if slot.kind == "copy":
+        original = slot.what.removeprefix("a copy of ")
+        text = (
+            f"{slot.label} is {called}a clone or detached {slot.what}{place}: a copy made in forward has "
+            f"no graph. {share} Save {original} itself."
+        )
+        return Row(name, "fail", slot.share, text)
+    inputs = ", ".join(app.names[i] for i in app.by if i < len(app.names))
+    made = "a Python number that forward made" if slot.number else slot.what
+    text = (
+        f"{slot.label} is {called}{made}{place}: forward runs without a graph, so {rule} cannot be "
+        f"differentiated through this intermediate. {share}\n"
+        f"Two ways to mend it: save the inputs instead ({inputs}), and compute it from them again in "
+        f"{rule}, where there is a graph;\n"
+        "or return it from forward as one more output and save that: then it has a gradient of its own, "
+        "which backward gets as one more argument and adds, times its derivative by the inputs."
+    )
+    return Row(name, "fail", slot.share, text)
+
+
+def _percent(share: float) -> str:
+    return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+
+
+def _inner(prefix: str, function: str, rule: str, found: Diagnosis) -> Iterator[Row]:
+    """Functions that backward applies, of which the gradient itself is wrong."""
+    for app in found.inner:
+        try:
+            subject = Subject(app.function, app.args)
+            subject.look()
+            at = target(subject.map, subject.x, subject.rows, subject.names, subject.random)
+            one = in_reverse(at, Bounds(1e-6, 1e-4), subject.random)
+        except Exception:
+            continue
+        if one.wrong:
+            name = app.function.__name__
+            yield Row(
+                f"{prefix}{rule} applies {name}", "fail", one.error,
+                f"{function}.{rule} applies {name}, whose own gradient is wrong: {one.wrong}. Verify "
+                f"{name} by itself.",
+            )  # fmt: skip
+
+
+def _culprits(
+    subject: Subject, x: list[Tensor], found: Mapping[str, Found], wrong: list[str]
+) -> Iterator[Row]:
+    from hoglib.verification import _culprits as culprits
+
+    yield from culprits.rows(subject, x, wrong)

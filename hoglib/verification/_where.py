@@ -1,0 +1,65 @@
+"""Where in the user's code something happens."""
+
+import linecache
+import os
+import sys
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+import torch
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_WATCHES = ("__torch_function__", "__torch_dispatch__")
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class Place(NamedTuple):
+    """A line of code."""
+
+    file: str
+    line: int
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        path = self.file
+        if not path.startswith("<"):
+            near = os.path.relpath(path)
+            path = path if near.startswith("..") else near
+        code = f": `{self.source}`" if self.source else ""
+        return f"{path}:{self.line}{code}"
+
+
+def foreign(file: str) -> bool:
+    """Whether a file belongs neither to torch nor to the verification."""
+    return not file.startswith((_TORCH, _OURS, "<frozen"))
+
+
+def here() -> Place | None:
+    """The line that made a torch call, for a watch on it; None if verification itself made it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in _WATCHES:
+        frame = frame.f_back
+    frame = frame.f_back if frame is not None else None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OURS):
+            return None
+        if foreign(file):
+            return Place(file, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def of_error(error: BaseException) -> Place | None:
+    """The innermost line of the user's that an error went through."""
+    trace: TracebackType | None = error.__traceback__
+    found = None
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if foreign(file):
+            found = Place(file, trace.tb_lineno)
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,335 @@
+r"""Names the saved slot, or the graph cut, that loses a Function's second derivative.
+
+A backward is a function B(S_1, ..., S_n, g) of what is on its context and of the incoming gradients.
+Along a direction v of the inputs its derivative is a sum over the slots,
+
+    d/dv B(S(x), g) = sum_k  dB/dS_k  dS_k/dv
+
+of which autograd sees the terms of slots that are inputs or outputs of the Function, unless backward
+itself cuts the graph. Each term is had by differences, by running forward and backward as plain
+functions with one slot taken from x +- h v; what autograd sees of it, from the graph of backward as
+a plain function. The rest is what the slot loses. The same holds of a jvp.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, function as torch_function
+
+from hoglib import _tree
+from hoglib.verification import _plain as plain
+from hoglib.verification import _where as where
+from hoglib.verification._call import is_float
+from hoglib.verification._cuts import Cut, Watch
+from hoglib.verification._differences import scales, uniform
+from hoglib.verification._plain import Context, Record, Run
+from hoglib.verification._subject import Application, applications
+
+STEP = 1e-5
+LOST = 1e-5  # of the whole term: less is rounding
+WORTH_SAYING = 1e-3  # of what is lost
+DRAWS = 4
+
+
+@dataclasses.dataclass
+class Slot:
+    """One thing that backward reads."""
+
+    label: str  # "ctx.saved_tensors[0]"
+    kind: str  # "input", "output", "copy", "intermediate" or "gradient"
+    what: str  # "input `x`"
+    name: str = ""  # of the local variable that was saved
+    place: where.Place | None = None
+    number: bool = False  # a Python number, no tensor
+    lost: float = 0.0
+    share: float = 0.0
+
+
+class Diagnosis(NamedTuple):
+    """What of the second-order term is lost, where, and by which slots."""
+
+    lost: float  # relative to the whole term
+    slots: list[Slot]
+    cuts: list[Cut]  # those that do harm, or might
+    once: bool  # @once_differentiable
+    error: Exception | None  # what backward raised when its graph was asked for
+    inner: list[Application]  # Functions that backward applies
+
+
+def examine(app: Application, *, in_jvp: bool = False) -> Diagnosis:
+    """Measure what each slot of a Function loses; its arguments must not lie on a kink."""
+    return _Examination(app, in_jvp).diagnosis()
+
+
+def is_once(function: type[Function]) -> bool:
+    """Whether backward is decorated with @once_differentiable."""
+    made_by = getattr(getattr(plain.rule(function), "__code__", None), "co_filename", "")
+    return hasattr(plain.rule(function), "__wrapped__") and made_by == torch_function.__file__
+
+
+class _Examination:
+    def __init__(self, app: Application, in_jvp: bool) -> None:
+        self._app, self._in_jvp = app, in_jvp
+        self._random = torch.Generator().manual_seed(1)
+        self._once = not in_jvp and is_once(app.function)
+        rule: Any = app.function.jvp if in_jvp else plain.rule(app.function)
+        self._rule: Callable[..., Any] = rule.__wrapped__ if self._once else rule
+        self._v = {i: uniform(app.args[i], self._random) * scales(app.args[i]) for i in app.by}
+        base = self._run(0.0)
+        self._arguments = self._incoming(base)
+
+    # Running forward and backward.
+
+    def _run(self, h: float) -> Run:
+        torch.manual_seed(0)
+        args = self._app.fresh()
+        for i, v in self._v.items():
+            args[i] = args[i] + h * v
+        return self._app.run(args)
+
+    def _incoming(self, run: Run) -> list[Tensor | None]:
+        if self._in_jvp:
+            return [
+                uniform(x, self._random) if i in self._app.by else None
+                for i, x in enumerate(run.inputs)
+            ]
+        return [
+            None
+            if not isinstance(y, Tensor)
+            else uniform(y, self._random)
+            if is_float(y) and not run.record.is_silent(y)
+            else torch.zeros_like(y)
+            for y in run.outputs
+        ]
+
+    def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        context = Context(record, in_jvp=self._in_jvp)
+        returned = plain.as_tuple(self._rule(context, *incoming))
+        if self._in_jvp:
+            return [r for r in returned if isinstance(r, Tensor) and is_float(r)]
+        kept = [r for i, r in enumerate(returned) if i in self._app.by]
+        return [r for r in kept if isinstance(r, Tensor) and is_float(r)]
+
+    # What each slot contributes, by differences.
+
+    def _swapped(self, label: str, h: float) -> list[Tensor]:
+        record = self._run(0.0).record
+        slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, self._run(h).record))
+        record = record.with_slots(slots | {label: moved[label]}, in_jvp=self._in_jvp)
+        return self._results(record, self._arguments)
+
+    def _term(self, label: str) -> list[Tensor]:
+        above, below = self._swapped(label, STEP), self._swapped(label, -STEP)
+        return [
+            ((a - b) / (2 * STEP)).detach() if torch.is_tensor(a) else a
+            for a, b in zip(above, below, strict=True)
+        ]
+
+    # What autograd sees of it.
+
+    def _seen(self, watch: Watch) -> tuple[list[Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
+        """Backward's results with their graph; for each slot its leaves and how they move."""
+        run, ends = self._run(0.0), (self._run(STEP), self._run(-STEP))
+        slots = run.record.slots(in_jvp=self._in_jvp)
+        moved = [end.record.slots(in_jvp=self._in_jvp) for end in ends]
+        owned = {id(t) for t in (*run.inputs, *run.outputs) if not run.record.is_silent(t)}
+        leaves: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        held = {}
+        for label, value in slots.items():
+            flat, structure = _tree.flatten(value)
+            ends_flat = [_tree.leaves(m.get(label)) for m in moved]
+            for n, leaf in enumerate(flat):
+                if isinstance(leaf, Tensor) and is_float(leaf) and id(leaf) in owned:
+                    above, below = (f[n] for f in ends_flat)
+                    flat[n] = leaf.detach().clone().requires_grad_()
+                    move = ((above - below) / (2 * STEP)).detach()
+                    leaves.setdefault(label, []).append((flat[n], move))
+            held[label] = _tree.unflatten(flat, structure)
+        record = run.record.with_slots(held, in_jvp=self._in_jvp)
+        incoming = [None if g is None else g.clone().requires_grad_() for g in self._arguments]
+        for k, g in enumerate(incoming):
+            if g is not None:
+                leaves[self._gradient_name(k)] = [(g, uniform(g, self._random))]
+        with torch.enable_grad(), watch:
+            results = self._results(record, incoming)
+        return results, leaves
+
+    def _gradient_name(self, k: int) -> str:
+        return f"{'tangent' if self._in_jvp else 'grad_output'} {k}"
+
+    def _lost(self, mend: Iterable[Cut] = ()) -> tuple[dict[str, float], float, Watch]:
+        """By slot, the root mean square of what is lost along random covectors; and of the whole."""
+        watch = Watch([(cut.how, cut.place) for cut in mend])
+        seen, leaves = self._seen(watch)
+        labels = list(self._run(0.0).record.slots(in_jvp=self._in_jvp))
+        terms: dict[str, list[Tensor]] = {}
+        for label in labels:
+            try:
+                terms[label] = self._term(label)
+            except Exception:  # a slot that cannot be taken from another run
+                continue
+        for label, pairs in leaves.items():
+            if label not in labels:
+                terms[label] = self._linear_term(label, pairs[0][1])
+        lost = dict.fromkeys(terms, 0.0)
+        whole = 0.0
+        for _ in range(DRAWS):
+            w = [uniform(r, self._random) for r in seen]
+            carried = self._carried(seen, w, leaves)
+            for label, term in terms.items():
+                expected = _dot(w, term)
+                lost[label] += (expected - carried.get(label, 0.0)) ** 2
+                whole += expected**2
+        return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5, watch
+
+    def _linear_term(self, label: str, direction: Tensor) -> list[Tensor]:
+        """The part of an incoming gradient."""
+        k = int(label.rsplit(" ", 1)[1])
+
+        def at(sign: float) -> list[Tensor]:
+            incoming = list(self._arguments)
+            g = incoming[k]
+            assert g is not None
+            incoming[k] = g + sign * STEP * direction
+            return self._results(self._run(0.0).record, incoming)
+
+        ends = zip(at(1.0), at(-1.0), strict=True)
+        return [((a - b) / (2 * STEP)).detach() for a, b in ends]
+
+    def _carried(
+        self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]
+    ) -> dict[str, float]:
+        pairs = [pair for part in leaves.values() for pair in part]
+        scalars = [
+            (c * r).sum().real for c, r in zip(w, seen, strict=True) if r.requires_grad
+        ]
+        if not scalars or not pairs:
+            return {}
+        grads = torch.autograd.grad(
+            sum(scalars[1:], scalars[0]), [leaf for leaf, _ in pairs], retain_graph=True,
+            allow_unused=True,
+        )  # fmt: skip
+        by_leaf = {id(leaf): g for (leaf, _), g in zip(pairs, grads, strict=True)}
+        return {
+            label: sum(
+                float((g.conj() * move).sum().real)
+                for leaf, move in part
+                if (g := by_leaf[id(leaf)]) is not None
+            )
+            for label, part in leaves.items()
+        }
+
+    # Blame.
+
+    def diagnosis(self) -> Diagnosis:
+        inner: list[Application] = []
+        try:
+            inner = applications(lambda: self._seen(Watch()))
+            lost, whole, watch = self._lost()
+        except Exception as error:
+            watch = self._cuts_before(error)
+            return Diagnosis(1.0, [], watch, self._once, error, inner)
+        size = max(whole, 1e-300)
+        total = sum(lost.values())
+        if total <= LOST * size:
+            return Diagnosis(0.0, [], [], self._once, None, inner)
+        cuts = self._blamed(watch.cuts, total, size)
+        slots = [slot for slot in self._described() if lost.get(slot.label, 0.0) > LOST * size]
+        for slot in slots:
+            slot.lost = lost[slot.label]
+            slot.share = slot.lost / total
+        return Diagnosis(
+            total / size,
+            sorted((s for s in slots if s.share > WORTH_SAYING), key=lambda s: -s.share),
+            cuts, self._once, None, inner,
+        )  # fmt: skip
+
+    def _cuts_before(self, error: Exception) -> list[Cut]:
+        watch = Watch()
+        try:
+            self._seen(watch)
+        except Exception:
+            pass
+        return watch.cuts
+
+    def _blamed(self, cuts: list[Cut], total: float, size: float) -> list[Cut]:
+        """The cuts without whose mending more is lost; what cannot be mended answers for the rest."""
+        mendable = [cut for cut in cuts if cut.mendable]
+        least = self._left(mendable)
+        guilty = []
+        for cut in mendable:
+            without = self._left([other for other in mendable if other is not cut])
+            if without > least + max(0.01 * total, LOST * size):
+                guilty.append(cut)
+        others = [cut for cut in cuts if not cut.mendable]
+        if others and least > LOST * size:
+            guilty += others
+        return guilty or (cuts if self._left([]) > LOST * size else [])
+
+    def _left(self, mend: list[Cut]) -> float:
+        """What slots with a graph lose still when some cuts are mended."""
+        kinds = {slot.label: slot.kind for slot in self._described()}
+        try:
+            lost, _, _ = self._lost(mend)
+        except Exception:  # what was mended does not run
+            return 0.0
+        graphed = ("input", "output", "gradient")
+        return sum(value for label, value in lost.items() if kinds.get(label) in graphed)
+
+    def _described(self) -> list[Slot]:
+        run = self._run(0.0)
+        slots = []
+        for label, value in run.record.slots(in_jvp=self._in_jvp).items():
+            noted = run.record.noted(label)
+            kind, what = kind_of(value, run, self._app.names)
+            number = not plain.tensors(value)
+            slots.append(Slot(label, kind, what, noted.name, noted.place, number))
+        for k, g in enumerate(self._arguments):
+            if g is not None:
+                name = self._gradient_name(k)
+                slots.append(Slot(name, "gradient", name))
+        return slots
+
+
+def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
+    """What a slot holds: an input, an output, a copy of one of them, or something forward made."""
+    found = plain.tensors(value)
+    for i, x in enumerate(run.inputs):
+        if any(t is x for t in found):
+            return "input", f"input {_named(names, i)}"
+    for k, y in enumerate(run.outputs):
+        if any(t is y for t in found):
+            if run.record.is_silent(y):
+                return "intermediate", f"output {k}, which is marked non-differentiable"
+            return "output", f"output {k}"
+    for t in found:
+        for i, x in enumerate(run.inputs):
+            if same(t, x):
+                return "copy", f"a copy of input {_named(names, i)}"
+        for k, y in enumerate(run.outputs):
+            if same(t, y):
+                return "copy", f"a copy of output {k}"
+    return "intermediate", "an intermediate that forward made"
+
+
+def same(a: Tensor, b: Any) -> bool:
+    return (
+        isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.device == b.device
+        and a.numel() > 0
+        and bool(torch.equal(a, b))
+    )
+
+
+def _named(names: tuple[str, ...], i: int) -> str:
+    return names[i] if i < len(names) else str(i)
+
+
+def _dot(w: list[Tensor], term: list[Tensor]) -> float:
+    return sum(float((a.conj() * b).sum().real) for a, b in zip(w, term, strict=True))

@@ -1,0 +1,143 @@
+"""Reports: a row a check, with a status, an error and a sentence."""
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from typing import Any, NamedTuple
+
+STATUSES = ("pass", "fail", "warn", "skip")
+WIDTH = 100
+
+
+class Row(NamedTuple):
+    """One check. `error` is relative, where there is one; `text` says what is wrong, and what to do."""
+
+    name: str
+    status: str
+    error: float | None = None
+    text: str = ""
+
+
+class VerificationError(AssertionError):
+    """A report with a failed row; its text is the report."""
+
+
+class Report:
+    """What `hog.verify` found: `rows`, and `ok`, which is False exactly when a row failed.
+
+    print(report) shows what failed and what is worth knowing, then a line a check;
+    report.raise_if_failed() raises an AssertionError with that text; report.to_json() is for programs.
+    report["second derivative: reverse-over-reverse"] is one row.
+    """
+
+    def __init__(self, name: str, rows: Sequence[Row]) -> None:
+        self.name = name
+        self.rows = tuple(rows)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Row, ...]:
+        return self._having("fail")
+
+    @property
+    def warnings(self) -> tuple[Row, ...]:
+        return self._having("warn")
+
+    def _having(self, status: str) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.status == status)
+
+    def __getitem__(self, name: str) -> Row:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"{name!r} is none of {[row.name for row in self.rows]}")
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a report is neither true nor false; ask report.ok, or raise_if_failed()")
+
+    def raise_if_failed(self) -> "Report":
+        """This report, or VerificationError, which is an AssertionError, if a row failed."""
+        if not self.ok:
+            raise VerificationError(str(self))
+        return self
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """name, ok, counts by status, and the rows; an error that is no number is null."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "ok": self.ok,
+            "counts": {status: len(self._having(status)) for status in STATUSES},
+            "rows": [
+                {
+                    "name": row.name,
+                    "status": row.status,
+                    "error": row.error if row.error is None or isfinite(row.error) else None,
+                    "text": row.text,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{len(self._having(status))} {status}" for status in STATUSES)
+        return f"Report({self.name}: {counts})"
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline(), *self._sentences(), "", *self._table()])
+
+    def _headline(self) -> str:
+        checked = len(self.rows) - len(self._having("skip"))
+        if self.ok:
+            known = len(self.warnings)
+            also = f", with {known} warning{'s' * (known > 1)}" if known else ""
+            return f"{self.name}: right, by {checked} checks{also}."
+        return f"{self.name}: WRONG, by {len(self.failed)} of {checked} checks."
+
+    def _sentences(self) -> list[str]:
+        lines = []
+        for row in (*self.failed, *self.warnings):
+            mark = "FAIL" if row.status == "fail" else row.status
+            lines += ["", f"{mark}  {row.name}"]
+            lines += _wrapped(row.text)
+        return lines
+
+    def _table(self) -> list[str]:
+        width = max((len(row.name) for row in self.rows), default=0)
+        lines = [f"{'check':{width}}  status  error"]
+        for row in self.rows:
+            mark = "FAIL" if row.status == "fail" else row.status
+            error = "" if row.error is None else f"{row.error:.0e}"
+            reason = row.text if row.status == "skip" else ""
+            start = f"{row.name:{width}}  {mark:6}  {error:6}"
+            room = max(WIDTH - len(start) - 2, 40)
+            first, *rest = textwrap.wrap(reason, room) or [""]
+            lines.append(f"{start}  {first}".rstrip())
+            lines += [" " * (len(start) + 2) + line for line in rest]
+        return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    """Paragraphs within the width; lines that are indented already, such as code, stay as they are."""
+    lines = []
+    for line in text.splitlines():
+        if line.startswith("    "):
+            lines.append("  " + line)
+        else:
+            lines += [
+                "      " + part
+                for part in textwrap.wrap(line, WIDTH - 6, break_long_words=False) or [""]
+            ]
+    return lines
