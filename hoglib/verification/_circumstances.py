@@ -77,10 +77,11 @@ class Circumstances:
 
     # Which inputs require grad, and which outputs have a gradient.
 
-    def subsets(self) -> Row:
+    def subsets(self) -> tuple[Row, tuple[int, ...]]:
+        """The row, and the subset of which the second derivative is another one."""
         name = "inputs: each subset"
         if self._n < 2:
-            return Row(name, "skip", None, "there is one input only.")
+            return Row(name, "skip", None, "there is one input only."), ()
         worst = 0.0
         for subset in _subsets(self._n):
             only = " and ".join(self._names[j] for j in subset)
@@ -89,25 +90,24 @@ class Circumstances:
                 first = maps.gradient(self._f, self._n, subset)(*self._x, *self.u)
                 error, j = self._worst(first, [self._first[j] for j in subset])
                 if error > self._tolerance:
-                    return Row(
-                        name, "fail", error,
+                    text = (
                         f"{how}, the gradient by {self._names[subset[j]]} is another one. Does "
-                        "backward mix up ctx.needs_input_grad, or forward save less?",
-                    )  # fmt: skip
+                        "backward mix up ctx.needs_input_grad, or forward save less?"
+                    )
+                    return Row(name, "fail", error, text), ()
                 worst = max(worst, error)
                 if self._second is None:
                     continue
                 second = self._twice(self._f, self._x, subset)
-                error, j = self._worst(second, self._twice(self._f, self._x, self._every, subset))
+                right = self._twice(self._f, self._x, self._every, subset)
+                error, j = self._worst(second, right)
                 if error > self._tolerance:
-                    return Row(
-                        name, "fail", error,
-                        f"{how}, the second derivative by {self._names[subset[j]]} is another one.",
-                    )  # fmt: skip
+                    text = f"{how}, the second derivative by {self._names[subset[j]]} is another one."
+                    return Row(name, "fail", error, text), subset
                 worst = max(worst, error)
-            except Exception as error_:
-                return Row(name, "fail", None, f"{how}, it raised {_told(error_)}")
-        return Row(name, "pass", worst)
+            except Exception as raised:
+                return Row(name, "fail", None, f"{how}, it raised {_told(raised)}"), ()
+        return Row(name, "pass", worst), ()
 
     def undefined(self) -> Row:
         """No gradient comes in at all, or only that of one output."""
@@ -154,8 +154,12 @@ class Circumstances:
     # Layouts.
 
     def layouts(self) -> Iterator[Row]:
-        yield self._relaid("layout: non-contiguous inputs", strided, None)
-        yield self._repeated()
+        if self._subject.call.reseed:
+            for name in ("layout: non-contiguous inputs", "layout: stride-0 inputs"):
+                yield Row(name, "skip", None, DRAWS)
+        else:
+            yield self._relaid("layout: non-contiguous inputs", strided, None)
+            yield self._repeated()
         yield self._relaid("layout: non-contiguous gradients", None, strided)
         yield self._expanded()
 
@@ -433,6 +437,8 @@ class Circumstances:
     def _in_dtype(self, name: str, dtype: torch.dtype, tolerance: float) -> Row:
         if self._subject.dtype != torch.float64:
             return Row(name, "skip", None, f"it was checked in {self._subject.dtype}, as float64 is refused.")
+        if self._subject.call.reseed:
+            return Row(name, "skip", None, DRAWS)
         call = self._again(dtype)
         x = [y.to(dtype) for y in self._x]
         rounded = [y.to(torch.float64) for y in x]
@@ -532,6 +538,7 @@ class Circumstances:
         return Row(name, "pass", error)
 
 
+DRAWS = "it draws random numbers, and others for another layout or dtype."
 LAYOUT = (
     "Nothing may be assumed of strides: use reshape rather than view, and .contiguous() before code "
     "that reads memory."

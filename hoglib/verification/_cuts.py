@@ -91,7 +91,8 @@ class Watch(TorchFunctionMode):
         elif name == "grad" and func is torch.autograd.grad:
             cut = self._note(INNER, "inner")
         elif not torch.is_grad_enabled():
-            cut = self._note(f"`{_short(func)}` with gradients switched off", "off")
+            by = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+            cut = self._note(f"`{_short(func)}` under {by}", "off")
         else:
             cut = self._note(f"`{_short(func)}`, which has no derivative", "kernel")
         if (cut.how, cut.place) in self._mend:

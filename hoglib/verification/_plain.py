@@ -174,6 +174,12 @@ def rule(function: type[Function]) -> Any:
     return function.backward if function.vjp is Function.vjp else function.vjp
 
 
+def jvp(
+    function: type[Function], record: Record, tangents: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    return as_tuple(function.jvp(Context(record, in_jvp=True), *tangents))
+
+
 def is_classic(function: type[Function]) -> bool:
     """Whether its forward takes the context."""
     return function.setup_context is Function.setup_context

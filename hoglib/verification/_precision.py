@@ -4,31 +4,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib.verification import _where as where
+from hoglib.verification._call import is_float
 
 WIDE = (torch.float64, torch.complex128)
 
 
-class Watch(TorchDispatchMode):
-    """`found` describes the first operation that rounded float64 numbers, or met rounded ones.
+class Watch(TorchFunctionMode):
+    """`found` describes the first call that rounded float64 numbers, or met rounded ones, and where.
 
-    It sees backward passes too, other than a GPU's, which run in threads of their own. A constant
-    whose digits fit into half precision (1, 0.5, a mask) lost nothing and is not rounded; a Python
-    number has no precision to judge.
+    A constant whose digits fit into half precision (1, 0.5, a mask) lost nothing and is not rounded;
+    a Python number has no precision to judge.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found = ""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if not self.found:
-            given = [x for x in _tree.leaves((args, kwargs)) if _is_float(x)]
-            results = [y for y in _tree.leaves(result) if _is_float(y)]
+            given = [x for x in _tree.leaves((args, kwargs)) if is_float(x)]
+            results = [y for y in _tree.leaves(result) if is_float(y)]
             if any(y.dtype in WIDE for y in results):
                 self._note(func, "met", [x for x in given if _rounded(x)])
             elif any(x.dtype in WIDE for x in given):
@@ -37,7 +39,10 @@ class Watch(TorchDispatchMode):
 
     def _note(self, func: Any, did: str, culprits: list[Tensor]) -> None:
         if culprits:
-            self.found = f"{func.overloadpacket} {did} {arguments.describe(culprits[0])}"
+            place = where.here()
+            at = f" at {place}" if place else ""
+            name = getattr(func, "__name__", str(func))
+            self.found = f"`{name}` {did} {arguments.describe(culprits[0])}{at}"
 
 
 def _rounded(tensor: Tensor) -> bool:
@@ -47,7 +52,3 @@ def _rounded(tensor: Tensor) -> bool:
     mantissa, _ = torch.frexp(values.detach().double())
     digits = (mantissa * 2**11).frac()  # those that half precision, which has 11, would lose
     return bool((values.isfinite() & (digits != 0)).any())
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

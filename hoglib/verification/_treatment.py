@@ -1,6 +1,6 @@
 """From a wrong second derivative to the Function, slot or cut at fault, and how to mend it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -52,6 +52,14 @@ def rows(subject: Subject, x: list[Tensor], found: Mapping[str, Found]) -> Itera
         yield from _culprits(subject, x, found, wrong)
 
 
+def of_subset(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
+    """The culprits when only some of a Function's inputs require grad."""
+    for app in _at(subject, x):
+        if len(app.by) == len(x):
+            alone = app._replace(by=tuple(app.by[j] for j in subset))
+            yield from _of(alone, False, several=False)
+
+
 def _at(subject: Subject, x: list[Tensor]) -> list[Application]:
     """The Functions that the subject applies when it is called beside its inputs."""
 
@@ -89,36 +97,51 @@ def _of(app: Application, in_jvp: bool, *, several: bool) -> Iterator[Row]:
     if found.error is not None:
         yield _raised(f"{prefix}graph cut: in {rule}", function, rule, found)
         return
-    for cut in found.cuts:
-        yield _cut(f"{prefix}graph cut: {_title(cut)}", function, rule, cut, found)
+    for cuts in _together(found.cuts):
+        yield _cut(f"{prefix}graph cut: {_title(cuts[0])}", function, rule, cuts, found)
     for slot in found.slots:
         if slot.kind in ("copy", "intermediate"):
             yield _slot(f"{prefix}saved: {slot.label}", rule, slot, found, app)
-    if found.lost and not found.cuts and not any(s.kind in ("copy", "intermediate") for s in found.slots):
-        what = ", ".join(f"{s.label} ({s.what})" for s in found.slots) or "an unknown slot"
+    unseen = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
+    if unseen and not found.cuts:
+        what = ", ".join(_called(s) for s in unseen)
+        lost = sum(s.share for s in unseen)
         yield Row(
-            f"{prefix}graph cut: unseen", "fail", found.lost,
-            f"{function}.{rule} loses the second-order term of {what} in a way that leaves no trace in "
-            "torch: a kernel of another library, or memory written directly? " + MENDS["kernel"],
+            f"{prefix}graph cut: unseen", "fail", lost,
+            f"{function}.{rule} loses {_percent(lost)} of the missing second-order term, that of {what}, "
+            "in a way that leaves no trace: torch.autograd.Variable, a kernel of another library, or memory "
+            f"written directly? {MENDS['kernel']}",
         )  # fmt: skip
     if not found.lost and not found.once:
         yield from _inner(prefix, function, rule, found)
 
 
+def _together(cuts: Sequence[Cut]) -> list[list[Cut]]:
+    """Each cut, but what happens while gradients are off as one."""
+    off = [cut for cut in cuts if cut.kind == "off"]
+    groups = [[cut] for cut in cuts if cut.kind != "off"]
+    return [off, *groups] if off else groups
+
+
 def _title(cut: Cut) -> str:
-    return cut.how.split(",")[0].strip("`").replace("` with gradients switched off", " under no_grad")
+    return cut.how.split(" under ")[-1].split(",")[0].strip("`")
 
 
-def _cut(name: str, function: str, rule: str, cut: Cut, found: Diagnosis) -> Row:
+def _cut(name: str, function: str, rule: str, cuts: Sequence[Cut], found: Diagnosis) -> Row:
     through = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
     lost = sum(s.share for s in through)
-    what = " and ".join(f"{s.what} ({s.label})" if s.label != s.what else s.what for s in through)
-    share = f" It loses {_percent(lost)} of the missing second-order term, that of {what}." if through else ""
-    kind = "escape" if cut.then else cut.kind
-    return Row(
-        name, "fail", lost or None,
-        f"{function}.{rule} leaves the graph by {cut}.{share} {MENDS[kind]}",
-    )  # fmt: skip
+    share = ""
+    if through:
+        what = " and ".join(map(_called, through))
+        share = f" It loses {_percent(lost)} of the missing second-order term, that of {what}."
+    shown = "; ".join(map(str, cuts[:3])) + (f"; and {len(cuts) - 3} more" if len(cuts) > 3 else "")
+    kind = "escape" if cuts[0].then else cuts[0].kind
+    text = f"{function}.{rule} leaves the graph by {shown}.{share} {MENDS[kind]}"
+    return Row(name, "fail", lost or None, text)
+
+
+def _called(slot: Slot) -> str:
+    return slot.what if slot.label == slot.what else f"{slot.what} ({slot.label})"
 
 
 def _raised(name: str, function: str, rule: str, found: Diagnosis) -> Row:

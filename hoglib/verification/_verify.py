@@ -471,23 +471,26 @@ class _Verification:
             for row in contract.check(app, surrogate=self._options.surrogate):
                 yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
 
+    def _subsets(self, around: Circumstances) -> Iterator[Row]:
+        """Each subset of inputs; of one whose second derivative is lost, by what."""
+        row, subset = around.subsets()
+        if row.status == "fail" and subset:
+            yield from treatment.of_subset(self._subject, self._points[-1], subset)
+        yield row
+
     def _precision(self) -> Row:
         name = "dtype: constants"
         subject = self._subject
         if subject.dtype != torch.float64:
             return Row(name, "skip", None, "it was not checked in float64.")
-        x = [value.clone().requires_grad_() for value in subject.x]
-        with Watch() as watch:
+        watch = Watch()
+        with watch:
+            subject.map(*subject.x)
+        for app in subject.applications:
             try:
-                values = subject.map(*x)
-                if subject.offers_forward:
-                    maps.tangent(subject.map, self._count)(*x, *self._like(x))
-                grads = maps.gradient(subject.map, self._count)(*x, *self._like(values))
-                torch.autograd.grad(
-                    grads, x, [torch.ones_like(g) for g in grads], allow_unused=True
-                )
-            except Exception:  # the checks of derivatives say it better
-                pass
+                contract.run_rules(app, watch)
+            except Exception:  # other checks say it
+                continue
         if watch.found:
             return Row(
                 name, "fail", None,
@@ -510,7 +513,7 @@ class _Verification:
             around.extremes,
             lambda: around.deterministic(surrogate=options.surrogate),
             around.state,
-            around.subsets,
+            lambda: self._subsets(around),
             around.undefined,
             around.layouts,
             around.zero_size,

@@ -1,6 +1,7 @@
 """What a custom Function must do, and not do, besides computing the right numbers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float
 from hoglib.verification.doctor import kind_of
+from hoglib.verification._devices import Watch as DeviceWatch
 from hoglib.verification._differences import largest
 from hoglib.verification._plain import Run
 from hoglib.verification.report import Row
@@ -88,6 +90,24 @@ def incoming(run: Run, random: torch.Generator | None = None) -> list[Tensor | N
         else:
             grads.append(torch.zeros_like(y) if run.record.materialize else None)
     return grads
+
+
+def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
+    """forward, backward and jvp as plain functions, each under a watch."""
+    torch.manual_seed(0)
+    args = app.fresh()
+    with torch.no_grad():
+        with watch:
+            run = app.run(args)
+        grads = incoming(run)
+        with watch:
+            plain.backward(app.function, run.record, grads)
+        if plain.offers_jvp(app.function):
+            tangents = [
+                torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
+            ]
+            with watch:
+                plain.jvp(app.function, run.record, tangents)
 
 
 # Number, shape, dtype and device of the gradients.
@@ -374,52 +394,16 @@ def _context(app: Application) -> list[Row]:
     ]
 
 
-# The device, on one that has no data.
-
-
 def _device(app: Application) -> Row:
-    name = "device"
-    text = (
-        "a device is hard-coded: with its inputs on another device it stops at {place} "
-        "({error}). Make new tensors with `torch.zeros_like(x)` or `device=x.device`."
-    )
-    try:
-        torch.manual_seed(0)
-        args = [x.to("meta") if isinstance(x, Tensor) else x for x in app.args]
-        run = app.run(args)
-        grads = [None if g is None else g.to("meta") for g in _meta_incoming(run)]
-        returned = plain.backward(app.function, run.record, grads)
-    except Exception as error:
-        message = str(error)
-        named = "device" in message or "meta" in message.lower()
-        dependent = any(word in message for word in (".item()", "data-dependent", "nonzero", "numpy"))
-        copied = "Cannot copy out of meta tensor" in message and not dependent
-        expected = "same device" in message or "expected device" in message
-        if (copied or expected or "two devices" in message) and named:
-            place = where.of_error(error)
-            return Row(
-                name, "warn", None, text.format(place=place or "a call", error=_short(error))
-            )
-        return Row(name, "skip", None, "it reads values, which needs a device that has them.")
-    astray = [
-        i for i, g in enumerate(returned) if i in app.by and isinstance(g, Tensor) and not g.is_meta
-    ]
-    astray_outputs = [k for k, y in enumerate(run.outputs) if isinstance(y, Tensor) and not y.is_meta]
-    if astray or astray_outputs:
-        what = (
-            f"the gradient of {_name(app, astray[0])}" if astray else f"output {astray_outputs[0]}"
-        )
-        return Row(
-            name, "warn", None,
-            f"a device is hard-coded: {what} is not on the device of the inputs. Make new tensors with "
-            "`torch.zeros_like(x)` or `device=x.device`.",
-        )  # fmt: skip
-    return Row(name, "pass")
-
-
-def _meta_incoming(run: Run) -> Iterator[Tensor | None]:
-    for y in run.outputs:
-        yield torch.empty_like(y) if isinstance(y, Tensor) else None
+    watch = DeviceWatch()
+    run_rules(app, watch)
+    if not watch.found:
+        return Row("device", "pass")
+    return Row(
+        "device", "warn", None,
+        f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new tensors with "
+        "`torch.zeros_like(x)` or `device=x.device`.",
+    )  # fmt: skip
 
 
 def _seeded(app: Application) -> Run:
@@ -433,6 +417,3 @@ def _name(app: Application, i: int) -> str:
 
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-Check = Callable[[Application], list[Row]]
