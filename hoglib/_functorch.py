@@ -37,26 +37,33 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(proxy) is not None
 
 
-@contextmanager
-def watching_functions(seen: Callable[[type[Function], tuple[Any, ...]], None]) -> Iterator[None]:
-    """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
-    that was bound before; not for those that another one's forward applies."""
+class Applying:
+    """How many custom Functions are running their forward."""
+
     depth = 0
 
+
+@contextmanager
+def watching_functions(
+    seen: Callable[[type[Function], tuple[Any, ...]], None],
+) -> Iterator[Applying]:
+    """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
+    that was bound before; not for those that another one's forward applies."""
+    applying = Applying()
+
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal depth
-        if depth == 0:
+        if applying.depth == 0:
             seen(function, args)
-        depth += 1
+        applying.depth += 1
         try:
             return super(_SingleLevelFunction, function).apply(*args, **kwargs)
         finally:
-            depth -= 1
+            applying.depth -= 1
 
     # Function.apply ends in super().apply: this class stands between it and the C++ base
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[assignment]
     try:
-        yield
+        yield applying
     finally:
         del _SingleLevelFunction.apply
 

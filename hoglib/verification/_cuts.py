@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hoglib import _tree
+from hoglib._functorch import Applying
 from hoglib.verification import _where as where
 from hoglib.verification._where import Place
 
@@ -23,6 +24,7 @@ VALUELESS = (
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
     "new_zeros", "new_ones", "new_full", "heaviside",
 )  # fmt: skip
+LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")
 ESCAPES = {
     "item": ".item()", "__float__": "float()", "__complex__": "complex()", "tolist": ".tolist()",
     "numpy": ".numpy()", "__array__": "NumPy", "__dlpack__": "DLPack", "data_ptr": ".data_ptr()",
@@ -57,6 +59,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, mend: Collection[tuple[str, Place | None]] = ()) -> None:
         super().__init__()
+        self.applying = Applying()  # what another Function's forward does has a backward of its own
         self._mend = set(mend)
         self._lost: list[tuple[Tensor, Cut]] = []
         self._seen: dict[tuple[str, Place | None], Cut] = {}
@@ -67,15 +70,23 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.applying.depth:
+            return func(*args, **kwargs)
         name = _name(func)
         given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
         graphed = any(x.requires_grad and _is_float(x) for x in given)
+        if name == "detach_" and graphed:
+            cut = self._note(".detach_()", "alias")
+            if (cut.how, cut.place) in self._mend:
+                return args[0]
+            self._lost.append((args[0], cut))
+            return func(*args, **kwargs)
         if func is torch.autograd.grad and (INNER, where.here()) in self._mend:
             return func(*args, **(kwargs | {"create_graph": True}))
         result = func(*args, **kwargs)
         if name in ESCAPES:
             self._escape(ESCAPES[name], given, graphed)
-        elif graphed and name not in VALUELESS:
+        elif graphed and name not in VALUELESS and not _only_like(name, args):
             return self._check(func, name, args, kwargs, result)
         return result
 
@@ -126,6 +137,11 @@ def _name(func: Any) -> str:
     """What the user calls it: `data` for the getter of Tensor.data."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
+def _only_like(name: str, args: Any) -> bool:
+    """Whether the tensor with a graph lends its dtype or shape only: x.to(other), x.view_as(other)."""
+    return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
 
 
 def _short(func: Any) -> str:

@@ -14,7 +14,7 @@ from hoglib.verification.doctor import kind_of
 
 MOST = 256  # elements that are differentiated one by one
 NEAR = 1e-4
-DECLARE = "If it differs from the derivative on purpose, as a straight-through gradient does, pass surrogate=True."
+DECLARE = "If that is on purpose, as in a straight-through gradient, pass surrogate=True."
 
 
 def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
@@ -26,8 +26,33 @@ def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
     u = [uniform(y, subject.random) if k == i else torch.zeros_like(y) for k, y in enumerate(values)]
     got = maps.pull(f, x, [(i, u[i])])[0]
     right = _by_differences(f, x, i, u[i], j)
-    return _transposed(subject, u, right, j) or describe(
-        got[j], right, name, out, got, len(values)
+    if not bool(got[j].isfinite().all()):
+        return f"The gradient by {name} is not finite where the derivative is."
+    other = uniform(u[i], subject.random)
+    factor = _factor(maps.pull(f, x, [(i, other)])[0][j], _by_differences(f, x, i, other, j))
+    part = subject.call.complex_variables[j]
+    return (
+        _transposed(subject, u, right, j)
+        or _conjugated(got[j], right, name, is_complex=part)
+        or describe(got[j], right, name, out, got, len(values), factor, x)
+    )
+
+
+def _factor(got: Tensor, right: Tensor) -> float | None:
+    """c, if got = c right."""
+    size = largest(right)
+    if not size:
+        return None
+    ratio = float((got * right).sum() / (right * right).sum())
+    return ratio if _near(got, ratio * right, size) else None
+
+
+def _conjugated(got: Tensor, right: Tensor, name: str, *, is_complex: bool) -> str:
+    if not is_complex or not _near(got[..., 0], right[..., 0], largest(right)):
+        return ""
+    return (
+        f"The imaginary part of the gradient by {name} is wrong, the real part is right: is a conj() "
+        "missing, or one too many? Torch's gradient of a real loss is that by the conjugate."
     )
 
 
@@ -54,11 +79,10 @@ def _transposed(subject: Subject, u: list[Tensor], right: Tensor, j: int) -> str
 
 
 def describe(
-    got: Tensor, right: Tensor, name: str, out: str, others: Sequence[Tensor], outputs: int
-) -> str:
+    got: Tensor, right: Tensor, name: str, out: str, others: Sequence[Tensor], outputs: int,
+    factor: float | None, x: Sequence[Tensor],
+) -> str:  # fmt: skip
     size = largest(right)
-    if not bool(got.isfinite().all()):
-        return f"The gradient by {name} is not finite where the derivative is."
     if not size:
         hint = ""
         if bool((got == got.reshape(-1)[0]).all()) or largest(got):
@@ -74,11 +98,14 @@ def describe(
             f"The gradient by {name} is missing (zero, or None): backward does not compute it. If "
             f"{name} is meant to be constant, give the other inputs requires_grad."
         )
-    ratio = float((got * right).sum() / (right * right).sum())
-    if _near(got, ratio * right, size):
+    ratio = _factor(got, right)
+    if ratio is not None and factor is not None and abs(ratio - factor) <= NEAR * abs(factor):
         if abs(ratio + 1) < NEAR:
             return f"The gradient by {name} has the wrong sign: it is minus the derivative. {DECLARE}"
-        return f"The gradient by {name} is {ratio:.4g} times the derivative: a constant factor is wrong. {DECLARE}"
+        return (
+            f"The gradient by {name} is {ratio:.4g} times the derivative: a constant factor is "
+            f"wrong.{_mean(ratio, x)} {DECLARE}"
+        )
     if got.dim() == 2 and got.shape[0] == got.shape[1] and _near(got.T, right, size):
         return f"The gradient by {name} is transposed: return its transpose."
     for k, other in enumerate(others):
@@ -113,8 +140,17 @@ def _where_wrong(got: Tensor, right: Tensor, same: Tensor) -> str:
     return ""
 
 
+def _mean(ratio: float, x: Sequence[Tensor]) -> str:
+    for value in x:
+        for count in (*value.shape, value.numel()):
+            for guess, what in ((1 / count, "a mean where a sum is due"), (count, "a sum where a mean is due")):
+                if count > 1 and abs(ratio - guess) < NEAR * guess:
+                    return f" Is it {what}, over {count} elements?"
+    return ""
+
+
 def _near(a: Tensor, b: Tensor, size: float) -> bool:
-    return a.shape == b.shape and largest(a - b) <= NEAR * size
+    return a.shape == b.shape and bool((a - b).isfinite().all()) and largest(a - b) <= NEAR * size
 
 
 def _by_differences(f: Map, x: list[Tensor], i: int, u: Tensor, j: int) -> Tensor:

@@ -15,7 +15,10 @@ Map = Callable[..., list[Tensor]]
 
 
 def gradient(function: Map, count: int, wanted: Sequence[int] | None = None) -> Map:
-    """(x, u) -> J(x)^T u, the gradient by the wanted of the first `count` arguments."""
+    """(x, u) -> J(x)^T u, the gradient by the wanted of the first `count` arguments.
+
+    Backward gets copies of u, so that one that works in place spoils no other check.
+    """
     wanted = range(count) if wanted is None else wanted
 
     def map_(*given: Tensor) -> list[Tensor]:
@@ -30,7 +33,7 @@ def gradient(function: Map, count: int, wanted: Sequence[int] | None = None) -> 
             return [torch.zeros_like(x) for x in by]
         return list(
             torch.autograd.grad(
-                [y for y, _ in outputs], by, [u for _, u in outputs], create_graph=True,
+                [y for y, _ in outputs], by, [u.clone() for _, u in outputs], create_graph=True,
                 materialize_grads=True,
             )
         )  # fmt: skip
@@ -87,7 +90,7 @@ def pull(
             results.append([torch.zeros_like(y) if g is None else g[0].detach() for g, y in parts])
         else:
             grads = torch.autograd.grad(
-                outputs[i], by, w, retain_graph=True, materialize_grads=True
+                outputs[i], by, w.clone(), retain_graph=True, materialize_grads=True
             )
             results.append([g.detach() for g in grads])
     return results

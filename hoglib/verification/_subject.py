@@ -54,11 +54,17 @@ class Subject:
             self.call, self.refused = own, f"{type(error).__name__}: {error}".splitlines()[0]
         self.name = self.call.name
         self.names = self.call.names
+        named = dict(zip(self.names, self.names, strict=True))
+        function = as_function(fn)
+        if function is not None:
+            for i, name in enumerate(_parameters(function, len(inputs))):
+                named[f"inputs[{i}]"] = f"inputs[{i}] ({name})"
+        self.names = [named.get(name, name) for name in self.names]
         self.num_parameters = len(self.names) - self.call.num_inputs
         self.x = self.call.point
         self.outputs = outputs
         self.dtype = self.x[0].dtype if self.x else torch.float64
-        self.applications = applications(self.call.recorded, self.call.names, self.call.num_inputs)
+        self.applications = applications(self.call.recorded)
         self.functions = custom_functions(outputs)
         self.random = torch.Generator().manual_seed(0)
 
@@ -85,24 +91,31 @@ class Subject:
         return all(map(plain.offers_vmap, self.functions))
 
 
-def applications(
-    run: Callable[[], Any], names: Sequence[str] = (), num_inputs: int = 0
-) -> list[Application]:
+def as_function(fn: Any) -> type[Function] | None:
+    """The Function class that fn is, or is the `apply` of."""
+    owner = fn if isinstance(fn, type) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
+
+
+def applications(run: Callable[[], Any]) -> list[Application]:
     """The custom Functions that a run applies to something that requires grad, each kind once."""
     found: dict[Any, Application] = {}
 
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:
-        by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
-        if not by:
-            return
-        kind = (function, tuple(_kind(x) for x in args))
-        if kind not in found:
-            values = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
-            found[kind] = Application(function, values, by, _parameters(function, len(args)))
+        app = application(function, args)
+        if app is not None:
+            found.setdefault((function, tuple(_kind(x) for x in args)), app)
 
     with watching_functions(seen):
         run()
     return list(found.values())
+
+
+def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
+    """A call of a Function, if it is differentiated by anything."""
+    by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
+    values = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
+    return Application(function, values, by, _parameters(function, len(args))) if by else None
 
 
 def _parameters(function: type[Function], count: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from hoglib.verification import doctor
 from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
 from hoglib.verification._cuts import Cut
+from hoglib.verification._differences import scales, uniform
 from hoglib.verification.derivatives import Bounds, Found, in_reverse, target
 from hoglib.verification.doctor import Diagnosis, Slot
 from hoglib.verification.report import Row
@@ -36,45 +37,63 @@ def rows(subject: Subject, x: list[Tensor], found: Mapping[str, Found]) -> Itera
     wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
     if not wrong:
         return
-    apps = _at(subject, x)
+    apps = _moving(subject, x)
+    right_once = not found.get("first derivative: reverse", Found()).wrong
     over_forward = [name for name in wrong if name.endswith("over-forward")]
     named = False
-    for app in apps:
+    for app, moves in apps:
         for in_jvp in (False, True):
             if in_jvp and (not over_forward or not plain.offers_jvp(app.function)):
                 continue
             if not in_jvp and over_forward == wrong:
                 continue
-            for row in _of(app, in_jvp, several=len(apps) > 1):
+            for row in _of(app, moves, in_jvp, several=len(apps) > 1, right_once=right_once):
                 named = True
                 yield row
-    if not named:
+    if not named and right_once:
         yield from _culprits(subject, x, found, wrong)
 
 
 def of_subset(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
     """The culprits when only some of a Function's inputs require grad."""
-    for app in _at(subject, x):
+    for app, moves in _moving(subject, x):
         if len(app.by) == len(x):
-            alone = app._replace(by=tuple(app.by[j] for j in subset))
-            yield from _of(alone, False, several=False)
+            by = tuple(app.by[j] for j in subset)
+            moves = {i: move for i, move in (moves or {}).items() if i in by}
+            yield from _of(app._replace(by=by), moves, False, several=False, right_once=True)
 
 
-def _at(subject: Subject, x: list[Tensor]) -> list[Application]:
-    """The Functions that the subject applies when it is called beside its inputs."""
+def _moving(subject: Subject, x: list[Tensor]) -> list[tuple[Application, doctor.Moves | None]]:
+    """The Functions that the subject applies beside its inputs, and how their arguments move there."""
+    v = [uniform(y, subject.random) * scales(y) for y in x]
 
-    def run() -> None:
-        subject.map(*(y.clone().requires_grad_() for y in x))
+    def at(h: float) -> list[Application]:
+        point = [(y + h * d).requires_grad_() for y, d in zip(x, v, strict=True)]
+        return applications(lambda: subject.map(*point))
 
-    return applications(run)
+    here, above, below = at(0.0), at(doctor.STEP), at(-doctor.STEP)
+    if not len(here) == len(above) == len(below):
+        return [(app, None) for app in here]
+    ends = zip(here, above, below, strict=True)
+    return [
+        (
+            app,
+            {i: (p.args[i] - m.args[i]) / (2 * doctor.STEP) for i in app.by}
+            if p.by == m.by == app.by
+            else None,
+        )
+        for app, p, m in ends
+    ]
 
 
-def _of(app: Application, in_jvp: bool, *, several: bool) -> Iterator[Row]:
+def _of(
+    app: Application, moves: doctor.Moves | None, in_jvp: bool, *, several: bool, right_once: bool
+) -> Iterator[Row]:
     function = app.function.__name__
     rule = "jvp" if in_jvp else "backward"
     prefix = f"{function}: " if several else ""
     try:
-        found = doctor.examine(app, in_jvp=in_jvp)
+        found = doctor.examine(app, moves, in_jvp=in_jvp)
     except Exception as error:
         place = where.of_error(error)
         yield Row(
@@ -99,11 +118,13 @@ def _of(app: Application, in_jvp: bool, *, several: bool) -> Iterator[Row]:
         return
     for cuts in _together(found.cuts):
         yield _cut(f"{prefix}graph cut: {_title(cuts[0])}", function, rule, cuts, found)
-    for slot in found.slots:
-        if slot.kind in ("copy", "intermediate"):
-            yield _slot(f"{prefix}saved: {slot.label}", rule, slot, found, app)
+    made = [slot for slot in found.slots if slot.kind in ("copy", "intermediate")]
+    if made:
+        yield _saved(prefix, rule, made, app)
+    inner = list(_inner(prefix, function, rule, found)) if right_once else []
+    yield from inner
     unseen = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
-    if unseen and not found.cuts:
+    if unseen and right_once and not (inner or found.cuts):
         what = ", ".join(_called(s) for s in unseen)
         lost = sum(s.share for s in unseen)
         yield Row(
@@ -112,8 +133,6 @@ def _of(app: Application, in_jvp: bool, *, several: bool) -> Iterator[Row]:
             "in a way that leaves no trace: torch.autograd.Variable, a kernel of another library, or memory "
             f"written directly? {MENDS['kernel']}",
         )  # fmt: skip
-    if not found.lost and not found.once:
-        yield from _inner(prefix, function, rule, found)
 
 
 def _together(cuts: Sequence[Cut]) -> list[list[Cut]]:
@@ -158,28 +177,37 @@ def _raised(name: str, function: str, rule: str, found: Diagnosis) -> Row:
     return Row(name, "fail", None, f"{text} {MENDS['escape']}")
 
 
-def _slot(name: str, rule: str, slot: Slot, found: Diagnosis, app: Application) -> Row:
-    called = f"`{slot.name}`, " if slot.name else ""
+def _saved(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> Row:
+    """The slots that have no graph, and the two ways to give them one."""
+    name = f"{prefix}saved: {', '.join(slot.label for slot in slots)}"
+    lines = [_slot(slot) for slot in slots]
+    made = [slot for slot in slots if slot.kind == "intermediate"]
+    if made:
+        inputs = ", ".join(app.names[i] for i in app.by if i < len(app.names))
+        which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
+        lines.append(
+            f"Forward runs without a graph, so {rule} cannot be differentiated through what forward made. "
+            f"Two ways to mend it:\n"
+            f"1. save the inputs instead ({inputs}), and compute {which} from them again in {rule};\n"
+            f"2. or return {which} from forward as one more output, and save that: then it has a "
+            f"gradient of its own, which backward gets as one more argument, and adds times the derivative "
+            f"of {which} by the inputs."
+        )
+    return Row(name, "fail", sum(slot.share for slot in slots), "\n".join(lines))
+
+
+def _slot(slot: Slot) -> str:
     place = f", saved at {slot.place}" if slot.place else ""
+    called = f"`{slot.name}`, " if slot.name else ""
     share = f"It carries {_percent(slot.share)} of the missing second-order term."
     if slot.kind == "copy":
         original = slot.what.removeprefix("a copy of ")
-        text = (
-            f"{slot.label} is {called}a clone or detached {slot.what}{place}: a copy made in forward has "
-            f"no graph. {share} Save {original} itself."
+        return (
+            f"{slot.label} is {called}a copy (a clone, or detached) of {original}{place}. A copy made in "
+            f"forward has no graph. {share} Save {original} itself."
         )
-        return Row(name, "fail", slot.share, text)
-    inputs = ", ".join(app.names[i] for i in app.by if i < len(app.names))
-    made = "a Python number that forward made" if slot.number else slot.what
-    text = (
-        f"{slot.label} is {called}{made}{place}: forward runs without a graph, so {rule} cannot be "
-        f"differentiated through this intermediate. {share}\n"
-        f"Two ways to mend it: save the inputs instead ({inputs}), and compute it from them again in "
-        f"{rule}, where there is a graph;\n"
-        "or return it from forward as one more output and save that: then it has a gradient of its own, "
-        "which backward gets as one more argument and adds, times its derivative by the inputs."
-    )
-    return Row(name, "fail", slot.share, text)
+    what = slot.what.replace("an intermediate", f"an intermediate ({slot.type})")
+    return f"{slot.label} is {called}{what}{place}. {share}"
 
 
 def _percent(share: float) -> str:

@@ -298,7 +298,7 @@ def _in_place(app: Application) -> list[Row]:
     late = [m for m in again.changed(watch.places)]
     return [
         _mutated("in-place: inputs", "forward", forward, differentiated, "`x.mul(2)`, not `x.mul_(2)`",
-                 "; or, if that is meant, declare it with ctx.mark_dirty and return it"),
+                 " If it is meant, declare it with ctx.mark_dirty and return it."),
         _mutated("in-place: grad_output", "backward", gradients, None, "`g * x`, not `g.mul_(x)`"),
         _mutated("in-place: saved tensors", "backward", kept or late, None,
                  "`x * 2`, not `x.mul_(2)`"),
@@ -314,7 +314,7 @@ def _mutated(
     what = name.removeprefix("in-place: ").removesuffix("s")
     listed = "; ".join(m.name + (f", at {m.place}" if m.place else "") for m in changes)
     text = f"{by} changes {_article(what)} in place (in-place): {listed}. "
-    text += IN_PLACE.format(example=example) + (f" Else{also}." if also else "")
+    text += IN_PLACE.format(example=example) + also
     only_buffers = differentiated is not None and not any(m.name in differentiated for m in changes)
     return Row(name, "warn" if only_buffers else "fail", None, text)
 

@@ -116,7 +116,8 @@ def _take(
     wrong = ~(difference <= allowed)
     size = one.size(i) + one.floors[i]
     worst = int((difference.nan_to_num(torch.inf) - allowed).nan_to_num(torch.inf).argmax())
-    error = float(difference.reshape(-1)[worst]) / max(size, 1e-300)
+    size = max(size, abs(float(value.reshape(-1)[worst])))
+    error = float(difference.reshape(-1)[worst]) / (size or 1.0)
     if bool(wrong.any()) and not (found.wrong and found.error >= error):
         where = f", element {worst}" if difference.numel() > 1 else ""
         expected, got = (float(t.reshape(-1)[worst]) for t in (one.values[i], value))
@@ -177,7 +178,7 @@ def _weigh(
 ) -> None:  # fmt: skip
     found.checked += 1
     off = abs(got - expected)
-    error = off / max(scale, 1e-300) if off == off else float("inf")
+    error = off / (max(scale, abs(got)) or 1.0) if off == off else float("inf")
     if not off <= allowed and not (found.wrong and found.error >= error):
         found.wrong = (
             f"{_of(at, i, j)}, along random directions: expected {expected:.6g}, got {got:.6g}"

@@ -20,18 +20,21 @@ from torch import Tensor
 from torch.autograd import Function, function as torch_function
 
 from hoglib import _tree
+from hoglib._functorch import watching_functions
 from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float
 from hoglib.verification._cuts import Cut, Watch
 from hoglib.verification._differences import scales, uniform
 from hoglib.verification._plain import Context, Record, Run
-from hoglib.verification._subject import Application, applications
+from hoglib.verification._subject import Application, application
 
 STEP = 1e-5
 LOST = 1e-5  # of the whole term: less is rounding
 WORTH_SAYING = 1e-3  # of what is lost
 DRAWS = 4
+
+Moves = dict[int, Tensor]  # by argument
 
 
 @dataclasses.dataclass
@@ -43,7 +46,7 @@ class Slot:
     what: str  # "input `x`"
     name: str = ""  # of the local variable that was saved
     place: where.Place | None = None
-    number: bool = False  # a Python number, no tensor
+    type: str = "Tensor"
     lost: float = 0.0
     share: float = 0.0
 
@@ -59,9 +62,15 @@ class Diagnosis(NamedTuple):
     inner: list[Application]  # Functions that backward applies
 
 
-def examine(app: Application, *, in_jvp: bool = False) -> Diagnosis:
-    """Measure what each slot of a Function loses; its arguments must not lie on a kink."""
-    return _Examination(app, in_jvp).diagnosis()
+def examine(
+    app: Application, moves: Moves | None = None, *, in_jvp: bool = False
+) -> Diagnosis:
+    """Measure what each slot of a Function loses; its arguments must not lie on a kink.
+
+    moves: how the arguments move along some direction, (above - below) / 2h; by default each on its
+    own, which some Functions do not allow (a symmetric matrix, probabilities).
+    """
+    return _Examination(app, in_jvp, moves).diagnosis()
 
 
 def is_once(function: type[Function]) -> bool:
@@ -71,13 +80,16 @@ def is_once(function: type[Function]) -> bool:
 
 
 class _Examination:
-    def __init__(self, app: Application, in_jvp: bool) -> None:
+    def __init__(self, app: Application, in_jvp: bool, moves: Moves | None) -> None:
         self._app, self._in_jvp = app, in_jvp
         self._random = torch.Generator().manual_seed(1)
         self._once = not in_jvp and is_once(app.function)
         rule: Any = app.function.jvp if in_jvp else plain.rule(app.function)
         self._rule: Callable[..., Any] = rule.__wrapped__ if self._once else rule
-        self._v = {i: uniform(app.args[i], self._random) * scales(app.args[i]) for i in app.by}
+        self._v = moves or {
+            i: uniform(app.args[i], self._random) * scales(app.args[i]) for i in app.by
+        }
+        self._inner: list[Application] = []
         base = self._run(0.0)
         self._arguments = self._incoming(base)
 
@@ -154,9 +166,15 @@ class _Examination:
         for k, g in enumerate(incoming):
             if g is not None:
                 leaves[self._gradient_name(k)] = [(g, uniform(g, self._random))]
-        with torch.enable_grad(), watch:
+        with watching_functions(self._apply) as watch.applying, torch.enable_grad(), watch:
             results = self._results(record, incoming)
         return results, leaves
+
+    def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
+        """Note a Function that backward applies."""
+        app = application(function, args)
+        if app is not None and function not in [other.function for other in self._inner]:
+            self._inner.append(app)
 
     def _gradient_name(self, k: int) -> str:
         return f"{'tangent' if self._in_jvp else 'grad_output'} {k}"
@@ -226,13 +244,11 @@ class _Examination:
     # Blame.
 
     def diagnosis(self) -> Diagnosis:
-        inner: list[Application] = []
+        inner = self._inner
         try:
-            inner = applications(lambda: self._seen(Watch()))
             lost, whole, watch = self._lost()
         except Exception as error:
-            watch = self._cuts_before(error)
-            return Diagnosis(1.0, [], watch, self._once, error, inner)
+            return Diagnosis(1.0, [], self._cuts_before(), self._once, error, [])
         size = max(whole, 1e-300)
         total = sum(lost.values())
         if total <= LOST * size:
@@ -248,7 +264,8 @@ class _Examination:
             cuts, self._once, None, inner,
         )  # fmt: skip
 
-    def _cuts_before(self, error: Exception) -> list[Cut]:
+    def _cuts_before(self) -> list[Cut]:
+        """The cuts until backward raised."""
         watch = Watch()
         try:
             self._seen(watch)
@@ -286,8 +303,8 @@ class _Examination:
         for label, value in run.record.slots(in_jvp=self._in_jvp).items():
             noted = run.record.noted(label)
             kind, what = kind_of(value, run, self._app.names)
-            number = not plain.tensors(value)
-            slots.append(Slot(label, kind, what, noted.name, noted.place, number))
+            kept = type(value).__name__
+            slots.append(Slot(label, kind, what, noted.name, noted.place, kept))
         for k, g in enumerate(self._arguments):
             if g is not None:
                 name = self._gradient_name(k)
