@@ -1,24 +1,84 @@
-"""The command `hoglib`: `hoglib ops` lists the ops and tries each of them."""
+"""The command `hoglib`: `hoglib verify` judges Functions, `hoglib ops` lists and tries the ops."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
+VERIFY = """\
+Verify the derivatives of custom Functions, to second order, in every mode that they offer.
+
+  hoglib verify package.module:Function --input "randn(3, 4)" --input "rand(4) + 1"
+  hoglib verify path/to/file.py                every Function in it with a static sample_inputs()
+
+Inputs are expressions over torch's functions. sample_inputs() returns the arguments as a tuple, or a
+list of such tuples; a Function may have a static reference() of plain torch operations, and
+`surrogate = True` if its gradient differs from the derivative on purpose.
+
+Exit status: 0 all right, 1 something is wrong, 2 something could not be run.
+"""
+
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 1 where something is wrong, 2 for a bad command."""
+    """Run a command; the exit status is 0, 1 where something is wrong, 2 for what could not be run."""
     parser = argparse.ArgumentParser(prog="hoglib", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    _verify_arguments(
+        commands.add_parser(
+            "verify", help="verify the derivatives of custom Functions", description=VERIFY,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )  # fmt: skip
     ops = commands.add_parser(
         "ops", help="list the ops; every row is tried against its plain torch reference"
     )
     ops.add_argument("--markdown", action="store_true", help="as the table of docs/ops.md")
     given = parser.parse_args(args)
-    return _ops(given.markdown)
+    try:
+        return _ops(given.markdown) if given.command == "ops" else _verify(given)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", help="package.module:Function, path/to/file.py or path/to/file.py:Function")
+    add("--input", action="append", default=[], metavar="EXPRESSION", help="once for each argument")
+    add("--reference", metavar="MODULE:NAME", help="the same function of plain torch operations")
+    add("--orders", type=_numbers, metavar="1,2,3", help="orders to check (default 1,2)")
+    add("--modes", type=_words, metavar="rr,fr,rf,ff", help="modes to check (default: all offered)")
+    add("--surrogate", action="store_true", help="the gradient differs from the derivative on purpose")
+    add("--full", action="store_true", help="along every element, not random directions")
+    add("--compile", action="store_true", help="also under torch.compile")
+    add("--seed", type=int, default=0, help="of torch, before inputs are made (default 0)")
+    add("--json", action="store_true", help="reports as JSON on stdout")
+    add("-v", "--verbose", action="store_true", help="the table also of what is right")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from hoglib.verification import _command  # after the arguments: it takes torch's import
+
+    options = {name: getattr(given, name) for name in ("orders", "modes")}
+    switches = {name: True for name in ("surrogate", "full", "compile") if getattr(given, name)}
+    return _command.run(
+        given.target, given.input, as_json=given.json, verbose=given.verbose, seed=given.seed,
+        reference=given.reference, **options, **switches,
+    )  # fmt: skip
 
 
 def _ops(markdown: bool) -> int:
-    from hoglib.ops import overview  # after the arguments: it takes torch's import
+    from hoglib.ops import overview
 
     table = overview.rows()
     print(overview.markdown(table) if markdown else overview.text(table))

@@ -96,7 +96,12 @@ class Report:
         return f"Report({self.name}: {counts})"
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *self._sentences(), "", *self._table()])
+        return self.text()
+
+    def text(self, *, table: bool = True) -> str:
+        """A headline, a paragraph for each failure and warning, and a line a check."""
+        lines = [self._headline(), *self._sentences()]
+        return "\n".join([*lines, "", *self._table()] if table else lines)
 
     def _headline(self) -> str:
         checked = len(self.rows) - len(self._having("skip"))
