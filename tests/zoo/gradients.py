@@ -89,6 +89,36 @@ class MulForward(Mul):
         return ta * b - a * tb
 
 
+class Neuron(Function):
+    """y = tanh(x w); the gradients are g (1 - y^2) w and g (1 - y^2) x."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        y = torch.tanh(x * w)
+        ctx.save_for_backward(x, w, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w, y = ctx.saved_tensors
+        g = g * (1 - y * y)
+        need = ctx.needs_input_grad
+        return g * w if need[0] else None, g * x if need[1] else None
+
+
+class NeuronShortcut(Neuron):
+    """y = tanh(x w), but with a frozen w the backward takes a short cut through y.detach()."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w, y = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        if not need[1]:
+            y = y.detach()
+            return g * (1 - y * y) * w, None
+        return g * (1 - y * y) * w if need[0] else None, g * (1 - y * y) * x
+
+
 class SumRows(Function):
     """y_i = sum_j x_ij; every x_ij receives g_i."""
 
@@ -364,6 +394,7 @@ EXHIBITS = [
     Exhibit("gradients in the wrong order", wrong=MulSwapped, right=Mul, inputs=normal((3, 4), (3, 4)), says=("order",)),
     Exhibit("None for an input that needs a gradient", wrong=MulNone, right=Mul, inputs=normal((3, 4), (3, 4)), says=("none",)),
     Exhibit("needs_input_grad read at the wrong place", wrong=MulWrongBranch, right=Mul, inputs=normal((3, 4), (3, 4)), says=("needs_input_grad",)),
+    Exhibit("a short cut for a frozen input", wrong=NeuronShortcut, right=Neuron, inputs=normal((3, 4), (3, 4)), says=(".detach()",)),
     Exhibit("a jvp that disagrees with the backward", wrong=MulForward, right=Mul, inputs=normal((3, 4), (3, 4)), says=("jvp",)),
     Exhibit("a gradient of the wrong shape", wrong=SumRowsUnexpanded, right=SumRows, inputs=normal((3, 4)), says=("shape",)),
     Exhibit("no sum over broadcast dims", wrong=BiasAddNoSum, right=BiasAdd, inputs=normal((3, 4), (4,)), says=("sum",)),

@@ -49,7 +49,7 @@ class Spread(Function):
 
 
 class SpreadViewsGradient(Spread):
-    """y = x^2, but by g.view(-1), which the stride-0 gradient of a sum does not have."""
+    """y = x^2, but by g.view(-1), which the expanded gradient of a sum over rows does not have."""
 
     @staticmethod
     def backward(ctx, g):

@@ -188,7 +188,7 @@ class Dropout(Function):
 
     @staticmethod
     def forward(ctx, x):
-        m = torch.rand_like(x) < 0.5
+        m = torch.rand(x.shape, device=x.device) < 0.5
         ctx.save_for_backward(m)
         return 2 * x * m
 
@@ -203,7 +203,7 @@ class DropoutRedrawn(Dropout):
 
     @staticmethod
     def backward(ctx, g):
-        m = torch.rand_like(g) < 0.5
+        m = torch.rand(g.shape, device=g.device) < 0.5
         return 2 * g * m
 
 

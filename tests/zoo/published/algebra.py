@@ -18,8 +18,10 @@ def _square_root(a):
 
 def _sum_with(a, b):
     """The matrix of X -> A X + X B, on X read row by row."""
-    left = torch.kron(a, torch.eye(len(b), dtype=a.dtype, device=a.device))
-    return left + torch.kron(torch.eye(len(a), dtype=a.dtype, device=a.device), b.mT.contiguous())
+    m, n = len(a), len(b)
+    left = torch.einsum("ik,jl->ijkl", a, torch.eye(n, dtype=a.dtype, device=a.device))
+    right = torch.einsum("ik,lj->ijkl", torch.eye(m, dtype=a.dtype, device=a.device), b)
+    return (left + right).reshape(m * n, m * n)
 
 
 def _sylvester(a, b, c):
