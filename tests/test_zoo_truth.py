@@ -147,7 +147,8 @@ def changes(function, inputs, weights) -> Iterator[str]:
 def shape(function, inputs, weights):
     """Number and shapes of what the backward itself returns, before the engine mends them."""
     copies = leaves(inputs)
-    node = next(y.grad_fn for y in call(function, copies) if y.requires_grad)
+    outputs = call(function, copies)  # until torch 2.12 a node loses what it saved with its output
+    node = next(y.grad_fn for y in outputs if y.requires_grad)
     grads = node.apply(*weights)
     grads = (grads,) if isinstance(grads, Tensor) else grads
     if len(grads) != len(inputs):
