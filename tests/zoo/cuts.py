@@ -11,9 +11,12 @@ class Cube(Function):
     """y = x^3, dy/dx = 3 x^2."""
 
     @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
+    def forward(x):
         return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, g):
@@ -38,16 +41,6 @@ class CubeNoGrad(Cube):
         (x,) = ctx.saved_tensors
         with torch.no_grad():
             return 3 * x * x * g
-
-
-class CubeOnce(Cube):
-    """y = x^3, but the backward says that it is differentiable once."""
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * g
 
 
 class CubeNumpy(Cube):
@@ -282,6 +275,16 @@ class LogGradientDetached(Log):
         return g.detach() / x
 
 
+class LogOnce(Log):
+    """y = log x, but the backward says that it is differentiable once."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g / x
+
+
 EXHIBITS = [
     Exhibit(".data in backward", wrong=CubeData, right=Cube, inputs=normal((3, 4)), says=(".data",)),
     Exhibit(".detach() in backward", wrong=GaussianDetached, right=Gaussian, inputs=normal((3, 4)), says=(".detach()",)),
@@ -289,7 +292,7 @@ EXHIBITS = [
     Exhibit(".item() in backward", wrong=ScaleItem, right=Scale, inputs=normal((3, 4), ()), says=(".item()",)),
     Exhibit(".tolist() in backward", wrong=CubeList, right=Cube, inputs=normal((3, 4)), says=(".tolist()",)),
     Exhibit("no_grad in backward", wrong=CubeNoGrad, right=Cube, inputs=normal((3, 4)), says=("no_grad",)),
-    Exhibit("once_differentiable", wrong=CubeOnce, right=Cube, inputs=normal((3, 4)), says=("once_differentiable",)),
+    Exhibit("once_differentiable", wrong=LogOnce, right=Log, inputs=positive((3, 4)), says=("once_differentiable",)),
     Exhibit("once_differentiable in the new style", wrong=GaussianOnce, right=Gaussian, inputs=normal((3, 4)), says=("once_differentiable",)),
     Exhibit("NumPy in backward", wrong=CubeNumpy, right=Cube, inputs=normal((3, 4)), says=("numpy",)),
     Exhibit("a raw kernel in backward", wrong=CubeKernel, right=Cube, inputs=normal((3, 4)), says=("cube_grad",)),
