@@ -1,0 +1,303 @@
+"""Backwards that leave the graph: their result is right and has no derivative."""
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from tests.zoo.exhibit import Exhibit, normal, positive
+
+
+class Cube(Function):
+    """y = x^3, dy/dx = 3 x^2."""
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * g
+
+
+class CubeData(Cube):
+    """y = x^3, but the backward reads x.data."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x.data * x.data * g
+
+
+class CubeNoGrad(Cube):
+    """y = x^3, but the backward runs under no_grad, "to save memory"."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            return 3 * x * x * g
+
+
+class CubeNumpy(Cube):
+    """y = x^3, but the backward computes in NumPy."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        slope = 3 * x.detach().cpu().numpy() ** 2
+        return g * torch.from_numpy(slope).to(g)
+
+
+class CubeList(Cube):
+    """y = x^3, but the backward makes a new tensor of Python numbers."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        slope = [[3 * v * v for v in row] for row in x.tolist()]
+        return g * torch.tensor(slope, dtype=g.dtype, device=g.device)
+
+
+class Gaussian(Function):
+    """y = exp(-x^2 / 2), dy/dx = -x y."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.exp(-x * x / 2)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+        ctx.save_for_forward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        return -g * x * y
+
+    @staticmethod
+    def jvp(ctx, t):
+        x, y = ctx.saved_tensors
+        return -t * x * y
+
+
+class GaussianDetached(Gaussian):
+    """y = exp(-x^2 / 2), but the backward detaches the output."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        return -g * x * y.detach()
+
+
+class GaussianOnce(Gaussian):
+    """y = exp(-x^2 / 2), but the backward says that it is differentiable once."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, y = ctx.saved_tensors
+        return -g * x * y
+
+
+class Scale(Function):
+    """y = a x for a scalar a; the gradients are a g and sum(g x)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, a):
+        return x * a
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, a = ctx.saved_tensors
+        gx = g * a if ctx.needs_input_grad[0] else None
+        ga = (g * x).sum() if ctx.needs_input_grad[1] else None
+        return gx, ga
+
+
+class ScaleItem(Function):
+    """y = a x, but the backward reads a with .item()."""
+
+    @staticmethod
+    def forward(x, a):
+        return x * a
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, a = ctx.saved_tensors
+        gx = g * a.item() if ctx.needs_input_grad[0] else None
+        ga = (g * x).sum() if ctx.needs_input_grad[1] else None
+        return gx, ga
+
+
+# As a C++ extension registers it: a kernel, which autograd does not look into, and no formula.
+_library = torch.library.Library("hoglib_zoo", "FRAGMENT")
+_library.define("cube_grad(Tensor g, Tensor x) -> Tensor")
+
+
+@torch.library.impl(_library, "cube_grad", "CompositeExplicitAutograd")
+def _cube_grad(g, x):
+    with torch._C._AutoDispatchBelowAutograd():
+        return 3 * x * x * g
+
+
+@torch.library.custom_op("hoglib_zoo::cube_grad_python", mutates_args=())
+def _cube_grad_python(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return 3 * x * x * g
+
+
+class CubeKernel(Cube):
+    """y = x^3, but the backward calls an operator that has no autograd formula."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return torch.ops.hoglib_zoo.cube_grad(g, x)
+
+
+class CubeCustomOp(Cube):
+    """y = x^3, but the backward calls a torch.library.custom_op that has no autograd formula."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return torch.ops.hoglib_zoo.cube_grad_python(g, x)
+
+
+class CubeBelowAutograd(Cube):
+    """y = x^3, but the backward calls torch's kernels below autograd."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.mul(3 * x * x, g)
+
+
+class Mish(Function):
+    """y = x tanh(softplus(x)), with a backward of differentiable operations."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.nn.functional.mish(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        t = torch.tanh(torch.nn.functional.softplus(x))
+        return g * (t + x * (1 - t * t) * torch.sigmoid(x))
+
+
+class MishAten(Mish):
+    """y = x tanh(softplus(x)), but its backward is torch's kernel, which has no derivative."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.mish_backward(g, x)
+
+
+def _layer(x, w):
+    return torch.tanh(x @ w)
+
+
+def _gradients(ctx, inputs, g, create_graph):
+    """The gradients of the layer by those inputs that need them."""
+    wanted = [t for t, need in zip(inputs, ctx.needs_input_grad, strict=True) if need]
+    grads = iter(torch.autograd.grad(_layer(*inputs), wanted, g, create_graph=create_graph))
+    return tuple(next(grads) if need else None for need in ctx.needs_input_grad)
+
+
+class Recompute(Function):
+    """y = tanh(x w), computed again in the backward, which is differentiable when asked to be."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return _layer(x, w)
+
+    @staticmethod
+    def backward(ctx, g):
+        twice = torch.is_grad_enabled()
+        with torch.enable_grad():
+            again = [t.view_as(t) for t in ctx.saved_tensors]
+            return _gradients(ctx, again, g, create_graph=twice)
+
+
+class RecomputeDetached(Recompute):
+    """y = tanh(x w), but what is computed again starts from detached copies, as in a checkpoint."""
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            again = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+            return _gradients(ctx, again, g, create_graph=False)
+
+
+class Log(Function):
+    """y = log x, dy/dx = 1 / x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.log()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g / x
+
+
+class LogGradientDetached(Log):
+    """y = log x, but the backward detaches the gradient it received."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g.detach() / x
+
+
+class LogOnce(Log):
+    """y = log x, but the backward says that it is differentiable once."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g / x
+
+
+EXHIBITS = [
+    Exhibit(".data in backward", wrong=CubeData, right=Cube, inputs=normal((3, 4)), says=(".data",)),
+    Exhibit(".detach() in backward", wrong=GaussianDetached, right=Gaussian, inputs=normal((3, 4)), says=(".detach()",)),
+    Exhibit("the gradient detached in backward", wrong=LogGradientDetached, right=Log, inputs=positive((3, 4)), says=(".detach()",)),
+    Exhibit(".item() in backward", wrong=ScaleItem, right=Scale, inputs=normal((3, 4), ()), says=(".item()",)),
+    Exhibit(".tolist() in backward", wrong=CubeList, right=Cube, inputs=normal((3, 4)), says=(".tolist()",)),
+    Exhibit("no_grad in backward", wrong=CubeNoGrad, right=Cube, inputs=normal((3, 4)), says=("no_grad",)),
+    Exhibit("once_differentiable", wrong=LogOnce, right=Log, inputs=positive((3, 4)), says=("once_differentiable",)),
+    Exhibit("once_differentiable in the new style", wrong=GaussianOnce, right=Gaussian, inputs=normal((3, 4)), says=("once_differentiable",)),
+    Exhibit("NumPy in backward", wrong=CubeNumpy, right=Cube, inputs=normal((3, 4)), says=("numpy",)),
+    Exhibit("a raw kernel in backward", wrong=CubeKernel, right=Cube, inputs=normal((3, 4)), says=("cube_grad",)),
+    Exhibit("a custom_op without a formula in backward", wrong=CubeCustomOp, right=Cube, inputs=normal((3, 4)), says=("cube_grad_python",)),
+    Exhibit("a torch kernel without a derivative in backward", wrong=MishAten, right=Mish, inputs=normal((3, 4)), says=("mish_backward",)),
+    Exhibit("kernels called below autograd in backward", wrong=CubeBelowAutograd, right=Cube, inputs=normal((3, 4)), says=("autograd",)),
+    Exhibit("recomputation from detached copies", wrong=RecomputeDetached, right=Recompute, inputs=normal((3, 4), (4, 2)), says=(".detach()",)),
+]  # fmt: skip

@@ -1,0 +1,409 @@
+"""Backwards whose gradients are wrong: their number, shape, sign, terms or order."""
+
+import torch
+from torch.autograd import Function
+
+from tests.zoo.exhibit import Exhibit, normal
+
+
+class Mul(Function):
+    """y = a b; the gradients are g b and g a."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a, b):
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return g * b if need[0] else None, g * a if need[1] else None
+
+    @staticmethod
+    def jvp(ctx, ta, tb):
+        a, b = ctx.saved_tensors
+        return ta * b + a * tb
+
+
+class MulOneGradient(Mul):
+    """y = a b, but one gradient for two inputs."""
+
+    @staticmethod
+    def backward(ctx, g):
+        _, b = ctx.saved_tensors
+        return g * b
+
+
+class MulThreeGradients(Mul):
+    """y = a b, but three gradients for two inputs, one of them for an argument that was removed."""
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return g * b if need[0] else None, g * a if need[1] else None, g
+
+
+class MulSwapped(Mul):
+    """y = a b, but the gradients come in the wrong order."""
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return g * a if need[0] else None, g * b if need[1] else None
+
+
+class MulNone(Mul):
+    """y = a b, but None for b, once a constant."""
+
+    @staticmethod
+    def backward(ctx, g):
+        _, b = ctx.saved_tensors
+        return g * b if ctx.needs_input_grad[0] else None, None
+
+
+class MulWrongBranch(Mul):
+    """y = a b, but whether b needs a gradient is read at the place of a."""
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return g * b if need[0] else None, g * a if need[0] else None
+
+
+class MulForward(Mul):
+    """y = a b, but its jvp has a term with the wrong sign."""
+
+    @staticmethod
+    def jvp(ctx, ta, tb):
+        a, b = ctx.saved_tensors
+        return ta * b - a * tb
+
+
+class Neuron(Function):
+    """y = tanh(x w); the gradients are g (1 - y^2) w and g (1 - y^2) x."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        y = torch.tanh(x * w)
+        ctx.save_for_backward(x, w, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w, y = ctx.saved_tensors
+        g = g * (1 - y * y)
+        need = ctx.needs_input_grad
+        return g * w if need[0] else None, g * x if need[1] else None
+
+
+class NeuronShortcut(Neuron):
+    """y = tanh(x w), but with a frozen w the backward takes a short cut through y.detach()."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w, y = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        if not need[1]:
+            y = y.detach()
+            return g * (1 - y * y) * w, None
+        return g * (1 - y * y) * w if need[0] else None, g * (1 - y * y) * x
+
+
+class SumRows(Function):
+    """y_i = sum_j x_ij; every x_ij receives g_i."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.sum(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.unsqueeze(-1).expand(ctx.shape)
+
+
+class SumRowsUnexpanded(SumRows):
+    """y_i = sum_j x_ij, but the gradient is not expanded to the shape of x."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.unsqueeze(-1)
+
+
+class BiasAdd(Function):
+    """y_ij = x_ij + b_j; b receives sum_i g_ij."""
+
+    @staticmethod
+    def forward(ctx, x, b):
+        return x + b
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, g.sum(0) if ctx.needs_input_grad[1] else None
+
+
+class BiasAddNoSum(BiasAdd):
+    """y_ij = x_ij + b_j, but b receives g as it is, which the engine mends."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, g
+
+
+class ChannelScale(Function):
+    """y_ncl = x_ncl w_c; w receives sum_nl g x."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w[:, None]
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return g * w[:, None] if need[0] else None, (g * x).sum((0, 2)) if need[1] else None
+
+
+class ChannelScaleWrongSum(ChannelScale):
+    """y_ncl = x_ncl w_c, but w receives the sum over batch and channels, of the same shape here."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return g * w[:, None] if need[0] else None, (g * x).sum((0, 1)) if need[1] else None
+
+
+class Sub(Function):
+    """y = a^2 - b^2; the gradients are 2 a g and -2 b g."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * a - b * b
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return 2 * a * g if need[0] else None, -2 * b * g if need[1] else None
+
+
+class SubSign(Sub):
+    """y = a^2 - b^2, but the gradient of b has the sign of that of a."""
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return 2 * a * g if need[0] else None, 2 * b * g if need[1] else None
+
+
+class Gate(Function):
+    """y = x tanh x, dy/dx = tanh x + x (1 - tanh^2 x)."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * torch.tanh(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        t = torch.tanh(x)
+        return g * (t + x * (1 - t * t))
+
+
+class GateMissingTerm(Gate):
+    """y = x tanh x, but the second term of the product rule is missing."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * torch.tanh(x)
+
+
+class MatMul(Function):
+    """Y = A B; the gradients are G B^T and A^T G."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return g @ b.mT if need[0] else None, a.mT @ g if need[1] else None
+
+
+class MatMulNoTranspose(MatMul):
+    """Y = A B of square matrices, but A receives G B."""
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        return g @ b if need[0] else None, a.mT @ g if need[1] else None
+
+
+class SquaredError(Function):
+    """y = sum (x - t)^2; x receives 2 (x - t) g, t the opposite."""
+
+    @staticmethod
+    def forward(ctx, x, t):
+        ctx.save_for_backward(x, t)
+        return (x - t).square().sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, t = ctx.saved_tensors
+        d = 2 * (x - t) * g
+        return d, -d
+
+
+class SquaredErrorLast(SquaredError):
+    """y = sum (x - t)^2, but the backward takes y for the loss itself and ignores g."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, t = ctx.saved_tensors
+        d = 2 * (x - t)
+        return d, -d
+
+
+class _SoftplusGradient(Function):
+    """h = g s(x), with a backward by hand: g receives u s, x receives u g s (1 - s)."""
+
+    @staticmethod
+    def forward(ctx, g, x):
+        ctx.save_for_backward(g, x)
+        return g * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, u):
+        g, x = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        need = ctx.needs_input_grad
+        return u * s if need[0] else None, u * g * s * (1 - s) if need[1] else None
+
+
+class _SoftplusGradientSign(_SoftplusGradient):
+    """h = g s(x), but the derivative of s has the wrong sign."""
+
+    @staticmethod
+    def backward(ctx, u):
+        g, x = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        need = ctx.needs_input_grad
+        return u * s if need[0] else None, -u * g * s * (1 - s) if need[1] else None
+
+
+class _SoftplusGradientTerm(_SoftplusGradient):
+    """h = g s(x), but linear in x is what its backward takes it for."""
+
+    @staticmethod
+    def backward(ctx, u):
+        _, x = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        need = ctx.needs_input_grad
+        return u * s if need[0] else None, torch.zeros_like(x) if need[1] else None
+
+
+class Softplus(Function):
+    """y = log(1 + e^x), whose backward is another Function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.nn.functional.softplus(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return _SoftplusGradient.apply(g, x)
+
+
+class SoftplusSecondSign(Softplus):
+    """y = log(1 + e^x), but the backward of its backward has the wrong sign."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return _SoftplusGradientSign.apply(g, x)
+
+
+class SoftplusSecondTerm(Softplus):
+    """y = log(1 + e^x), but the backward of its backward is zero for x."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return _SoftplusGradientTerm.apply(g, x)
+
+
+class SquareBatches(Function):
+    """y = x^2, with a vmap rule that follows in_dims."""
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return SquareBatches.apply(x), in_dims[0]
+
+
+class SquareBatchesFirst(SquareBatches):
+    """y = x^2, but its vmap rule takes the batch for the first dimension."""
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return SquareBatchesFirst.apply(x), 0
+
+
+EXHIBITS = [
+    Exhibit("too few gradients", wrong=MulOneGradient, right=Mul, inputs=normal((3, 4), (3, 4)), says=("number", "gradients")),
+    Exhibit("too many gradients", wrong=MulThreeGradients, right=Mul, inputs=normal((3, 4), (3, 4)), says=("number", "gradients")),
+    Exhibit("gradients in the wrong order", wrong=MulSwapped, right=Mul, inputs=normal((3, 4), (3, 4)), says=("order",)),
+    Exhibit("None for an input that needs a gradient", wrong=MulNone, right=Mul, inputs=normal((3, 4), (3, 4)), says=("none",)),
+    Exhibit("needs_input_grad read at the wrong place", wrong=MulWrongBranch, right=Mul, inputs=normal((3, 4), (3, 4)), says=("needs_input_grad",)),
+    Exhibit("a short cut for a frozen input", wrong=NeuronShortcut, right=Neuron, inputs=normal((3, 4), (3, 4)), says=(".detach()",)),
+    Exhibit("a jvp that disagrees with the backward", wrong=MulForward, right=Mul, inputs=normal((3, 4), (3, 4)), says=("jvp",)),
+    Exhibit("a gradient of the wrong shape", wrong=SumRowsUnexpanded, right=SumRows, inputs=normal((3, 4)), says=("shape",)),
+    Exhibit("no sum over broadcast dims", wrong=BiasAddNoSum, right=BiasAdd, inputs=normal((3, 4), (4,)), says=("sum",)),
+    Exhibit("a sum over the wrong dims", wrong=ChannelScaleWrongSum, right=ChannelScale, inputs=normal((2, 3, 3), (3,)), says=("input",)),
+    Exhibit("a wrong sign", wrong=SubSign, right=Sub, inputs=normal((3, 4), (3, 4)), says=("sign",)),
+    Exhibit("a wrong sign in a second derivative by hand", wrong=SoftplusSecondSign, right=Softplus, inputs=normal((3, 4)), says=("sign",)),
+    Exhibit("a missing term", wrong=GateMissingTerm, right=Gate, inputs=normal((3, 4)), says=("input",)),
+    Exhibit("a missing term in a second derivative by hand", wrong=SoftplusSecondTerm, right=Softplus, inputs=normal((3, 4)), says=("second",)),
+    Exhibit("no transpose", wrong=MatMulNoTranspose, right=MatMul, inputs=normal((3, 3), (3, 3)), says=("transpose",)),
+    Exhibit("the incoming gradient ignored", wrong=SquaredErrorLast, right=SquaredError, inputs=normal((3, 4), (3, 4)), says=("grad_output",)),
+    Exhibit("a vmap rule that assumes the first dimension", wrong=SquareBatchesFirst, right=SquareBatches, inputs=normal((3, 4)), says=("vmap",)),
+]  # fmt: skip

@@ -1,0 +1,95 @@
+"""Functions that take memory for contiguous: inputs may be transposed, gradients expanded."""
+
+import torch
+from torch.autograd import Function
+
+from tests.zoo.exhibit import Exhibit, normal
+
+
+class Flat(Function):
+    """y = x^2 as one row; x receives 2 x g."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().reshape(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * x * g.reshape(x.shape)
+
+
+class FlatViewsInput(Flat):
+    """y = x^2 as one row, but by a view, which a transposed input does not have."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view(-1).square()
+
+
+class Spread(Function):
+    """y = x^2; the backward works on rows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return (2 * x.reshape(-1) * g.reshape(-1)).reshape(x.shape)
+
+
+class SpreadViewsGradient(Spread):
+    """y = x^2, but by g.view(-1), which the expanded gradient of a sum over rows does not have."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return (2 * x.reshape(-1) * g.view(-1)).reshape(x.shape)
+
+
+class Transpose(Function):
+    """Y = X^T; X receives G^T."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.mT.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.mT
+
+
+class TransposeByStrides(Transpose):
+    """Y = X^T, but by strides that only a contiguous X has: silently wrong for others."""
+
+    @staticmethod
+    def forward(ctx, x):
+        m, n = x.shape
+        return torch.as_strided(x, (n, m), (1, n)).clone()
+
+
+class TransposeGradientByStrides(Transpose):
+    """Y = X^T, but the gradient is read with strides that only a contiguous G has."""
+
+    @staticmethod
+    def backward(ctx, g):
+        n, m = g.shape
+        return torch.as_strided(g, (m, n), (1, m))
+
+
+EXHIBITS = [
+    Exhibit("the input viewed as contiguous", wrong=FlatViewsInput, right=Flat, inputs=normal((3, 4)), says=("contiguous",)),
+    Exhibit("the gradient viewed as contiguous", wrong=SpreadViewsGradient, right=Spread, inputs=normal((3, 4)), says=("contiguous",)),
+    Exhibit("strides of a contiguous input assumed", wrong=TransposeByStrides, right=Transpose, inputs=normal((3, 4)), says=("contiguous",)),
+    Exhibit("strides of a contiguous gradient assumed", wrong=TransposeGradientByStrides, right=Transpose, inputs=normal((3, 4)), says=("contiguous",)),
+]  # fmt: skip

@@ -1,0 +1,101 @@
+"""float32 in float64 maths."""
+
+import math
+
+import torch
+from torch.autograd import Function
+
+from tests.zoo.exhibit import Exhibit, normal
+
+
+class Wave(Function):
+    """y = sin(pi x), dy/dx = pi cos(pi x)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sin(math.pi * x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * math.pi * torch.cos(math.pi * x)
+
+
+class WaveFloatConstant(Wave):
+    """y = sin(pi x), but the pi of the backward is a float32 tensor, off by 9e-8."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * torch.tensor(math.pi, dtype=torch.float32) * torch.cos(math.pi * x)
+
+
+class WaveFloatGradient(Wave):
+    """y = sin(pi x), but the gradient is computed, and returned, in float32."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g.float() * math.pi * torch.cos(math.pi * x.float())
+
+
+class Bump(Function):
+    """y = exp(-x^2), dy/dx = -2 x y."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.exp(-x * x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return -2 * x * torch.exp(-x * x) * g
+
+
+class BumpFloatForward(Bump):
+    """y = exp(-x^2), but computed in float32, "for stability"."""
+
+    @staticmethod
+    def forward(x):
+        return torch.exp(-x.float() * x.float()).to(x.dtype)
+
+
+class Stairs(Function):
+    """y_ij = x_i j for j = 0, 1, 2; x_i receives sum_j j g_ij."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.new_zeros(*x.shape, 3)
+        for j in range(3):
+            y[..., j] = x * j
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g[..., 1] + 2 * g[..., 2]
+
+
+class StairsDefaultDtype(Stairs):
+    """y_ij = x_i j, but the output is allocated in the default dtype."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.zeros(*x.shape, 3)
+        for j in range(3):
+            y[..., j] = x * j
+        return y
+
+
+EXHIBITS = [
+    Exhibit("a float32 constant in float64 maths", wrong=WaveFloatConstant, right=Wave, inputs=normal((3, 4)), says=("float32",)),
+    Exhibit("a gradient in float32", wrong=WaveFloatGradient, right=Wave, inputs=normal((3, 4)), says=("float32",)),
+    Exhibit("a forward in float32", wrong=BumpFloatForward, right=Bump, inputs=normal((3, 4)), says=("float32",)),
+    Exhibit("an output in the default dtype", wrong=StairsDefaultDtype, right=Stairs, inputs=normal((4,)), says=("float32",)),
+]  # fmt: skip

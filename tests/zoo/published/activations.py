@@ -1,0 +1,248 @@
+"""Activations, gates and dropout."""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+from tests.zoo.exhibit import normal, positive
+from tests.zoo.published.specimen import Specimen
+
+
+class SwishMemoryEfficient(Function):
+    """y = x s(x), saving x alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return g * (s * (1 + x * (1 - s)))
+
+
+class SwishSavesSigmoid(Function):
+    """y = x s(x), but s is saved to spare its computation."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = torch.sigmoid(x)
+        ctx.save_for_backward(x, s)
+        return x * s
+
+    @staticmethod
+    def backward(ctx, g):
+        x, s = ctx.saved_tensors
+        return g * (s * (1 + x * (1 - s)))
+
+
+class MishMemoryEfficient(Function):
+    """y = x tanh(softplus x), saving x alone, in the new style."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * torch.tanh(F.softplus(x))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        t = torch.tanh(F.softplus(x))
+        return g * (t + x * torch.sigmoid(x) * (1 - t * t))
+
+
+class MishSavesTanh(Function):
+    """y = x t, but t = tanh(softplus x) is saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        t = torch.tanh(F.softplus(x))
+        ctx.save_for_backward(x, t)
+        return x * t
+
+    @staticmethod
+    def backward(ctx, g):
+        x, t = ctx.saved_tensors
+        return g * (t + x * torch.sigmoid(x) * (1 - t * t))
+
+
+class InvertibleLeaky(Function):
+    """y = leaky(w x + b), w > 0; the backward recovers x from the output, the only thing saved."""
+
+    @staticmethod
+    def forward(ctx, x, w, b):
+        y = F.leaky_relu(w * x + b, 0.1)
+        ctx.save_for_backward(y, w, b)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        y, w, b = ctx.saved_tensors
+        x = (torch.where(y > 0, y, y / 0.1) - b) / w
+        g = torch.where(y > 0, g, 0.1 * g)
+        return g * w, (g * x).sum(0), g.sum(0)
+
+
+class InvertibleLeakyDetached(InvertibleLeaky):
+    """The same, but x is recovered from the detached output."""
+
+    @staticmethod
+    def backward(ctx, g):
+        y, w, b = ctx.saved_tensors
+        y = y.detach()
+        x = (torch.where(y > 0, y, y / 0.1) - b) / w
+        g = torch.where(y > 0, g, 0.1 * g)
+        return g * w, (g * x).sum(0), g.sum(0)
+
+
+class PReLUKeepsInput(Function):
+    """y = max(x, 0) + a min(x, 0); right at any order, with x as an attribute of ctx."""
+
+    @staticmethod
+    def forward(ctx, x, a):
+        ctx.input = x
+        ctx.save_for_backward(a)
+        return x.clamp(min=0) + a * x.clamp(max=0)
+
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        gx = torch.where(ctx.input > 0, g, a * g) if ctx.needs_input_grad[0] else None
+        ga = (g * ctx.input.clamp(max=0)).sum(0) if ctx.needs_input_grad[1] else None
+        return gx, ga
+
+
+class ReluMask(Function):
+    """y = max(x, 0), saving a mask of booleans, which has no derivative to lose."""
+
+    @staticmethod
+    def forward(ctx, x):
+        mask = x > 0
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, g):
+        (mask,) = ctx.saved_tensors
+        return g * mask
+
+
+def _cell_gradients(i, f, o, n, c, t, gh, gc):
+    """The gradients of an LSTM cell's gates, before their activations, and of its old state."""
+    gc = gc + gh * o * (1 - t * t)
+    gates = (
+        gc * n * i * (1 - i),
+        gc * c * f * (1 - f),
+        gh * t * o * (1 - o),
+        gc * i * (1 - n * n),
+    )
+    return torch.cat(gates, -1), gc * f
+
+
+def _activated(gates):
+    i, f, o, n = gates.chunk(4, -1)
+    return torch.sigmoid(i), torch.sigmoid(f), torch.sigmoid(o), torch.tanh(n)
+
+
+class LSTMCell(Function):
+    """c' = f c + i n, h = o tanh c'; gates i, f, o, n activated again in the backward."""
+
+    @staticmethod
+    def forward(ctx, gates, c):
+        i, f, o, n = _activated(gates)
+        new = f * c + i * n
+        ctx.save_for_backward(gates, c, new)
+        return o * torch.tanh(new), new
+
+    @staticmethod
+    def backward(ctx, gh, gc):
+        gates, c, new = ctx.saved_tensors
+        return _cell_gradients(*_activated(gates), c, torch.tanh(new), gh, gc)
+
+
+class LSTMCellSavesGates(Function):
+    """The same, but the activated gates are saved, as in fused cells."""
+
+    @staticmethod
+    def forward(ctx, gates, c):
+        i, f, o, n = _activated(gates)
+        new = f * c + i * n
+        ctx.save_for_backward(i, f, o, n, c, new)
+        return o * torch.tanh(new), new
+
+    @staticmethod
+    def backward(ctx, gh, gc):
+        i, f, o, n, c, new = ctx.saved_tensors
+        return _cell_gradients(i, f, o, n, c, torch.tanh(new), gh, gc)
+
+
+class Dropout(Function):
+    """y = 2 x m, m drawn with probability 1/2 and saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        m = torch.rand(x.shape, device=x.device) < 0.5
+        ctx.save_for_backward(m)
+        return 2 * x * m
+
+    @staticmethod
+    def backward(ctx, g):
+        (m,) = ctx.saved_tensors
+        return 2 * g * m
+
+
+class DropoutRedrawn(Dropout):
+    """y = 2 x m, but the backward draws another m."""
+
+    @staticmethod
+    def backward(ctx, g):
+        m = torch.rand(g.shape, device=g.device) < 0.5
+        return 2 * g * m
+
+
+def _mask(seed, x):
+    generator = torch.Generator(x.device).manual_seed(seed)
+    return torch.rand(x.shape, generator=generator, device=x.device) < 0.5
+
+
+class DropoutSeed(Function):
+    """y = 2 x m, keeping the seed of m, a Python number."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.seed = int(torch.randint(2**31, ()))
+        return 2 * x * _mask(ctx.seed, x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * _mask(ctx.seed, g)
+
+
+def _scaled():
+    (x,) = normal((3, 4))()
+    w, b = positive((4,), (4,))()
+    return x, w, b
+
+
+SPECIMENS = [
+    Specimen("memory-efficient swish", SwishMemoryEfficient, normal((3, 4))),
+    Specimen("swish, sigmoid saved", SwishSavesSigmoid, normal((3, 4)), "fail", ("saved_tensors[1]",)),
+    Specimen("memory-efficient mish", MishMemoryEfficient, normal((3, 4))),
+    Specimen("mish, tanh saved", MishSavesTanh, normal((3, 4)), "fail", ("saved_tensors[1]",)),
+    Specimen("invertible leaky ReLU", InvertibleLeaky, _scaled),
+    Specimen("invertible leaky ReLU, output detached", InvertibleLeakyDetached, _scaled, "fail", (".detach()",)),
+    Specimen("PReLU, input as an attribute", PReLUKeepsInput, normal((3, 4), (4,)), "warn", ("ctx.input",)),
+    Specimen("ReLU, mask saved", ReluMask, normal((3, 4))),
+    Specimen("LSTM cell", LSTMCell, normal((3, 8), (3, 2))),
+    Specimen("LSTM cell, gates saved", LSTMCellSavesGates, normal((3, 8), (3, 2)), "fail", ("saved_tensors[0]",)),
+    Specimen("dropout, mask saved", Dropout, normal((3, 4))),
+    Specimen("dropout, mask drawn twice", DropoutRedrawn, normal((3, 4)), "fail", ("deterministic",)),
+    Specimen("dropout, seed kept", DropoutSeed, normal((3, 4))),
+]  # fmt: skip

@@ -1,0 +1,244 @@
+"""Losses and projections: cross-entropy, focal loss, sparsemax, entmax, top-k, soft thresholds."""
+
+import torch
+from torch.autograd import Function
+
+from tests.zoo.exhibit import normal
+from tests.zoo.published.specimen import Specimen
+
+
+class CrossEntropy(Function):
+    """y = -sum_i log p_i(t_i); the logits receive (p - onehot) g, with p computed again."""
+
+    @staticmethod
+    def forward(ctx, z, t):
+        ctx.save_for_backward(z, t)
+        return -torch.log_softmax(z, -1).gather(-1, t[:, None]).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        z, t = ctx.saved_tensors
+        onehot = torch.zeros_like(z).scatter(-1, t[:, None], 1.0)
+        return (torch.softmax(z, -1) - onehot) * g, None
+
+
+class CrossEntropyGradientInForward(Function):
+    """The same, but its gradient is computed in the forward, to free the logits."""
+
+    @staticmethod
+    def forward(ctx, z, t):
+        p = torch.softmax(z, -1)
+        loss = -p.log().gather(-1, t[:, None]).sum()
+        ctx.save_for_backward(p - torch.zeros_like(z).scatter(-1, t[:, None], 1.0))
+        return loss
+
+    @staticmethod
+    def backward(ctx, g):
+        (gz,) = ctx.saved_tensors
+        return gz * g, None
+
+
+def _focal_gradient(p, t, g):
+    """g dy/dz for y = -sum_i (1 - q)^2 log q, q = p_i(t_i)."""
+    q = p.gather(-1, t[:, None])
+    by_log_q = 2 * (1 - q) * q * q.log() - (1 - q) ** 2
+    onehot = torch.zeros_like(p).scatter(-1, t[:, None], 1.0)
+    return g * by_log_q * (onehot - p)
+
+
+class Focal(Function):
+    """y = -sum_i (1 - q)^2 log q, q = p_i(t_i), with p computed again."""
+
+    @staticmethod
+    def forward(ctx, z, t):
+        ctx.save_for_backward(z, t)
+        q = torch.softmax(z, -1).gather(-1, t[:, None])
+        return -((1 - q) ** 2 * q.log()).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        z, t = ctx.saved_tensors
+        return _focal_gradient(torch.softmax(z, -1), t, g), None
+
+
+class FocalSavesProbabilities(Function):
+    """The same, but p is saved."""
+
+    @staticmethod
+    def forward(ctx, z, t):
+        p = torch.softmax(z, -1)
+        ctx.save_for_backward(p, t)
+        q = p.gather(-1, t[:, None])
+        return -((1 - q) ** 2 * q.log()).sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        p, t = ctx.saved_tensors
+        return _focal_gradient(p, t, g), None
+
+
+class Sparsemax(Function):
+    """y = the point of the simplex next to z; z receives g less its mean over the support of y."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ordered = z.sort(-1, descending=True).values
+        k = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+        excess = ordered.cumsum(-1) - 1
+        size = (ordered * k > excess).sum(-1, keepdim=True)
+        y = (z - excess.gather(-1, size - 1) / size).clamp(min=0)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        support = (y > 0).to(g.dtype)
+        mean = (g * support).sum(-1, keepdim=True) / support.sum(-1, keepdim=True)
+        return support * (g - mean)
+
+
+def _entmax(z):
+    """y = max(z/2 - tau, 0)^2 with rows that sum to one."""
+    z = z / 2
+    ordered = z.sort(-1, descending=True).values
+    k = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+    mean = ordered.cumsum(-1) / k
+    spread = ordered.square().cumsum(-1) - k * mean**2
+    tau = mean - ((1 - spread) / k).clamp(min=0).sqrt()
+    size = (tau <= ordered).sum(-1, keepdim=True)
+    return (z - tau.gather(-1, size - 1)).clamp(min=0).square()
+
+
+def _entmax_gradient(r, g):
+    return r * (g - (g * r).sum(-1, keepdim=True) / r.sum(-1, keepdim=True))
+
+
+class Entmax(Function):
+    """1.5-entmax; z receives r (g - sum(g r) / sum r), r = sqrt y where y > 0."""
+
+    @staticmethod
+    def forward(ctx, z):
+        y = _entmax(z)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        inside = y > 0
+        r = torch.where(inside, torch.where(inside, y, 1).sqrt(), 0)
+        return _entmax_gradient(r, g)
+
+
+class EntmaxNaN(Entmax):
+    """The same, but sqrt y has an infinite slope at 0: the second derivative is NaN."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return _entmax_gradient(y.sqrt(), g)
+
+
+def _soft_top_two(x):
+    """y = s(x - tau), tau such that each row sums to 2, by bisection."""
+    lo, hi = x.amin(-1, keepdim=True) - 9, x.amax(-1, keepdim=True) + 9
+    for _ in range(60):
+        tau = (lo + hi) / 2
+        high = torch.sigmoid(x - tau).sum(-1, keepdim=True) > 2
+        lo, hi = torch.where(high, tau, lo), torch.where(high, hi, tau)
+    return torch.sigmoid(x - tau)
+
+
+class SoftTopTwo(Function):
+    """y = s(x - tau(x)), rows sum to 2; x receives v (g - sum(g v) / sum v), v = y (1 - y)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = _soft_top_two(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        v = y * (1 - y)
+        return v * (g - (g * v).sum(-1, keepdim=True) / v.sum(-1, keepdim=True))
+
+
+class SoftTopTwoSavesSlope(Function):
+    """The same, but v is saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = _soft_top_two(x)
+        ctx.save_for_backward(y * (1 - y))
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (v,) = ctx.saved_tensors
+        return v * (g - (g * v).sum(-1, keepdim=True) / v.sum(-1, keepdim=True))
+
+
+class HardTopTwo(Function):
+    """y = the two largest of each row, in order, saving their places, which are integers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y, places = x.topk(2, -1)
+        ctx.save_for_backward(places)
+        ctx.shape = x.shape
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (places,) = ctx.saved_tensors
+        return g.new_zeros(ctx.shape).scatter(-1, places, g)
+
+
+class SoftThreshold(Function):
+    """y = sign(x) max(|x| - c, 0) with c learnable."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, c):
+        return x.sign() * (x.abs() - c).clamp(min=0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, c = ctx.saved_tensors
+        g = g * (x.abs() > c)
+        return g if ctx.needs_input_grad[0] else None, -(g * x.sign()).sum()
+
+
+def _logits_and_targets():
+    return torch.randn(3, 4), torch.randint(4, (3,))
+
+
+def _values_and_threshold():
+    return torch.randn(3, 4), 0.2 + 0.2 * torch.rand(())
+
+
+def _spread():
+    return (2 * torch.randn(3, 6),)
+
+
+SPECIMENS = [
+    Specimen("cross-entropy", CrossEntropy, _logits_and_targets),
+    Specimen("cross-entropy, gradient computed in the forward", CrossEntropyGradientInForward, _logits_and_targets, "fail", ("saved_tensors[0]",)),
+    Specimen("focal loss", Focal, _logits_and_targets),
+    Specimen("focal loss, probabilities saved", FocalSavesProbabilities, _logits_and_targets, "fail", ("saved_tensors[0]",)),
+    Specimen("sparsemax", Sparsemax, _spread),
+    Specimen("1.5-entmax", Entmax, _spread),
+    Specimen("1.5-entmax, square root of zero", EntmaxNaN, _spread, "fail", ("nan",)),
+    Specimen("soft top-k", SoftTopTwo, normal((3, 4))),
+    Specimen("soft top-k, slope saved", SoftTopTwoSavesSlope, normal((3, 4)), "fail", ("saved_tensors[0]",)),
+    Specimen("hard top-k, places saved", HardTopTwo, normal((3, 4))),
+    Specimen("soft thresholding", SoftThreshold, _values_and_threshold),
+]  # fmt: skip

@@ -1,0 +1,234 @@
+"""Gradients that are not those of the forward, on purpose: quantisers, reversal, clipping."""
+
+import torch
+from torch.autograd import Function
+
+from tests.zoo.exhibit import normal, positive
+from tests.zoo.published.specimen import SURROGATE, Specimen
+
+
+class RoundStraightThrough(Function):
+    """y = round(x); x receives g."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return torch.round(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class SignStraightThrough(Function):
+    """y = sign(x); x receives g where |x| <= 1, by index into a copy."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        gx = g.clone()
+        gx[x.abs() > 1] = 0
+        return gx
+
+
+class SignStraightThroughInPlace(SignStraightThrough):
+    """y = sign(x), but the index is into the gradient that came in."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        g[x.abs() > 1] = 0
+        return g
+
+
+class Ternary(Function):
+    """y = sign(x) [|x| > 0.7 mean |x|]; x receives g where |x| <= 1."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sign() * (x.abs() > 0.7 * x.abs().mean())
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.abs() <= 1)
+
+
+def _quantise(x, levels=15):
+    return torch.round(levels * x) / levels
+
+
+def _dorefa_gradient(g, t):
+    return g * (1 - t * t) / t.abs().max()
+
+
+class DoReFaWeight(Function):
+    """y = 2 q(t / 2M + 1/2) - 1, t = tanh x, M = max |t|; x receives g (1 - t^2) / M."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        t = torch.tanh(x)
+        return 2 * _quantise(t / (2 * t.abs().max()) + 0.5) - 1
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return _dorefa_gradient(g, torch.tanh(x))
+
+
+class DoReFaWeightSavesTanh(Function):
+    """The same, but t is saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        t = torch.tanh(x)
+        ctx.save_for_backward(t)
+        return 2 * _quantise(t / (2 * t.abs().max()) + 0.5) - 1
+
+    @staticmethod
+    def backward(ctx, g):
+        (t,) = ctx.saved_tensors
+        return _dorefa_gradient(g, t)
+
+
+def _lsq_gradient(v, g, lo=-4, hi=3):
+    inside = (v >= lo) & (v <= hi)
+    slope = torch.where(inside, torch.round(v) - v, v.clamp(lo, hi))
+    return g * inside, (g * slope).sum()
+
+
+class LearnedStep(Function):
+    """y = s round(clamp(v, -4, 3)), v = x / s; s receives the sum of g (round(v) - v) inside."""
+
+    @staticmethod
+    def forward(ctx, x, s):
+        ctx.save_for_backward(x, s)
+        return torch.round((x / s).clamp(-4, 3)) * s
+
+    @staticmethod
+    def backward(ctx, g):
+        x, s = ctx.saved_tensors
+        return _lsq_gradient(x / s, g)
+
+
+class LearnedStepSavesRatio(Function):
+    """The same, but v = x / s is saved."""
+
+    @staticmethod
+    def forward(ctx, x, s):
+        v = x / s
+        ctx.save_for_backward(v)
+        return torch.round(v.clamp(-4, 3)) * s
+
+    @staticmethod
+    def backward(ctx, g):
+        (v,) = ctx.saved_tensors
+        return _lsq_gradient(v, g)
+
+
+class Reversal(Function):
+    """y = x; x receives -0.3 g."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.scale = 0.3
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.neg() * ctx.scale
+
+
+class ClipGradient(Function):
+    """y = x; x receives g clamped to [-1/2, 1/2]."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-0.5, 0.5)
+
+
+class ClipGradientInPlace(ClipGradient):
+    """y = x, but g itself is clamped, behind autograd's back."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.data.clamp_(-0.5, 0.5)
+
+
+def _softmax_gradient(p, g):
+    return p * (g - (g * p).sum(-1, keepdim=True))
+
+
+class GumbelHard(Function):
+    """y = the one-hot of the largest of logits + noise; both receive the gradient of softmax."""
+
+    @staticmethod
+    def forward(ctx, logits, noise):
+        ctx.save_for_backward(logits, noise)
+        z = logits + noise
+        return torch.zeros_like(z).scatter(-1, z.argmax(-1, keepdim=True), 1.0)
+
+    @staticmethod
+    def backward(ctx, g):
+        logits, noise = ctx.saved_tensors
+        gz = _softmax_gradient(torch.softmax(logits + noise, -1), g)
+        return gz, gz
+
+
+class GumbelHardSavesSoft(Function):
+    """The same, but the softmax is saved."""
+
+    @staticmethod
+    def forward(ctx, logits, noise):
+        p = torch.softmax(logits + noise, -1)
+        ctx.save_for_backward(p)
+        return torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1.0)
+
+    @staticmethod
+    def backward(ctx, g):
+        (p,) = ctx.saved_tensors
+        gz = _softmax_gradient(p, g)
+        return gz, gz
+
+
+def _activations_and_step():
+    return torch.randn(3, 4), 0.2 + 0.1 * torch.rand(())
+
+
+SPECIMENS = [
+    Specimen("straight-through rounding", RoundStraightThrough, normal((3, 4)), options=SURROGATE),
+    Specimen("straight-through sign", SignStraightThrough, normal((3, 4)), options=SURROGATE),
+    Specimen("straight-through sign, gradient in place", SignStraightThroughInPlace, normal((3, 4)), "fail", ("in place", "grad_output"), SURROGATE),
+    Specimen("ternary weights", Ternary, normal((3, 4)), options=SURROGATE),
+    Specimen("DoReFa weights", DoReFaWeight, normal((3, 4)), options=SURROGATE),
+    Specimen("DoReFa weights, tanh saved", DoReFaWeightSavesTanh, normal((3, 4)), "fail", ("saved_tensors[0]",), SURROGATE),
+    Specimen("learned step size", LearnedStep, _activations_and_step, options=SURROGATE),
+    Specimen("learned step size, ratio saved", LearnedStepSavesRatio, _activations_and_step, "fail", ("saved_tensors[0]",), SURROGATE),
+    Specimen("gradient reversal", Reversal, normal((3, 4)), options=SURROGATE),
+    Specimen("gradient clipping", ClipGradient, positive((3, 4)), options=SURROGATE),
+    Specimen("gradient clipping in place", ClipGradientInPlace, positive((3, 4)), "fail", ("in place", "grad_output"), SURROGATE),
+    Specimen("hard Gumbel softmax", GumbelHard, normal((3, 4), (3, 4)), options=SURROGATE),
+    Specimen("hard Gumbel softmax, soft one saved", GumbelHardSavesSoft, normal((3, 4), (3, 4)), "fail", ("saved_tensors[0]",), SURROGATE),
+]  # fmt: skip

@@ -1,0 +1,304 @@
+"""What is saved for the backward: intermediates have no graph, inputs and outputs have."""
+
+import torch
+from torch.autograd import Function
+
+from tests.zoo.exhibit import Exhibit, normal
+
+
+class Swish(Function):
+    """y = x s(x), dy/dx = s + x s (1 - s): saves x alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return g * (s + x * s * (1 - s))
+
+
+class SwishSigmoidOnCtx(Function):
+    """y = x s(x), but s, computed in the forward, is an attribute of ctx."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.s = torch.sigmoid(x)
+        ctx.save_for_backward(x)
+        return x * ctx.s
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (ctx.s + x * ctx.s * (1 - ctx.s))
+
+
+class SwishListOnCtx(Function):
+    """y = x s(x), but s hides in a list on ctx."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = torch.sigmoid(x)
+        ctx.save_for_backward(x)
+        ctx.cache = [s]
+        return x * s
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        (s,) = ctx.cache
+        return g * (s + x * s * (1 - s))
+
+
+class SwishNew(Function):
+    """y = x s(x), in the new style: saves x alone."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return g * (s + x * s * (1 - s))
+
+    @staticmethod
+    def jvp(ctx, t):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return t * (s + x * s * (1 - s))
+
+
+class SwishSavesSigmoid(Function):
+    """y = x s(x), but setup_context computes s to save it, and no graph is recorded there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        (x,) = inputs
+        ctx.save_for_backward(x, torch.sigmoid(x))
+
+    @staticmethod
+    def backward(ctx, g):
+        x, s = ctx.saved_tensors
+        return g * (s + x * s * (1 - s))
+
+
+def _rms_gradient(x, r, g):
+    return r * g - x * r**3 * (g * x).mean(-1, keepdim=True)
+
+
+class RMSNorm(Function):
+    """y = x r, r = (mean x^2 + eps)^(-1/2): computes r again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        r = (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return _rms_gradient(x, r, g)
+
+
+class RMSNormSavesScale(Function):
+    """y = x r, but r, an intermediate, is saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        r = (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        ctx.save_for_backward(x, r)
+        return x * r
+
+    @staticmethod
+    def backward(ctx, g):
+        x, r = ctx.saved_tensors
+        return _rms_gradient(x, r, g)
+
+
+class Tanh(Function):
+    """y = tanh x, dy/dx = 1 - y^2: saves its output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y)
+
+
+class TanhSavesClone(Function):
+    """y = tanh x, but saves a copy of the output, which is no output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.save_for_backward(y.clone())
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y)
+
+
+class TanhKeepsDetachedOutput(Function):
+    """y = tanh x, but keeps the detached output as an attribute."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.tanh(x)
+        ctx.y = y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 - ctx.y * ctx.y)
+
+
+class TanhKeepsOutput(Function):
+    """y = tanh x, right at any order, but y on ctx and ctx behind y are a cycle."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.y = torch.tanh(x)
+        return ctx.y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 - ctx.y * ctx.y)
+
+
+class Exp(Function):
+    """y = e^x, dy/dx = e^x: saves its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.exp(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * torch.exp(x)
+
+
+class ExpSavesDetached(Function):
+    """y = e^x, but saves the input detached."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.detach())
+        return torch.exp(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * torch.exp(x)
+
+
+class ExpKeepsInput(Function):
+    """y = e^x, right at any order, but x stays alive on ctx after the graph was freed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return torch.exp(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.exp(ctx.x)
+
+
+class Relu(Function):
+    """y = max(x, 0), dy/dx = [x > 0]: saves its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x > 0)
+
+
+class ReluSavesClone(Function):
+    """y = max(x, 0), right at any order, but a copy of the input is saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.clone())
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x > 0)
+
+
+class ScaleByMean(Function):
+    """y = m x, m = mean |x|: computes m again in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.abs().mean()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.abs().mean() + (g * x).sum() * x.sign() / x.numel()
+
+
+class ScaleByFloat(Function):
+    """y = m x, m = mean |x|, but m is a Python number on ctx, a constant ever after."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.m = x.abs().mean().item()
+        ctx.save_for_backward(x)
+        return x * ctx.m
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * ctx.m + (g * x).sum() * x.sign() / x.numel()
+
+
+EXHIBITS = [
+    Exhibit("an intermediate kept on ctx", wrong=SwishSigmoidOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.s",)),
+    Exhibit("an intermediate in a list on ctx", wrong=SwishListOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.cache",)),
+    Exhibit("an intermediate in save_for_backward", wrong=RMSNormSavesScale, right=RMSNorm, inputs=normal((3, 4)), says=("saved_tensors[1]",)),
+    Exhibit("an intermediate computed in setup_context", wrong=SwishSavesSigmoid, right=SwishNew, inputs=normal((3, 4)), says=("saved_tensors[1]",)),
+    Exhibit("a copy of the output saved", wrong=TanhSavesClone, right=Tanh, inputs=normal((3, 4)), says=("saved_tensors[0]",)),
+    Exhibit("a detached input saved", wrong=ExpSavesDetached, right=Exp, inputs=normal((3, 4)), says=("saved_tensors[0]",)),
+    Exhibit("a detached output kept as an attribute", wrong=TanhKeepsDetachedOutput, right=Tanh, inputs=normal((3, 4)), says=("ctx.y",)),
+    Exhibit("a Python number from .item() on ctx", wrong=ScaleByFloat, right=ScaleByMean, inputs=normal((3, 4)), says=("ctx.m",)),
+    Exhibit("a saved clone that costs only memory", wrong=ReluSavesClone, right=Relu, inputs=normal((3, 4)), says=("clone",), verdict="warn"),
+    Exhibit("the input kept as an attribute", wrong=ExpKeepsInput, right=Exp, inputs=normal((3, 4)), says=("ctx.x",), verdict="warn"),
+    Exhibit("the output kept as an attribute", wrong=TanhKeepsOutput, right=Tanh, inputs=normal((3, 4)), says=("ctx.y",), verdict="warn"),
+]  # fmt: skip
