@@ -50,7 +50,11 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reference", metavar="MODULE:NAME", help="the same function of plain torch operations")
     add("--orders", type=_numbers, metavar="1,2,3", help="orders to check (default 1,2)")
     add("--modes", type=_words, metavar="rr,fr,rf,ff", help="modes to check (default: all offered)")
-    add("--surrogate", action="store_true", help="the gradient differs from the derivative on purpose")
+    add(
+        "--surrogate",
+        action="store_true",
+        help="the gradient differs from the derivative on purpose",
+    )
     add("--full", action="store_true", help="along every element, not random directions")
     add("--compile", action="store_true", help="also under torch.compile")
     add("--seed", type=int, default=0, help="of torch, before inputs are made (default 0)")

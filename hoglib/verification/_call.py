@@ -59,7 +59,7 @@ class Call:
         self._num_leaves = len(leaves)
         self.num_inputs = sum(free[: len(leaves)])
         self.names = [names[i] for i in self._slots]
-        self.point = [_real(self._values[i]) for i in self._slots]
+        self.point = [real(self._values[i]) for i in self._slots]
         self.complex_variables = [self._values[i].is_complex() for i in self._slots]
 
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
@@ -89,7 +89,7 @@ class Call:
         def map_(*variables: Tensor) -> list[Tensor]:
             found = self.leaves(*variables, before=before)
             chosen = [found[i] for i in which]
-            return [_real(y if after is None else after(y)) for y in chosen]
+            return [real(y if after is None else after(y)) for y in chosen]
 
         return map_
 
@@ -143,5 +143,6 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
     return value.detach().to(dtype.to_complex() if value.is_complex() else dtype).clone()
 
 
-def _real(value: Tensor) -> Tensor:
+def real(value: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts."""
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value

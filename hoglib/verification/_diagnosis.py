@@ -1,12 +1,13 @@
 """Says in words how a wrong gradient differs from the right one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
+from hoglib.verification._call import real
 from hoglib.verification._differences import largest, scales, slope, uniform
 from hoglib.verification._maps import Map
 from hoglib.verification._subject import Subject
@@ -32,10 +33,63 @@ def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
     factor = _factor(maps.pull(f, x, [(i, other)])[0][j], _by_differences(f, x, i, other, j))
     part = subject.call.complex_variables[j]
     return (
-        _transposed(subject, u, right, j)
+        _repaired(subject, u, right, j)
         or _conjugated(got[j], right, name, is_complex=part)
         or describe(got[j], right, name, out, got, len(values), factor, x)
     )
+
+
+def _factor(got: Tensor, right: Tensor) -> float | None:
+    """c, if got = c right."""
+    size = largest(right)
+    if not size:
+        return None
+    ratio = float((got * right).sum() / (right * right).sum())
+    return ratio if _near(got, ratio * right, size) else None
+
+
+def _conjugated(got: Tensor, right: Tensor, name: str, *, is_complex: bool) -> str:
+    if not is_complex or not _near(got[..., 0], right[..., 0], largest(right)):
+        return ""
+    return (
+        f"The imaginary part of the gradient by {name} is wrong, the real part is right: is a conj() "
+        "missing, or one too many? Torch's gradient of a real loss is that by the conjugate."
+    )
+
+
+def _repaired(subject: Subject, u: list[Tensor], right: Tensor, j: int) -> str:
+    """Whether the gradient is right once something that backward reads is transposed or conjugated."""
+    if len(subject.applications) != 1:
+        return ""
+    (app,) = subject.applications
+    if len(app.by) != len(subject.x) or len(u) != 1:
+        return ""
+    run = app.run(app.fresh())
+    grads = [torch.view_as_complex(u[0]) if run.outputs[0].is_complex() else u[0]]
+    for label, value in run.record.slots().items():
+        if not isinstance(value, Tensor):
+            continue
+        what = kind_of(value, run, app.names)[1]
+        for change, repaired in _changes(value):
+            slots = run.record.slots() | {label: repaired}
+            try:
+                found = plain.backward(app.function, run.record.with_slots(slots), grads)[app.by[j]]
+            except Exception:  # it does not fit there
+                continue
+            if isinstance(found, Tensor) and _near(real(found), right, largest(right)):
+                lacking = "transpose" if change == "transposed" else "conj()"
+                return (
+                    f"A {lacking} is missing, or one too many: with {label} ({what}) {change} in it the "
+                    "gradient is right."
+                )
+    return ""
+
+
+def _changes(value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if value.dim() > 1 and value.shape[-1] == value.shape[-2]:
+        yield "transposed", value.mT
+    if value.is_complex():
+        yield "conjugated", value.conj()
 
 
 def _factor(got: Tensor, right: Tensor) -> float | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._functorch import watching_functions
 from hoglib.verification import _plain as plain
@@ -40,6 +41,7 @@ class Subject:
     def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
         self.fn, self.inputs = fn, inputs
         self.call = Call(fn, inputs)
+        arguments.something_to_differentiate_by(self.call.names, self.call.point)
         self.refused = ""
         try:
             outputs = self.call.recorded()
