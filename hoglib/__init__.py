@@ -1,14 +1,16 @@
 """hoglib: second-order training for PyTorch that one can trust."""
 
 from hoglib import curvature, meta, nn, ops, testing
-from hoglib.verification import Report, VerificationError, verify
 from hoglib._functional import functional_loss, trainable_params
 from hoglib._version import __version__
 from hoglib.curvature import hessian, hvp
 from hoglib.meta import MAML
+from hoglib.verification import Report, VerificationError, verify
 
 __all__ = [
     "MAML",
+    "Report",
+    "VerificationError",
     "__version__",
     "curvature",
     "functional_loss",
@@ -19,4 +21,5 @@ __all__ = [
     "ops",
     "testing",
     "trainable_params",
+    "verify",
 ]

@@ -61,11 +61,12 @@ def watching_functions(
             applying.depth -= 1
 
     # Function.apply ends in super().apply: this class stands between it and the C++ base
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[assignment]
+    place: Any = _SingleLevelFunction
+    place.apply = classmethod(apply)
     try:
         yield applying
     finally:
-        del _SingleLevelFunction.apply
+        del place.apply
 
 
 def custom_function(node: Any) -> type[Function] | None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hoglib import _tree
-from hoglib.ops.catalogue import CATALOGUE, Op, Sample
 from hoglib._tolerances import TOLERANCES
+from hoglib.ops.catalogue import CATALOGUE, Op, Sample
 
 HEAD = ("op", "theme", "y =", "orders", "forward mode", "vmap", "compile", "dtypes", "row")
 ORDERS = 3

@@ -1,6 +1,6 @@
 """Verification: are the derivatives of a function right, and if not, what is at fault?"""
 
-from hoglib.verification.report import Report, Row, VerificationError
 from hoglib.verification._verify import verify
+from hoglib.verification.report import Report, Row, VerificationError
 
 __all__ = ["Report", "Row", "VerificationError", "verify"]

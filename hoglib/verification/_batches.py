@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from hoglib.verification import _maps as maps
-from hoglib.verification._circumstances import _told as told
-from hoglib.verification.derivatives import Bounds, Target, in_reverse
+from hoglib.verification._around import told
 from hoglib.verification._differences import largest, uniform
 from hoglib.verification._maps import Map
-from hoglib.verification.report import Row
 from hoglib.verification._subject import Subject
+from hoglib.verification.derivatives import Bounds, Target, in_reverse
+from hoglib.verification.report import Row
 
 TORCH = (
     "torch.func batches by rules of its own, which are wrong for some of torch's operations; loop over "
@@ -38,9 +38,7 @@ def values(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) ->
 
     dims = (*(0 for _ in range(n)), *(None for _ in u))
     loop = [maps.gradient(f, n)(*x, *u) for x in points]
-    return fault or _differs(
-        "the gradient under vmap", _vmap(pulled, dims, [*batch, *u]), loop
-    )
+    return fault or _differs("the gradient under vmap", _vmap(pulled, dims, [*batch, *u]), loop)
 
 
 def _vmap(f: Map, dims: tuple[int | None, ...], batch: Sequence[Tensor]) -> list[Tensor]:
@@ -90,7 +88,7 @@ def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
         size = max(largest(looped), 1e-6 * max(map(largest, u)))
         off = largest(found - looped) / size if bool(found.isfinite().all()) else float("inf")
         if off > torch.finfo(zero.dtype).eps ** 0.5 and not wrong:
-            wrong = f"{way} is off double backward in a loop, by {off:.2g} of its largest element. {TORCH}"
+            wrong = f"{way} is off double backward in a loop, by {off:.2g} of the largest. {TORCH}"
         error = max(error, off)
     return Row(name, "fail" if wrong else "pass", error, wrong)
 
@@ -106,7 +104,10 @@ def rows(
             "it is not offered: set `generate_vmap_rule = True` in a Function with setup_context, or "
             "give it a vmap staticmethod."
         )
-        return [Row("vmap", "skip", None, why), Row("torch.func.hessian", "skip", None, "no vmap rule.")]
+        return [
+            Row("vmap", "skip", None, why),
+            Row("torch.func.hessian", "skip", None, "no vmap rule."),
+        ]
     try:
         fault = values(subject, points, u)
         for at in targets:

@@ -49,7 +49,8 @@ class Call:
         if isinstance(fn, nn.Module):
             parameters = dict(fn.named_parameters())
             state = {
-                name: _copy(x, dtype) for name, x in {**parameters, **dict(fn.named_buffers())}.items()
+                name: _copy(x, dtype)
+                for name, x in {**parameters, **dict(fn.named_buffers())}.items()
             }
             names += [f"the parameter {name}" for name in state]
             free += [name in parameters and parameters[name].requires_grad for name in state]

@@ -1,4 +1,4 @@
-"""`hoglib verify`: Functions of a module or a file, verified with inputs from the command line or their own."""
+"""`hoglib verify`: Functions of a module or a file, with inputs of the command line or their own."""
 
 import contextlib
 import importlib
@@ -113,7 +113,10 @@ def _summary(
 
 
 def _json(
-    reports: Sequence[Report], without: Sequence[str], failures: Sequence[tuple[str, str]], seed: int
+    reports: Sequence[Report],
+    without: Sequence[str],
+    failures: Sequence[tuple[str, str]],
+    seed: int,
 ) -> str:
     return json.dumps(
         {
@@ -188,7 +191,8 @@ def _object(target: str, what: str) -> Any:
         if not hasattr(found, part):
             known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
             raise arguments.WrongValue(
-                f"{what}: expected a name in {path}, got {name!r}; there are {', '.join(known) or 'none'}."
+                f"{what}: expected a name in {path}, got {name!r}; there are "
+                f"{', '.join(known) or 'none'}."
             )
         found = getattr(found, part)
     return found

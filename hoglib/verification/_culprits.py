@@ -11,11 +11,11 @@ from hoglib import _tree
 from hoglib.verification import _maps as maps
 from hoglib.verification import _where as where
 from hoglib.verification._call import Call, is_float
-from hoglib.verification.derivatives import Bounds, Target, in_forward, in_reverse, target
 from hoglib.verification._differences import uniform
-from hoglib.verification.report import Row
 from hoglib.verification._subject import Subject
 from hoglib.verification._words import MODES, Mode
+from hoglib.verification.derivatives import Bounds, Target, in_forward, in_reverse, target
+from hoglib.verification.report import Row
 
 BOUNDS = Bounds(1e-6, 1e-4)
 MOST = 200  # calls

@@ -22,7 +22,9 @@ class Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found = ""
-        self._made: dict[int, Tensor] = {}  # on the default device; held, so that an id stays its own
+        self._made: dict[
+            int, Tensor
+        ] = {}  # on the default device; held, so that an id stays its own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,4 +53,3 @@ class Watch(TorchFunctionMode):
         if not self.found:
             place = where.here()
             self.found = what + (f", at {place}" if place else "")
-

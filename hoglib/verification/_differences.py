@@ -8,6 +8,7 @@ so, and nothing is concluded from that element.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -122,7 +123,7 @@ def _of_output(
     slopes = {h: (ends[h][0][i] - ends[h][1][i]) / (2 * h) for h in steps}
     # the slopes to either side: their difference goes down with the step, unless there is a kink
     bends = {h: (ends[h][0][i] - 2 * y + ends[h][1][i]).abs() / h for h in steps}
-    for longer, shorter in zip(steps, steps[1:], strict=False):
+    for longer, shorter in pairwise(steps):
         near, rounding = slopes[shorter], 4 * eps * size / shorter
         guess = (slopes[longer] - near).abs() + rounding
         kink = (bends[shorter] > 0.5 * bends[longer]) & (bends[shorter] > 1e-5 * near.abs())

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+_BACKENDS: Any = torch.backends  # its members are made at run time
 _PRECISIONS: tuple[Any, ...] = (
-    torch.backends.cuda.matmul,
-    torch.backends.cudnn.conv,
-    torch.backends.cudnn.rnn,
-    torch.backends.mkldnn.matmul,
-    torch.backends.mkldnn.conv,
-    torch.backends.mkldnn.rnn,
+    _BACKENDS.cuda.matmul,
+    _BACKENDS.cudnn.conv,
+    _BACKENDS.cudnn.rnn,
+    _BACKENDS.mkldnn.matmul,
+    _BACKENDS.mkldnn.conv,
+    _BACKENDS.mkldnn.rnn,
 )
 _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
@@ -20,8 +21,10 @@ _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precis
 @contextmanager
 def exact_products() -> Iterator[None]:
     """float32 matrix products and convolutions are computed in float32 inside."""
-    settings = [(backend, "fp32_precision", "ieee") for backend in _PRECISIONS]
-    settings += [(torch.backends.cuda.matmul, name, False) for name in _REDUCED]
+    settings: list[tuple[Any, str, Any]] = [
+        (backend, "fp32_precision", "ieee") for backend in _PRECISIONS
+    ]
+    settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
     before = [(backend, name, getattr(backend, name)) for backend, name, _ in settings]
     try:
         for backend, name, value in settings:

@@ -8,13 +8,15 @@ from torch import Tensor
 
 from hoglib._tolerances import TOLERANCES
 from hoglib.verification import _maps as maps
+from hoglib.verification._around import told
 from hoglib.verification._call import Call, is_float
-from hoglib.verification._circumstances import _told as told
 from hoglib.verification._differences import largest, uniform
-from hoglib.verification.report import Row
 from hoglib.verification._subject import Subject
+from hoglib.verification.report import Row
 
-VALUE, FIRST, SECOND = (f"reference: {what}" for what in ("value", "first derivative", "second derivative"))
+VALUE, FIRST, SECOND = (
+    f"reference: {what}" for what in ("value", "first derivative", "second derivative")
+)
 
 
 def rows(
@@ -35,10 +37,10 @@ def rows(
             )
             for x in points
         ]
-    except Exception as error:
-        yield Row(VALUE, "fail", None, f"the reference raised {told(error)}")
+    except Exception as raised:
+        yield Row(VALUE, "fail", None, f"the reference raised {told(raised)}")
         return
-    error, text = 0.0, ""
+    worst_value, text = 0.0, ""
     for ours, theirs, size in values:
         if len(ours) != len(theirs):
             yield Row(
@@ -54,8 +56,8 @@ def rows(
                 return
             if off > 1 and not text:
                 text = f"output {i} is another value than the reference's: {_pair(a, b)}."
-            error = max(error, off)
-    yield Row(VALUE, "fail" if text else "pass", error * _rtol(subject), text)
+            worst_value = max(worst_value, off)
+    yield Row(VALUE, "fail" if text else "pass", worst_value * _rtol(subject), text)
     if text or not n:
         return
     if surrogate:
@@ -89,7 +91,7 @@ def rows(
             for j, (a, b) in enumerate(zip(found, right, strict=True)):
                 off = _off(a, b, size)
                 if off > 1 and not worst[name][1]:
-                    text = f"that by {subject.names[j]} is another one than the reference's: {_pair(a, b)}."
+                    text = f"that by {subject.names[j]} is not the reference's: {_pair(a, b)}."
                     worst[name] = (off, text)
                 elif not worst[name][1]:
                     worst[name] = (max(off, worst[name][0]), "")
@@ -136,5 +138,9 @@ def _pair(a: Any, b: Any) -> str:
         return f"{a!r}, expected {b!r}"
     if a.shape != b.shape:
         return f"shape {tuple(a.shape)}, expected {tuple(b.shape)}"
-    k = int((a - b).abs().nan_to_num(torch.inf).argmax()) if is_float(a) else int((a != b).int().argmax())
+    k = (
+        int((a - b).abs().nan_to_num(torch.inf).argmax())
+        if is_float(a)
+        else int((a != b).int().argmax())
+    )
     return f"element {k} is {a.reshape(-1)[k].item():.8g}, expected {b.reshape(-1)[k].item():.8g}"

@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from hoglib.verification import doctor
 from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
+from hoglib.verification import doctor
 from hoglib.verification._cuts import Cut
 from hoglib.verification._differences import scales, uniform
+from hoglib.verification._subject import Application, Subject, applications
 from hoglib.verification.derivatives import Bounds, Found, in_reverse, target
 from hoglib.verification.doctor import Diagnosis, Slot
 from hoglib.verification.report import Row
-from hoglib.verification._subject import Application, Subject, applications
 
 ONCE = (
     "Remove the decorator, and build backward of differentiable torch operations: what it does is to "
@@ -25,8 +25,8 @@ MENDS = {
     "NumPy, SciPy or C++ code, give it derivatives of its own with hog.ops.external.",
     "off": "Leave gradients on in backward: autograd turns them off by itself where no second "
     "derivative is asked for.",
-    "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors themselves, not "
-    "detached copies of them.",
+    "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors "
+    "themselves, not detached copies of them.",
     "kernel": "Write it in differentiable torch operations, or wrap it in a Function of its own, whose "
     "backward is its derivative.",
 }
@@ -129,9 +129,9 @@ def _of(
         lost = sum(s.share for s in unseen)
         yield Row(
             f"{prefix}graph cut: unseen", "fail", lost,
-            f"{function}.{rule} loses {_percent(lost)} of the missing second-order term, that of {what}, "
-            "in a way that leaves no trace: torch.autograd.Variable, a kernel of another library, or memory "
-            f"written directly? {MENDS['kernel']}",
+            f"{function}.{rule} loses {_percent(lost)} of the missing second-order term, that of "
+            f"{what}, in a way that leaves no trace: torch.autograd.Variable, a kernel of another "
+            f"library, or memory written directly? {MENDS['kernel']}",
         )  # fmt: skip
 
 
@@ -186,12 +186,12 @@ def _saved(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> R
         inputs = ", ".join(app.names[i] for i in app.by if i < len(app.names))
         which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
         lines.append(
-            f"Forward runs without a graph, so {rule} cannot be differentiated through what forward made. "
-            f"Two ways to mend it:\n"
+            f"Forward runs without a graph, so {rule} cannot be differentiated through what forward "
+            f"made. Two ways to mend it:\n"
             f"1. save the inputs instead ({inputs}), and compute {which} from them again in {rule};\n"
             f"2. or return {which} from forward as one more output, and save that: then it has a "
-            f"gradient of its own, which backward gets as one more argument, and adds times the derivative "
-            f"of {which} by the inputs."
+            f"gradient of its own, which backward gets as one more argument, and adds times the "
+            f"derivative of {which} by the inputs."
         )
     return Row(name, "fail", sum(slot.share for slot in slots), "\n".join(lines))
 
@@ -203,8 +203,8 @@ def _slot(slot: Slot) -> str:
     if slot.kind == "copy":
         original = slot.what.removeprefix("a copy of ")
         return (
-            f"{slot.label} is {called}a copy (a clone, or detached) of {original}{place}. A copy made in "
-            f"forward has no graph. {share} Save {original} itself."
+            f"{slot.label} is {called}a copy (a clone, or detached) of {original}{place}. A copy made "
+            f"in forward has no graph. {share} Save {original} itself."
         )
     what = slot.what.replace("an intermediate", f"an intermediate ({slot.type})")
     return f"{slot.label} is {called}{what}{place}. {share}"

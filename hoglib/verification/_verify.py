@@ -12,15 +12,26 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._recording import recording
 from hoglib.verification import _batches as batches
-from hoglib.verification import contract
 from hoglib.verification import _diagnosis as diagnosis
+from hoglib.verification import _dtypes as dtypes
+from hoglib.verification import _layouts as layouts
 from hoglib.verification import _maps as maps
+from hoglib.verification import _partial as partial
 from hoglib.verification import _plain as plain
 from hoglib.verification import _reference as references
 from hoglib.verification import _treatment as treatment
+from hoglib.verification import _values as values
 from hoglib.verification import _where as where
+from hoglib.verification import contract
+from hoglib.verification._around import Around, told
 from hoglib.verification._call import name_of
-from hoglib.verification._circumstances import Circumstances
+from hoglib.verification._differences import uniform
+from hoglib.verification._exact import exact_products
+from hoglib.verification._precision import Watch
+from hoglib.verification._subject import Subject
+from hoglib.verification._words import MODES, ORDINALS, Mode
+from hoglib.verification._words import modes as chosen_modes
+from hoglib.verification._words import orders as chosen_orders
 from hoglib.verification.derivatives import (
     Bounds,
     Found,
@@ -29,16 +40,9 @@ from hoglib.verification.derivatives import (
     in_reverse,
     target,
 )
-from hoglib.verification._differences import uniform
-from hoglib.verification._exact import exact_products
-from hoglib.verification._precision import Watch
 from hoglib.verification.report import Report, Row
-from hoglib.verification._subject import Subject
-from hoglib.verification._words import MODES, ORDINALS, Mode
-from hoglib.verification._words import modes as chosen_modes
-from hoglib.verification._words import orders as chosen_orders
 
-JVP_TWICE = "jvp inside jvp: torch differentiates a custom Function's own jvp to zero there, whatever it is."
+JVP_TWICE = "jvp inside jvp: torch differentiates a custom Function's own jvp to zero there."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 
 
@@ -218,9 +222,7 @@ class _Verification:
         if not _same(drawn(1), drawn(2)):
             call.reseed = True
             a, b = (subject.map(*subject.x) for _ in range(2))
-            if not all(
-                torch.allclose(p, q, equal_nan=True) for p, q in zip(a, b, strict=True)
-            ):
+            if not all(torch.allclose(p, q, equal_nan=True) for p, q in zip(a, b, strict=True)):
                 return Row(
                     "deterministic", "fail", None,
                     "the value is not the same twice, with the same seed of torch (hidden "
@@ -255,9 +257,7 @@ class _Verification:
 
     def _first_order(self) -> Iterator[tuple[Row, Found]]:
         subject = self._subject
-        at = [
-            self._target(subject.map, x, subject.rows, subject.names) for x in self._points
-        ]
+        at = [self._target(subject.map, x, subject.rows, subject.names) for x in self._points]
         self._targets["first"] = at
         yield self._kinks(at[0]), Found()
         if 1 not in self._options.orders:
@@ -292,8 +292,8 @@ class _Verification:
         where_ = "; ".join(f"of {row} by {name}" for row, name in kinked)
         return Row(
             "kinks", "warn", None,
-            f"the inputs lie on a kink {where_}: the slopes to either side differ, and the gradient there "
-            "is a convention. It was checked beside the inputs.",
+            f"the inputs lie on a kink {where_}: the slopes to either side differ, and the gradient "
+            "there is a convention. It was checked beside the inputs.",
         )  # fmt: skip
 
     def _explained(self, found: Found) -> str:
@@ -372,9 +372,7 @@ class _Verification:
         self, f: maps.Map, x: Sequence[Tensor], rows: Sequence[str], columns: Sequence[str]
     ) -> Target:
         options = self._options
-        return target(
-            f, x, rows, columns, self._subject.random, full=options.full, eps=options.eps
-        )
+        return target(f, x, rows, columns, self._subject.random, full=options.full, eps=options.eps)
 
     @property
     def _bounds(self) -> Bounds:
@@ -389,9 +387,7 @@ class _Verification:
         result: Found | None = None
         for one in at:
             if key == "r":
-                found = in_reverse(
-                    one, self._bounds, self._subject.random, full=self._options.full
-                )
+                found = in_reverse(one, self._bounds, self._subject.random, full=self._options.full)
             else:
                 found = in_forward(one, self._bounds, maps.func_push if key == "ff" else maps.push)
             result = found if result is None else result.merge(found)
@@ -408,9 +404,7 @@ class _Verification:
 
     def _not_there(self, name: str, mode: Mode | None, error: Exception) -> tuple[Row, Found]:
         """Forward mode that raises: a fault where it was declared or asked for."""
-        place = where.of_error(error)
-        at = f" (at {place})" if place else ""
-        text = f"it raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{at}."
+        text = f"it raised {told(error)}."
         declared = self._subject.offers_forward or self._options.modes is not None
         found = Found(error=float("inf"), wrong=text, raised=error)
         if declared:
@@ -436,9 +430,9 @@ class _Verification:
             why = f" ({found.problem})" if found.problem else ""
             return Row(
                 name, "warn", found.error,
-                f"by {unknown} nothing could be compared: differences do not settle{why}. A kink, or the "
-                "edge of the domain? If one is a constant, such as a mask or a target, give the others "
-                "requires_grad.",
+                f"by {unknown} nothing could be compared: differences do not settle{why}. A kink, or "
+                "the edge of the domain? If one is a constant, such as a mask or a target, give the "
+                "others requires_grad.",
             )  # fmt: skip
         return Row(name, "pass", found.error)
 
@@ -474,9 +468,9 @@ class _Verification:
             for row in contract.check(app, surrogate=self._options.surrogate):
                 yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
 
-    def _subsets(self, around: Circumstances) -> Iterator[Row]:
+    def _subsets(self, around: Around) -> Iterator[Row]:
         """Each subset of inputs; of one whose second derivative is lost, by what."""
-        row, subset = around.subsets()
+        row, subset = partial.subsets(around)
         if row.status == "fail" and subset:
             yield from treatment.of_subset(self._subject, self._points[-1], subset)
         yield row
@@ -505,36 +499,32 @@ class _Verification:
     def _in_circumstances(self) -> Iterator[Row]:
         options, subject, x = self._options, self._subject, self._points[-1]
         try:
-            around = Circumstances(subject, x, options.nondet_tol)
-            at_inputs = Circumstances(subject, subject.x, options.nondet_tol)
+            around, at_inputs = Around(subject, x), Around(subject, subject.x)
         except Exception:  # the first derivative raises, which is reported
             return
         targets = [self._targets[key][-1] for key in ("first", "2 rr") if key in self._right]
         points = [x, self._beside(), self._beside()]
         checks: list[Callable[[], Row | Iterable[Row]]] = [
-            at_inputs.finite,
-            around.extremes,
-            lambda: around.deterministic(surrogate=options.surrogate),
-            around.state,
+            lambda: values.finite(at_inputs),
+            lambda: values.extremes(around),
+            lambda: values.deterministic(around, options.nondet_tol, surrogate=options.surrogate),
+            lambda: values.state(around),
             lambda: self._subsets(around),
-            around.undefined,
-            around.layouts,
-            around.zero_size,
-            around.no_dimensions,
-            around.dtypes,
+            lambda: partial.outputs_alone(around),
+            lambda: layouts.layouts(around),
+            lambda: dtypes.dtypes(around),
             lambda: batches.rows(
                 subject, points, around.u, targets, self._bounds, chosen=options.modes is not None
             ),
-            around.autocast,
-            lambda: around.compiled(options.compile),
+            lambda: dtypes.autocast(around),
+            lambda: dtypes.compiled(around, options.compile),
         ]
         for check in checks:
             try:
                 found = check()
                 yield from [found] if isinstance(found, Row) else list(found)
             except Exception as error:  # a fault that other rows name
-                what = getattr(check, "__name__", "check").strip("_<>")
-                yield Row(what, "skip", None, f"not compared: {type(error).__name__}: {error}")
+                yield Row("circumstances", "skip", None, f"not compared: {told(error)}")
 
 
 def _is_culprit(row: Row) -> bool:
@@ -558,5 +548,3 @@ def _ratio(found: Found) -> str:
     if abs(ratio) < 1e-6:
         return " (none of it is there)"
     return f" ({ratio:.3g} of it)"
-
-

@@ -45,9 +45,7 @@ def modes(value: object) -> tuple[Mode, ...] | None:
     known = {mode.title: mode for mode in MODES.values()} | MODES
     for name in given:
         if name not in known:
-            raise arguments.WrongValue(
-                f"modes: expected some of {', '.join(known)}; got {name!r}."
-            )
+            raise arguments.WrongValue(f"modes: expected some of {', '.join(known)}; got {name!r}.")
     return tuple(mode for mode in MODES.values() if {mode.key, mode.title} & set(given))
 
 

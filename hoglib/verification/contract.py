@@ -13,12 +13,12 @@ from hoglib import _tree
 from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float
-from hoglib.verification.doctor import kind_of
 from hoglib.verification._devices import Watch as DeviceWatch
 from hoglib.verification._differences import largest
 from hoglib.verification._plain import Run
-from hoglib.verification.report import Row
 from hoglib.verification._subject import Application
+from hoglib.verification.doctor import kind_of
+from hoglib.verification.report import Row
 
 UNSUMMED = (
     "Sum it back over the broadcast dimensions, `grad.sum_to_size({bare}.shape)`: autograd does so "
@@ -34,8 +34,8 @@ SETUP = (
     "`forward(*inputs)` without ctx, and `setup_context(ctx, inputs, output)`, which saves."
 )
 ATTRIBUTE = (
-    "Save it with ctx.save_for_backward, which frees it after backward and notices changes in place; an "
-    "output on ctx is a reference cycle and leaks its graph."
+    "Save it with ctx.save_for_backward, which frees it after backward and notices changes in place; "
+    "an output on ctx is a reference cycle and leaks its graph."
 )
 
 
@@ -73,7 +73,9 @@ def declares_changes(app: Application) -> bool:
 
 def _setup_context(function: type[Function]) -> Row:
     if plain.is_classic(function):
-        return Row("setup_context", "warn", None, f"{function.__name__} has no setup_context. {SETUP}")
+        return Row(
+            "setup_context", "warn", None, f"{function.__name__} has no setup_context. {SETUP}"
+        )
     return Row("setup_context", "pass")
 
 
@@ -210,8 +212,8 @@ def _linear(app: Application) -> Row:
         return Row(name, "pass")
     return Row(
         name, "fail", None,
-        "backward is not linear in grad_output: twice the incoming gradient is not twice the result. Is "
-        "grad_output ignored, or used twice? If it is clipped on purpose, pass surrogate=True.",
+        "backward is not linear in grad_output: twice the incoming gradient is not twice the result. "
+        "Is grad_output ignored, or used twice? If it is clipped on purpose, pass surrogate=True.",
     )  # fmt: skip
 
 
@@ -295,7 +297,7 @@ def _in_place(app: Application) -> list[Row]:
     with _InPlace() as watch:
         plain.backward(app.function, run.record, grads)
     gradients, kept = given.changed(watch.places), saved.changed(watch.places)
-    late = [m for m in again.changed(watch.places)]
+    late = again.changed(watch.places)
     return [
         _mutated("in-place: inputs", "forward", forward, differentiated, "`x.mul(2)`, not `x.mul_(2)`",
                  " If it is meant, declare it with ctx.mark_dirty and return it."),
@@ -355,7 +357,7 @@ def _needs_input_grad(app: Application) -> Row:
     return Row(
         name, "warn", None,
         f"needs_input_grad is ignored: backward computes a gradient for {', '.join(idle)} also when "
-        f"none is needed, which is wasted work. Ask first: `if ctx.needs_input_grad[{app.by[first]}]:`.",
+        f"none is needed: wasted work. Ask first: `if ctx.needs_input_grad[{app.by[first]}]:`.",
     )  # fmt: skip
 
 
@@ -401,8 +403,8 @@ def _device(app: Application) -> Row:
         return Row("device", "pass")
     return Row(
         "device", "warn", None,
-        f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new tensors with "
-        "`torch.zeros_like(x)` or `device=x.device`.",
+        f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new "
+        "tensors with `torch.zeros_like(x)` or `device=x.device`.",
     )  # fmt: skip
 
 

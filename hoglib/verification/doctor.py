@@ -13,11 +13,13 @@ a plain function. The rest is what the slot loses. The same holds of a jvp.
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, function as torch_function
+from torch.autograd import Function
+from torch.autograd import function as torch_function
 
 from hoglib import _tree
 from hoglib._functorch import watching_functions
@@ -62,9 +64,7 @@ class Diagnosis(NamedTuple):
     inner: list[Application]  # Functions that backward applies
 
 
-def examine(
-    app: Application, moves: Moves | None = None, *, in_jvp: bool = False
-) -> Diagnosis:
+def examine(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
     """Measure what each slot of a Function loses; its arguments must not lie on a kink.
 
     moves: how the arguments move along some direction, (above - below) / 2h; by default each on its
@@ -222,9 +222,7 @@ class _Examination:
         self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]
     ) -> dict[str, float]:
         pairs = [pair for part in leaves.values() for pair in part]
-        scalars = [
-            (c * r).sum().real for c, r in zip(w, seen, strict=True) if r.requires_grad
-        ]
+        scalars = [(c * r).sum().real for c, r in zip(w, seen, strict=True) if r.requires_grad]
         if not scalars or not pairs:
             return {}
         grads = torch.autograd.grad(
@@ -267,10 +265,8 @@ class _Examination:
     def _cuts_before(self) -> list[Cut]:
         """The cuts until backward raised."""
         watch = Watch()
-        try:
+        with suppress(Exception):
             self._seen(watch)
-        except Exception:
-            pass
         return watch.cuts
 
     def _blamed(self, cuts: list[Cut], total: float, size: float) -> list[Cut]:

@@ -1,0 +1,174 @@
+"""Other dtypes, autocast and the compiler."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _tree
+from hoglib.verification import _maps as maps
+from hoglib.verification._around import DRAWS, Around, told
+from hoglib.verification._call import Call, is_float
+from hoglib.verification._differences import largest
+from hoglib.verification.derivatives import Bounds, in_reverse, target
+from hoglib.verification.report import Row
+
+
+def dtypes(around: Around) -> Iterator[Row]:
+    """The gradient in narrower dtypes against that of the same rounded inputs, and complex inputs."""
+    yield _in_dtype(around, "dtype: float32", torch.float32, 1e-3)
+    yield _in_dtype(around, "dtype: bfloat16", torch.bfloat16, 0.1)
+    yield _complex(around)
+
+
+def _in_dtype(around: Around, name: str, dtype: torch.dtype, tolerance: float) -> Row:
+    if around.subject.dtype != torch.float64:
+        return Row(
+            name, "skip", None, f"it was checked in {around.subject.dtype}, as float64 is refused."
+        )
+    if around.subject.call.reseed:
+        return Row(name, "skip", None, DRAWS)
+    call = _again(around, dtype)
+    x = [y.to(dtype) for y in around.x]
+    rounded = [y.to(torch.float64) for y in x]
+    try:
+        found, _ = _gradients(around, call, x)
+    except Exception as raised:
+        return Row(name, "skip", None, f"it refuses {_short(dtype)}: {told(raised)}")
+    right, scale = _gradients(around, around.subject.call, rounded)
+    worst = 0.0
+    for j, (a, b) in enumerate(zip(found, right, strict=True)):
+        off = _relative(a.double(), b, scale)
+        if off > tolerance:
+            return Row(
+                name, "warn", off,
+                f"the gradient by {around.names[j]} is {off:.0e} off in {_short(dtype)}, more than "
+                "its rounding explains. Are sums or differences of large numbers taken in it?",
+            )  # fmt: skip
+        worst = max(worst, off)
+    return Row(name, "pass", worst)
+
+
+def _again(around: Around, dtype: torch.dtype) -> Call:
+    call = Call(around.subject.fn, around.subject.inputs, dtype)
+    call.reseed, call.clone = around.subject.call.reseed, around.subject.call.clone
+    return call
+
+
+def _gradients(around: Around, call: Call, x: Sequence[Tensor]) -> tuple[list[Tensor], float]:
+    f = call.map(around.subject.which)
+    values = f(*x)
+    u = [a.to(b.dtype) for a, b in zip(around.u, values, strict=True)]
+    grads = maps.gradient(f, around.n)(*x, *u)
+    return grads, max(map(largest, values), default=0.0)
+
+
+def _complex(around: Around) -> Row:
+    """Complex inputs in the place of real ones; what they give is no fault, as nobody asked for it."""
+    name = "dtype: complex"
+    subject = around.subject
+    if any(subject.call.complex_variables):
+        return Row(name, "pass")
+    if subject.num_parameters or subject.refused or not subject.functions:
+        return Row(name, "skip", None, "its inputs are real.")
+    inputs = _tree.map(_turned, tuple(subject.inputs))
+    call = Call(subject.fn, inputs)
+    call.reseed, call.clone = subject.call.reseed, subject.call.clone
+    try:
+        which = [i for i, y in enumerate(call.recorded()) if is_float(y) and y.requires_grad]
+        f, rows = call.map(which), [f"output {i}" for i in which]
+        at = target(f, call.point, rows, call.names, subject.random)
+        found = in_reverse(at, Bounds(1e-6, 1e-4), subject.random, draws=1)
+    except Exception as raised:
+        return Row(name, "skip", None, f"it refuses complex numbers: {told(raised)}")
+    if found.raised is not None:
+        return Row(name, "skip", None, f"backward refuses complex numbers: {told(found.raised)}")
+    if found.wrong:
+        return Row(
+            name, "skip", None,
+            "its inputs are real; it takes complex ones too, and has a wrong gradient for them (a "
+            "conj() is missing, or it is not holomorphic). Refuse them, or pass some to have it checked.",
+        )  # fmt: skip
+    return Row(name, "pass", found.error)
+
+
+def _turned(value: Any) -> Any:
+    """A real tensor as a complex one beside it."""
+    if not is_float(value) or value.is_complex():
+        return value
+    wide = value.detach().to(torch.float64)
+    turned = torch.complex(wide, 0.1 * wide.cos())
+    return turned.requires_grad_(value.requires_grad)
+
+
+def autocast(around: Around) -> Row:
+    name = "autocast"
+    if around.subject.dtype != torch.float64:
+        return Row(name, "skip", None, "it was not checked in float64.")
+    call = _again(around, torch.float32)
+    x = [y.float() for y in around.x]
+    f = call.map(around.subject.which)
+    try:
+        right, scale = _gradients(around, call, x)
+    except Exception as raised:
+        return Row(name, "skip", None, f"it refuses float32: {told(raised)}")
+    try:
+        leaves = [y.detach().clone().requires_grad_() for y in x]
+        with torch.autocast(x[0].device.type, torch.bfloat16):
+            values = f(*leaves)
+        u = [a.to(b.dtype) for a, b in zip(around.u, values, strict=True)]
+        found = torch.autograd.grad(values, leaves, u, materialize_grads=True)
+    except Exception as raised:
+        return Row(
+            name, "warn", None,
+            f"under torch.autocast it raised {told(raised)}. Decorate forward and backward with "
+            "torch.amp.custom_fwd and custom_bwd.",
+        )  # fmt: skip
+    pairs = zip(found, right, strict=True)
+    errors = [_relative(a.double(), b.double(), scale) for a, b in pairs]
+    off = max(errors)
+    j = errors.index(off)
+    if off > 0.1:
+        return Row(
+            name, "warn", off,
+            f"under torch.autocast the gradient by {around.names[j]} is off by {off:.0%}. Keep sums "
+            "in float32, or decorate with torch.amp.custom_fwd(cast_inputs=torch.float32).",
+        )  # fmt: skip
+    return Row(name, "pass", off)
+
+
+def compiled(around: Around, asked: bool) -> Row:
+    name = "compile"
+    if not asked:
+        return Row(name, "skip", None, "not asked for: it takes seconds; pass compile=True.")
+    torch._dynamo.reset()
+    try:
+        f = torch.compile(around.f, backend="aot_eager")
+        leaves = [y.detach().clone().requires_grad_() for y in around.x]
+        values = f(*leaves)
+        found = torch.autograd.grad(values, leaves, around.u, materialize_grads=True)
+    except Exception as raised:
+        return Row(name, "warn", None, f"torch.compile raised {told(raised)}")
+    finally:
+        torch._dynamo.reset()
+    off, j = around.worst(list(found), around.first)
+    if off > around.tolerance:
+        return Row(
+            name, "fail", off,
+            f"compiled, the gradient by {around.names[j]} is another one. Does forward or backward "
+            "use something that the compiler takes for a constant (NumPy, Python numbers)?",
+        )  # fmt: skip
+    return Row(name, "pass", off)
+
+
+def _relative(a: Tensor, b: Tensor, scale: float) -> float:
+    if not a.numel():
+        return 0.0
+    size = max(largest(b), 1e-3 * scale, 1e-30)
+    known = b.isfinite() & a.isfinite()
+    return largest(torch.where(known, a - b, 0.0)) / size
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,148 @@
+"""Values that are not finite, and that are not the same twice."""
+
+import torch
+from torch import Tensor
+
+from hoglib.verification import _maps as maps
+from hoglib.verification._around import Around, told
+from hoglib.verification._differences import largest
+from hoglib.verification.report import Row
+
+
+def finite(around: Around) -> Row:
+    name = "finite"
+    values, grads = around.f(*around.x), around.first
+    for row, y in zip(around.subject.rows, values, strict=True):
+        if bool(y.isnan().any()):
+            return Row(name, "fail", None, f"{row} is NaN at the inputs. Are they in its domain?")
+    for j, g in enumerate(grads):
+        if bool(g.isnan().any()):
+            return Row(
+                name, "fail", None,
+                f"the gradient by {around.names[j]} is NaN at the inputs, and the values are not. "
+                "Choose the derivative there by convention, with torch.where on the argument of "
+                "the function and on the result.",
+            )  # fmt: skip
+    second = around.second or []
+    for j, g in enumerate(second):
+        if bool(g.isnan().any()):
+            return Row(
+                name, "fail", None,
+                f"the second derivative by {around.names[j]} is NaN at the inputs, and the first is "
+                "not. A torch.where lets NaN through where its other branch is infinite: guard the "
+                "argument, not only the result.",
+            )  # fmt: skip
+    for text, tensors in (
+        ("a value", values),
+        ("a gradient", grads),
+        ("a second derivative", second),
+    ):
+        if any(bool(t.isinf().any()) for t in tensors):
+            return Row(name, "warn", None, f"{text} is infinite at the inputs.")
+    most = max((largest(g) for g in grads), default=0.0)
+    scale = max(
+        (largest(y) / max(largest(x), 1e-30) for y in values for x in around.x), default=0.0
+    )
+    if most > 1e8 * max(scale, 1.0):
+        return Row(
+            name, "warn", most,
+            f"a gradient of suspicious size: {most:.3g}, at values of {max(map(largest, values)):.3g}.",
+        )  # fmt: skip
+    if most == 0.0:
+        return Row(
+            name, "warn", 0.0,
+            "every gradient is zero at the inputs. If that is not meant, is something detached or "
+            "rounded in forward?",
+        )  # fmt: skip
+    return Row(name, "pass")
+
+
+def extremes(around: Around) -> Row:
+    """Gradients at zeros and far out, where values are finite still."""
+    name = "finite: extreme inputs"
+    bad = []
+    for what, x in (
+        ("zeros", [torch.zeros_like(y) for y in around.x]),
+        ("the inputs times 100", [100 * y for y in around.x]),
+    ):
+        try:
+            values = around.f(*x)
+            if not all(bool(y.isfinite().all()) for y in values):
+                continue
+            first = maps.gradient(around.f, around.n)(*x, *around.u)
+            found = "gradient" if any(bool(g.isnan().any()) for g in first) else ""
+            if not found and around.second is not None:
+                twice = around.twice(around.f, x, around.every)
+                found = "second derivative" if any(bool(g.isnan().any()) for g in twice) else ""
+        except Exception:  # a function is free to refuse them
+            continue
+        if found:
+            bad.append(f"the {found} is NaN at {what}, where the value is finite")
+    if bad:
+        return Row(name, "warn", None, "; ".join(bad) + ".")
+    return Row(name, "pass")
+
+
+def deterministic(around: Around, nondet_tol: float, *, surrogate: bool) -> Row:
+    name = "deterministic"
+    leaves = [y.detach().clone().requires_grad_() for y in around.x]
+    values = around.f(*leaves)
+
+    def once() -> list[Tensor]:
+        return list(
+            torch.autograd.grad(
+                values, leaves, around.u, retain_graph=True, materialize_grads=True,
+                create_graph=around.second is not None,
+            )
+        )  # fmt: skip
+
+    a, b = once(), once()
+    what = "the gradient"
+    off, j = around.worst(a, b, relative=False)
+    if off <= nondet_tol and around.second is not None:
+        live = [(g, w) for g, w in zip(a, around.w, strict=True) if g.requires_grad]
+        if live:
+            twice = [
+                torch.autograd.grad(
+                    [g for g, _ in live], leaves, [w for _, w in live], retain_graph=True,
+                    materialize_grads=True,
+                )
+                for _ in range(2)
+            ]  # fmt: skip
+            off, j = around.worst(*twice, relative=False)
+            what = "the second derivative"
+    if off > nondet_tol:
+        text = (
+            f"{what} by {around.names[j]} is not the same twice (nondeterministic), by {off:.2g}. "
+            "backward draws random numbers or sums in no fixed order; draw in forward and save, or "
+            "set nondet_tol."
+        )
+        return Row(name, "warn" if surrogate else "fail", off, text)
+    if around.subject.call.reseed:
+        return Row(
+            name, "warn", off,
+            "forward draws random numbers; it was checked with the same ones each time.",
+        )  # fmt: skip
+    return Row(name, "pass", off)
+
+
+def state(around: Around) -> Row:
+    """A second call between forward and backward of a first one."""
+    name = "state"
+    other = [1.1 * y for y in around.x]
+    try:
+        leaves = [y.detach().clone().requires_grad_() for y in around.x]
+        values = around.f(*leaves)
+        around.f(*(y.clone().requires_grad_() for y in other))
+        found = torch.autograd.grad(values, leaves, around.u, materialize_grads=True)
+    except Exception as raised:
+        return Row(name, "skip", None, f"two calls at once raised {told(raised)}")
+    off, j = around.worst(found, around.first)
+    if off > around.tolerance:
+        return Row(
+            name, "fail", off,
+            f"the gradient by {around.names[j]} of one call is another one after a second call: "
+            "something that backward needs is kept on the class, or elsewhere outside of ctx. "
+            "Save it with ctx.save_for_backward.",
+        )  # fmt: skip
+    return Row(name, "pass", off)
