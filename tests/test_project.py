@@ -20,6 +20,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_public_names():
     assert hog.__all__ == [
         "MAML",
+        "Report",
+        "VerificationError",
         "__version__",
         "curvature",
         "functional_loss",
@@ -30,6 +32,7 @@ def test_public_names():
         "ops",
         "testing",
         "trainable_params",
+        "verify",
     ]
     assert hog.ops.__all__ == [
         "amax",

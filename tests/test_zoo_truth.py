@@ -324,7 +324,7 @@ CLAIMS = {
     "no transpose": {"first derivative"},
     "the incoming gradient ignored": {"first derivative"},
     "a vmap rule that assumes the first dimension": {"vmap"},
-    "the input viewed as contiguous": {"layout"},
+    "the input viewed as contiguous": {"layout"},  # aloud, which is a warning
     "the gradient viewed as contiguous": {"layout"},
     "strides of a contiguous input assumed": {"layout"},
     "strides of a contiguous gradient assumed": {"layout"},
@@ -472,7 +472,17 @@ def needs_the_cpu(function, inputs):
     return False
 
 
+def refuses_layouts(function, inputs):
+    """Does a transposed input raise?"""
+    try:
+        call(function, [x.t().contiguous().t() for x in inputs])
+    except RuntimeError:
+        return True
+    return False
+
+
 COSTS = {
+    "the input viewed as contiguous": refuses_layouts,
     "no setup_context": has_no_setup_context,
     "needs_input_grad ignored": works_for_nothing,
     "the input kept as an attribute": holds_on,

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from hoglib.verification import _maps as maps
 from hoglib.verification._around import told
+from hoglib.verification._compare import Bounds, Target, in_reverse
 from hoglib.verification._differences import largest, uniform
 from hoglib.verification._maps import Map
 from hoglib.verification._subject import Subject
-from hoglib.verification.derivatives import Bounds, Target, in_reverse
 from hoglib.verification.report import Row
 
 TORCH = (

@@ -11,10 +11,11 @@ from hoglib import _tree
 from hoglib.verification import _maps as maps
 from hoglib.verification import _where as where
 from hoglib.verification._call import Call, is_float
+from hoglib.verification._compare import Bounds, in_forward, in_reverse, target
 from hoglib.verification._differences import uniform
 from hoglib.verification._subject import Subject
 from hoglib.verification._words import MODES, Mode
-from hoglib.verification.derivatives import Bounds, Target, in_forward, in_reverse, target
+from hoglib.verification.derivatives import Stage, stage
 from hoglib.verification.report import Row
 
 BOUNDS = Bounds(1e-6, 1e-4)
@@ -56,8 +57,7 @@ def rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
             if f"{called} {mode.key}" in seen:
                 continue
             seen.add(f"{called} {mode.key}")
-            third = name.startswith("third")
-            fault = _fault(func, args, kwargs, mode, third)
+            fault = _fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
             if fault:
                 at = f" at {place}" if place else ""
                 yield Row(
@@ -67,29 +67,16 @@ def rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
                 )  # fmt: skip
 
 
-def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, third: bool) -> str:
+def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
     try:
         call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
         which = [i for i, y in enumerate(call.recorded()) if is_float(y) and y.requires_grad]
-        f, x = call.map(which), call.point
         random = torch.Generator().manual_seed(5)
-        n = len(x)
-        if mode.inner == "r":
-            inner = maps.gradient(f, n)
-            given = [*x, *(uniform(y, random) for y in f(*x))]
-        else:
-            make = maps.func_tangent if mode.outer == "f" else maps.tangent
-            inner = make(f, n)
-            given = [*x, *(uniform(y, random) for y in x)]
-        if third:
-            second = inner
-            inner = maps.gradient(second, len(given))
-            given = [*given, *(uniform(y, random) for y in second(*given))]
-        count = len(inner(*given))
-        at: Target = target(
-            inner, given, [f"result {i}" for i in range(count)],
-            [f"argument {j}" for j in range(len(given))], random,
-        )  # fmt: skip
+        f, x = call.map(which), call.point
+        names = [f"argument {j}" for j in range(len(x))]
+        first = Stage(f, x, [f"result {i}" for i in which], names)
+        inner = stage(first, mode, order, lambda tensors: [uniform(t, random) for t in tensors])
+        at = target(*inner, random)
     except Exception:  # judged by the mode below only
         return ""
     if mode.outer == "r":

@@ -10,8 +10,8 @@ from hoglib import _tree
 from hoglib.verification import _maps as maps
 from hoglib.verification._around import DRAWS, Around, told
 from hoglib.verification._call import Call, is_float
+from hoglib.verification._compare import Bounds, in_reverse, target
 from hoglib.verification._differences import largest
-from hoglib.verification.derivatives import Bounds, in_reverse, target
 from hoglib.verification.report import Row
 
 
@@ -88,7 +88,7 @@ def _complex(around: Around) -> Row:
         return Row(
             name, "skip", None,
             "its inputs are real; it takes complex ones too, and has a wrong gradient for them (a "
-            "conj() is missing, or it is not holomorphic). Refuse them, or pass some to have it checked.",
+            "conj() is missing, or it is not holomorphic). Refuse them, or pass some to see.",
         )  # fmt: skip
     return Row(name, "pass", found.error)
 

@@ -9,7 +9,10 @@ from torch.overrides import TorchFunctionMode
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib.verification import _where as where
+from hoglib.verification import contract
 from hoglib.verification._call import is_float
+from hoglib.verification._subject import Subject
+from hoglib.verification.report import Row
 
 WIDE = (torch.float64, torch.complex128)
 
@@ -52,3 +55,25 @@ def _rounded(tensor: Tensor) -> bool:
     mantissa, _ = torch.frexp(values.detach().double())
     digits = (mantissa * 2**11).frac()  # those that half precision, which has 11, would lose
     return bool((values.isfinite() & (digits != 0)).any())
+
+
+def row(subject: Subject) -> Row:
+    """Whether a number of lower precision enters float64 maths."""
+    name = "dtype: constants"
+    if subject.dtype != torch.float64:
+        return Row(name, "skip", None, "it was not checked in float64.")
+    watch = Watch()
+    with watch:
+        subject.map(*subject.x)
+    for app in subject.applications:
+        try:
+            contract.run_rules(app, watch)
+        except Exception:  # other checks say it
+            continue
+    if watch.found:
+        return Row(
+            name, "fail", None,
+            f"a constant or a step in float32 enters float64 maths: {watch.found}. Give it the "
+            "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number.",
+        )  # fmt: skip
+    return Row(name, "pass")

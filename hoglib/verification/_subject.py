@@ -11,8 +11,10 @@ from torch.autograd import Function
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._functorch import watching_functions
+from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
 from hoglib.verification._call import Call, custom_functions, is_float
+from hoglib.verification.report import Row
 
 
 class Application(NamedTuple):
@@ -29,6 +31,14 @@ class Application(NamedTuple):
 
     def run(self, args: Sequence[Any] | None = None) -> plain.Run:
         return plain.forward(self.function, self.args if args is None else args, self.needed)
+
+    def declares_changes(self) -> bool:
+        """Whether it marks inputs as changed in place."""
+        try:
+            torch.manual_seed(0)
+            return bool(self.run(self.fresh()).record.dirty)
+        except Exception:  # judged elsewhere
+            return False
 
     def fresh(self) -> list[Any]:
         """Copies of the arguments, with their layouts."""
@@ -78,6 +88,61 @@ class Subject:
         ]
         self.map = self.call.map(self.which)
         self.rows = [f"output {i}" for i in self.which]
+
+    def settle(self) -> Row | None:
+        """Find out whether the call draws random numbers and changes its inputs, and allow for it."""
+        call = self.call
+        before = [x.clone() for x in self.x]
+        call.leaves(*self.x)  # it may change its inputs, whether it says so or not
+        pairs = zip(before, self.x, strict=True)
+        call.clone = any(not torch.equal(a, b) for a, b in pairs) or any(
+            app.declares_changes() for app in self.applications
+        )
+        for x, value in zip(self.x, before, strict=True):
+            x.copy_(value)
+        self.look()
+        if not self.which:
+            return Row(
+                "first derivative: reverse", "fail", None,
+                "the first derivative is missing: no output with elements requires grad. Is it a "
+                "constant, detached, or marked non-differentiable?",
+            )  # fmt: skip
+        gradient = maps.gradient(self.map, len(self.x))
+
+        def drawn(seed: int) -> list[Tensor]:
+            torch.manual_seed(seed)
+            values = self.map(*self.x)
+            try:
+                grads = gradient(*self.x, *(torch.ones_like(y) for y in values))
+            except Exception:  # judged with the derivatives
+                grads = []
+            return [t.detach() for t in (*values, *grads)]
+
+        if not _same(drawn(1), drawn(2)):
+            call.reseed = True
+            a, b = (self.map(*self.x) for _ in range(2))
+            if not all(torch.allclose(p, q, equal_nan=True) for p, q in zip(a, b, strict=True)):
+                return Row(
+                    "deterministic", "fail", None,
+                    "the value is not the same twice, with the same seed of torch (hidden "
+                    "nondeterminism): does it count its calls, or draw numbers from NumPy or random? "
+                    "Nothing can be compared. Pass random numbers as inputs.",
+                )  # fmt: skip
+        return None
+
+    def beside(self) -> list[Tensor]:
+        """A point near the inputs, without their zeros; the inputs where fn is not defined there."""
+        moved = []
+        for x in self.x:
+            part = torch.rand(x.shape, dtype=torch.float64, generator=self.random)
+            part = part.to(x.device, x.dtype)
+            moved.append(torch.where(x == 0, 0.005 * (1 + part), x * (1 - 0.02 * part)))
+        try:
+            pairs = zip(self.map(*moved), self.map(*self.x), strict=True)
+            defined = all(bool((a.isfinite() | ~b.isfinite()).all()) for a, b in pairs)
+        except Exception:  # whatever fn says of inputs it was not given
+            defined = False
+        return moved if defined else self.x
 
     @property
     def offers_forward(self) -> bool | None:
@@ -137,3 +202,10 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
     return repr(value) if not _tree.leaves(value) else type(value)
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    if len(a) != len(b):
+        return False
+    pairs = zip(a, b, strict=True)
+    return all(torch.allclose(p, q, rtol=1e-12, atol=0.0, equal_nan=True) for p, q in pairs)

@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from hoglib.verification import _culprits as culprits
 from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
 from hoglib.verification import doctor
+from hoglib.verification._compare import Bounds, Found, in_reverse, target
 from hoglib.verification._cuts import Cut
 from hoglib.verification._differences import scales, uniform
 from hoglib.verification._subject import Application, Subject, applications
-from hoglib.verification.derivatives import Bounds, Found, in_reverse, target
 from hoglib.verification.doctor import Diagnosis, Slot
 from hoglib.verification.report import Row
 
@@ -236,6 +237,11 @@ def _inner(prefix: str, function: str, rule: str, found: Diagnosis) -> Iterator[
 def _culprits(
     subject: Subject, x: list[Tensor], found: Mapping[str, Found], wrong: list[str]
 ) -> Iterator[Row]:
-    from hoglib.verification import _culprits as culprits
-
     yield from culprits.rows(subject, x, wrong)
+
+
+def is_culprit(row: Row) -> bool:
+    """Whether it names what other rows suffer from; cuts before slots."""
+    return row.status == "fail" and any(
+        word in row.name for word in ("graph cut: ", "saved: ", "culprit: ", " applies ")
+    )

@@ -63,14 +63,6 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     return rows
 
 
-def declares_changes(app: Application) -> bool:
-    """Whether it marks inputs as changed in place."""
-    try:
-        return bool(_seeded(app).record.dirty)
-    except Exception:  # judged elsewhere
-        return False
-
-
 def _setup_context(function: type[Function]) -> Row:
     if plain.is_classic(function):
         return Row(

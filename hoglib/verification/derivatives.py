@@ -1,222 +1,255 @@
-"""Derivatives of orders one to three in every mode, against central differences.
+"""Derivatives of orders one to three, in every mode that is offered: a row each.
 
 A derivative of order k is a derivative, in reverse or in forward mode, of the map that gives those of
 order k - 1. It is compared with differences of that very map, so each order rests on the one below,
-and the first on the values. In forward mode one direction gives a whole vector, compared element by
-element. In reverse mode a covector w gives J^T w, of which <J^T w, v> is compared with <w, J v>; w is
-drawn so that every element of J v counts alike.
+and the first on the values.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from hoglib.verification import _diagnosis as diagnosis
 from hoglib.verification import _maps as maps
-from hoglib.verification._differences import Slope, directions, largest, slope, uniform
-from hoglib.verification._maps import Map
+from hoglib.verification import _plain as plain
+from hoglib.verification._around import told
+from hoglib.verification._compare import Bounds, Found, Target, in_forward, in_reverse, target
+from hoglib.verification._differences import uniform
+from hoglib.verification._subject import Subject
+from hoglib.verification._words import MODES, ORDINALS, Mode
+from hoglib.verification.report import Row
 
-TRUST = 5.0  # how many times its own estimate a difference may be off
-
-
-class Bounds(NamedTuple):
-    """|derivative - difference| <= rtol |difference| + atol min(1, largest difference)."""
-
-    atol: float
-    rtol: float
-
-
-@dataclass
-class Found:
-    """The worst of what was compared."""
-
-    error: float = 0.0
-    wrong: str = ""  # what is wrong, in words; empty where all is right
-    row: int = -1
-    column: int = -1
-    got: float = 0.0
-    expected: float = 0.0
-    checked: int = 0
-    unknown: set[int] = field(default_factory=set)  # columns that nothing was concluded from
-    problem: str = ""  # what differences said there
-    raised: Exception | None = None
-
-    def merge(self, other: "Found") -> "Found":
-        """The worse of both; an unknown column is one that is unknown in both."""
-        worse = other if (other.wrong and not self.wrong) or other.error > self.error else self
-        if self.wrong and not other.wrong:
-            worse = self
-        result = Found(**vars(worse))
-        result.checked = self.checked + other.checked
-        result.unknown = self.unknown & other.unknown
-        result.problem = self.problem or other.problem
-        return result
+JVP_TWICE = "jvp inside jvp: torch differentiates a custom Function's own jvp to zero there."
+NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 
 
-class Target(NamedTuple):
-    """A map at a point, what its outputs and inputs are called, and its slopes by differences."""
+class Stage(NamedTuple):
+    """A map whose derivative is the one in question, its arguments, and what to call both ends."""
 
-    map: Map
+    map: maps.Map
     x: list[Tensor]
     rows: list[str]
     columns: list[str]
-    slopes: list[Slope]
 
 
-def target(
-    f: Map, x: Sequence[Tensor], rows: Sequence[str], columns: Sequence[str],
-    random: torch.Generator, *, draws: int = 1, full: bool = False, eps: float | None = None,
-) -> Target:  # fmt: skip
-    slopes = [
-        slope(f, x, j, v, eps=eps)
-        for j, value in enumerate(x)
-        for v in directions(value, draws, random, full=full)
-    ]
-    return Target(f, list(x), list(rows), list(columns), slopes)
+def stage(
+    first: Stage, mode: Mode, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> Stage:
+    """The map of order - 1 in a mode, whose derivative is of that order.
+
+    Reverse inside: the gradient, of arguments (x, u); for the third order the gradient of that again.
+    Forward inside: the tangent, of arguments (x, t).
+    """
+    f, x, rows, columns = first
+    count = len(x)
+    if mode.inner == "r":
+        f, x = maps.gradient(first.map, count), [*x, *like(first.map(*x))]
+        columns = [*columns, *(f"the gradient of {row}" for row in rows)]
+        rows = [f"the gradient by {name}" for name in first.columns]
+    else:
+        make = maps.func_tangent if mode.outer == "f" else maps.tangent
+        f, x = make(first.map, count), [*x, *like(x)]
+        columns = [*columns, *(f"the tangent of {name}" for name in columns)]
+        rows = [f"the tangent of {row}" for row in rows]
+    if order < 3:
+        return Stage(f, x, rows, columns)
+    second = Stage(f, x, rows, columns)
+    if mode.key == "ff":
+        f, x = maps.func_tangent(second.map, len(x)), [*x, *like(x)]
+        columns = [*columns, *(f"the second tangent of {name}" for name in columns)]
+        return Stage(f, x, [f"the derivative of {row}" for row in rows], columns)
+    f, x = maps.gradient(second.map, len(x)), [*x, *like(second.map(*x))]
+    columns = [*columns, *(f"the gradient of {row}" for row in rows)]
+    return Stage(f, x, [f"the second derivative by {name}" for name in second.columns], columns)
 
 
-def in_forward(
-    at: Target, bounds: Bounds, push: Callable[[Map, Sequence[Tensor], int, Tensor], list[Tensor]]
-) -> Found:
-    """J v for each direction, element by element."""
-    found = Found()
-    concluded = set()
-    for one in at.slopes:
-        try:
-            got = push(at.map, at.x, one.column, one.v)
-        except Exception as error:
-            return _raised(error, at, one.column)
-        for i, value in enumerate(got):
-            known = one.known(i)
-            if value.numel() and not bool(known.any()):
-                found.problem = found.problem or one.problem
+class Derivatives:
+    """The derivative rows of one subject, at a few points.
+
+    `found` is what each row rests on; `right` the targets of reverse rows that passed.
+    """
+
+    def __init__(
+        self, subject: Subject, points: Sequence[list[Tensor]], bounds: Bounds, *,
+        modes: Sequence[Mode] | None, full: bool, eps: float | None,
+    ) -> None:  # fmt: skip
+        self._subject, self._points, self._modes = subject, points, modes
+        self._bounds, self._full, self._eps = bounds, full, eps
+        self.found: dict[str, Found] = {}
+        self.right: list[Target] = []
+
+    def first_order(self) -> Iterator[Row]:
+        """The first derivative in reverse and in forward mode, and the kinks at the first point."""
+        subject = self._subject
+        at = [self._target(self._first(x)) for x in self._points]
+        yield self._kinks(at[0])
+        row = self._reverse_row("first derivative: reverse", at)
+        if row.status == "fail":
+            words = self._explained(self.found[row.name])
+            row = row._replace(text=f"{row.text} {words}".rstrip())
+        yield row
+        if self._wants("f"):
+            row = self._forward_row("first derivative: forward", at, "f")
+            rules = sorted(f.__name__ for f in subject.functions if plain.offers_jvp(f))
+            if row.status == "fail" and rules:
+                text = f"the jvp of {', '.join(rules)} is wrong: {row.text}"
+                row = row._replace(text=text)
+            yield row
+
+    def higher(self, order: int) -> Iterator[Row]:
+        """The second or third derivative in each mode."""
+        for mode in MODES.values():
+            name = f"{ORDINALS[order]} derivative: {mode.title}"
+            asked = self._modes is not None and mode in self._modes
+            if self._modes is not None and not asked:
                 continue
-            concluded.add(one.column)
-            allowed = (
-                bounds.rtol * one.values[i].abs()
-                + bounds.atol * min(1.0, one.size(i))
-                + TRUST * one.errors[i]
-                + one.floors[i]
-            )
-            difference = torch.where(known, (value - one.values[i]).abs(), 0.0)
-            _take(found, at, i, one.column, difference, allowed, value, one)
-    found.unknown = {one.column for one in at.slopes} - concluded
-    return found
-
-
-def _take(
-    found: Found, at: Target, i: int, j: int, difference: Tensor, allowed: Tensor, value: Tensor,
-    one: Slope,
-) -> None:  # fmt: skip
-    if not difference.numel():
-        return
-    found.checked += 1
-    wrong = ~(difference <= allowed)
-    size = one.size(i) + one.floors[i]
-    worst = int((difference.nan_to_num(torch.inf) - allowed).nan_to_num(torch.inf).argmax())
-    size = max(size, abs(float(value.reshape(-1)[worst])))
-    error = float(difference.reshape(-1)[worst]) / (size or 1.0)
-    if bool(wrong.any()) and not (found.wrong and found.error >= error):
-        where = f", element {worst}" if difference.numel() > 1 else ""
-        expected, got = (float(t.reshape(-1)[worst]) for t in (one.values[i], value))
-        found.wrong = f"{_of(at, i, j)}{where}: expected {expected:.6g}, got {got:.6g}"
-        found.row, found.column, found.got, found.expected = i, j, got, expected
-        found.error = error
-    elif not found.wrong:
-        found.error = max(found.error, error)
-
-
-def in_reverse(
-    at: Target, bounds: Bounds, random: torch.Generator, *, draws: int = 2, full: bool = False,
-    batched: bool = False, wanted: Sequence[int] | None = None, f: Map | None = None,
-) -> Found:  # fmt: skip
-    """<J^T w, v> for each direction v and a few covectors w; f, if given, stands in for the map."""
-    found = Found()
-    f = at.map if f is None else f
-    wanted = list(range(len(at.x))) if wanted is None else list(wanted)
-    slopes = [one for one in at.slopes if one.column in wanted]
-    covectors = [
-        (i, w) for i in range(len(at.rows)) for w in _covectors(slopes, i, random, draws, full)
-    ]
-    try:
-        pulled = maps.pull(f, at.x, covectors, wanted, batched=batched)
-    except Exception as error:
-        return _raised(error, at, -1)
-    concluded = set()
-    for (i, w), grads in zip(covectors, pulled, strict=True):
-        for one in slopes:
-            known = one.known(i)
-            if bool((w[~known] != 0).any()):
-                found.problem = found.problem or one.problem
+            reason = self._skipped(mode)
+            if reason and not (asked and self._subject.offers_forward is False):
+                yield Row(name, "skip", None, reason)
                 continue
-            concluded.add(one.column)
-            terms = torch.where(known, w * one.values[i], 0.0)
-            errors = torch.where(known, w.abs() * one.errors[i], 0.0)
-            expected = float(terms.sum())
-            scale = float(terms.abs().sum())
-            got = float((grads[wanted.index(one.column)] * one.v).sum())
-            if got != got and not bool(known.all()):
-                found.problem = found.problem or "its gradient is NaN there"
+            if reason:
+                self.found[name] = Found(wrong=reason)
+                yield Row(name, "fail", None, reason)
                 continue
-            reach = float(w.abs().sum())
-            allowed = (
-                bounds.rtol * scale
-                + bounds.atol * min(1.0, one.size(i)) * reach
-                + TRUST * float(errors.sum())
-                + one.floors[i] * reach
-            )
-            _weigh(found, at, i, one.column, got, expected, allowed, scale + one.floors[i] * reach)
-    found.unknown = {one.column for one in slopes} - concluded
-    return found
+            try:
+                at = [
+                    self._target(stage(self._first(x), mode, order, self._like))
+                    for x in self._points
+                ]
+            except Exception as error:
+                yield self._not_there(name, error)
+                continue
+            if mode.key == "rr":
+                yield self._reverse_row(name, at)
+            else:
+                yield self._forward_row(name, at, mode.key)
 
+    def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [uniform(x, self._subject.random) for x in tensors]
 
-def _weigh(
-    found: Found, at: Target, i: int, j: int, got: float, expected: float, allowed: float,
-    scale: float,
-) -> None:  # fmt: skip
-    found.checked += 1
-    off = abs(got - expected)
-    error = off / (max(scale, abs(got)) or 1.0) if off == off else float("inf")
-    if not off <= allowed and not (found.wrong and found.error >= error):
-        found.wrong = (
-            f"{_of(at, i, j)}, along random directions: expected {expected:.6g}, got {got:.6g}"
+    def _first(self, x: list[Tensor]) -> Stage:
+        return Stage(self._subject.map, x, self._subject.rows, self._subject.names)
+
+    def _target(self, at: Stage) -> Target:
+        return target(*at, self._subject.random, full=self._full, eps=self._eps)
+
+    def _both(self, at: Sequence[Target], key: str) -> Found:
+        """At the inputs and beside them."""
+        result: Found | None = None
+        for one in at:
+            if key[0] == "r":
+                found = in_reverse(one, self._bounds, self._subject.random, full=self._full)
+            else:
+                found = in_forward(one, self._bounds, maps.func_push if key == "ff" else maps.push)
+            result = found if result is None else result.merge(found)
+            if result.raised is not None:
+                break
+        assert result is not None
+        return result
+
+    def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
+        self.found[name] = self._both(at, "r")
+        row = self._judged(name, self.found[name])
+        if row.status == "pass":
+            self.right.append(at[-1])
+        return row
+
+    def _forward_row(self, name: str, at: Sequence[Target], key: str) -> Row:
+        """A row of a mode with a forward level in it, which may not be offered."""
+        found = self._both(at, key)
+        if found.raised is not None:
+            return self._not_there(name, found.raised)
+        self.found[name] = found
+        return self._judged(name, found)
+
+    def _not_there(self, name: str, error: Exception) -> Row:
+        """Forward mode that raises: a fault where it was declared or asked for."""
+        text = f"it raised {told(error)}."
+        declared = self._subject.offers_forward or self._modes is not None
+        if not declared:
+            return Row(name, "skip", None, f"it is not offered: {text}")
+        self.found[name] = Found(error=float("inf"), wrong=text, raised=error)
+        return Row(name, "fail", None, text)
+
+    def _judged(self, name: str, found: Found) -> Row:
+        if found.raised is not None:
+            text = f"{name.split(':')[0]} is missing: it raised {told(found.raised)}"
+            return Row(name, "fail", None, text)
+        if found.wrong:
+            return Row(name, "fail", found.error, f"{found.wrong}{_ratio(found)}.")
+        unknown = ", ".join(self._labels(found.unknown))
+        if found.unknown and not found.checked:
+            why = f" ({found.problem})" if found.problem else ""
+            return Row(
+                name, "warn", None,
+                f"nothing could be compared: differences do not settle{why}. Do the inputs lie on a "
+                "kink, or at the edge of the domain?",
+            )  # fmt: skip
+        if unknown:
+            why = f" ({found.problem})" if found.problem else ""
+            return Row(
+                name, "warn", found.error,
+                f"by {unknown} nothing could be compared: differences do not settle{why}. A kink, or "
+                "the edge of the domain? If one is a constant, such as a mask or a target, give the "
+                "others requires_grad.",
+            )  # fmt: skip
+        return Row(name, "pass", found.error)
+
+    def _labels(self, columns: set[int]) -> list[str]:
+        names = self._subject.names
+        return [names[j] if j < len(names) else f"argument {j}" for j in sorted(columns)]
+
+    def _wants(self, level: str) -> bool:
+        """Whether a mode with that level on the outside of the first derivative is to be tried."""
+        chosen = self._modes
+        if chosen is not None:
+            return any(level in (mode.outer, mode.inner) for mode in chosen)
+        return self._subject.offers_forward is not False
+
+    def _skipped(self, mode: Mode) -> str:
+        subject = self._subject
+        if "f" not in mode.key:
+            return ""
+        if subject.offers_forward is False:
+            lacking = sorted(f.__name__ for f in subject.functions if not plain.offers_jvp(f))
+            return NOT_OFFERED.format(which=", ".join(lacking))
+        if mode.key == "ff" and subject.functions:
+            return JVP_TWICE
+        return ""
+
+    def _kinks(self, at: Target) -> Row:
+        """Where the slopes to either side of the inputs differ."""
+        kinked = sorted(
+            {
+                (self._subject.rows[i], self._subject.names[one.column])
+                for one in at.slopes
+                for i, kink in enumerate(one.kinks)
+                if bool(kink.any())
+            }
         )
-        found.row, found.column, found.got, found.expected = i, j, got, expected
-        found.error = error
-    elif not found.wrong:
-        found.error = max(found.error, error)
+        if not kinked:
+            return Row("kinks", "pass")
+        where_ = "; ".join(f"of {row} by {name}" for row, name in kinked)
+        return Row(
+            "kinks", "warn", None,
+            f"the inputs lie on a kink {where_}: the slopes to either side differ, and the gradient "
+            "there is a convention. It was checked beside the inputs.",
+        )  # fmt: skip
+
+    def _explained(self, found: Found) -> str:
+        if found.raised is not None or found.row < 0:
+            return ""
+        try:
+            return diagnosis.of_gradient(self._subject, self._subject.x, found.row, found.column)
+        except Exception:  # words are not worth an error
+            return ""
 
 
-def _covectors(
-    slopes: Sequence[Slope], i: int, random: torch.Generator, draws: int, full: bool
-) -> list[Tensor]:
-    """Covectors of output i in which what is unknown has no part, and each known element its share."""
-    if not slopes:
-        return []
-    like = slopes[0].values[i]
-    known = torch.ones_like(like, dtype=torch.bool)
-    sizes = torch.zeros_like(like)
-    for one in slopes:
-        if bool(one.known(i).any()) or not like.numel():
-            known &= one.known(i)
-            sizes += torch.where(one.known(i), one.values[i].abs(), 0.0)
-    if not like.numel():
-        return []
-    if full:
-        eye = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
-        return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
-    share = 1.0 / (sizes + 1e-3 * (largest(sizes) or 1.0))
-    share = torch.where(known, share / share.max(), 0.0)
-    return [uniform(like, random) * share for _ in range(draws)]
-
-
-def _of(at: Target, i: int, j: int) -> str:
-    return f"{at.rows[i]}, by {at.columns[j]}"
-
-
-def _raised(error: Exception, at: Target, column: int) -> Found:
-    text = f"{type(error).__name__}: {error}".rstrip()
-    by = f" (by {at.columns[column]})" if column >= 0 else ""
-    return Found(error=float("inf"), wrong=f"it raised{by} {text}", raised=error, column=column)
+def _ratio(found: Found) -> str:
+    if not found.expected or found.got != found.got:
+        return ""
+    ratio = found.got / found.expected
+    if abs(ratio) < 1e-6:
+        return " (none of it is there)"
+    return f" ({ratio:.3g} of it)"
