@@ -24,7 +24,8 @@ class Call:
     The variables are the floating-point tensors among the leaves of the inputs (only those that
     require grad, if any does) and the trainable parameters of a module, as copies of the given real
     dtype, or of their own; a complex one counts as its real and imaginary parts. `point` are their
-    values, `names` what to call them, `num_inputs` how many come from the inputs. Everything else is
+    values, `names` what to call them, `num_inputs` how many come from the inputs
+    (and `slots` their places among the leaves). Everything else is
     constant, in such copies too. With `reseed` each call draws the same random numbers; with
     `clone` it gets copies, for a function that changes its inputs and says so.
     """
@@ -56,19 +57,19 @@ class Call:
             free += [name in parameters and parameters[name].requires_grad for name in state]
         self._keys = list(state)
         self._values = [*values, *state.values()]
-        self._slots = [i for i, is_free in enumerate(free) if is_free]
+        self.slots = [i for i, is_free in enumerate(free) if is_free]
         self._num_leaves = len(leaves)
         self.num_inputs = sum(free[: len(leaves)])
-        self.names = [names[i] for i in self._slots]
-        self.point = [real(self._values[i]) for i in self._slots]
-        self.complex_variables = [self._values[i].is_complex() for i in self._slots]
+        self.names = [names[i] for i in self.slots]
+        self.point = [real(self._values[i]) for i in self.slots]
+        self.complex_variables = [self._values[i].is_complex() for i in self.slots]
 
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
         """All leaves of what fn returns; before rearranges the variables on their way in."""
         if self.reseed:
             torch.manual_seed(0)
         values = [x.clone() if isinstance(x, Tensor) else x for x in self._values]
-        for slot, x, parts in zip(self._slots, variables, self.complex_variables, strict=True):
+        for slot, x, parts in zip(self.slots, variables, self.complex_variables, strict=True):
             value = torch.complex(*x.unbind(-1)) if parts else x
             value = value if before is None else before(value)
             values[slot] = value.clone() if self.clone else value

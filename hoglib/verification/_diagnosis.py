@@ -11,8 +11,8 @@ from hoglib.verification import _plain as plain
 from hoglib.verification._call import real
 from hoglib.verification._differences import largest, scales, slope, uniform
 from hoglib.verification._maps import Map
+from hoglib.verification._slots import kind_of
 from hoglib.verification._subject import Subject
-from hoglib.verification.doctor import kind_of
 
 MOST = 256  # elements that are differentiated one by one
 NEAR = 1e-4

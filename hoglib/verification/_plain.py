@@ -17,6 +17,8 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from hoglib import _tree
+from hoglib.verification._call import is_float
+from hoglib.verification._differences import uniform
 from hoglib.verification._where import Place, foreign
 
 SAVED = "ctx.saved_tensors"
@@ -145,6 +147,19 @@ class Run(NamedTuple):
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     record: Record
+
+    def incoming(self, random: torch.Generator | None = None) -> list[Tensor | None]:
+        """A gradient for each output, as autograd gives them."""
+        random = random or torch.Generator().manual_seed(2)
+        grads: list[Tensor | None] = []
+        for y in self.outputs:
+            if not isinstance(y, Tensor):
+                grads.append(None)
+            elif is_float(y) and not self.record.is_silent(y):
+                grads.append(uniform(y, random))
+            else:
+                grads.append(torch.zeros_like(y) if self.record.materialize else None)
+        return grads
 
 
 def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool]) -> Run:

@@ -13,7 +13,7 @@ from hoglib import _tree
 from hoglib._functorch import watching_functions
 from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
-from hoglib.verification._call import Call, custom_functions, is_float
+from hoglib.verification._call import Call, custom_functions, is_float, real
 from hoglib.verification.report import Row
 
 
@@ -32,11 +32,18 @@ class Application(NamedTuple):
     def run(self, args: Sequence[Any] | None = None) -> plain.Run:
         return plain.forward(self.function, self.args if args is None else args, self.needed)
 
+    def seeded(self) -> plain.Run:
+        """A run on copies of the arguments, the same each time."""
+        torch.manual_seed(0)
+        return self.run(self.fresh())
+
+    def name(self, i: int) -> str:
+        return self.names[i] if i < len(self.names) else f"input {i}"
+
     def declares_changes(self) -> bool:
         """Whether it marks inputs as changed in place."""
         try:
-            torch.manual_seed(0)
-            return bool(self.run(self.fresh()).record.dirty)
+            return bool(self.seeded().record.dirty)
         except Exception:  # judged elsewhere
             return False
 
@@ -49,35 +56,26 @@ class Subject:
     """A call in float64, or in its own dtype if it refuses that, with what it is made of."""
 
     def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
-        self.fn, self.inputs = fn, inputs
-        self.call = Call(fn, inputs)
-        arguments.something_to_differentiate_by(self.call.names, self.call.point)
-        self.refused = ""
-        try:
-            outputs = self.call.recorded()
-        except Exception as error:
-            own = Call(fn, inputs, None)
-            if all(x.dtype == torch.float64 for x in own.point):
-                raise
-            try:
-                outputs = own.recorded()
-            except Exception:
-                raise error from None
-            self.call, self.refused = own, f"{type(error).__name__}: {error}".splitlines()[0]
+        self.fn, self.inputs = fn, list(inputs)
+        self.call, self.refused = _call(fn, inputs)
         self.name = self.call.name
-        self.names = self.call.names
-        named = dict(zip(self.names, self.names, strict=True))
+        constants = _constants(self.call)
+        self.constants = [self.call.names[j] for j in constants]
+        if constants:
+            self.inputs = _marked(inputs, [self.call.slots[j] for j in constants])
+            dtype = None if self.refused else torch.float64
+            self.call = Call(fn, self.inputs, dtype)
+        named = dict(zip(self.call.names, self.call.names, strict=True))
         function = as_function(fn)
         if function is not None:
             for i, name in enumerate(_parameters(function, len(inputs))):
                 named[f"inputs[{i}]"] = f"inputs[{i}] ({name})"
-        self.names = [named.get(name, name) for name in self.names]
+        self.names = [named[name] for name in self.call.names]
         self.num_parameters = len(self.names) - self.call.num_inputs
         self.x = self.call.point
-        self.outputs = outputs
-        self.dtype = self.x[0].dtype if self.x else torch.float64
+        self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
         self.applications = applications(self.call.recorded)
-        self.functions = custom_functions(outputs)
+        self.functions = custom_functions(self.call.recorded())
         self.random = torch.Generator().manual_seed(0)
 
     def look(self) -> None:
@@ -156,6 +154,52 @@ class Subject:
         if not self.functions:
             return None
         return all(map(plain.offers_vmap, self.functions))
+
+
+def _call(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
+    """The call in float64, or in its own dtypes and why; raises what it raises if neither runs."""
+    call = Call(fn, inputs)
+    arguments.something_to_differentiate_by(call.names, call.point)
+    try:
+        call.recorded()
+        return call, ""
+    except Exception as error:
+        own = Call(fn, inputs, None)
+        if all(x.dtype == torch.float64 for x in own.point):
+            raise
+        try:
+            own.recorded()
+        except Exception:
+            raise error from None
+        return own, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _constants(call: Call) -> list[int]:
+    """Inputs of whole numbers, not all the same, that have no gradient: masks, labels, targets."""
+    variables = [x.clone().requires_grad_() for x in call.point]
+    try:
+        found = [y for y in call.leaves(*variables) if is_float(y) and y.requires_grad]
+        total = torch.stack([real(y).sum() for y in found]).sum()
+        grads = torch.autograd.grad(total, variables, allow_unused=True)
+    except Exception:  # judged with the derivatives
+        return []
+    without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
+    constants = [j for j in without if _whole(call.point[j])]
+    return constants if len(constants) < len(grads) else []
+
+
+def _whole(x: Tensor) -> bool:
+    return bool((x == x.round()).all()) and x.numel() > 1 and bool((x != x.reshape(-1)[0]).any())
+
+
+def _marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
+    """The inputs, where every tensor but some requires grad; leaves are counted as the call does."""
+    leaves, structure = _tree.flatten(tuple(inputs))
+    marked = [
+        x.detach().clone().requires_grad_(i not in constants) if is_float(x) else x
+        for i, x in enumerate(leaves)
+    ]
+    return list(_tree.unflatten(marked, structure))
 
 
 def as_function(fn: Any) -> type[Function] | None:

@@ -11,8 +11,9 @@ from hoglib.verification import doctor
 from hoglib.verification._compare import Bounds, Found, in_reverse, target
 from hoglib.verification._cuts import Cut
 from hoglib.verification._differences import scales, uniform
+from hoglib.verification._slots import Slot
 from hoglib.verification._subject import Application, Subject, applications
-from hoglib.verification.doctor import Diagnosis, Slot
+from hoglib.verification.doctor import Diagnosis
 from hoglib.verification.report import Row
 
 ONCE = (

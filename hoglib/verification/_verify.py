@@ -149,6 +149,13 @@ class _Verification:
                 "dtype: float64", "skip", None,
                 f"refused ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
             )  # fmt: skip
+        if subject.constants:
+            yield Row(
+                "constants", "warn", None,
+                f"{', '.join(subject.constants)}: taken for constant, as a mask or target is: its "
+                "values are whole numbers, and it gets no gradient. To have it judged give it "
+                "requires_grad, and the others.",
+            )  # fmt: skip
         self._points = [subject.x, subject.beside()]
         derivatives = Derivatives(
             subject, self._points, self._bounds, modes=options.modes, full=options.full,

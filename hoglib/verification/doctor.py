@@ -11,7 +11,6 @@ functions with one slot taken from x +- h v; what autograd sees of it, from the 
 a plain function. The rest is what the slot loses. The same holds of a jvp.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -24,11 +23,11 @@ from torch.autograd import function as torch_function
 from hoglib import _tree
 from hoglib._functorch import watching_functions
 from hoglib.verification import _plain as plain
-from hoglib.verification import _where as where
 from hoglib.verification._call import is_float
 from hoglib.verification._cuts import Cut, Watch
 from hoglib.verification._differences import scales, uniform
 from hoglib.verification._plain import Context, Record, Run
+from hoglib.verification._slots import Slot, kind_of
 from hoglib.verification._subject import Application, application
 
 STEP = 1e-5
@@ -37,20 +36,6 @@ WORTH_SAYING = 1e-3  # of what is lost
 DRAWS = 4
 
 Moves = dict[int, Tensor]  # by argument
-
-
-@dataclasses.dataclass
-class Slot:
-    """One thing that backward reads."""
-
-    label: str  # "ctx.saved_tensors[0]"
-    kind: str  # "input", "output", "copy", "intermediate" or "gradient"
-    what: str  # "input `x`"
-    name: str = ""  # of the local variable that was saved
-    place: where.Place | None = None
-    type: str = "Tensor"
-    lost: float = 0.0
-    share: float = 0.0
 
 
 class Diagnosis(NamedTuple):
@@ -103,18 +88,11 @@ class _Examination:
         return self._app.run(args)
 
     def _incoming(self, run: Run) -> list[Tensor | None]:
-        if self._in_jvp:
-            return [
-                uniform(x, self._random) if i in self._app.by else None
-                for i, x in enumerate(run.inputs)
-            ]
+        if not self._in_jvp:
+            return run.incoming(self._random)
         return [
-            None
-            if not isinstance(y, Tensor)
-            else uniform(y, self._random)
-            if is_float(y) and not run.record.is_silent(y)
-            else torch.zeros_like(y)
-            for y in run.outputs
+            uniform(x, self._random) if i in self._app.by else None
+            for i, x in enumerate(run.inputs)
         ]
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
@@ -306,42 +284,6 @@ class _Examination:
                 name = self._gradient_name(k)
                 slots.append(Slot(name, "gradient", name))
         return slots
-
-
-def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
-    """What a slot holds: an input, an output, a copy of one of them, or something forward made."""
-    found = plain.tensors(value)
-    for i, x in enumerate(run.inputs):
-        if any(t is x for t in found):
-            return "input", f"input {_named(names, i)}"
-    for k, y in enumerate(run.outputs):
-        if any(t is y for t in found):
-            if run.record.is_silent(y):
-                return "intermediate", f"output {k}, which is marked non-differentiable"
-            return "output", f"output {k}"
-    for t in found:
-        for i, x in enumerate(run.inputs):
-            if same(t, x):
-                return "copy", f"a copy of input {_named(names, i)}"
-        for k, y in enumerate(run.outputs):
-            if same(t, y):
-                return "copy", f"a copy of output {k}"
-    return "intermediate", "an intermediate that forward made"
-
-
-def same(a: Tensor, b: Any) -> bool:
-    return (
-        isinstance(b, Tensor)
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.numel() > 0
-        and bool(torch.equal(a, b))
-    )
-
-
-def _named(names: tuple[str, ...], i: int) -> str:
-    return names[i] if i < len(names) else str(i)
 
 
 def _dot(w: list[Tensor], term: list[Tensor]) -> float:

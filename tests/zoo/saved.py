@@ -298,7 +298,7 @@ EXHIBITS = [
     Exhibit("a detached input saved", wrong=ExpSavesDetached, right=Exp, inputs=normal((3, 4)), says=("saved_tensors[0]",)),
     Exhibit("a detached output kept as an attribute", wrong=TanhKeepsDetachedOutput, right=Tanh, inputs=normal((3, 4)), says=("ctx.y",)),
     Exhibit("a Python number from .item() on ctx", wrong=ScaleByFloat, right=ScaleByMean, inputs=normal((3, 4)), says=("ctx.m",)),
-    Exhibit("a saved clone that costs only memory", wrong=ReluSavesClone, right=Relu, inputs=normal((3, 4)), says=("clone",), verdict="warn"),
+    Exhibit("a saved clone that costs only memory", wrong=ReluSavesClone, right=Relu, inputs=normal((3, 4)), says=("a clone is saved",), verdict="warn"),
     Exhibit("the input kept as an attribute", wrong=ExpKeepsInput, right=Exp, inputs=normal((3, 4)), says=("ctx.x",), verdict="warn"),
     Exhibit("the output kept as an attribute", wrong=TanhKeepsOutput, right=Tanh, inputs=normal((3, 4)), says=("ctx.y",), verdict="warn"),
 ]  # fmt: skip
