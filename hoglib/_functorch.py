@@ -52,10 +52,10 @@ def watching_functions(
     applying = Applying()
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if applying.depth == 0:
-            seen(function, args)
         applying.depth += 1
         try:
+            if applying.depth == 1:
+                seen(function, args)
             return super(_SingleLevelFunction, function).apply(*args, **kwargs)
         finally:
             applying.depth -= 1

@@ -106,6 +106,6 @@ class Around:
 
 def told(error: BaseException) -> str:
     """The first line of an error, and where the user's code raised it."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(". ")
     place = where.of_error(error)
     return f"{text} (at {place})" if place else text

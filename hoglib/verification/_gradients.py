@@ -1,11 +1,12 @@
 """The gradients that a Function returns: number, shape, dtype and device, and that they are linear."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hoglib import _tree
 from hoglib.verification import _plain as plain
 from hoglib.verification._call import is_float
 from hoglib.verification._differences import largest
@@ -22,6 +23,9 @@ UNSUMMED = (
 
 def gradients(app: Application) -> list[Row]:
     run = app.seeded()
+    hidden = list(_outputs(run))
+    if hidden:
+        return hidden
     returned = plain.backward(app.function, run.record, run.incoming())
     number = _number(app, run, returned)
     if number.status == "fail":
@@ -44,11 +48,50 @@ def gradients(app: Application) -> list[Row]:
             )
     return [
         number,
+        *_tangents(app, run),
         *(
             Row(f"gradients: {what}", "fail" if texts else "pass", None, " ".join(texts))
             for what, texts in faults.items()
         ),
     ]
+
+
+def _outputs(run: Run) -> Iterator[Row]:
+    """Tensors in a list or a dict, which autograd hands through as they are."""
+    hidden = [
+        type(y).__name__
+        for y in run.outputs
+        if not isinstance(y, Tensor) and any(isinstance(leaf, Tensor) for leaf in _tree.leaves(y))
+    ]
+    if hidden:
+        yield Row(
+            "outputs: type", "fail", None,
+            f"forward returns tensors in a {hidden[0]}, into which autograd does not look: its "
+            "backward is never run. Return a tensor, or a tuple of tensors.",
+        )  # fmt: skip
+
+
+def _tangents(app: Application, run: Run) -> Iterator[Row]:
+    """Shapes and dtypes of what the jvp returns."""
+    if not plain.offers_jvp(app.function):
+        return
+    tangents = [torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)]
+    try:
+        returned = plain.jvp(app.function, run.record, tangents)
+    except Exception:  # judged with the derivatives
+        return
+    faults = []
+    if len(returned) != len(run.outputs):
+        faults.append(f"jvp returns {len(returned)} tangents for {len(run.outputs)} outputs.")
+    for k, (y, t) in enumerate(zip(run.outputs, returned, strict=False)):
+        if isinstance(t, Tensor) and isinstance(y, Tensor):
+            if t.shape != y.shape:
+                shapes = f"{tuple(t.shape)}, and the output {tuple(y.shape)}"
+                faults.append(f"the tangent of output {k} has shape {shapes}.")
+            if t.dtype != y.dtype and is_float(y):
+                faults.append(f"the tangent of output {k} is {t.dtype}, and the output {y.dtype}.")
+    text = f"{' '.join(faults)} A tangent is like its output." if faults else ""
+    yield Row("tangents: shape and dtype", "fail" if faults else "pass", None, text)
 
 
 def _number(app: Application, run: Run, returned: Sequence[Any]) -> Row:
@@ -66,8 +109,8 @@ def _number(app: Application, run: Run, returned: Sequence[Any]) -> Row:
         if grad is not None and not isinstance(grad, Tensor):
             return Row(
                 name, "fail", None,
-                f"the gradient of {app.name(i)} is no tensor but {type(grad).__name__}; return a "
-                "tensor, or None.",
+                f"the gradient of {app.name(i)} is no tensor but a {type(grad).__name__}; return a "
+                "tensor or None, and several gradients as a tuple.",
             )  # fmt: skip
         if grad is not None and not isinstance(x, Tensor):
             return Row(

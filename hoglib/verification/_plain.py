@@ -210,7 +210,7 @@ def offers_vmap(function: type[Function]) -> bool:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, tuple | list) else (value,)
+    return value if isinstance(value, tuple) else (value,)
 
 
 def tensors(value: Any) -> list[Tensor]:

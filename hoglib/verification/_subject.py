@@ -64,7 +64,9 @@ class Subject:
         if constants:
             self.inputs = _marked(inputs, [self.call.slots[j] for j in constants])
             dtype = None if self.refused else torch.float64
+            clone = self.call.clone
             self.call = Call(fn, self.inputs, dtype)
+            self.call.clone = clone
         named = dict(zip(self.call.names, self.call.names, strict=True))
         function = as_function(fn)
         if function is not None:
@@ -93,7 +95,7 @@ class Subject:
         before = [x.clone() for x in self.x]
         call.leaves(*self.x)  # it may change its inputs, whether it says so or not
         pairs = zip(before, self.x, strict=True)
-        call.clone = any(not torch.equal(a, b) for a, b in pairs) or any(
+        call.clone |= any(not torch.equal(a, b) for a, b in pairs) or any(
             app.declares_changes() for app in self.applications
         )
         for x, value in zip(self.x, before, strict=True):
@@ -103,7 +105,8 @@ class Subject:
             return Row(
                 "first derivative: reverse", "fail", None,
                 "the first derivative is missing: no output with elements requires grad. Is it a "
-                "constant, detached, or marked non-differentiable?",
+                "constant, detached, marked non-differentiable, or in a list or dict that a Function's "
+                "forward returns?",
             )  # fmt: skip
         gradient = maps.gradient(self.map, len(self.x))
 
@@ -161,17 +164,28 @@ def _call(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
     call = Call(fn, inputs)
     arguments.something_to_differentiate_by(call.names, call.point)
     try:
-        call.recorded()
+        _try(call)
         return call, ""
     except Exception as error:
         own = Call(fn, inputs, None)
         if all(x.dtype == torch.float64 for x in own.point):
             raise
         try:
-            own.recorded()
+            _try(own)
         except Exception:
             raise error from None
         return own, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _try(call: Call) -> None:
+    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf."""
+    try:
+        call.recorded()
+    except RuntimeError as error:
+        if "in-place" not in str(error):
+            raise
+        call.clone = True
+        call.recorded()
 
 
 def _constants(call: Call) -> list[int]:
@@ -224,6 +238,8 @@ def applications(run: Callable[[], Any]) -> list[Application]:
 
 def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
     """A call of a Function, if it is differentiated by anything."""
+    if function.__module__.startswith("torch."):  # a checkpoint, or a compiled function
+        return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
     values = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
     return Application(function, values, by, _parameters(function, len(args))) if by else None

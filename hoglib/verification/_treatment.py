@@ -1,15 +1,18 @@
 """From a wrong second derivative to the Function, slot or cut at fault, and how to mend it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
 
+from hoglib._functorch import watching_functions
 from hoglib.verification import _culprits as culprits
 from hoglib.verification import _plain as plain
-from hoglib.verification import _where as where
 from hoglib.verification import doctor
+from hoglib.verification._around import told
 from hoglib.verification._compare import Bounds, Found, in_reverse, target
-from hoglib.verification._cuts import Cut
+from hoglib.verification._cuts import Cut, Watch
 from hoglib.verification._differences import scales, uniform
 from hoglib.verification._slots import Slot
 from hoglib.verification._subject import Application, Subject, applications
@@ -56,6 +59,24 @@ def rows(subject: Subject, x: list[Tensor], found: Mapping[str, Found]) -> Itera
         yield from _culprits(subject, x, found, wrong)
 
 
+def of_forward(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
+    """Where the function itself leaves the graph, when its first derivative is wrong."""
+    watch = Watch()
+
+    def ignore(function: type[Function], args: tuple[Any, ...]) -> None: ...
+
+    with watching_functions(ignore) as watch.applying, watch:
+        subject.map(*(y.clone().requires_grad_() for y in x))
+    for cuts in _together(watch.cuts):
+        shown = "; ".join(map(str, cuts[:3]))
+        yield Row(
+            f"graph cut: {_title(cuts[0])}", "fail", None,
+            f"{subject.name} leaves the graph by {shown}, so that its derivative lacks what goes "
+            "through there. Use the tensor itself; what is constant on purpose is to be an input that "
+            "does not require grad.",
+        )  # fmt: skip
+
+
 def of_subset(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
     """The culprits when only some of a Function's inputs require grad."""
     for app, moves in _moving(subject, x):
@@ -97,12 +118,8 @@ def _of(
     try:
         found = doctor.examine(app, moves, in_jvp=in_jvp)
     except Exception as error:
-        place = where.of_error(error)
-        yield Row(
-            f"{prefix}doctor", "skip", None,
-            f"{rule} was not run as a plain function: {type(error).__name__}: {error}"
-            + (f" (at {place})" if place else ""),
-        )  # fmt: skip
+        text = f"{rule} was not run as a plain function: {told(error)}."
+        yield Row(f"{prefix}doctor", "skip", None, text)
         return
     if found.once:
         text = (
@@ -168,15 +185,25 @@ def _called(slot: Slot) -> str:
 def _raised(name: str, function: str, rule: str, found: Diagnosis) -> Row:
     error = found.error
     assert error is not None
-    place = where.of_error(error)
-    at = f" at {place}" if place else ""
-    text = (
-        f"{function}.{rule} cannot be differentiated: with a graph it raised {type(error).__name__}: "
-        f"{str(error).splitlines()[0] if str(error) else ''}{at}."
-    )
+    text = f"{function}.{rule} cannot be differentiated: with a graph it raised {told(error)}."
     if found.cuts:
         text += " It leaves the graph by " + "; by ".join(map(str, found.cuts)) + "."
-    return Row(name, "fail", None, f"{text} {MENDS['escape']}")
+    return Row(name, "fail", None, f"{text} {_advice(rule, error, found)}".rstrip())
+
+
+def _advice(rule: str, error: Exception, found: Diagnosis) -> str:
+    """What to do about an error of a rule that runs with a graph."""
+    message = str(error)
+    if rule == "jvp" and found.only_backward:
+        return (
+            "In a jvp ctx.saved_tensors are those of ctx.save_for_forward: call it in setup_context "
+            "too, with the same tensors."
+        )
+    if "in-place" in message or "inplace" in message:
+        return "Work on new tensors, not in place."
+    if "numpy" in message:
+        return MENDS["escape"]
+    return MENDS["kernel"] if "not implemented" in message or "formula" in message else ""
 
 
 def _saved(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> Row:

@@ -89,9 +89,10 @@ def deterministic(around: Around, nondet_tol: float, *, surrogate: bool) -> Row:
     values = around.f(*leaves)
 
     def once() -> list[Tensor]:
+        u = [y.clone() for y in around.u]
         return list(
             torch.autograd.grad(
-                values, leaves, around.u, retain_graph=True, materialize_grads=True,
+                values, leaves, u, retain_graph=True, materialize_grads=True,
                 create_graph=around.second is not None,
             )
         )  # fmt: skip
@@ -134,7 +135,9 @@ def state(around: Around) -> Row:
         leaves = [y.detach().clone().requires_grad_() for y in around.x]
         values = around.f(*leaves)
         around.f(*(y.clone().requires_grad_() for y in other))
-        found = torch.autograd.grad(values, leaves, around.u, materialize_grads=True)
+        found = torch.autograd.grad(
+            values, leaves, [y.clone() for y in around.u], materialize_grads=True
+        )
     except Exception as raised:
         return Row(name, "skip", None, f"two calls at once raised {told(raised)}")
     off, j = around.worst(found, around.first)

@@ -3,6 +3,7 @@
 import linecache
 import os
 import sys
+import sysconfig
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
@@ -10,8 +11,12 @@ import torch
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _WATCHES = ("__torch_function__", "__torch_dispatch__")
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _HOGLIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _VERIFIED = tuple(os.path.join(_HOGLIB, name) for name in ("ops" + os.sep, "nn.py"))
+
+
+LONGEST = 100  # characters of a line that are quoted
 
 
 class Place(NamedTuple):
@@ -29,12 +34,15 @@ class Place(NamedTuple):
         if not path.startswith("<"):
             near = os.path.relpath(path)
             path = path if near.startswith("..") else near
-        code = f": `{self.source}`" if self.source else ""
+        source = self.source if len(self.source) <= LONGEST else self.source[: LONGEST - 3] + "..."
+        code = f": `{source}`" if source else ""
         return f"{path}:{self.line}{code}"
 
 
 def foreign(file: str) -> bool:
-    """Whether a file belongs neither to torch nor to hoglib."""
+    """Whether a file belongs neither to Python, nor to torch, nor to hoglib."""
+    if file.startswith(_STDLIB) and "-packages" not in file:
+        return False
     return not (file.startswith((_TORCH, "<frozen")) or _ours(file))
 
 

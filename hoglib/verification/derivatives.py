@@ -118,7 +118,11 @@ class Derivatives:
                     for x in self._points
                 ]
             except Exception as error:
-                yield self._not_there(name, error)
+                if mode.key != "rr":
+                    yield self._not_there(name, error)
+                    continue
+                self.found[name] = Found(wrong="it raised", raised=error)
+                yield self._judged(name, self.found[name])
                 continue
             if mode.key == "rr":
                 yield self._reverse_row(name, at)

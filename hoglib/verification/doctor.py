@@ -47,6 +47,7 @@ class Diagnosis(NamedTuple):
     once: bool  # @once_differentiable
     error: Exception | None  # what backward raised when its graph was asked for
     inner: list[Application]  # Functions that backward applies
+    only_backward: bool = False  # a jvp, and nothing was saved for it
 
 
 def examine(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
@@ -224,7 +225,9 @@ class _Examination:
         try:
             lost, whole, watch = self._lost()
         except Exception as error:
-            return Diagnosis(1.0, [], self._cuts_before(), self._once, error, [])
+            record = self._run(0.0).record
+            lacking = self._in_jvp and bool(record.saved) and not record.for_forward
+            return Diagnosis(1.0, [], self._cuts_before(), self._once, error, [], lacking)
         size = max(whole, 1e-300)
         total = sum(lost.values())
         if total <= LOST * size:

@@ -32,7 +32,9 @@ def judge(name, function, make, wanted, says, options):
     torch.manual_seed(0)
     report = hog.verify(function, make(), **options)
     rows = [row for row in report if row.status == wanted]
-    named = [row.name for row in rows if all(word in f"{row.name} {row.text}".lower() for word in says)]
+    named = [
+        row.name for row in rows if all(word in f"{row.name} {row.text}".lower() for word in says)
+    ]
     return Judged(
         name, wanted, named if says else [], [row.name for row in report.failed],
         [f"{row.status} {row.name}: {row.text}" for row in report if row.status in ("fail", "warn")],
@@ -71,7 +73,10 @@ def markdown():
     sound = [*twins, *(one for one in published if one.wanted == "right")]
     found = sum(one.right for one in faulty)
     alarms = sum(not one.right for one in sound)
-    lines += ["", f"Named: {found} of {len(faulty)} mistakes. False alarms: {alarms} of {len(sound)}."]
+    lines += [
+        "",
+        f"Named: {found} of {len(faulty)} mistakes. False alarms: {alarms} of {len(sound)}.",
+    ]
     return "\n".join(lines)
 
 
