@@ -69,31 +69,42 @@ def pull(
     *,
     batched: bool = False,
 ) -> list[list[Tensor]]:
-    """For each covector (i, w), J_i(x)^T w by every wanted input; all of them at once if batched.
+    """For each covector (i, w), J_i(x)^T w by every wanted input; by vmap if batched.
 
-    Only the wanted inputs require grad.
+    Only the wanted inputs require grad. The graph is kept from one covector to the next, unless the
+    function allows one backward pass only.
     """
     wanted = range(len(x)) if wanted is None else wanted
-    leaves = [y.detach().clone().requires_grad_(j in wanted) for j, y in enumerate(x)]
-    by = [leaves[j] for j in wanted]
-    outputs = function(*leaves)
-    results = []
+
+    def forward() -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [y.detach().clone().requires_grad_(j in wanted) for j, y in enumerate(x)]
+        return function(*leaves), [leaves[j] for j in wanted]
+
+    results: list[list[Tensor]] = []
+    outputs, by = forward()
     for i, w in covectors:
-        if not outputs[i].requires_grad:
-            results.append([torch.zeros_like(y) for y in by])
-        elif batched:
-            grads = torch.autograd.grad(
-                outputs[i], by, torch.stack([w, -w]), retain_graph=True, allow_unused=True,
-                is_grads_batched=True,
-            )  # fmt: skip
-            parts = zip(grads, by, strict=True)
-            results.append([torch.zeros_like(y) if g is None else g[0].detach() for g, y in parts])
-        else:
-            grads = torch.autograd.grad(
-                outputs[i], by, w.clone(), retain_graph=True, materialize_grads=True
-            )
-            results.append([g.detach() for g in grads])
+        try:
+            results.append(_pulled(outputs[i], by, w, batched=batched))
+        except Exception:
+            if not results:
+                raise
+            outputs, by = forward()
+            results.append(_pulled(outputs[i], by, w, batched=batched))
     return results
+
+
+def _pulled(y: Tensor, by: Sequence[Tensor], w: Tensor, *, batched: bool) -> list[Tensor]:
+    if not y.requires_grad:
+        return [torch.zeros_like(x) for x in by]
+    if not batched:
+        grads = torch.autograd.grad(y, by, w.clone(), retain_graph=True, materialize_grads=True)
+        return [g.detach() for g in grads]
+    both = torch.stack([w, -w])
+    grads = torch.autograd.grad(
+        y, by, both, retain_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    pairs = zip(grads, by, strict=True)
+    return [torch.zeros_like(x) if g is None else g[0].detach() for g, x in pairs]
 
 
 def push(function: Map, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:

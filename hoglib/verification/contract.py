@@ -1,5 +1,6 @@
 """What a custom Function must do, and not do, besides computing the right numbers."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,13 +30,19 @@ ATTRIBUTE = (
 def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     """The contract of one Function, from running it as plain functions."""
     rows = [_setup_context(app.function)]
-    try:
-        with torch.no_grad():
-            rows += [*gradients(app), *in_place(app), *_context(app)]
-            rows += [] if surrogate else [linear(app)]
-            rows += [_needs_input_grad(app), _device(app)]
-    except Exception as error:  # the derivatives say what it means under autograd
-        rows.append(Row("contract", "skip", None, f"not run as a plain function: {told(error)}."))
+    checks: list[Callable[[Application], list[Row]]] = [gradients, in_place, _context]
+    checks += [] if surrogate else [linear]
+    checks += [_needs_input_grad, _device]
+    problems = []
+    for part in checks:
+        try:
+            with torch.no_grad():
+                rows += part(app)
+        except Exception as error:  # the derivatives say what it means under autograd
+            problems.append(told(error))
+    if problems:
+        text = f"not run as plain functions: {'; '.join(dict.fromkeys(problems))}."
+        rows.append(Row("contract", "skip", None, text))
     return rows
 
 
@@ -65,10 +72,10 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
                 plain.jvp(app.function, run.record, tangents)
 
 
-def _needs_input_grad(app: Application) -> Row:
+def _needs_input_grad(app: Application) -> list[Row]:
     name = "needs_input_grad"
     if len(app.by) < 2:
-        return Row(name, "skip", None, "it is differentiated by one input only.")
+        return [Row(name, "skip", None, "it is differentiated by one input only.")]
     idle = []
     for i in app.by:
         alone = app._replace(by=tuple(j for j in app.by if j != i))
@@ -79,13 +86,13 @@ def _needs_input_grad(app: Application) -> Row:
         if i < len(returned) and isinstance(returned[i], Tensor) and not free:
             idle.append(app.name(i))
     if not idle:
-        return Row(name, "pass")
+        return [Row(name, "pass")]
     first = app.by.index(next(i for i in app.by if app.name(i) == idle[0]))
-    return Row(
-        name, "warn", None,
+    text = (
         f"needs_input_grad is ignored: backward computes a gradient for {', '.join(idle)} also when "
-        f"none is needed: wasted work. Ask first: `if ctx.needs_input_grad[{app.by[first]}]:`.",
-    )  # fmt: skip
+        f"none is needed: wasted work. Ask first: `if ctx.needs_input_grad[{app.by[first]}]:`."
+    )
+    return [Row(name, "warn", None, text)]
 
 
 def _context(app: Application) -> list[Row]:
@@ -123,13 +130,13 @@ def _context(app: Application) -> list[Row]:
     ]
 
 
-def _device(app: Application) -> Row:
+def _device(app: Application) -> list[Row]:
     watch = DeviceWatch()
     run_rules(app, watch)
     if not watch.found:
-        return Row("device", "pass")
-    return Row(
-        "device", "warn", None,
+        return [Row("device", "pass")]
+    text = (
         f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new "
-        "tensors with `torch.zeros_like(x)` or `device=x.device`.",
-    )  # fmt: skip
+        "tensors with `torch.zeros_like(x)` or `device=x.device`."
+    )
+    return [Row("device", "warn", None, text)]
