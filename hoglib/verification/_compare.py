@@ -153,7 +153,7 @@ def in_reverse(
             terms = torch.where(known, w * one.values[i], 0.0)
             errors = torch.where(known, w.abs() * one.errors[i], 0.0)
             expected = float(terms.sum())
-            scale = float(terms.abs().sum())
+            scale = float(terms.square().sum().sqrt())  # what random signs make of the sum
             got = float((grads[wanted.index(one.column)] * one.v).sum())
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"

@@ -27,7 +27,7 @@ def _in_dtype(around: Around, name: str, dtype: torch.dtype, tolerance: float) -
         return Row(
             name, "skip", None, f"it was checked in {around.subject.dtype}, as float64 is refused."
         )
-    if around.subject.call.reseed:
+    if around.subject.draws:
         return Row(name, "skip", None, DRAWS)
     call = _again(around, dtype)
     x = [y.to(dtype) for y in around.x]

@@ -18,7 +18,7 @@ LAYOUT = (
 
 def layouts(around: Around) -> Iterator[Row]:
     """The same numbers in another layout, or none of them."""
-    if around.subject.call.reseed:
+    if around.subject.draws:
         for name in ("layout: non-contiguous inputs", "layout: stride-0 inputs"):
             yield Row(name, "skip", None, DRAWS)
     else:

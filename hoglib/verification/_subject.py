@@ -59,7 +59,8 @@ class Subject:
         self.fn, self.inputs = fn, list(inputs)
         self.call, self.refused = _call(fn, inputs)
         self.name = self.call.name
-        constants = _constants(self.call)
+        asked = any(isinstance(x, Tensor) and x.requires_grad for x in _tree.leaves(tuple(inputs)))
+        constants = [] if asked else _constants(self.call)
         self.constants = [self.call.names[j] for j in constants]
         if constants:
             self.inputs = _marked(inputs, [self.call.slots[j] for j in constants])
@@ -110,25 +111,25 @@ class Subject:
             )  # fmt: skip
         gradient = maps.gradient(self.map, len(self.x))
 
-        def drawn(seed: int) -> list[Tensor]:
+        def drawn(seed: int) -> tuple[list[Tensor], list[Tensor]]:
             torch.manual_seed(seed)
             values = self.map(*self.x)
             try:
                 grads = gradient(*self.x, *(torch.ones_like(y) for y in values))
             except Exception:  # judged with the derivatives
                 grads = []
-            return [t.detach() for t in (*values, *grads)]
+            return [y.detach() for y in values], [g.detach() for g in grads]
 
-        if not _same(drawn(1), drawn(2)):
-            call.reseed = True
-            a, b = (self.map(*self.x) for _ in range(2))
-            if not all(torch.allclose(p, q, equal_nan=True) for p, q in zip(a, b, strict=True)):
-                return Row(
-                    "deterministic", "fail", None,
-                    "the value is not the same twice, with the same seed of torch (hidden "
-                    "nondeterminism): does it count its calls, or draw numbers from NumPy or random? "
-                    "Nothing can be compared. Pass random numbers as inputs.",
-                )  # fmt: skip
+        (a, da), (b, db) = drawn(1), drawn(2)
+        self.draws = not _same(a, b)
+        call.reseed = self.draws or not _same(da, db)
+        if self.draws and not _same(self.map(*self.x), self.map(*self.x)):
+            return Row(
+                "deterministic", "fail", None,
+                "the value is not the same twice, with the same seed of torch (hidden "
+                "nondeterminism): does it count its calls, or draw numbers from NumPy or random? "
+                "Nothing can be compared. Pass random numbers as inputs.",
+            )  # fmt: skip
         return None
 
     def beside(self) -> list[Tensor]:

@@ -119,7 +119,7 @@ def deterministic(around: Around, nondet_tol: float, *, surrogate: bool) -> Row:
             "set nondet_tol."
         )
         return Row(name, "warn" if surrogate else "fail", off, text)
-    if around.subject.call.reseed:
+    if around.subject.draws:
         return Row(
             name, "warn", off,
             "forward draws random numbers; it was checked with the same ones each time.",

@@ -1,0 +1,480 @@
+"""`hog.verify`: what it is asked for, what it leaves alone, what it says where nothing can be said."""
+
+import json
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+
+import hoglib as hog
+from hoglib.verification import _differences as differences
+from hoglib.verification._exact import exact_products
+
+x = torch.tensor([0.7, -1.3, 0.4])
+
+
+class Cube(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g * ctx.saved_tensors[0] ** 2
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 3 * t * ctx.saved_tensors[0] ** 2
+
+
+class Bad(Cube):
+    @staticmethod
+    def backward(ctx, g):
+        return -3 * g * ctx.saved_tensors[0] ** 2
+
+
+class Round(Function):
+    """A straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def names(report, status):
+    return {row.name for row in report if row.status == status}
+
+
+# What is asked for.
+
+
+def test_every_mode_that_is_offered_is_checked():
+    report = hog.verify(Cube, x)
+    assert report.ok
+    for title in ("reverse-over-reverse", "forward-over-reverse", "reverse-over-forward"):
+        assert report[f"second derivative: {title}"].status == "pass"
+    for name in ("vmap", "torch.func.hessian", "setup_context", "first derivative: forward"):
+        assert report[name].status == "pass"
+    assert not any(row.name.startswith("third") for row in report)
+
+
+@pytest.mark.parametrize("form", [Cube, Cube.apply, lambda t: Cube.apply(t)])
+def test_any_form_of_a_function(form):
+    assert hog.verify(form, x).ok
+    assert hog.verify(form, (x,)).ok
+    assert hog.verify(form, [x]).ok
+
+
+def test_orders_and_modes():
+    report = hog.verify(Cube, x, orders=(1, 2, 3), modes=("rr", "forward-over-reverse"))
+    rows = {row.name for row in report if "derivative" in row.name}
+    assert {name for name in rows if name.startswith("third")} == {
+        "third derivative: reverse-over-reverse",
+        "third derivative: forward-over-reverse",
+    }
+    assert not any("over-forward" in name for name in rows)
+    only = hog.verify(Cube, x, orders=2)
+    assert "first derivative: reverse" not in {row.name for row in only}
+
+
+def test_a_third_derivative_can_be_wrong_alone():
+    class Quartic(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**4
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * Slope.apply(ctx.saved_tensors[0])
+
+    class Slope(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 4 * x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 12 * ctx.saved_tensors[0].detach() ** 2
+
+    assert hog.verify(Quartic, x).ok
+    report = hog.verify(Quartic, x, orders=(1, 2, 3))
+    assert "third derivative: reverse-over-reverse" in names(report, "fail")
+
+
+def test_a_mode_that_was_asked_for_must_be_there():
+    assert hog.verify(Round, x, surrogate=True).ok
+    report = hog.verify(Round, x, surrogate=True, modes="fr")
+    assert names(report, "fail") == {"second derivative: forward-over-reverse"}
+
+
+def test_surrogates():
+    report = hog.verify(Round, x)
+    assert "pass surrogate=True" in report["first derivative: reverse"].text
+    declared = hog.verify(Round, x, surrogate=True)
+    assert declared.ok
+    assert declared["first derivative: reverse"].status == "skip"
+    assert declared["second derivative: reverse-over-reverse"].status == "pass"
+
+    class Declares(Round):
+        surrogate = True
+
+    assert hog.verify(Declares, x).ok
+    assert hog.verify(hog.ops.define(torch.round, [lambda x, y: 1.0], surrogate=True), x).ok
+
+
+def test_full_finds_one_wrong_element_of_many():
+    class OneWrong(Cube):
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            slope = 3 * x**2
+            factor = torch.ones_like(x)
+            factor.view(-1)[77] = 1 + 1e-2
+            return g * slope * factor
+
+    many = torch.randn(100) + 2
+    for full in (False, True):
+        report = hog.verify(OneWrong, many, full=full, modes="rr")
+        assert "first derivative: reverse" in names(report, "fail"), full
+    assert "element 77" in hog.verify(OneWrong, many).failed[0].text
+
+
+def test_tolerances():
+    class Slightly(Cube):
+        @staticmethod
+        def backward(ctx, g):
+            return 3 * (1 + 1e-5) * g * ctx.saved_tensors[0] ** 2
+
+    assert hog.verify(Slightly, x, modes="rr").ok
+    assert not hog.verify(Slightly, x, modes="rr", rtol=1e-7, atol=1e-9).ok
+    assert hog.verify(Bad, x, modes="rr", rtol=10.0, orders=1).ok
+    assert hog.verify(Cube, x, eps=1e-4).ok
+
+
+def test_a_reference():
+    assert hog.verify(Cube, x, reference=lambda t: t**3).ok
+    report = hog.verify(Cube, x, reference=lambda t: t**3 + 1e-4)
+    assert names(report, "fail") == {"reference: value"}
+    assert "output 0 is another value" in report.failed[0].text
+    broken = hog.verify(Cube, x, reference=lambda t: t @ torch.ones(7))
+    assert "the reference raised" in broken.failed[0].text
+    surrogate = hog.verify(Round, x, reference=torch.round, surrogate=True)
+    assert surrogate["reference: first derivative"].status == "skip"
+
+
+def test_nondeterminism():
+    class Noisy(Cube):
+        generate_vmap_rule = False
+
+        @staticmethod
+        def backward(ctx, g):
+            return 3 * g * ctx.saved_tensors[0] ** 2 + 1e-9 * torch.rand_like(g) * g
+
+    assert "deterministic" in names(hog.verify(Noisy, x), "fail")
+    assert hog.verify(Noisy, x, nondet_tol=1e-6)["deterministic"].status == "pass"
+
+    class Dropout(Function):
+        @staticmethod
+        def forward(ctx, x):
+            mask = (torch.rand(x.shape, dtype=x.dtype) > 0.5).to(x.dtype)
+            ctx.save_for_backward(mask)
+            return x * mask
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0]
+
+    report = hog.verify(Dropout, torch.randn(40))
+    assert report.ok
+    assert report["deterministic"].status == "warn"
+
+    calls = []
+
+    def counts(t):
+        calls.append(1)
+        return t * len(calls)
+
+    assert "hidden nondeterminism" in hog.verify(counts, x).failed[0].text
+
+
+def test_raise_exception():
+    assert hog.verify(Cube, x, raise_exception=True).ok
+    with pytest.raises(hog.VerificationError, match="has the wrong sign"):
+        hog.verify(Bad, x, raise_exception=True)
+
+
+def test_the_compiler():
+    report = hog.verify(hog.ops.square, x, compile=True)
+    assert report["compile"].status == "pass"
+    assert hog.verify(Cube, x)["compile"].status == "skip"
+
+
+# Where nothing can be said, and what is no fault.
+
+
+def test_kinks_warn():
+    at = torch.tensor([0.0, 1.0, -1.0])
+    for function in (torch.relu, torch.abs, lambda t: t.clamp(-1, 1)):
+        report = hog.verify(function, at)
+        assert report.ok, str(report)
+        assert report["kinks"].status == "warn"
+    assert hog.verify(torch.relu, x)["kinks"].status == "pass"
+
+
+def test_a_wrong_gradient_at_a_kink_is_still_wrong():
+    class Abs(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.abs()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return g * torch.where(x == 0, 100.0, x.sign())
+
+    assert not hog.verify(Abs, torch.tensor([0.0, 1.0, -1.0])).ok
+
+
+HARD = {
+    "nearly singular": (torch.linalg.inv, torch.tensor([[1.0, 1.0], [1.0, 1.0 + 1e-5]])),
+    "far out": (torch.tanh, torch.tensor([30.0, -40.0])),
+    "tiny": (lambda t: (1e9 * t).sin(), torch.tensor([1e-9, 3e-9])),
+    "huge": (lambda t: t**2, torch.tensor([1e8, -3e9])),
+    "fast oscillation": (lambda t: (1e3 * t).sin(), x),
+    "many kinks": (lambda t: (97 * t).frac().abs(), torch.linspace(-1, 1, 31)),
+    "the edge of a domain": (torch.log, torch.tensor([1e-8, 1.0])),
+    "an edge itself": (lambda t: t.clamp(min=0).sqrt(), torch.tensor([0.0, 1.0])),
+    "infinite values": (lambda t: torch.where(t > 0, t**2, torch.inf), x),
+    "zeros by cancellation": (lambda t: t.softmax(0).sum(), x),
+    "a constant function": (lambda t: 0 * t, x),
+}
+
+
+@pytest.mark.parametrize("case", HARD)
+def test_ill_conditioning_is_no_fault(case):
+    function, inputs = HARD[case]
+    report = hog.verify(function, inputs)
+    assert report.ok, str(report)
+
+
+def test_nan():
+    report = hog.verify(torch.sqrt, torch.tensor([-1.0, 2.0]))
+    assert "is NaN at the inputs" in report["finite"].text
+    assert not report.ok
+
+    class Norm(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.norm()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return g * x / x.norm()
+
+    assert "NaN at zeros" in hog.verify(Norm, x)["finite: extreme inputs"].text
+
+
+def test_masks_and_targets_are_taken_for_constants():
+    class Weighted(Function):
+        @staticmethod
+        def forward(ctx, t, mask):
+            ctx.save_for_backward(t, mask)
+            return t**3 * mask
+
+        @staticmethod
+        def backward(ctx, g):
+            t, mask = ctx.saved_tensors
+            return 3 * g * t**2 * mask, None
+
+    mask = torch.tensor([0.0, 1.0, 1.0])
+    report = hog.verify(Weighted, (x, mask))
+    assert report.ok
+    assert "inputs[1]" in report["constants"].text
+    assert not hog.verify(Weighted, (x, mask + 0.3)).ok  # that is no mask
+    asked = hog.verify(Weighted, (x.clone().requires_grad_(), mask.clone().requires_grad_()))
+    assert not asked.ok
+    assert hog.verify(Weighted, (x.clone().requires_grad_(), mask + 0.3)).ok
+
+
+def test_float64_is_refused():
+    def narrow(t):
+        if t.dtype != torch.float32:
+            raise TypeError("float32 only")
+        return t.sin()
+
+    report = hog.verify(narrow, x)
+    assert report.ok
+    assert report["dtype: float64"].status == "skip"
+
+    def wrong(t):
+        if t.dtype != torch.float32:
+            raise TypeError("float32 only")
+        return Bad.apply(t)
+
+    assert not hog.verify(wrong, x).ok
+
+
+def test_what_does_not_run_is_said():
+    report = hog.verify(lambda t: t @ torch.ones(7, dtype=t.dtype), x)
+    assert [row.name for row in report.failed] == ["runs"]
+    assert "test_verify.py:" in report.failed[0].text
+
+
+def test_a_change_in_place_that_is_declared_is_right():
+    class Double(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g
+
+    assert hog.verify(Double, x).ok
+
+
+# What it leaves alone.
+
+
+def test_nothing_of_the_caller_is_changed():
+    given = x.clone().requires_grad_()
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+    batch = torch.randn(6, 3)
+    state = {k: v.clone() for k, v in module.state_dict().items()}
+    before = (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
+    filters, precision = list(warnings.filters), torch.get_float32_matmul_precision()
+    with torch.no_grad():
+        hog.verify(Cube, given)
+        hog.verify(module, batch)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+    assert (warnings.filters, torch.get_float32_matmul_precision()) == (filters, precision)
+    assert given.grad is None
+    assert given.requires_grad
+    assert module.training
+    assert all(torch.equal(v, state[k]) for k, v in module.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_reduced_precision_is_off_inside_and_back_afterwards(precision):
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with exact_products():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+            assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_where_gradients_are_off(mode):
+    with mode():
+        assert hog.verify(Cube, torch.randn(3)).ok
+
+
+def test_it_is_the_same_twice():
+    a, b = (hog.verify(Bad, x).to_json() for _ in range(2))
+    assert a == b
+
+
+# Wrong arguments.
+
+REFUSED = {
+    "no function": (("Cube", x), {}, TypeError, "fn: expected a function"),
+    "no reference": ((Cube, x), {"reference": 3}, TypeError, "reference: expected a function"),
+    "no tensors": ((Cube, ()), {}, ValueError, "at least one floating-point"),
+    "integers": ((Cube, torch.arange(3)), {}, ValueError, "at least one floating-point"),
+    "no elements": ((Cube, torch.randn(0)), {}, ValueError, "at least one element"),
+    "an unknown mode": ((Cube, x), {"modes": "rx"}, ValueError, "modes: expected some of"),
+    "modes that are none": ((Cube, x), {"modes": 3}, TypeError, "modes: expected some of"),
+    "an unknown order": ((Cube, x), {"orders": 4}, ValueError, "orders: expected some of 1, 2, 3"),
+    "orders that are none": ((Cube, x), {"orders": "two"}, TypeError, "orders: expected some of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_arguments_raise(case):
+    given, options, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        hog.verify(*given, **options)
+
+
+# The report.
+
+
+def test_the_report():
+    report = hog.verify(Bad, x, modes="rr")
+    assert repr(report).startswith("Report(Bad: ")
+    assert len(report) == len(report.rows) == len(list(report))
+    assert {row.status for row in report} <= {"pass", "fail", "warn", "skip"}
+    text = str(report)
+    assert text.startswith("Bad: WRONG, by 1 of ")
+    assert max(map(len, text.splitlines())) <= 100
+    table = json.loads(report.to_json())
+    assert (table["name"], table["ok"]) == ("Bad", False)
+    assert [row["name"] for row in table["rows"]] == [row.name for row in report]
+    assert sum(table["counts"].values()) == len(report)
+    with pytest.raises(KeyError, match="is none of"):
+        report["nothing"]
+    with pytest.raises(TypeError, match=r"report\.ok"):
+        bool(report)
+    assert hog.verify(Cube, x).raise_if_failed().ok
+
+
+def test_a_skip_has_a_reason_and_a_failure_a_sentence():
+    for report in (hog.verify(Cube, x), hog.verify(Bad, x), hog.verify(Round, x)):
+        for row in report:
+            assert row.text or row.status == "pass", row
+
+
+def test_an_infinite_error_is_null_in_json():
+    report = hog.Report("one", [hog.verification.Row("a", "fail", float("inf"), "b")])
+    assert json.loads(report.to_json())["rows"][0]["error"] is None
+
+
+# Differences.
+
+
+def test_differences_know_their_error():
+    def f(t):
+        return [t.sin(), (1e3 * t).sin(), t.abs()]
+
+    at = torch.tensor([0.3, 1.2], dtype=torch.float64)
+    v = torch.ones_like(at)
+    slope = differences.slope(f, [at], 0, v)
+    for value, right, error in zip(
+        slope.values, [at.cos(), 1e3 * (1e3 * at).cos(), v], slope.errors, strict=True
+    ):
+        assert bool(((value - right).abs() <= 5 * error).all())
+        assert bool((error < 1e-4 * right.abs().max()).all())
+
+
+def test_differences_see_kinks():
+    at = torch.zeros(2, dtype=torch.float64)
+    slope = differences.slope(lambda t: [t.abs(), t.sin()], [at], 0, torch.ones_like(at))
+    assert slope.kinks[0].all()
+    assert not slope.kinks[1].any()
