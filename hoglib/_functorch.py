@@ -5,6 +5,7 @@ differentiation and the dispatcher a stack of tracers; torch exposes them only i
 private names. `tests/test_functorch.py` notices when a torch release changes them.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,10 +49,12 @@ def watching_functions(
     seen: Callable[[type[Function], tuple[Any, ...]], None],
 ) -> Iterator[Applying]:
     """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
-    that was bound before; not for those that another one's forward applies."""
-    applying = Applying()
+    that was bound before; not for those that another one's forward applies, nor in other threads."""
+    applying, here = Applying(), threading.get_ident()
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return super(_SingleLevelFunction, function).apply(*args, **kwargs)
         applying.depth += 1
         try:
             if applying.depth == 1:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hoglib.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -36,3 +38,25 @@ def test_the_commands_of_the_readme_are_those_of_the_makefile_and_the_configs():
     assert configs
     for config in configs:
         assert (ROOT / config).exists()
+
+
+def as_said(text: str) -> str:
+    """Without what may differ by rounding or by the line's width: spaces, and the digits of numbers."""
+    return re.sub(r"-?\d+(\.\d+)?(e[+-]\d+)?", "#", " ".join(text.split()))
+
+
+def test_the_messages_of_the_page_on_verify_are_those_that_come(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "verify.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    for code in blocks(ROOT / "docs" / "verify.md", "python"):
+        if named := re.match(r"# (\w+\.py)\n", code):
+            Path(named[1]).write_text(code)
+    shown = re.findall(r"^```console\n\$ hoglib (.*?)\n(.*?)^```$", page, re.S | re.M)
+    assert len(shown) == 4
+    for command, expected in shown:
+        status = main(command.split())
+        said = as_said(capsys.readouterr().out)
+        assert status == int("WRONG" in expected), command
+        for part in expected.split("…"):
+            assert as_said(part) in said, (command, part)

@@ -1,5 +1,7 @@
 """The private torch API that hoglib reads: these fail when a torch release changes it."""
 
+import threading
+
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -83,3 +85,64 @@ def test_pytree_paths_read_aloud():
     tree = {"layer1.weight": x, "more": [x, (x, {"b": x})]}
     assert _tree.paths(tree) == ["layer1.weight", "more[0]", "more[1][0]", "more[1][1].b"]
     assert _tree.paths(x) == [""]
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + g
+
+
+class FourTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return Twice.apply(Twice.apply(x))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return 4 * g
+
+
+bound = Twice.apply
+
+
+def test_functions_are_seen_as_they_are_applied_but_not_inside_one_another():
+    seen = []
+    with _functorch.watching_functions(lambda f, args: seen.append((f, args))) as applying:
+        y = FourTimes.apply(bound(x))
+        assert applying.depth == 0
+        other = threading.Thread(target=lambda: seen.append(float(bound(x))))
+        other.start()
+        other.join()
+    assert seen == [(Twice, (x,)), (FourTimes, (Twice.apply(x),)), float(2 * x)]
+    assert float(y) == float(8 * x)
+    Twice.apply(x)
+    assert len(seen) == 3
+
+
+def test_functions_are_seen_no_more_after_one_that_raised():
+    seen = []
+    try:
+        with _functorch.watching_functions(lambda f, args: seen.append(f)) as applying:
+            Twice.apply("no tensor", 1, 2)
+    except TypeError:
+        pass
+    Twice.apply(x)
+    assert seen == [Twice]
+    assert applying.depth == 0
+
+
+def test_the_function_of_a_node():
+    w = torch.ones((), requires_grad=True)
+    assert _functorch.custom_function(Twice.apply(w).grad_fn) is Twice
+    assert _functorch.custom_function(FourTimes.apply(w).grad_fn) is FourTimes
+    assert _functorch.custom_function(w.sin().grad_fn) is None
+    assert _functorch.custom_function(None) is None

@@ -8,8 +8,6 @@ import hoglib as hog
 from tests.zoo import ZOO
 from tests.zoo.published import PUBLISHED
 
-BEGIN, END = "<!-- table -->", "<!-- end -->"
-
 
 class Judged(NamedTuple):
     """The verdict on one Function: the rows that name its mistake, and those that failed."""
