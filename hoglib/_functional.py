@@ -10,9 +10,13 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
 from hoglib import _arguments as arguments
+from hoglib._substitution import Places, places_that_linger, substitute
 
 Params = dict[str, Tensor]
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+WITHOUT_STATISTICS = {
+    "track_running_stats": False, "running_mean": None, "running_var": None,
+    "num_batches_tracked": None,
+}  # fmt: skip
 Criterion = Callable[[Any, Any], Tensor]
 
 
@@ -42,8 +46,17 @@ def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> An
 
     The model is left as it was: buffers that its forward changes are copies, and train-mode
     normalisation layers use the statistics of the batch and do not update their running averages,
-    which torch could not do under functional transforms anyway.
+    which torch could not do under functional transforms anyway. Inside `lingering()` the parameters
+    stay until the model is called again.
     """
+    places = places_that_linger()
+    if places is not None:
+        places.restore(model)
+        substitute(places, model, _in_their_places(model, params))
+        for layer in _with_running_statistics(model):
+            for name, value in WITHOUT_STATISTICS.items():
+                places.put(layer, name, value)
+        return model(*args, **kwargs)
     with batch_statistics(model):
         return functional_call(
             model, _in_their_places(model, params), args, kwargs, tie_weights=False
@@ -78,23 +91,22 @@ def _in_their_places(model: nn.Module, params: Params) -> Params:
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
     """Train-mode normalisation layers without running statistics."""
-    layers = [
+    places = Places()
+    try:
+        for layer in _with_running_statistics(model):
+            for name, value in WITHOUT_STATISTICS.items():
+                places.put(layer, name, value)
+        yield
+    finally:
+        places.restore()
+
+
+def _with_running_statistics(model: nn.Module) -> list[nn.Module]:
+    return [
         m
         for m in model.modules()
         if isinstance(m, _NormBase) and m.training and m.track_running_stats
     ]
-    kept = [(m, {name: getattr(m, name) for name in STATISTICS}) for m in layers]
-    try:
-        for layer in layers:
-            layer.track_running_stats = False
-            for name in STATISTICS:
-                setattr(layer, name, None)
-        yield
-    finally:
-        for layer, buffers in kept:
-            layer.track_running_stats = True
-            for name, buffer in buffers.items():
-                setattr(layer, name, buffer)
 
 
 class FunctionalLoss:

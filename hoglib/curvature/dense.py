@@ -9,6 +9,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._recording import recordable, recording
+from hoglib._substitution import lingering
 from hoglib.curvature.products import gradient_graph
 
 Tree = Any
@@ -40,7 +41,7 @@ def hessian(
             "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
             "its real view, `torch.view_as_real(p)`, and rebuild it in func."
         )
-    with recording():
+    with recording(), lingering():
         leaves, inputs = recordable((leaves, args))
 
         def of_leaves(*values: Tensor) -> Tensor:

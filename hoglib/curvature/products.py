@@ -9,6 +9,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._recording import recordable, recording
+from hoglib._substitution import lingering
 
 Tree = Any
 Loss = Callable[..., Tensor]
@@ -52,7 +53,7 @@ def hvp(
     route = _ROUTES[_choose(arguments.one_of("mode", mode, ["auto", *_ROUTES]))]
     create_graph = create_graph or _functorch.transforms_active()
     leaves, structure = _tree.flatten(params)
-    with recording():
+    with recording(), lingering():
         leaves, vector, inputs = recordable((leaves, vector, args))
 
         def of_leaves(*values: Tensor) -> Tensor:

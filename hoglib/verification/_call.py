@@ -13,6 +13,7 @@ from hoglib import _tree
 from hoglib._functional import call_with
 from hoglib._functorch import custom_function
 from hoglib._recording import recordable
+from hoglib.verification._copies import fresh
 from hoglib.verification._maps import Map
 
 Arrange = Callable[[Tensor], Tensor]
@@ -26,12 +27,15 @@ class Call:
     dtype, or of their own; a complex one counts as its real and imaginary parts. `point` are their
     values, `names` what to call them, `num_inputs` how many come from the inputs
     (and `slots` their places among the leaves). Everything else is
-    constant, in such copies too. With `reseed` each call draws the same random numbers; with
-    `clone` it gets copies, for a function that changes its inputs and says so.
+    constant, in such copies too, and so is a tensor that is not strided. With `reseed` each call
+    draws the same random numbers; with `clone` it gets copies, for a function that changes its inputs
+    and says so. The variables in `symmetric` are symmetrised on their way in, for a function that
+    reads one triangle only.
     """
 
     reseed = False
     clone = False
+    symmetric: frozenset[int] = frozenset()
 
     def __init__(
         self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = torch.float64
@@ -41,7 +45,7 @@ class Call:
         leaves, self._structure = _tree.flatten(tuple(recordable(list(inputs))))
         marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         free = [
-            is_float(x) and (not any(marked) or mark)
+            is_float(x) and x.layout is torch.strided and (not any(marked) or mark)
             for x, mark in zip(leaves, marked, strict=True)
         ]
         names = ["inputs" + path for path in _tree.paths(tuple(inputs))]
@@ -64,13 +68,19 @@ class Call:
         self.point = [real(self._values[i]) for i in self.slots]
         self.complex_variables = [self._values[i].is_complex() for i in self.slots]
 
+    def treated_like(self, other: "Call") -> "Call":
+        self.reseed, self.clone, self.symmetric = other.reseed, other.clone, other.symmetric
+        return self
+
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
         """All leaves of what fn returns; before rearranges the variables on their way in."""
         if self.reseed:
             torch.manual_seed(0)
-        values = [x.clone() if isinstance(x, Tensor) else x for x in self._values]
-        for slot, x, parts in zip(self.slots, variables, self.complex_variables, strict=True):
+        values = [fresh(x) for x in self._values]
+        variables_in = zip(self.slots, variables, self.complex_variables, strict=True)
+        for j, (slot, x, parts) in enumerate(variables_in):
             value = torch.complex(*x.unbind(-1)) if parts else x
+            value = (value + value.mH) / 2 if j in self.symmetric else value
             value = value if before is None else before(value)
             values[slot] = value.clone() if self.clone else value
         inputs = _tree.unflatten(values[: self._num_leaves], self._structure)
@@ -94,6 +104,10 @@ class Call:
             return [real(y if after is None else after(y)) for y in chosen]
 
         return map_
+
+    def value(self, j: int) -> Tensor:
+        """What fn gets for the variable j."""
+        return torch.view_as_complex(self.point[j]) if self.complex_variables[j] else self.point[j]
 
     def recorded(self) -> list[Any]:
         """All leaves of what fn returns when each variable requires grad."""
@@ -138,13 +152,12 @@ def _is_function_class(value: Any) -> bool:
 
 
 def _copy(value: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(value, Tensor):
-        return value
     if dtype is None or not is_float(value):
-        return value.detach().clone()
+        return fresh(value)
     return value.detach().to(dtype.to_complex() if value.is_complex() else dtype).clone()
 
 
 def real(value: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts."""
+    """A complex tensor as its real and imaginary parts, a sparse one as a dense one."""
+    value = value if value.layout is torch.strided else value.to_dense()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value

@@ -14,6 +14,7 @@ from hoglib.verification._call import Call, is_float
 from hoglib.verification._compare import Bounds, in_forward, in_reverse, target
 from hoglib.verification._differences import uniform
 from hoglib.verification._subject import Subject
+from hoglib.verification._triangles import one_triangle
 from hoglib.verification._words import MODES, Mode
 from hoglib.verification.derivatives import Stage, stage
 from hoglib.verification.report import Row
@@ -70,6 +71,7 @@ def rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
 def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
     try:
         call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
+        call.reseed, call.symmetric = True, one_triangle(call)
         which = [i for i, y in enumerate(call.recorded()) if is_float(y) and y.requires_grad]
         random = torch.Generator().manual_seed(5)
         f, x = call.map(which), call.point

@@ -51,9 +51,7 @@ def _in_dtype(around: Around, name: str, dtype: torch.dtype, tolerance: float) -
 
 
 def _again(around: Around, dtype: torch.dtype) -> Call:
-    call = Call(around.subject.fn, around.subject.inputs, dtype)
-    call.reseed, call.clone = around.subject.call.reseed, around.subject.call.clone
-    return call
+    return Call(around.subject.fn, around.subject.inputs, dtype).treated_like(around.subject.call)
 
 
 def _gradients(around: Around, call: Call, x: Sequence[Tensor]) -> tuple[list[Tensor], float]:
@@ -73,8 +71,7 @@ def _complex(around: Around) -> Row:
     if subject.num_parameters or subject.refused or not subject.functions:
         return Row(name, "skip", None, "its inputs are real.")
     inputs = _tree.map(_turned, tuple(subject.inputs))
-    call = Call(subject.fn, inputs)
-    call.reseed, call.clone = subject.call.reseed, subject.call.clone
+    call = Call(subject.fn, inputs).treated_like(subject.call)
     try:
         which = [i for i, y in enumerate(call.recorded()) if is_float(y) and y.requires_grad]
         f, rows = call.map(which), [f"output {i}" for i in which]
@@ -95,7 +92,7 @@ def _complex(around: Around) -> Row:
 
 def _turned(value: Any) -> Any:
     """A real tensor as a complex one beside it."""
-    if not is_float(value) or value.is_complex():
+    if not is_float(value) or value.is_complex() or value.layout is not torch.strided:
         return value
     wide = value.detach().to(torch.float64)
     turned = torch.complex(wide, 0.1 * wide.cos())

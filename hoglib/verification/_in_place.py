@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib import _tree
 from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
-from hoglib.verification._call import is_float
+from hoglib.verification._copies import same
 from hoglib.verification._plain import Run
 from hoglib.verification._slots import kind_of
 from hoglib.verification._subject import Application
@@ -68,14 +68,8 @@ class Snapshot:
         return [
             Mutation(name, places.get(_storage(x)))
             for name, (x, version, value) in self._was.items()
-            if x._version != version or not _equal(x, value)
+            if x._version != version or not same(x, value)
         ]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    return bool(torch.equal(a.nan_to_num(), b.nan_to_num())) if is_float(a) else torch.equal(a, b)
 
 
 def in_place(app: Application) -> list[Row]:

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
+from hoglib.verification._copies import same
 from hoglib.verification._plain import Run
 
 
@@ -38,23 +36,12 @@ def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
             return "output", f"output {k}"
     for t in found:
         for i, x in enumerate(run.inputs):
-            if _same(t, x):
+            if t.numel() and same(t, x):
                 return "copy", f"a copy of input {_named(names, i)}"
         for k, y in enumerate(run.outputs):
-            if _same(t, y):
+            if t.numel() and same(t, y):
                 return "copy", f"a copy of output {k}"
     return "intermediate", "an intermediate that forward made"
-
-
-def _same(a: Tensor, b: Any) -> bool:
-    return (
-        isinstance(b, Tensor)
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and a.device == b.device
-        and a.numel() > 0
-        and bool(torch.equal(a, b))
-    )
 
 
 def _named(names: tuple[str, ...], i: int) -> str:

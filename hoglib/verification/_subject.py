@@ -14,6 +14,8 @@ from hoglib._functorch import watching_functions
 from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
 from hoglib.verification._call import Call, custom_functions, is_float, real
+from hoglib.verification._copies import fresh
+from hoglib.verification._triangles import one_triangle
 from hoglib.verification.report import Row
 
 
@@ -49,7 +51,7 @@ class Application(NamedTuple):
 
     def fresh(self) -> list[Any]:
         """Copies of the arguments, with their layouts."""
-        return [x.detach().clone() if isinstance(x, Tensor) else x for x in self.args]
+        return [fresh(x) for x in self.args]
 
 
 class Subject:
@@ -73,6 +75,7 @@ class Subject:
         if function is not None:
             for i, name in enumerate(_parameters(function, len(inputs))):
                 named[f"inputs[{i}]"] = f"inputs[{i}] ({name})"
+        self.call.symmetric = one_triangle(self.call)
         self.names = [named[name] for name in self.call.names]
         self.num_parameters = len(self.names) - self.call.num_inputs
         self.x = self.call.point
@@ -242,7 +245,7 @@ def application(function: type[Function], args: tuple[Any, ...]) -> Application 
     if function.__module__.startswith("torch."):  # a checkpoint, or a compiled function
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
-    values = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in args)
+    values = tuple(map(fresh, args))
     return Application(function, values, by, _parameters(function, len(args))) if by else None
 
 

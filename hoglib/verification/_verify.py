@@ -11,6 +11,7 @@ from torch.autograd import Function
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._recording import recording
+from hoglib._substitution import lingering
 from hoglib.verification import _batches as batches
 from hoglib.verification import _dtypes as dtypes
 from hoglib.verification import _layouts as layouts
@@ -95,6 +96,7 @@ def verify(
     devices = {x.device for x in _tree.leaves(given) if isinstance(x, Tensor) and x.is_cuda}
     with (
         recording(),
+        lingering(),
         exact_products(),
         torch.random.fork_rng(devices=list(devices)),
         warnings.catch_warnings(),
@@ -150,6 +152,13 @@ class _Verification:
             yield Row(
                 "dtype: float64", "skip", None,
                 f"refused ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
+            )  # fmt: skip
+        if subject.call.symmetric:
+            names = ", ".join(subject.call.names[j] for j in sorted(subject.call.symmetric))
+            yield Row(
+                "first derivative: asymmetric directions", "skip", None,
+                f"{names} is symmetric, and only one triangle of it is read: derivatives are taken "
+                "along symmetric matrices, where every convention for such a gradient agrees.",
             )  # fmt: skip
         if subject.constants:
             yield Row(
@@ -243,17 +252,3 @@ class _Verification:
                 yield from [found] if isinstance(found, Row) else list(found)
             except Exception as error:  # a fault that other rows name
                 yield Row("circumstances", "skip", None, f"not compared: {told(error)}")
-
-
-def _is_culprit(row: Row) -> bool:
-    """Whether it names what other rows suffer from; cuts before slots."""
-    return row.status == "fail" and any(
-        word in row.name for word in ("graph cut: ", "saved: ", "culprit: ", " applies ")
-    )
-
-
-def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    if len(a) != len(b):
-        return False
-    pairs = zip(a, b, strict=True)
-    return all(torch.allclose(p, q, rtol=1e-12, atol=0.0, equal_nan=True) for p, q in pairs)
