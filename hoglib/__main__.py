@@ -1,6 +1,7 @@
 """The command `hoglib`: `hoglib verify` judges Functions, `hoglib ops` lists and tries the ops."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -34,13 +35,27 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     ops.add_argument("--markdown", action="store_true", help="as the table of docs/ops.md")
     given = parser.parse_args(args)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     try:
-        return _ops(given.markdown) if given.command == "ops" else _verify(given)
+        status = _ops(given.markdown) if given.command == "ops" else _verify(given)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return 1
+    except OSError as error:  # a full disk
+        _drop_stdout()
+        print(f"error: the output could not be written: {error}", file=sys.stderr)
+        return 2
+
+
+def _drop_stdout() -> None:
+    """What is left to flush at exit would raise once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hoglib.verification import _maps as maps
 from hoglib.verification._around import told
@@ -17,6 +18,16 @@ from hoglib.verification.report import Row
 TORCH = (
     "torch.func batches by rules of its own, which are wrong for some of torch's operations; loop over "
     "the batch, or over the columns."
+)
+
+OWN_RULE = (
+    "Its vmap staticmethod gets in_dims, the batch dimension of each input (None where there is none), "
+    "and returns (outputs, out_dims): move batch dimensions by what they say. Or have the rule made: "
+    "generate_vmap_rule = True."
+)
+GENERATED = (
+    "Remove generate_vmap_rule, or make forward and backward of torch operations that depend on no "
+    "values, and on no number of dimensions."
 )
 
 
@@ -53,15 +64,22 @@ def _differs(what: str, found: Sequence[Tensor], loop: Sequence[Sequence[Tensor]
             return f"{what} has shape {tuple(y.shape)}, in a loop {tuple(right.shape)} (result {i})"
         off = torch.where((y == right) | (y.isnan() & right.isnan()), 0.0, (y - right).abs())
         if largest(off) > torch.finfo(y.dtype).eps ** 0.5 * max(largest(right), 1e-6):
-            return f"{what} is another one than in a loop, by {largest(off):.2g} (result {i})"
+            text = f"{what} is another one than in a loop, by {largest(off):.2g} (result {i})"
+            if any(_close(y.movedim(0, k), right) for k in range(1, y.ndim)):
+                text += "; with its batch dimension at another place it is right: see out_dims"
+            return text
     return ""
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b)
 
 
 def batched_gradients(at: Target, bounds: Bounds, random: torch.Generator) -> str:
     """What is wrong with autograd.grad(is_grads_batched=True), as gradcheck's check_batched_grad."""
     found = in_reverse(at, bounds, random, draws=1, batched=True)
-    if found.raised is not None:
-        raise found.raised
+    if found.raised is not None:  # torch's older vmap, which has rules for fewer operations
+        return ""
     return f"with is_grads_batched, {found.wrong}" if found.wrong else ""
 
 
@@ -80,6 +98,8 @@ def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
         looped = torch.autograd.functional.hessian(scalar, zero)
     except Exception:  # the derivative checks say it
         return Row(name, "skip", None, "double backward does not run.")
+    if not bool(looped.isfinite().all()):
+        return Row(name, "skip", None, "it is not finite.")
     error, wrong = 0.0, ""
     ways = {"torch.func.jacrev(jacrev)": lambda f: torch.func.jacrev(torch.func.jacrev(f))}
     if subject.offers_forward is not False:
@@ -109,13 +129,20 @@ def rows(
             Row("vmap", "skip", None, why),
             Row("torch.func.hessian", "skip", None, "no vmap rule."),
         ]
+    mend = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
+    mend = mend if subject.functions else ""
+    if subject.draws:
+        why = "it draws random numbers, which vmap does not draw as a loop does."
+        return [Row(name, "skip", None, why) for name in ("vmap", "torch.func.hessian")]
     try:
         fault = values(subject, points, u)
         for at in targets:
             fault = fault or batched_gradients(at, bounds, subject.random)
-        found = [Row("vmap", "fail" if fault else "pass", None, fault and f"{fault}.")]
+        found = [
+            Row("vmap", "fail" if fault else "pass", None, fault and f"{fault}. {mend}".strip())
+        ]
     except Exception as error:
-        found = [_raised("vmap", declared, error)]
+        found = [_raised("vmap", declared, error, mend)]
     if chosen:
         why = "the modes to check were chosen, and it mixes two."
         return [*found, Row("torch.func.hessian", "skip", None, why)]
@@ -128,17 +155,16 @@ def rows(
             # vmap itself served fn: the op is one that torch's own derivatives take on the way
             why = f"torch has no vmap rule for {missing[1]}, which its own derivatives take here."
             return [*found, Row("torch.func.hessian", "skip", None, why)]
-        found.append(_raised("torch.func.hessian", declared, error))
+        found.append(_raised("torch.func.hessian", declared, error, mend))
     return found
 
 
-def _raised(name: str, declared: bool | None, error: Exception) -> Row:
+def _raised(name: str, declared: bool | None, error: Exception, mend: str) -> Row:
     if "randomness" in str(error):
         return Row(name, "skip", None, "it draws random numbers, which this transform refuses.")
     if declared:
         return Row(
             name, "fail", None,
-            f"a vmap rule is declared, and it raised {told(error)}. Remove generate_vmap_rule, or make "
-            "forward and backward of torch operations that depend on no values.",
+            f"a vmap rule is declared, and it raised {told(error)}. {mend}",
         )  # fmt: skip
     return Row(name, "skip", None, f"it is not offered: {told(error)}")

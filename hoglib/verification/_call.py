@@ -40,7 +40,7 @@ class Call:
     def __init__(
         self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = torch.float64
     ) -> None:
-        self.name = name_of(fn)
+        self.name, self.dtype = name_of(fn), dtype
         self._function = fn.apply if _is_function_class(fn) else arguments.function("fn", fn)
         leaves, self._structure = _tree.flatten(tuple(recordable(list(inputs))))
         marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
@@ -82,6 +82,8 @@ class Call:
             value = torch.complex(*x.unbind(-1)) if parts else x
             value = (value + value.mH) / 2 if j in self.symmetric else value
             value = value if before is None else before(value)
+            if not value.requires_grad:  # fn may ask for a gradient of its own
+                value = value.view_as(value)
             values[slot] = value.clone() if self.clone else value
         inputs = _tree.unflatten(values[: self._num_leaves], self._structure)
         if isinstance(self._function, nn.Module):

@@ -3,8 +3,10 @@
 import contextlib
 import importlib
 import importlib.util
+import io
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +48,7 @@ def run(
             print(f"error: {error}", file=sys.stderr)
             return NOT_RUN
         reports, failures = [], []
+        width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
         for one in targets:
             for label, report in _verified(one, seed, options):
                 if isinstance(report, Report):
@@ -53,7 +56,7 @@ def run(
                     reports.append(report)
                     if not as_json:
                         whole = verbose or len(targets) == 1 or not report.ok
-                        print(report.text(table=whole) + "\n", flush=True)
+                        print(report.text(table=whole, width=width) + "\n", flush=True)
                 else:
                     failures.append((label, report))
                     print(f"error: {label}: {report}", file=sys.stderr)
@@ -71,7 +74,7 @@ def _verified(
     torch.manual_seed(seed)
     try:
         samples = one.inputs()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         yield one.name, f"its inputs could not be made: {_told(error)}"
         return
     several = isinstance(samples, list) and all(isinstance(s, tuple) for s in samples) and samples
@@ -79,10 +82,22 @@ def _verified(
         label = f"{one.name}[{i}]" if several and len(samples) > 1 else one.name
         own = {} if "reference" in options else _own_options(one.fn)
         torch.manual_seed(seed)
+        _announce(f"verifying {label} ...")
         try:
-            yield label, verify(one.fn, sample, **(own | options))
-        except Exception as error:
-            yield label, _told(error)
+            # what it prints it would print a hundred times
+            with contextlib.redirect_stdout(io.StringIO()):
+                report: Report | str = verify(one.fn, sample, **(own | options))
+        except (Exception, SystemExit) as error:
+            report = _told(error)
+        finally:
+            _announce("")
+        yield label, report
+
+
+def _announce(text: str) -> None:
+    """A line for who waits at a terminal, until the next one."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _own_options(fn: Any) -> dict[str, Any]:
@@ -92,21 +107,29 @@ def _own_options(fn: Any) -> dict[str, Any]:
 
 
 def _status(reports: Sequence[Report], failures: Sequence[tuple[str, str]]) -> int:
-    wrong = [report for report in reports if not report.ok]
-    if any(report.rows[0].name != "runs" for report in wrong):
+    if any(report.ran and not report.ok for report in reports):
         return WRONG
-    return NOT_RUN if wrong or failures or not reports else RIGHT
+    unclear = not reports or any(not (report.ran and report.judged) for report in reports)
+    return NOT_RUN if unclear or failures else RIGHT
 
 
 def _summary(
     reports: Sequence[Report], without: Sequence[str], failures: Sequence[tuple[str, str]]
 ) -> str:
-    wrong = [report.name for report in reports if not report.ok]
-    parts = [f"{len(reports) - len(wrong)} right"]
+    wrong = [report.name for report in reports if report.ran and not report.ok]
+    unknown = [report.name for report in reports if report.ok and not report.judged]
+    not_run = [
+        *(report.name for report in reports if not report.ran),
+        *(name for name, _ in failures),
+    ]
+    right = sum(report.ok and report.judged for report in reports)
+    parts = [f"{right} right"]
     if wrong:
         parts.append(f"{len(wrong)} WRONG ({', '.join(wrong)})")
-    if failures:
-        parts.append(f"{len(failures)} not run ({', '.join(name for name, _ in failures)})")
+    if unknown:
+        parts.append(f"{len(unknown)} not judged ({', '.join(unknown)})")
+    if not_run:
+        parts.append(f"{len(not_run)} not run ({', '.join(not_run)})")
     if without:
         parts.append(f"{len(without)} without {SAMPLES}() ({', '.join(without)})")
     return ", ".join(parts)
@@ -145,6 +168,11 @@ def find(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[str]]:
         )
     if name:
         fn = _object(target, "target")
+        if isinstance(fn, type) and not issubclass(fn, Function):
+            raise arguments.WrongValue(
+                f"{target}: expected a Function, a function or a module, got the class {fn.__name__}; "
+                f"name an instance of it, such as `model = {fn.__name__}(...)` there."
+            )
         if inputs:
             return [Target(name, fn, lambda: tuple(map(_value, inputs)))], []
         if not hasattr(fn, SAMPLES):
@@ -202,7 +230,7 @@ def _module(name: str) -> ModuleType:
     sys.path.insert(0, "")  # as `python -m` has it
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise arguments.WrongValue(f"{name}: it could not be imported: {_told(error)}") from error
     finally:
         sys.path.remove("")
@@ -229,7 +257,7 @@ def _module_of_file(path: str) -> ModuleType:
         sys.modules[name] = module
         spec.loader.exec_module(module)
         return module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise arguments.WrongValue(f"{path}: it could not be imported: {_told(error)}") from error
     finally:
         sys.path.remove(str(folder))
@@ -240,7 +268,7 @@ def _value(expression: str) -> Any:
     names = {**vars(torch), "torch": torch, "math": math}
     try:
         return eval(expression, names)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise arguments.WrongValue(
             f'--input {expression!r}: expected an expression such as "randn(3, 4)", "rand(2) + 1" or '
             f'"0.5": {_told(error)}'

@@ -40,6 +40,7 @@ class Found:
     unknown: set[int] = field(default_factory=set)  # columns that nothing was concluded from
     problem: str = ""  # what differences said there
     raised: Exception | None = None
+    faulty: set[int] = field(default_factory=set)  # columns with a wrong derivative
 
     def merge(self, other: "Found") -> "Found":
         """The worse of both; an unknown column is one that is unknown in both."""
@@ -49,6 +50,7 @@ class Found:
         result = Found(**vars(worse))
         result.checked = self.checked + other.checked
         result.unknown = self.unknown & other.unknown
+        result.faulty = self.faulty | other.faulty
         result.problem = self.problem or other.problem
         return result
 
@@ -112,6 +114,8 @@ def _take(
         return
     found.checked += 1
     wrong = ~(difference <= allowed)
+    if bool(wrong.any()):
+        found.faulty.add(j)
     size = one.size(i) + one.floors[i]
     worst = int((difference.nan_to_num(torch.inf) - allowed).nan_to_num(torch.inf).argmax())
     size = max(size, abs(float(value.reshape(-1)[worst])))
@@ -177,6 +181,8 @@ def _weigh(
     found.checked += 1
     off = abs(got - expected)
     error = off / (max(scale, abs(got)) or 1.0) if off == off else float("inf")
+    if not off <= allowed:
+        found.faulty.add(j)
     if not off <= allowed and not (found.wrong and found.error >= error):
         found.wrong = (
             f"{_of(at, i, j)}, along random directions: expected {expected:.6g}, got {got:.6g}"

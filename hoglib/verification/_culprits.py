@@ -21,6 +21,7 @@ from hoglib.verification.report import Row
 
 BOUNDS = Bounds(1e-6, 1e-4)
 MOST = 200  # calls
+OWN = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
 
 
 class _Calls(TorchFunctionMode):
@@ -61,11 +62,26 @@ def rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
             fault = _fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
             if fault:
                 at = f" at {place}" if place else ""
+                library = _library(func)
+                whose, mend = ("torch's own", "Use another mode, or another operation.")
+                if library:
+                    whose = f"the custom op {library}::"
+                    mend = (
+                        "See what its torch.library.register_autograd gets: setup_context must save "
+                        "inputs and outputs themselves, not intermediates or detached copies, and "
+                        "backward must be of differentiable torch operations."
+                    )
                 yield Row(
                     f"culprit: {called} in {mode.title}", "fail", None,
-                    f"torch's own {called}{at} is at fault: its derivative in {mode.title} is wrong or "
-                    f"missing: {fault}. Use another mode, or another operation.",
+                    f"{whose} {called}{at} is at fault: its derivative in {mode.title} is wrong or "
+                    f"missing: {fault}. {mend}".replace(":: ", "::"),
                 )  # fmt: skip
+
+
+def _library(func: Any) -> str:
+    """The namespace of an op that is not torch's."""
+    namespace = getattr(func, "namespace", "aten")
+    return "" if namespace in OWN else str(namespace)
 
 
 def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:

@@ -41,7 +41,7 @@ class Cut:
     """One place where the graph ends."""
 
     how: str  # ".detach()"
-    kind: str  # "alias", "escape", "off", "inner" or "kernel"
+    kind: str  # "alias", "escape", "off", "inner", "write" or "kernel"
     place: Place | None
     then: str = ""  # ".numpy()", where the detached tensor left torch
 
@@ -62,6 +62,7 @@ class Watch(TorchFunctionMode):
         self.applying = Applying()  # what another Function's forward does has a backward of its own
         self._mend = set(mend)
         self._lost: list[tuple[Tensor, Cut]] = []
+        self._aliases: list[Tensor] = []  # what .data and .detach() gave of tensors without a graph
         self._seen: dict[tuple[str, Place | None], Cut] = {}
 
     @property
@@ -84,6 +85,11 @@ class Watch(TorchFunctionMode):
         if func is torch.autograd.grad and (INNER, where.here()) in self._mend:
             return func(*args, **(kwargs | {"create_graph": True}))
         result = func(*args, **kwargs)
+        if name in ALIASES and not graphed and isinstance(result, Tensor):
+            self._aliases.append(result)
+        if graphed and _changed(name, args, kwargs, self._aliases):
+            self._note(f"a write through .data by `{_short(func)}`", "write")
+            return result
         if name in ESCAPES:
             self._escape(ESCAPES[name], given, graphed)
         elif graphed and name not in VALUELESS and not _only_like(name, args):
@@ -127,6 +133,13 @@ class Watch(TorchFunctionMode):
     def _note(self, how: str, kind: str) -> Cut:
         place = where.here()
         return self._seen.setdefault((how, place), Cut(how, kind, place))
+
+
+def _changed(name: str, args: Any, kwargs: Any, aliases: list[Tensor]) -> bool:
+    """Whether it writes into a tensor that autograd does not see."""
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = args[0] if args and in_place else kwargs.get("out")
+    return any(written is alias for alias in aliases)
 
 
 def _is_float(tensor: Tensor) -> bool:

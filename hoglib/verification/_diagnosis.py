@@ -1,6 +1,6 @@
 """Says in words how a wrong gradient differs from the right one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
-from hoglib.verification._call import real
+from hoglib.verification._call import is_float, real
 from hoglib.verification._differences import largest, scales, slope, uniform
 from hoglib.verification._maps import Map
-from hoglib.verification._slots import kind_of
-from hoglib.verification._subject import Subject
+from hoglib.verification._repairs import repairs
+from hoglib.verification._subject import Application, Subject
 
 MOST = 256  # elements that are differentiated one by one
 NEAR = 1e-4
@@ -54,12 +54,21 @@ def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
     if not case.size:
         return f"The derivative by {case.name} is zero, and the gradient is not. {DECLARE}"
     if not largest(case.got):
-        return _missing(case)
+        alone = [_case(subject, x, k, j) for k in range(len(case.u)) if k != i]
+        ignored = any(_near(one.got, one.right, one.size) for one in alone)
+        return (not ignored and _repaired(case)) or _missing(case)
+    elsewhere = _elsewhere(case)
+    if _near(case.got, case.right, case.size) and not elsewhere:
+        return (
+            f"For another gradient of the outputs the one by {case.name} is right: is backward not "
+            "linear in it, or does it read or change what another call left?"
+        )
     return (
-        _repaired(case)
+        elsewhere
+        or _misplaced(case)
+        or _repaired(case)
         or _conjugated(case)
         or _scaled(case, _case(subject, x, i, j))
-        or _misplaced(case)
         or _partly(case)
     )
 
@@ -94,45 +103,55 @@ def _missing(case: _Case) -> str:
             f"incoming gradient of {out}? Add its part to the gradient of {name}, or declare {out} "
             "with ctx.mark_non_differentiable."
         )
+    text = f"The gradient by {name} is missing (zero, or None): backward does not compute it."
+    apps = case.subject.applications
+    if len(apps) == 1 and _returned(apps[0]) is None:
+        return f"{text} It returns None: has it no `return`?"
+    if len(case.x) == 1:
+        return text
+    return f"{text} If {name} is meant to be constant, give the other inputs requires_grad."
+
+
+def _returned(app: Application) -> object:
+    run = app.seeded()
+    return plain.rule(app.function)(plain.Context(run.record), *run.incoming())
+
+
+def _elsewhere(case: _Case) -> str:
+    """Whether the gradient is that of another point."""
+    moved = [1.25 * y for y in case.x]
+    there = maps.pull(case.subject.map, moved, [(case.i, case.u[case.i])])[0][case.j]
+    right = _by_differences(case.subject.map, moved, case.i, case.u[case.i], case.j)
+    if not torch.equal(there, case.got) or _near(right, case.right, case.size):
+        return ""
     return (
-        f"The gradient by {name} is missing (zero, or None): backward does not compute it. If {name} "
-        "is meant to be constant, give the other inputs requires_grad."
+        f"The gradient by {case.name} is the same at another point, where the derivative is another "
+        f"one: does backward read what an earlier call left, in a cache or a global? {DECLARE}"
     )
 
 
 def _repaired(case: _Case) -> str:
-    """Whether the gradient is right once something that backward reads is transposed or conjugated."""
+    """Whether the gradient is right once backward reads something else in one place."""
     apps = case.subject.applications
-    if len(apps) != 1 or len(apps[0].by) != len(case.x) or len(case.u) != 1:
+    if len(apps) != 1 or len(apps[0].by) != len(case.x):
         return ""
     (app,) = apps
     run = app.run(app.fresh())
-    u = case.u[0]
-    grads = [torch.view_as_complex(u) if run.outputs[0].is_complex() else u]
-    for label, value in run.record.slots().items():
-        for change, lacking, repaired in _changes(value):
-            slots = run.record.slots() | {label: repaired}
-            try:
-                returned = plain.backward(app.function, run.record.with_slots(slots), grads)
-                found = real(returned[app.by[case.j]])
-            except Exception:  # it does not fit there
-                continue
-            if _near(found, case.right, case.size):
-                what = kind_of(value, run, app.names)[1]
-                return (
-                    f"A {lacking} is missing, or one too many: with {label} ({what}) {change} in "
-                    "backward the gradient is right."
-                )
+    incoming = run.incoming()
+    live = [k for k, y in enumerate(run.outputs) if is_float(y) and not run.record.is_silent(y)]
+    if len(live) != len(case.u):
+        return ""
+    for k, u in zip(live, case.u, strict=True):
+        incoming[k] = torch.view_as_complex(u) if run.outputs[k].is_complex() else u
+    for text, slots, grads in repairs(run, incoming, live, app.names):
+        try:
+            returned = plain.backward(app.function, run.record.with_slots(slots), grads)
+            found = real(returned[app.by[case.j]])
+        except Exception:  # it does not fit there
+            continue
+        if _near(found, case.right, case.size):
+            return f"{text} the gradient is right."
     return ""
-
-
-def _changes(value: object) -> Iterator[tuple[str, str, Tensor]]:
-    if not isinstance(value, Tensor):
-        return
-    if value.dim() > 1 and value.shape[-1] == value.shape[-2]:
-        yield "transposed", "transpose", value.mT
-    if value.is_complex():
-        yield "conjugated", "conj()", value.conj()
 
 
 def _conjugated(case: _Case) -> str:
@@ -194,6 +213,12 @@ def _partly(case: _Case) -> str:
     example = f"element {first} is {float(got[first]):.6g}, and should be {float(right[first]):.6g}"
     if 0 < len(wrong) < got.numel():
         zero = " The wrong ones are zero." if not bool(got[wrong].any()) else ""
+        branch = _branch(case, wrong)
+        if branch:
+            return (
+                f"The gradient by {case.name} is wrong where {branch}, and right elsewhere: "
+                f"{example}.{zero} The formula of that branch is wrong."
+            )
         return (
             f"{len(wrong)} of {got.numel()} elements of the gradient by {case.name} are wrong, the "
             f"others right: {example}.{zero} Is one branch or one term of the formula wrong?"
@@ -203,6 +228,31 @@ def _partly(case: _Case) -> str:
         f"A term of the gradient by {case.name} is wrong or missing: {example}; the largest error is "
         f"{off:.0%} of the largest element."
     )
+
+
+def _branch(case: _Case, wrong: list[int]) -> str:
+    """The side of a threshold on which an input lies exactly where the gradient is wrong."""
+    count = case.got.numel()
+    mask = torch.zeros(count, dtype=torch.bool)
+    mask[wrong] = True
+    if min(len(wrong), count - len(wrong)) < 2:
+        return ""
+    for x, name in zip(case.x, case.subject.names, strict=True):
+        if x.shape != case.got.shape:
+            continue
+        values = x.detach().reshape(-1).cpu()
+        for what, quantity in ((name, values), (f"the size of {name}", values.abs())):
+            inside, outside = quantity[mask], quantity[~mask]
+            if bool(inside.max() < outside.min()):
+                low, high, side = inside.max(), outside.min(), "below"
+            elif bool(inside.min() > outside.max()):
+                low, high, side = outside.max(), inside.min(), "above"
+            else:
+                continue
+            if low < 0 < high:
+                return f"{what} is {'negative' if side == 'below' else 'positive'}"
+            return f"{what} is {side} a threshold between {float(low):.3g} and {float(high):.3g}"
+    return ""
 
 
 def _near(a: Tensor, b: Tensor, size: float) -> bool:

@@ -3,8 +3,9 @@
     D(h) = (f(x + h v) - f(x - h v)) / 2h        error ~ |D(10 h) - D(h)| + eps |f| / h
 
 The step is chosen for each element of f by itself, as the one whose estimate is smallest: a smooth
-element takes a long step, one with a kink nearby a short one. Where no two steps agree the error says
-so, and nothing is concluded from that element.
+element takes a long step, one with a kink nearby a short one. Two steps may agree by chance, where f
+oscillates faster than both or is noisy inside; so the next shorter one has its say in the estimate.
+Where no steps agree the error says so, and nothing is concluded from that element.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ STEPS = {
     torch.bfloat16: (5e-1, 2e-1, 1e-1),
 }
 MORE = {torch.float64: (1e-2, 1e-7, 1e-8), torch.float32: (1e-3,)}
+AGREE = 20  # how many times its rounding the next slope may be off
 CONCLUSIVE = 0.02  # of the largest derivative in a tensor; an error above it concludes nothing
 
 
@@ -123,9 +125,12 @@ def _of_output(
     slopes = {h: (ends[h][0][i] - ends[h][1][i]) / (2 * h) for h in steps}
     # the slopes to either side: their difference goes down with the step, unless there is a kink
     bends = {h: (ends[h][0][i] - 2 * y + ends[h][1][i]).abs() / h for h in steps}
-    for longer, shorter in pairwise(steps):
+    for k, (longer, shorter) in enumerate(pairwise(steps)):
         near, rounding = slopes[shorter], 4 * eps * size / shorter
         guess = (slopes[longer] - near).abs() + rounding
+        if k + 2 < len(steps):
+            allowed = AGREE * 4 * eps * size / steps[k + 2]
+            guess = guess + ((slopes[steps[k + 2]] - near).abs() - allowed).clamp(min=0.0)
         kink = (bends[shorter] > 0.5 * bends[longer]) & (bends[shorter] > 1e-5 * near.abs())
         kink &= bends[shorter] > 100 * rounding
         guess = torch.where(kink, guess + bends[shorter], guess)
@@ -133,7 +138,32 @@ def _of_output(
         best = torch.where(better, near, best)
         error = torch.where(better, guess, error)
         kinked = torch.where(better, kink, kinked)
+    if bool(kinked.any()):
+        # a kink may leave no trace in an element where the slopes to either side agree by chance
+        error = error + largest(torch.where(kinked, error, 0.0))
     return best, error, 4 * eps**0.5 * size, kinked
+
+
+def checked(f: Map, x: Sequence[Tensor], one: Slope, random: torch.Generator) -> Slope:
+    """The slope, with infinite errors where f has no linear derivative: at a tie, as in a median or a
+    sort, D(v) + D(w) is not D(v + w), and that may be the only sign."""
+    w = [uniform(y, random) * scales(y) for y in x]
+
+    def along(directions: Sequence[Tensor]) -> Slope:
+        def moved(t: Tensor) -> list[Tensor]:
+            return f(*(y + t.to(y.dtype) * d for y, d in zip(x, directions, strict=True)))
+
+        zero = torch.zeros((), dtype=one.v.dtype, device=one.v.device)
+        return slope(moved, [zero], 0, torch.ones_like(zero))
+
+    other = along(w)
+    both = along([d + one.v if k == one.column else d for k, d in enumerate(w)])
+    errors = []
+    for i, error in enumerate(one.errors):
+        off = (one.values[i] + other.values[i] - both.values[i]).abs()
+        doubt = other.errors[i] + both.errors[i] + error
+        errors.append(torch.where(off > 2 * doubt + one.floors[i], torch.inf, error))
+    return one._replace(errors=errors)
 
 
 def largest(tensor: Tensor) -> float:

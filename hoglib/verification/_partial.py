@@ -22,7 +22,7 @@ def subsets(around: Around) -> tuple[Row, tuple[int, ...]]:
     name = "inputs: each subset"
     if around.n < 2:
         return Row(name, "skip", None, "there is one input only."), ()
-    worst = 0.0
+    worst, refused = 0.0, ""
     for subset in _subsets(around.n):
         only = " and ".join(around.names[j] for j in subset)
         how = f"when only {only} require{'s' if len(subset) == 1 else ''} grad"
@@ -46,13 +46,21 @@ def subsets(around: Around) -> tuple[Row, tuple[int, ...]]:
                 return Row(name, "fail", off, text), subset
             worst = max(worst, off)
         except Exception as raised:
-            return Row(name, "fail", None, f"{how}, it raised {told(raised)}"), ()
-    return Row(name, "pass", worst), ()
+            text = f"{how}, it raised {told(raised)}"
+            if "does not require grad" not in str(raised):
+                return Row(name, "fail", None, text), ()
+            refused = refused or (
+                f"{text}. backward differentiates by inputs that need no gradient: leave those out, by "
+                "ctx.needs_input_grad or x.requires_grad."
+            )
+    return Row(name, "warn" if refused else "pass", worst, refused), ()
 
 
 def outputs_alone(around: Around) -> Row:
     """No gradient comes in at all, or only that of one output."""
     name = "outputs: undefined gradients"
+    if not around.subject.functions:
+        return Row(name, "skip", None, "no custom Function is in it.")
     leaves = [y.detach().clone().requires_grad_() for y in around.x]
     try:
         values = [_Nothing.apply(y) for y in around.f(*leaves)]
@@ -62,7 +70,8 @@ def outputs_alone(around: Around) -> Row:
         return Row(
             name, "fail", None, f"with an undefined gradient it raised {told(raised)}. {UNDEFINED}"
         )
-    if any(g is not None and bool((g != 0).any()) for g in grads):
+    usual = all(bool(g.isfinite().all()) for g in around.first)
+    if usual and any(g is not None and bool((g != 0).any()) for g in grads):
         return Row(
             name, "fail", None, f"with an undefined gradient its gradient is not zero. {UNDEFINED}"
         )

@@ -8,6 +8,7 @@ autograd's, they show all of it.
 import inspect
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -187,6 +188,34 @@ def backward(
 def rule(function: type[Function]) -> Any:
     """Its backward, under either of the names that torch accepts."""
     return function.backward if function.vjp is Function.vjp else function.vjp
+
+
+def changed_by_backward(app: Any) -> list[str]:
+    """What is on the context, or on the class, and another thing after backward."""
+    run = app.seeded()
+    before = _state(run.record, app.function)
+    with suppress(Exception), torch.no_grad():
+        backward(app.function, run.record, run.incoming())
+    after = _state(run.record, app.function)
+    return [label for label in after if before.get(label) != after[label]]
+
+
+def _state(record: Record, function: type[Function]) -> dict[str, Any]:
+    """By label, what tells whether it is still the same."""
+    held = {
+        **record.slots(),
+        **{
+            f"{function.__name__}.{name}": value
+            for name, value in vars(function).items()
+            if not name.startswith("__") and not callable(value)
+        },
+    }
+    return {
+        label: (id(value), value._version)
+        if isinstance(value, Tensor)
+        else (type(value), repr(value))
+        for label, value in held.items()
+    }
 
 
 def jvp(

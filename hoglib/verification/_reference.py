@@ -71,6 +71,11 @@ def rows(
     def theirs_of(*given: Tensor) -> list[Tensor]:
         return plain.map(subject.which)(*given, *theirs_alone)
 
+    there = [x.detach().clone().requires_grad_() for x in points[0][:n]]
+    if not any(y.requires_grad for y in theirs_of(*there)):
+        for name in (FIRST, SECOND):
+            yield Row(name, "skip", None, "the reference has no gradient: it leaves torch.")
+        return
     worst = {FIRST: (0.0, ""), SECOND: (0.0, "")}
     for point in points:
         x = point[:n]

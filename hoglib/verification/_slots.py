@@ -21,6 +21,7 @@ class Slot:
     type: str = "Tensor"
     lost: float = 0.0
     share: float = 0.0
+    graphed: bool = False  # it has a graph, which forward built
 
 
 def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:

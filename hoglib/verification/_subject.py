@@ -15,8 +15,15 @@ from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
 from hoglib.verification._call import Call, custom_functions, is_float, real
 from hoglib.verification._copies import fresh
+from hoglib.verification._rounding import WIDE, Watch
 from hoglib.verification._triangles import one_triangle
 from hoglib.verification.report import Row
+
+# What authors call tensors that a loss or a layer is not differentiated by.
+CONSTANTS = (
+    "target", "targets", "label", "labels", "y_true", "ground_truth", "gt", "mask", "masks", "index",
+    "indices", "idx", "ids", "lengths",
+)  # fmt: skip
 
 
 class Application(NamedTuple):
@@ -59,22 +66,26 @@ class Subject:
 
     def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
         self.fn, self.inputs = fn, list(inputs)
+        self.given_wide = any(
+            isinstance(x, Tensor) and x.dtype in WIDE for x in _tree.leaves(tuple(inputs))
+        )
         self.call, self.refused = _call(fn, inputs)
+        if not (self.refused or self.given_wide):
+            self.call, self.refused = _as_it_computes(self.call, fn, inputs)
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in _tree.leaves(tuple(inputs)))
-        constants = [] if asked else _constants(self.call)
+        function = as_function(fn)
+        arguments_ = () if function is None else _parameters(function, len(inputs))
+        constants = [] if asked else _constants(self.call, arguments_)
         self.constants = [self.call.names[j] for j in constants]
         if constants:
             self.inputs = _marked(inputs, [self.call.slots[j] for j in constants])
-            dtype = None if self.refused else torch.float64
             clone = self.call.clone
-            self.call = Call(fn, self.inputs, dtype)
+            self.call = Call(fn, self.inputs, self.call.dtype)
             self.call.clone = clone
         named = dict(zip(self.call.names, self.call.names, strict=True))
-        function = as_function(fn)
-        if function is not None:
-            for i, name in enumerate(_parameters(function, len(inputs))):
-                named[f"inputs[{i}]"] = f"inputs[{i}] ({name})"
+        for i, name in enumerate(arguments_):
+            named[f"inputs[{i}]"] = f"inputs[{i}] ({name})"
         self.call.symmetric = one_triangle(self.call)
         self.names = [named[name] for name in self.call.names]
         self.num_parameters = len(self.names) - self.call.num_inputs
@@ -109,8 +120,8 @@ class Subject:
             return Row(
                 "first derivative: reverse", "fail", None,
                 "the first derivative is missing: no output with elements requires grad. Is it a "
-                "constant, detached, marked non-differentiable, or in a list or dict that a Function's "
-                "forward returns?",
+                "constant, detached, marked non-differentiable, in a list or dict that a Function's "
+                "forward returns, or in an object that is no tuple, list or dict?",
             )  # fmt: skip
         gradient = maps.gradient(self.map, len(self.x))
 
@@ -124,7 +135,8 @@ class Subject:
             return [y.detach() for y in values], [g.detach() for g in grads]
 
         (a, da), (b, db) = drawn(1), drawn(2)
-        self.draws = not _same(a, b)
+        generators = any(isinstance(x, torch.Generator) for x in _tree.leaves(tuple(self.inputs)))
+        self.draws = generators or not _same(a, b)
         call.reseed = self.draws or not _same(da, db)
         if self.draws and not _same(self.map(*self.x), self.map(*self.x)):
             return Row(
@@ -133,7 +145,43 @@ class Subject:
                 "nondeterminism): does it count its calls, or draw numbers from NumPy or random? "
                 "Nothing can be compared. Pass random numbers as inputs.",
             )  # fmt: skip
-        return None
+        again = self._again()
+        return Row("deterministic", "fail", None, again) if again else None
+
+    def _again(self) -> str:
+        """What is wrong with a second backward pass through one graph, with the same seed."""
+        leaves = [x.clone().requires_grad_() for x in self.x]
+        values = self.map(*leaves)
+
+        def once() -> list[Tensor]:
+            torch.manual_seed(0)
+            u = [torch.ones_like(y) for y in values]
+            grads = torch.autograd.grad(
+                values, leaves, u, retain_graph=True, materialize_grads=True
+            )
+            return [g.detach().clone() for g in grads]
+
+        try:
+            first = once()
+        except Exception:  # judged with the derivatives
+            return ""
+        try:
+            second, did = once(), "gives another gradient"
+        except RuntimeError:  # a graph that allows one pass only says so
+            return ""
+        except Exception as error:
+            second, did = [], f"raises {type(error).__name__}: {error}".splitlines()[0]
+        if _same(first, second, 1e-6):
+            return ""
+        changed = {name for app in self.applications for name in plain.changed_by_backward(app)}
+        why = (
+            f"backward changes {', '.join(sorted(changed))}, which it must leave as it is."
+            if changed
+            else "it draws numbers from NumPy or random, counts its calls, or uses up what it reads."
+        )
+        return (
+            f"a second backward pass through the same graph {did}: {why} Nothing can be compared."
+        )
 
     def beside(self) -> list[Tensor]:
         """A point near the inputs, without their zeros; the inputs where fn is not defined there."""
@@ -181,6 +229,23 @@ def _call(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
         return own, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
+def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
+    """The call in float32 and why, if forward converts to that and back, whatever it is given."""
+    watch = Watch()
+    try:
+        with watch:
+            call.leaves(*call.point)
+    except Exception:  # judged later
+        return call, ""
+    narrow = Call(fn, inputs, torch.float32)
+    narrow.clone = call.clone
+    outputs = [(c.dtype, c.leaves(*c.point)) for c in (call, narrow)] if watch.cast else []
+    alike = all(y.dtype == dtype for dtype, leaves in outputs for y in leaves if is_float(y))
+    if "float32" not in watch.cast or not alike:
+        return call, ""
+    return narrow, f"it computes in float32: {watch.cast}"
+
+
 def _try(call: Call) -> None:
     """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf."""
     try:
@@ -192,8 +257,9 @@ def _try(call: Call) -> None:
         call.recorded()
 
 
-def _constants(call: Call) -> list[int]:
-    """Inputs of whole numbers, not all the same, that have no gradient: masks, labels, targets."""
+def _constants(call: Call, names: Sequence[str]) -> list[int]:
+    """Inputs without a gradient that are called a target or a mask, or have whole numbers, not all the
+    same; names are those of the arguments."""
     variables = [x.clone().requires_grad_() for x in call.point]
     try:
         found = [y for y in call.leaves(*variables) if is_float(y) and y.requires_grad]
@@ -202,8 +268,14 @@ def _constants(call: Call) -> list[int]:
     except Exception:  # judged with the derivatives
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
-    constants = [j for j in without if _whole(call.point[j])]
+    constants = [j for j in without if _whole(call.point[j]) or _is_named(names, call.names[j])]
     return constants if len(constants) < len(grads) else []
+
+
+def _is_named(names: Sequence[str], name: str) -> bool:
+    """Whether inputs[i] is called what a constant is."""
+    place = name.removeprefix("inputs[").removesuffix("]")
+    return place.isdigit() and int(place) < len(names) and names[int(place)].strip("`") in CONSTANTS
 
 
 def _whole(x: Tensor) -> bool:
@@ -268,8 +340,8 @@ def _kind(value: Any) -> Any:
     return repr(value) if not _tree.leaves(value) else type(value)
 
 
-def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+def _same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) -> bool:
     if len(a) != len(b):
         return False
     pairs = zip(a, b, strict=True)
-    return all(torch.allclose(p, q, rtol=1e-12, atol=0.0, equal_nan=True) for p, q in pairs)
+    return all(torch.allclose(p, q, rtol=rtol, atol=0.0, equal_nan=True) for p, q in pairs)

@@ -8,9 +8,11 @@ from torch.autograd import Function
 
 from hoglib._functorch import watching_functions
 from hoglib.verification import _culprits as culprits
+from hoglib.verification import _diagnosis as diagnosis
 from hoglib.verification import _plain as plain
 from hoglib.verification import doctor
 from hoglib.verification._around import told
+from hoglib.verification._call import is_float
 from hoglib.verification._compare import Bounds, Found, in_reverse, target
 from hoglib.verification._cuts import Cut, Watch
 from hoglib.verification._differences import scales, uniform
@@ -32,6 +34,7 @@ MENDS = {
     "derivative is asked for.",
     "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors "
     "themselves, not detached copies of them.",
+    "write": "What is written there has no graph. Return a new tensor, computed by torch operations.",
     "kernel": "Write it in differentiable torch operations, or wrap it in a Function of its own, whose "
     "backward is its derivative.",
 }
@@ -44,6 +47,7 @@ def rows(subject: Subject, x: list[Tensor], found: Mapping[str, Found]) -> Itera
         return
     apps = _moving(subject, x)
     right_once = not found.get("first derivative: reverse", Found()).wrong
+    raises = found.get("first derivative: reverse", Found()).raised is not None
     over_forward = [name for name in wrong if name.endswith("over-forward")]
     named = False
     for app, moves in apps:
@@ -54,6 +58,11 @@ def rows(subject: Subject, x: list[Tensor], found: Mapping[str, Found]) -> Itera
                 continue
             for row in _of(app, moves, in_jvp, several=len(apps) > 1, right_once=right_once):
                 named = True
+                if raises and row.name.endswith("graph cut: in backward"):
+                    row = row._replace(
+                        name=row.name.replace("graph cut: in backward", "culprit: backward"),
+                        text=row.text.replace("cannot be differentiated: with a graph it ", ""),
+                    )
                 yield row
     if not named and right_once:
         yield from _culprits(subject, x, found, wrong)
@@ -75,6 +84,19 @@ def of_forward(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
             "through there. Use the tensor itself; what is constant on purpose is to be an input that "
             "does not require grad.",
         )  # fmt: skip
+
+
+def of_values(subject: Subject) -> Iterator[Row]:
+    """Which of several Functions has a wrong gradient."""
+    if len({app.function for app in subject.applications}) < 2:
+        return
+    for app in subject.applications:
+        name = app.function.__name__
+        for text in _wrong_alone(app):
+            yield Row(
+                f"{name}: culprit: backward", "fail", None,
+                f"the gradient of {name} itself is wrong: {text}Verify {name} by itself.",
+            )  # fmt: skip
 
 
 def of_subset(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
@@ -143,14 +165,15 @@ def _of(
     inner = list(_inner(prefix, function, rule, found)) if right_once else []
     yield from inner
     unseen = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
-    if unseen and right_once and not (inner or found.cuts):
+    if unseen and right_once and not (inner or found.cuts or made):
         what = ", ".join(_called(s) for s in unseen)
         lost = sum(s.share for s in unseen)
         yield Row(
             f"{prefix}graph cut: unseen", "fail", lost,
             f"{function}.{rule} loses {_percent(lost)} of the missing second-order term, that of "
-            f"{what}, in a way that leaves no trace: torch.autograd.Variable, a kernel of another "
-            f"library, or memory written directly? {MENDS['kernel']}",
+            f"{what}, in a way that leaves no trace on ctx: a kernel of another library, memory that "
+            f"is written directly, or something that forward left on the class or in a global? "
+            f"{MENDS['kernel']}",
         )  # fmt: skip
 
 
@@ -188,6 +211,8 @@ def _raised(name: str, function: str, rule: str, found: Diagnosis) -> Row:
     text = f"{function}.{rule} cannot be differentiated: with a graph it raised {told(error)}."
     if found.cuts:
         text += " It leaves the graph by " + "; by ".join(map(str, found.cuts)) + "."
+    if not found.kept and rule == "backward":
+        text += " Nothing is saved: ctx.save_for_backward is never called."
     return Row(name, "fail", None, f"{text} {_advice(rule, error, found)}".rstrip())
 
 
@@ -210,7 +235,7 @@ def _saved(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> R
     """The slots that have no graph, and the two ways to give them one."""
     name = f"{prefix}saved: {', '.join(slot.label for slot in slots)}"
     lines = [_slot(slot) for slot in slots]
-    made = [slot for slot in slots if slot.kind == "intermediate"]
+    made = [slot for slot in slots if slot.kind == "intermediate" and not slot.graphed]
     if made:
         inputs = ", ".join(app.names[i] for i in app.by if i < len(app.names))
         which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
@@ -229,6 +254,13 @@ def _slot(slot: Slot) -> str:
     place = f", saved at {slot.place}" if slot.place else ""
     called = f"`{slot.name}`, " if slot.name else ""
     share = f"It carries {_percent(slot.share)} of the missing second-order term."
+    if slot.graphed:
+        return (
+            f"{slot.label} is {called}part of a graph that forward built itself{place}, and that ends "
+            f"at detached copies of its inputs. {share} Save the inputs, and build that graph in "
+            "backward from them: under torch.enable_grad(), and with torch.autograd.grad(..., "
+            "create_graph=torch.is_grad_enabled())."
+        )
     if slot.kind == "copy":
         original = slot.what.removeprefix("a copy of ")
         return (
@@ -246,20 +278,37 @@ def _percent(share: float) -> str:
 def _inner(prefix: str, function: str, rule: str, found: Diagnosis) -> Iterator[Row]:
     """Functions that backward applies, of which the gradient itself is wrong."""
     for app in found.inner:
-        try:
-            subject = Subject(app.function, app.args)
-            subject.look()
-            at = target(subject.map, subject.x, subject.rows, subject.names, subject.random)
-            one = in_reverse(at, Bounds(1e-6, 1e-4), subject.random)
-        except Exception:
-            continue
-        if one.wrong:
-            name = app.function.__name__
+        name = app.function.__name__
+        for text in _wrong_alone(app):
             yield Row(
-                f"{prefix}{rule} applies {name}", "fail", one.error,
-                f"{function}.{rule} applies {name}, whose own gradient is wrong: {one.wrong}. Verify "
+                f"{prefix}{rule} applies {name}", "fail", None,
+                f"{function}.{rule} applies {name}, whose own gradient is wrong: {text}Verify "
                 f"{name} by itself.",
             )  # fmt: skip
+
+
+def _wrong_alone(app: Application) -> Iterator[str]:
+    """What is wrong with the gradient of a Function by itself, in words, if anything."""
+    try:
+        inputs = [
+            x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
+        ]
+        subject = Subject(app.function, inputs)
+        subject.look()
+        at = target(subject.map, subject.x, subject.rows, subject.names, subject.random)
+        one = in_reverse(at, Bounds(1e-6, 1e-4), subject.random)
+    except Exception:
+        return
+    if one.wrong:
+        yield f"{one.wrong}. {_words(subject, one)}"
+
+
+def _words(subject: Subject, found: Found) -> str:
+    try:
+        words = diagnosis.of_gradient(subject, subject.x, found.row, found.column)
+        return f"{words} " if words else ""
+    except Exception:  # words are not worth an error
+        return ""
 
 
 def _culprits(
@@ -271,5 +320,6 @@ def _culprits(
 def is_culprit(row: Row) -> bool:
     """Whether it names what other rows suffer from; cuts before slots."""
     return row.status == "fail" and any(
-        word in row.name for word in ("graph cut: ", "saved: ", "culprit: ", " applies ")
+        word in row.name
+        for word in ("graph cut: ", "saved: ", "culprit: ", " applies ", "deterministic")
     )

@@ -1,7 +1,10 @@
 """Values that are not finite, and that are not the same twice."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hoglib.verification import _maps as maps
 from hoglib.verification._around import Around, told
@@ -83,6 +86,24 @@ def extremes(around: Around) -> Row:
     return Row(name, "pass")
 
 
+def with_graph(around: Around) -> Row:
+    """The gradient with create_graph=True is the one without."""
+    name = "create_graph"
+    leaves = [y.detach().clone().requires_grad_() for y in around.x]
+    values = around.f(*leaves)
+    u = [y.clone() for y in around.u]
+    found = torch.autograd.grad(values, leaves, u, materialize_grads=True)
+    off, j = around.worst(found, around.first)
+    if off > around.tolerance:
+        return Row(
+            name, "fail", off,
+            f"the gradient by {around.names[j]} with create_graph=True is not the one without it: "
+            "backward asks whether gradients are on (torch.is_grad_enabled, requires_grad), and "
+            "computes another thing then. Compute the same.",
+        )  # fmt: skip
+    return Row(name, "pass", off)
+
+
 def deterministic(around: Around, nondet_tol: float, *, surrogate: bool) -> Row:
     name = "deterministic"
     leaves = [y.detach().clone().requires_grad_() for y in around.x]
@@ -130,13 +151,17 @@ def deterministic(around: Around, nondet_tol: float, *, surrogate: bool) -> Row:
 def state(around: Around) -> Row:
     """A second call between forward and backward of a first one."""
     name = "state"
-    other = [1.1 * y for y in around.x]
+    n = around.subject.call.num_inputs
+    if not n:
+        return Row(name, "skip", None, "it is differentiated by its parameters only.")
+    before = {f: dict(vars(f)) for f in around.subject.functions}
     try:
         leaves = [y.detach().clone().requires_grad_() for y in around.x]
         values = around.f(*leaves)
-        around.f(*(y.clone().requires_grad_() for y in other))
+        # the same parameters: a module has one set of them at a time
+        around.f(*((1.1 * y).requires_grad_() for y in around.x[:n]), *leaves[n:])
         found = torch.autograd.grad(
-            values, leaves, [y.clone() for y in around.u], materialize_grads=True
+            values, leaves, [y.clone() for y in around.u], materialize_grads=True, create_graph=True
         )
     except Exception as raised:
         return Row(name, "skip", None, f"two calls at once raised {told(raised)}")
@@ -145,7 +170,17 @@ def state(around: Around) -> Row:
         return Row(
             name, "fail", off,
             f"the gradient by {around.names[j]} of one call is another one after a second call: "
-            "something that backward needs is kept on the class, or elsewhere outside of ctx. "
+            f"something that backward needs is kept {_where(before)}. "
             "Save it with ctx.save_for_backward.",
         )  # fmt: skip
     return Row(name, "pass", off)
+
+
+def _where(before: dict[type[Function], dict[str, Any]]) -> str:
+    changed = [
+        f"{function.__name__}.{name}"
+        for function, was in before.items()
+        for name, value in vars(function).items()
+        if value is not was.get(name)
+    ]
+    return f"on the class, as {', '.join(changed)}" if changed else "outside of ctx, as in a global"

@@ -85,6 +85,11 @@ def verify(
     VerificationError (an AssertionError) with raise_exception.
     """
     arguments.function("fn", fn)
+    if eps is not None and not 0.0 < arguments.number("eps", eps) <= 1.0:
+        raise arguments.WrongValue(f"eps: expected a number in (0, 1], got {eps}.")
+    for name, value in (("atol", atol), ("rtol", rtol), ("nondet_tol", nondet_tol)):
+        if arguments.number(name, value, minimum=0.0) == float("inf"):
+            raise arguments.WrongValue(f"{name}: expected a finite number, got {value}.")
     if reference is not None:
         arguments.function("reference", reference)
     options = _Options(
@@ -133,10 +138,13 @@ class _Verification:
         except arguments.Explained:
             raise
         except Exception as error:
-            text = (
-                f"it does not run on its inputs: {told(error)}. The inputs are float64 copies; so must "
-                "be the tensors that it holds itself."
-            )
+            text = f"it does not run on its inputs: {told(error)}."
+            if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
+                text += " They are float64 copies; so must be the tensors that it holds itself."
+            if isinstance(error, TypeError) and "argument" in str(error):
+                text += (
+                    " `inputs` are the arguments one by one; a list that is one goes into another."
+                )
             return Report(name, [Row("runs", "fail", None, text)])
         rows = list(self._rows())
         culprits = [row for row in rows if treatment.is_culprit(row)]
@@ -147,6 +155,8 @@ class _Verification:
         stop = subject.settle()
         if stop is not None:
             yield stop
+            for app in subject.applications:  # what it does to ctx may be why
+                yield from contract.check(app, surrogate=True)
             return
         if subject.refused:
             yield Row(
@@ -157,15 +167,15 @@ class _Verification:
             names = ", ".join(subject.call.names[j] for j in sorted(subject.call.symmetric))
             yield Row(
                 "first derivative: asymmetric directions", "skip", None,
-                f"{names} is symmetric, and only one triangle of it is read: derivatives are taken "
-                "along symmetric matrices, where every convention for such a gradient agrees.",
+                f"{names} is symmetric, and one triangle of it is not read, or nothing else is taken: "
+                "derivatives are along symmetric matrices, where all conventions for them agree.",
             )  # fmt: skip
         if subject.constants:
             yield Row(
                 "constants", "warn", None,
                 f"{', '.join(subject.constants)}: taken for constant, as a mask or target is: its "
-                "values are whole numbers, and it gets no gradient. To have it judged give it "
-                "requires_grad, and the others.",
+                "values are whole numbers, or its name says so, and it gets no gradient. To have it "
+                "judged give it requires_grad, and the others.",
             )  # fmt: skip
         self._points = [subject.x, subject.beside()]
         derivatives = Derivatives(
@@ -186,6 +196,8 @@ class _Verification:
         first = derivatives.found.get("first derivative: reverse")
         if first is not None and first.wrong:
             yield from treatment.of_forward(subject, self._points[-1])
+            if not options.surrogate:
+                yield from treatment.of_values(subject)
         if self._reference is not None:
             yield from references.rows(
                 subject, self._reference, self._points, surrogate=options.surrogate
@@ -229,6 +241,7 @@ class _Verification:
         checks: list[Callable[[], Row | Iterable[Row]]] = [
             lambda: values.finite(at_inputs),
             lambda: values.extremes(around),
+            lambda: values.with_graph(around),
             lambda: values.deterministic(around, options.nondet_tol, surrogate=options.surrogate),
             lambda: values.state(around),
             lambda: self._subsets(around),

@@ -15,7 +15,7 @@ from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
 from hoglib.verification._around import told
 from hoglib.verification._compare import Bounds, Found, Target, in_forward, in_reverse, target
-from hoglib.verification._differences import uniform
+from hoglib.verification._differences import checked, uniform
 from hoglib.verification._subject import Subject
 from hoglib.verification._words import MODES, ORDINALS, Mode
 from hoglib.verification.report import Row
@@ -149,15 +149,21 @@ class Derivatives:
         """At the inputs and beside them."""
         result: Found | None = None
         for one in at:
-            if key[0] == "r":
-                found = in_reverse(one, self._bounds, self._subject.random, full=self._full)
-            else:
-                found = in_forward(one, self._bounds, maps.func_push if key == "ff" else maps.push)
+            found = self._compared(one, key)
+            if found.wrong and found.raised is None:
+                random = self._subject.random
+                slopes = [checked(one.map, one.x, slope, random) for slope in one.slopes]
+                found = self._compared(one._replace(slopes=slopes), key)
             result = found if result is None else result.merge(found)
             if result.raised is not None:
                 break
         assert result is not None
         return result
+
+    def _compared(self, at: Target, key: str) -> Found:
+        if key[0] == "r":
+            return in_reverse(at, self._bounds, self._subject.random, full=self._full)
+        return in_forward(at, self._bounds, maps.func_push if key == "ff" else maps.push)
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
         self.found[name] = self._both(at, "r")
@@ -188,17 +194,21 @@ class Derivatives:
             text = f"{name.split(':')[0]} is missing: it raised {told(found.raised)}"
             return Row(name, "fail", None, text)
         if found.wrong:
-            return Row(name, "fail", found.error, f"{found.wrong}{_ratio(found)}.")
+            others = self._labels(found.faulty - {found.column})
+            also = f" Wrong too: by {', '.join(others)}." if others else ""
+            return Row(name, "fail", found.error, f"{found.wrong}{_ratio(found)}.{also}")
         unknown = ", ".join(self._labels(found.unknown))
+        why = f" ({found.problem})" if found.problem else ""
         if found.unknown and not found.checked:
-            why = f" ({found.problem})" if found.problem else ""
-            return Row(
-                name, "warn", None,
-                f"nothing could be compared: differences do not settle{why}. Do the inputs lie on a "
-                "kink, or at the edge of the domain?",
-            )  # fmt: skip
+            text = (
+                f"nothing could be compared: forward refuses what lies beside the inputs{why}. Verify "
+                "it behind a map into its domain, such as `lambda A: F.apply((A + A.T) / 2)`."
+                if "Error: " in found.problem
+                else f"nothing could be compared: differences do not settle{why}. Do the inputs lie "
+                "on a kink, at the edge of the domain, or are they too large?"
+            )
+            return Row(name, "warn", None, text)
         if unknown:
-            why = f" ({found.problem})" if found.problem else ""
             return Row(
                 name, "warn", found.error,
                 f"by {unknown} nothing could be compared: differences do not settle{why}. A kink, or "

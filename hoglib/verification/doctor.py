@@ -11,7 +11,7 @@ functions with one slot taken from x +- h v; what autograd sees of it, from the 
 a plain function. The rest is what the slot loses. The same holds of a jvp.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class Diagnosis(NamedTuple):
     error: Exception | None  # what backward raised when its graph was asked for
     inner: list[Application]  # Functions that backward applies
     only_backward: bool = False  # a jvp, and nothing was saved for it
+    kept: bool = True  # anything on the context
 
 
 def examine(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
@@ -107,14 +108,28 @@ class _Examination:
 
     # What each slot contributes, by differences.
 
-    def _swapped(self, label: str, h: float) -> list[Tensor]:
+    def _swapped(self, labels: Sequence[str], h: float) -> list[Tensor]:
         record = self._run(0.0).record
         slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, self._run(h).record))
-        record = record.with_slots(slots | {label: moved[label]}, in_jvp=self._in_jvp)
-        return self._results(record, self._arguments)
+        slots |= {label: moved[label] for label in labels}
+        return self._results(record.with_slots(slots, in_jvp=self._in_jvp), self._arguments)
 
-    def _term(self, label: str) -> list[Tensor]:
-        above, below = self._swapped(label, STEP), self._swapped(label, -STEP)
+    def _terms(self, labels: Sequence[str]) -> dict[str, list[Tensor]]:
+        """By slot; those that cannot be taken from another run alone, such as a tensor and the leaf of
+        its graph, are taken together, to equal shares."""
+        terms, alone = {}, []
+        for label in labels:
+            try:
+                terms[label] = self._term([label])
+            except Exception:
+                alone.append(label)
+        with suppress(Exception):
+            together = self._term(alone) if alone else []
+            terms |= {label: [t / len(alone) for t in together] for label in alone}
+        return terms
+
+    def _term(self, labels: Sequence[str]) -> list[Tensor]:
+        above, below = self._swapped(labels, STEP), self._swapped(labels, -STEP)
         return [
             ((a - b) / (2 * STEP)).detach() if torch.is_tensor(a) else a
             for a, b in zip(above, below, strict=True)
@@ -163,12 +178,7 @@ class _Examination:
         watch = Watch([(cut.how, cut.place) for cut in mend])
         seen, leaves = self._seen(watch)
         labels = list(self._run(0.0).record.slots(in_jvp=self._in_jvp))
-        terms: dict[str, list[Tensor]] = {}
-        for label in labels:
-            try:
-                terms[label] = self._term(label)
-            except Exception:  # a slot that cannot be taken from another run
-                continue
+        terms = self._terms(labels)
         for label, pairs in leaves.items():
             if label not in labels:
                 terms[label] = self._linear_term(label, pairs[0][1])
@@ -227,7 +237,8 @@ class _Examination:
         except Exception as error:
             record = self._run(0.0).record
             lacking = self._in_jvp and bool(record.saved) and not record.for_forward
-            return Diagnosis(1.0, [], self._cuts_before(), self._once, error, [], lacking)
+            kept = bool(record.slots(in_jvp=self._in_jvp))
+            return Diagnosis(1.0, [], self._cuts_before(), self._once, error, [], lacking, kept)
         size = max(whole, 1e-300)
         total = sum(lost.values())
         if total <= LOST * size:
@@ -239,7 +250,7 @@ class _Examination:
             slot.share = slot.lost / total
         return Diagnosis(
             total / size,
-            sorted((s for s in slots if s.share > WORTH_SAYING), key=lambda s: -s.share),
+            [s for s in slots if s.share > WORTH_SAYING],
             cuts, self._once, None, inner,
         )  # fmt: skip
 
@@ -281,7 +292,9 @@ class _Examination:
             noted = run.record.noted(label)
             kind, what = kind_of(value, run, self._app.names)
             kept = type(value).__name__
-            slots.append(Slot(label, kind, what, noted.name, noted.place, kept))
+            slot = Slot(label, kind, what, noted.name, noted.place, kept)
+            slot.graphed = any(t.requires_grad for t in plain.tensors(value))
+            slots.append(slot)
         for k, g in enumerate(self._arguments):
             if g is not None:
                 name = self._gradient_name(k)

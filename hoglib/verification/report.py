@@ -20,12 +20,14 @@ class Row(NamedTuple):
 
 
 class VerificationError(AssertionError):
-    """A report with a failed row; its text is the report."""
+    """A report with a failed row, or one that judged nothing; its text is the report."""
 
 
 class Report:
     """What `hog.verify` found: `rows`, and `ok`, which is False exactly when a row failed.
 
+    `judged` is False when no derivative could be compared with anything: on kinks only, outside of the
+    domain, beyond what numbers can tell.
     print(report) shows what failed and what is worth knowing, then a line a check;
     report.raise_if_failed() raises an AssertionError with that text; report.to_json() is for programs.
     report["second derivative: reverse-over-reverse"] is one row.
@@ -38,6 +40,19 @@ class Report:
     @property
     def ok(self) -> bool:
         return not self.failed
+
+    @property
+    def ran(self) -> bool:
+        """Whether the function runs on its inputs at all."""
+        return not any(row.name == "runs" for row in self.failed)
+
+    @property
+    def judged(self) -> bool:
+        derivatives = [
+            row for row in self.rows if " derivative: " in row.name and row.status != "skip"
+        ]
+        nothing = all(row.status == "warn" and row.error is None for row in derivatives)
+        return not (derivatives and nothing)
 
     @property
     def failed(self) -> tuple[Row, ...]:
@@ -66,8 +81,9 @@ class Report:
         raise TypeError("a report is neither true nor false; ask report.ok, or raise_if_failed()")
 
     def raise_if_failed(self) -> "Report":
-        """This report, or VerificationError, which is an AssertionError, if a row failed."""
-        if not self.ok:
+        """This report, or VerificationError, which is an AssertionError, if a row failed or no
+        derivative was judged."""
+        if not (self.ok and self.judged):
             raise VerificationError(str(self))
         return self
 
@@ -79,6 +95,7 @@ class Report:
         return {
             "name": self.name,
             "ok": self.ok,
+            "judged": self.judged,
             "counts": {status: len(self._having(status)) for status in STATUSES},
             "rows": [
                 {
@@ -98,43 +115,47 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, *, table: bool = True) -> str:
+    def text(self, *, table: bool = True, width: int = WIDTH) -> str:
         """A headline, a paragraph for each failure and warning, and a line a check."""
-        lines = [self._headline(), *self._sentences()]
-        return "\n".join([*lines, "", *self._table()] if table else lines)
+        lines = [*textwrap.wrap(self._headline(), width), *self._sentences(width)]
+        return "\n".join([*lines, "", *self._table(width)] if table else lines)
 
     def _headline(self) -> str:
         checked = len(self.rows) - len(self._having("skip"))
+        if not self.ran:
+            return f"{self.name}: NOT RUN."
+        if self.ok and not self.judged:
+            return f"{self.name}: NOT JUDGED. None of its derivatives could be compared."
         if self.ok:
             known = len(self.warnings)
             also = f", with {known} warning{'s' * (known > 1)}" if known else ""
             return f"{self.name}: right, by {checked} checks{also}."
         return f"{self.name}: WRONG, by {len(self.failed)} of {checked} checks."
 
-    def _sentences(self) -> list[str]:
+    def _sentences(self, width: int) -> list[str]:
         lines = []
         for row in (*self.failed, *self.warnings):
             mark = "FAIL" if row.status == "fail" else row.status
             lines += ["", f"{mark}  {row.name}"]
-            lines += _wrapped(row.text)
+            lines += _wrapped(row.text, width)
         return lines
 
-    def _table(self) -> list[str]:
-        width = max((len(row.name) for row in self.rows), default=0)
-        lines = [f"{'check':{width}}  status  error"]
+    def _table(self, width: int) -> list[str]:
+        column = max((len(row.name) for row in self.rows), default=0)
+        lines = [f"{'check':{column}}  status  error"]
         for row in self.rows:
             mark = "FAIL" if row.status == "fail" else row.status
             error = "" if row.error is None else f"{row.error:.0e}"
             reason = row.text if row.status == "skip" else ""
-            start = f"{row.name:{width}}  {mark:6}  {error:6}"
-            room = max(WIDTH - len(start) - 2, 40)
+            start = f"{row.name:{column}}  {mark:6}  {error:6}"
+            room = max(width - len(start) - 2, 40)
             first, *rest = textwrap.wrap(reason, room) or [""]
             lines.append(f"{start}  {first}".rstrip())
             lines += [" " * (len(start) + 2) + line for line in rest]
         return lines
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrapped(text: str, width: int) -> list[str]:
     """Paragraphs within the width; lines that are indented already, such as code, stay as they are."""
     lines = []
     for line in text.splitlines():
@@ -143,6 +164,6 @@ def _wrapped(text: str) -> list[str]:
         else:
             lines += [
                 "      " + part
-                for part in textwrap.wrap(line, WIDTH - 6, break_long_words=False) or [""]
+                for part in textwrap.wrap(line, width - 6, break_long_words=False) or [""]
             ]
     return lines

@@ -297,14 +297,22 @@ def test_nan():
 def test_masks_and_targets_are_taken_for_constants():
     class Weighted(Function):
         @staticmethod
+        def forward(ctx, t, w):
+            ctx.save_for_backward(t, w)
+            return t**3 * w
+
+        @staticmethod
+        def backward(ctx, g):
+            t, w = ctx.saved_tensors
+            return 3 * g * t**2 * w, None
+
+    class Masked(Function):
+        @staticmethod
         def forward(ctx, t, mask):
             ctx.save_for_backward(t, mask)
             return t**3 * mask
 
-        @staticmethod
-        def backward(ctx, g):
-            t, mask = ctx.saved_tensors
-            return 3 * g * t**2 * mask, None
+        backward = Weighted.backward
 
     mask = torch.tensor([0.0, 1.0, 1.0])
     report = hog.verify(Weighted, (x, mask))
@@ -314,6 +322,9 @@ def test_masks_and_targets_are_taken_for_constants():
     asked = hog.verify(Weighted, (x.clone().requires_grad_(), mask.clone().requires_grad_()))
     assert not asked.ok
     assert hog.verify(Weighted, (x.clone().requires_grad_(), mask + 0.3)).ok
+    report = hog.verify(Masked, (x, mask + 0.3))  # but here it is called one
+    assert report.ok
+    assert "inputs[1]" in report["constants"].text
 
 
 def test_float64_is_refused():
