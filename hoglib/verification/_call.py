@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._functional import call_with
-from hoglib._functorch import custom_function
+from hoglib._functorch import custom_function, transforms_active
 from hoglib._recording import recordable
 from hoglib.verification._copies import fresh
 from hoglib.verification._maps import Map
@@ -82,8 +82,8 @@ class Call:
             value = torch.complex(*x.unbind(-1)) if parts else x
             value = (value + value.mH) / 2 if j in self.symmetric else value
             value = value if before is None else before(value)
-            if not value.requires_grad:  # fn may ask for a gradient of its own
-                value = value.view_as(value)
+            if not (value.requires_grad or transforms_active()):
+                value = value.view_as(value)  # fn may ask for a gradient of its own
             values[slot] = value.clone() if self.clone else value
         inputs = _tree.unflatten(values[: self._num_leaves], self._structure)
         if isinstance(self._function, nn.Module):

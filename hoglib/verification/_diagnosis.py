@@ -8,11 +8,12 @@ from torch import Tensor
 
 from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
+from hoglib.verification._application import Application
 from hoglib.verification._call import is_float, real
 from hoglib.verification._differences import largest, scales, slope, uniform
 from hoglib.verification._maps import Map
 from hoglib.verification._repairs import repairs
-from hoglib.verification._subject import Application, Subject
+from hoglib.verification._subject import Subject
 
 MOST = 256  # elements that are differentiated one by one
 NEAR = 1e-4

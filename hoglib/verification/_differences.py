@@ -26,6 +26,7 @@ STEPS = {
 }
 MORE = {torch.float64: (1e-2, 1e-7, 1e-8), torch.float32: (1e-3,)}
 AGREE = 20  # how many times its rounding the next slope may be off
+FINE = 1e-8
 CONCLUSIVE = 0.02  # of the largest derivative in a tensor; an error above it concludes nothing
 
 
@@ -145,8 +146,11 @@ def _of_output(
 
 
 def checked(f: Map, x: Sequence[Tensor], one: Slope, random: torch.Generator) -> Slope:
-    """The slope, with infinite errors where f has no linear derivative: at a tie, as in a median or a
-    sort, D(v) + D(w) is not D(v + w), and that may be the only sign."""
+    """The slope, with infinite errors where f has no linear derivative, or one on another scale.
+
+    At a tie, as in a median or a sort, D(v) + D(w) is not D(v + w), and that may be the only sign; of
+    what oscillates faster than all steps, far shorter ones tell another slope.
+    """
     w = [uniform(y, random) * scales(y) for y in x]
 
     def along(directions: Sequence[Tensor]) -> Slope:
@@ -158,11 +162,16 @@ def checked(f: Map, x: Sequence[Tensor], one: Slope, random: torch.Generator) ->
 
     other = along(w)
     both = along([d + one.v if k == one.column else d for k, d in enumerate(w)])
+    fine = slope(f, x, one.column, one.v, eps=FINE) if one.v.dtype == torch.float64 else one
     errors = []
     for i, error in enumerate(one.errors):
         off = (one.values[i] + other.values[i] - both.values[i]).abs()
         doubt = other.errors[i] + both.errors[i] + error
-        errors.append(torch.where(off > 2 * doubt + one.floors[i], torch.inf, error))
+        known = other.known(i) & both.known(i)
+        linear = known & (off <= 2 * doubt + one.floors[i])
+        apart = (fine.values[i] - one.values[i]).abs()
+        linear &= ~(apart > 2 * (fine.errors[i] + error) + one.floors[i])
+        errors.append(torch.where(linear, error, torch.inf))
     return one._replace(errors=errors)
 
 

@@ -41,7 +41,7 @@ def _in_dtype(around: Around, name: str, dtype: torch.dtype, tolerance: float) -
     right, wide = _gradients(around, around.subject.call, rounded)
     scale = max(map(largest, wide), default=0.0)
     pairs = zip(values, wide, strict=True)
-    same_values = all(_relative(a.double(), b, scale) < USELESS for a, b in pairs)
+    same_values = all(_relative(a.double(), b, scale) < 1e-3 for a, b in pairs)
     worst = 0.0
     for j, (a, b) in enumerate(zip(found, right, strict=True)):
         off = _relative(a.double(), b, scale)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from hoglib import _tree
 from hoglib.verification import _plain as plain
+from hoglib.verification._application import Application
 from hoglib.verification._call import is_float
 from hoglib.verification._differences import largest
 from hoglib.verification._plain import Run
-from hoglib.verification._subject import Application
 from hoglib.verification.report import Row
 
 UNSUMMED = (

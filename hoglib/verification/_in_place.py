@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 from hoglib import _tree
 from hoglib.verification import _plain as plain
 from hoglib.verification import _where as where
+from hoglib.verification._application import Application
 from hoglib.verification._copies import same
 from hoglib.verification._plain import Run
 from hoglib.verification._slots import kind_of
-from hoglib.verification._subject import Application
 from hoglib.verification.report import Row
 
 IN_PLACE = (

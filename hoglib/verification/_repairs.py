@@ -17,6 +17,14 @@ def repairs(
 ) -> Iterator[Repair]:
     """In words, what is put on the context, and the incoming gradients."""
     slots = run.record.slots()
+    for a, b in combinations(
+        [label for label, value in slots.items() if isinstance(value, Tensor)], 2
+    ):
+        yield (
+            f"Two tensors are exchanged, where they are saved or where they are read: with {a} in the "
+            f"place of {b}, and the other way round,",
+            slots | {a: slots[b], b: slots[a]}, grads,
+        )  # fmt: skip
     for label, value in slots.items():
         if not isinstance(value, Tensor):
             continue
@@ -31,14 +39,6 @@ def repairs(
                 f"The wrong tensor is read, or saved: with {other} in the place of {label} ({what})",
                 slots | {label: instead}, grads,
             )  # fmt: skip
-    for a, b in combinations(
-        [label for label, value in slots.items() if isinstance(value, Tensor)], 2
-    ):
-        yield (
-            f"Two tensors are exchanged, where they are saved or where they are read: with {a} in the "
-            f"place of {b}, and the other way round,",
-            slots | {a: slots[b], b: slots[a]}, grads,
-        )  # fmt: skip
     for k, m in combinations(live, 2):
         exchanged = list(grads)
         exchanged[k], exchanged[m] = grads[m], grads[k]

@@ -13,6 +13,7 @@ from hoglib.verification._call import is_float
 
 WIDE = (torch.float64, torch.complex128)
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
+RANDOM = ("rand", "normal", "bernoulli", "empty", "uniform", "exponential")
 ONLY_SHAPE = ("view_as", "expand_as", "reshape_as", "type_as")
 
 
@@ -29,6 +30,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.rounded = self.cast = self.met = self.foreign = ""
         self._made: list[Tensor] = []
+        self._drawn: list[Tensor] = []  # random numbers: their last digits say nothing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -36,8 +38,11 @@ class Watch(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         given = [x for x in _tree.leaves((args, kwargs)) if is_float(x)]
         results = [y for y in _tree.leaves(result) if is_float(y)]
-        if not given or any(self._is_made(x) for x in given):
+        if name.startswith(RANDOM):
+            self._drawn += results
+        elif not given or any(self._is_made(x) for x in given):
             self._made += [y for y in results if y.dtype not in WIDE]
+        given = [x for x in given if not any(x is y for y in self._drawn)]
         if name in ONLY_SHAPE:
             given = given[:1]
         if any(y.dtype in WIDE for y in results):

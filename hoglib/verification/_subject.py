@@ -1,64 +1,20 @@
 """What is verified: a call, its map, and the custom Functions that it runs."""
 
-from collections.abc import Callable, Sequence
-from inspect import signature
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib._functorch import watching_functions
 from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
-from hoglib.verification._call import Call, custom_functions, is_float, real
-from hoglib.verification._copies import fresh
-from hoglib.verification._rounding import WIDE, Watch
+from hoglib.verification._application import applications, parameters
+from hoglib.verification._call import Call, custom_functions, is_float
 from hoglib.verification._triangles import one_triangle
+from hoglib.verification._variables import call_of, constants_of, given_wide, marked
 from hoglib.verification.report import Row
-
-# What authors call tensors that a loss or a layer is not differentiated by.
-CONSTANTS = (
-    "target", "targets", "label", "labels", "y_true", "ground_truth", "gt", "mask", "masks", "index",
-    "indices", "idx", "ids", "lengths",
-)  # fmt: skip
-
-
-class Application(NamedTuple):
-    """A custom Function with the arguments that it was applied to, detached."""
-
-    function: type[Function]
-    args: tuple[Any, ...]
-    by: tuple[int, ...]  # which arguments it is differentiated by
-    names: tuple[str, ...]  # of the arguments
-
-    @property
-    def needed(self) -> tuple[bool, ...]:
-        return tuple(i in self.by for i in range(len(self.args)))
-
-    def run(self, args: Sequence[Any] | None = None) -> plain.Run:
-        return plain.forward(self.function, self.args if args is None else args, self.needed)
-
-    def seeded(self) -> plain.Run:
-        """A run on copies of the arguments, the same each time."""
-        torch.manual_seed(0)
-        return self.run(self.fresh())
-
-    def name(self, i: int) -> str:
-        return self.names[i] if i < len(self.names) else f"input {i}"
-
-    def declares_changes(self) -> bool:
-        """Whether it marks inputs as changed in place."""
-        try:
-            return bool(self.seeded().record.dirty)
-        except Exception:  # judged elsewhere
-            return False
-
-    def fresh(self) -> list[Any]:
-        """Copies of the arguments, with their layouts."""
-        return [fresh(x) for x in self.args]
 
 
 class Subject:
@@ -66,25 +22,21 @@ class Subject:
 
     def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
         self.fn, self.inputs = fn, list(inputs)
-        self.given_wide = any(
-            isinstance(x, Tensor) and x.dtype in WIDE for x in _tree.leaves(tuple(inputs))
-        )
-        self.call, self.refused = _call(fn, inputs)
-        if not (self.refused or self.given_wide):
-            self.call, self.refused = _as_it_computes(self.call, fn, inputs)
+        self.given_wide = given_wide(inputs)
+        self.call, self.refused = call_of(fn, inputs)
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in _tree.leaves(tuple(inputs)))
         function = as_function(fn)
-        arguments_ = () if function is None else _parameters(function, len(inputs))
-        constants = [] if asked else _constants(self.call, arguments_)
+        own_names = () if function is None else parameters(function, len(inputs))
+        constants = [] if asked else constants_of(self.call, own_names)
         self.constants = [self.call.names[j] for j in constants]
         if constants:
-            self.inputs = _marked(inputs, [self.call.slots[j] for j in constants])
+            self.inputs = marked(inputs, [self.call.slots[j] for j in constants])
             clone = self.call.clone
             self.call = Call(fn, self.inputs, self.call.dtype)
             self.call.clone = clone
         named = dict(zip(self.call.names, self.call.names, strict=True))
-        for i, name in enumerate(arguments_):
+        for i, name in enumerate(own_names):
             named[f"inputs[{i}]"] = f"inputs[{i}] ({name})"
         self.call.symmetric = one_triangle(self.call)
         self.names = [named[name] for name in self.call.names]
@@ -211,133 +163,10 @@ class Subject:
         return all(map(plain.offers_vmap, self.functions))
 
 
-def _call(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
-    """The call in float64, or in its own dtypes and why; raises what it raises if neither runs."""
-    call = Call(fn, inputs)
-    arguments.something_to_differentiate_by(call.names, call.point)
-    try:
-        _try(call)
-        return call, ""
-    except Exception as error:
-        own = Call(fn, inputs, None)
-        if all(x.dtype == torch.float64 for x in own.point):
-            raise
-        try:
-            _try(own)
-        except Exception:
-            raise error from None
-        return own, f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
-    """The call in float32 and why, if forward converts to that and back, whatever it is given."""
-    watch = Watch()
-    try:
-        with watch:
-            call.leaves(*call.point)
-    except Exception:  # judged later
-        return call, ""
-    narrow = Call(fn, inputs, torch.float32)
-    narrow.clone = call.clone
-    outputs = [(c.dtype, c.leaves(*c.point)) for c in (call, narrow)] if watch.cast else []
-    alike = all(y.dtype == dtype for dtype, leaves in outputs for y in leaves if is_float(y))
-    if "float32" not in watch.cast or not alike:
-        return call, ""
-    return narrow, f"it computes in float32: {watch.cast}"
-
-
-def _try(call: Call) -> None:
-    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf."""
-    try:
-        call.recorded()
-    except RuntimeError as error:
-        if "in-place" not in str(error):
-            raise
-        call.clone = True
-        call.recorded()
-
-
-def _constants(call: Call, names: Sequence[str]) -> list[int]:
-    """Inputs without a gradient that are called a target or a mask, or have whole numbers, not all the
-    same; names are those of the arguments."""
-    variables = [x.clone().requires_grad_() for x in call.point]
-    try:
-        found = [y for y in call.leaves(*variables) if is_float(y) and y.requires_grad]
-        total = torch.stack([real(y).sum() for y in found]).sum()
-        grads = torch.autograd.grad(total, variables, allow_unused=True)
-    except Exception:  # judged with the derivatives
-        return []
-    without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
-    constants = [j for j in without if _whole(call.point[j]) or _is_named(names, call.names[j])]
-    return constants if len(constants) < len(grads) else []
-
-
-def _is_named(names: Sequence[str], name: str) -> bool:
-    """Whether inputs[i] is called what a constant is."""
-    place = name.removeprefix("inputs[").removesuffix("]")
-    return place.isdigit() and int(place) < len(names) and names[int(place)].strip("`") in CONSTANTS
-
-
-def _whole(x: Tensor) -> bool:
-    return bool((x == x.round()).all()) and x.numel() > 1 and bool((x != x.reshape(-1)[0]).any())
-
-
-def _marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
-    """The inputs, where every tensor but some requires grad; leaves are counted as the call does."""
-    leaves, structure = _tree.flatten(tuple(inputs))
-    marked = [
-        x.detach().clone().requires_grad_(i not in constants) if is_float(x) else x
-        for i, x in enumerate(leaves)
-    ]
-    return list(_tree.unflatten(marked, structure))
-
-
 def as_function(fn: Any) -> type[Function] | None:
     """The Function class that fn is, or is the `apply` of."""
     owner = fn if isinstance(fn, type) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None
-
-
-def applications(run: Callable[[], Any]) -> list[Application]:
-    """The custom Functions that a run applies to something that requires grad, each kind once."""
-    found: dict[Any, Application] = {}
-
-    def seen(function: type[Function], args: tuple[Any, ...]) -> None:
-        app = application(function, args)
-        if app is not None:
-            found.setdefault((function, tuple(_kind(x) for x in args)), app)
-
-    with watching_functions(seen):
-        run()
-    return list(found.values())
-
-
-def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
-    """A call of a Function, if it is differentiated by anything."""
-    if function.__module__.startswith("torch."):  # a checkpoint, or a compiled function
-        return None
-    by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
-    values = tuple(map(fresh, args))
-    return Application(function, values, by, _parameters(function, len(args))) if by else None
-
-
-def _parameters(function: type[Function], count: int) -> tuple[str, ...]:
-    """What forward calls its inputs."""
-    try:
-        given = list(signature(function.forward).parameters.values())
-    except (TypeError, ValueError):  # it is written in C++, or is no function
-        given = []
-    given = given[1:] if plain.is_classic(function) else given
-    names = [f"`{p.name}`" for p in given if p.kind is not p.VAR_POSITIONAL]
-    rest = next((p.name for p in given if p.kind is p.VAR_POSITIONAL), "inputs")
-    names += [f"`{rest}[{i}]`" for i in range(count - len(names))]
-    return tuple(names[:count])
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype, value.requires_grad)
-    return repr(value) if not _tree.leaves(value) else type(value)
 
 
 def _same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) -> bool:

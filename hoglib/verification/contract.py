@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib.verification import _plain as plain
+from hoglib.verification._application import Application
 from hoglib.verification._around import told
 from hoglib.verification._devices import Watch as DeviceWatch
 from hoglib.verification._gradients import gradients, linear
 from hoglib.verification._in_place import in_place
 from hoglib.verification._slots import kind_of
-from hoglib.verification._subject import Application
 from hoglib.verification.report import Row
 
 SETUP = (

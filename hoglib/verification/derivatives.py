@@ -14,8 +14,8 @@ from hoglib.verification import _diagnosis as diagnosis
 from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
 from hoglib.verification._around import told
-from hoglib.verification._compare import Bounds, Found, Target, in_forward, in_reverse, target
-from hoglib.verification._differences import checked, uniform
+from hoglib.verification._compare import Bounds, Found, Target, in_forward, in_reverse, sure, target
+from hoglib.verification._differences import uniform
 from hoglib.verification._subject import Subject
 from hoglib.verification._words import MODES, ORDINALS, Mode
 from hoglib.verification.report import Row
@@ -151,9 +151,7 @@ class Derivatives:
         for one in at:
             found = self._compared(one, key)
             if found.wrong and found.raised is None:
-                random = self._subject.random
-                slopes = [checked(one.map, one.x, slope, random) for slope in one.slopes]
-                found = self._compared(one._replace(slopes=slopes), key)
+                found = self._compared(sure(one, self._subject.random), key)
             result = found if result is None else result.merge(found)
             if result.raised is not None:
                 break

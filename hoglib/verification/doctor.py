@@ -23,12 +23,12 @@ from torch.autograd import function as torch_function
 from hoglib import _tree
 from hoglib._functorch import watching_functions
 from hoglib.verification import _plain as plain
+from hoglib.verification._application import Application, application
 from hoglib.verification._call import is_float
 from hoglib.verification._cuts import Cut, Watch
 from hoglib.verification._differences import scales, uniform
 from hoglib.verification._plain import Context, Record, Run
 from hoglib.verification._slots import Slot, kind_of
-from hoglib.verification._subject import Application, application
 
 STEP = 1e-5
 LOST = 1e-5  # of the whole term: less is rounding

@@ -48,11 +48,9 @@ class Report:
 
     @property
     def judged(self) -> bool:
-        derivatives = [
-            row for row in self.rows if " derivative: " in row.name and row.status != "skip"
-        ]
-        nothing = all(row.status == "warn" and row.error is None for row in derivatives)
-        return not (derivatives and nothing)
+        rows = [row for row in self.rows if " derivative: " in row.name and row.status != "skip"]
+        rows = [row for row in rows if row.name.startswith("first")] or rows
+        return not rows or any(row.status != "warn" or row.error is not None for row in rows)
 
     @property
     def failed(self) -> tuple[Row, ...]:

@@ -81,6 +81,29 @@ class NoSamples(Good):
 """
 
 
+LOUD = """
+
+class Loud(Good):
+    @staticmethod
+    def forward(ctx, x):
+        print("loud")
+        return Good.forward(ctx, x)
+"""
+ONLY_THERE = """
+
+class OnlyThere(Good):
+    @staticmethod
+    def forward(ctx, x):
+        if not torch.equal(x, torch.ones_like(x)):
+            raise ValueError("ones only")
+        return Good.forward(ctx, x)
+
+    @staticmethod
+    def sample_inputs():
+        return (torch.ones(3),)
+"""
+
+
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -125,6 +148,32 @@ def test_what_cannot_run_is_2(write, capsys, part):
     assert status == 2
     status, _, _ = run(capsys, write(GOOD, part, BAD, name="other.py"))
     assert status == 1
+
+
+def test_what_could_not_be_judged_is_2(write, capsys):
+    status, out, _ = run(capsys, write(GOOD, ONLY_THERE))
+    assert status == 2
+    assert "OnlyThere: NOT JUDGED" in out
+    assert out.rstrip().endswith("1 right, 1 not judged (OnlyThere)")
+
+
+def test_what_does_not_run_is_not_called_wrong(write, capsys):
+    _, out, _ = run(capsys, write(GOOD, BOOM))
+    assert "Boom: NOT RUN." in out
+    assert out.rstrip().endswith("1 right, 1 not run (Boom)")
+
+
+def test_what_a_function_prints_is_not_repeated(write, capsys):
+    status, out, err = run(capsys, write(GOOD, LOUD))
+    assert status == 0
+    assert "loud" not in out + err
+
+
+def test_a_narrow_terminal(write, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    _, out, _ = run(capsys, write(GOOD, BAD))
+    sentences = out[out.index("FAIL") : out.index("check  ")]
+    assert max(map(len, sentences.splitlines())) <= 70
 
 
 def test_one_function_of_a_module(write, capsys):
@@ -188,10 +237,13 @@ def test_seeds(write, capsys):
 NOT_RUN = {
     "no file": (("nothing.py",), "expected a file, there is none"),
     "no module": (("nothing:Good",), "could not be imported"),
-    "no name": (("mine.py:Other",), "expected a name in mine.py, got 'Other'; there are Good"),
+    "no name": (("mine.py:Other",), "expected a name in mine.py, got 'Other'; there are Good, Thing"),
     "a bare module": (("mine",), "expected package.module:Function or path/to/file.py"),
     "an input for a file": (("mine.py", "--input", "randn(3)"), "--input is for one Function"),
     "an input that is no expression": (("mine:Good", "--input", "randn(3"), "--input 'randn(3'"),
+    "a file that exits": (("exits.py",), "could not be imported: SystemExit"),
+    "an input that exits": (("mine:Good", "--input", "exit(0)"), "SystemExit"),
+    "a class": (("mine.py:Thing",), "name an instance of it"),
     "no inputs": (("torch:sin",), "expected inputs, got none"),
     "a file without Functions": (("empty.py",), "expected at least one Function"),
     "a file that does not parse": (("broken.py",), "could not be imported: SyntaxError"),
@@ -203,8 +255,9 @@ NOT_RUN = {
 
 @pytest.mark.parametrize("case", NOT_RUN)
 def test_not_run(write, capsys, case):
-    write(GOOD)
+    write(GOOD, "\n\nclass Thing:\n    pass\n")
     write("x = 1\n", name="empty.py")
+    write("import sys\n\nsys.exit(0)\n", name="exits.py")
     write("def (\n", name="broken.py")
     args, message = NOT_RUN[case]
     status, _, err = run(capsys, *args)
@@ -228,3 +281,14 @@ def test_the_command_itself(write):
     assert done.returncode == 1
     assert "Bad: WRONG" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk(write):
+    write(GOOD)
+    command = [sys.executable, "-m", "hoglib", "verify", "mine.py"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "could not be written" in done.stderr
+    assert "Traceback" not in done.stderr

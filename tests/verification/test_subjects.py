@@ -1,0 +1,301 @@
+"""What is verified rightly: inputs, modules and functions that take some care."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
+
+import hoglib as hog
+
+draw = torch.Generator().manual_seed(0)
+x = torch.randn(4, 3, generator=draw)
+square = torch.randn(3, 3, generator=draw, dtype=torch.float64)
+spd = square @ square.T + 3 * torch.eye(3)
+
+
+def right(function, inputs, **options):
+    report = hog.verify(function, inputs, **options)
+    assert report.ok, report
+    assert report.judged
+    return report
+
+
+class LogDet(Function):
+    """By the lower triangle; the gradient as torch gives it, symmetric."""
+
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return 2 * torch.linalg.cholesky(a).diagonal().log().sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return g * torch.linalg.inv(a)
+
+
+def test_a_matrix_of_which_one_triangle_is_read():
+    report = right(LogDet, spd)
+    assert "asymmetric" in report["first derivative: asymmetric directions"].name
+    right(torch.linalg.cholesky, spd)
+    right(torch.linalg.eigvalsh, spd)
+    hermitian = torch.complex(spd, square - square.T)
+    right(torch.linalg.eigvalsh, hermitian)
+
+    class Half(LogDet):
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return 0.5 * g * torch.linalg.inv(a)
+
+    assert not hog.verify(Half, spd).ok
+
+
+def test_a_symmetric_input_of_which_all_is_read_hides_nothing():
+    class Product(Function):
+        @staticmethod
+        def forward(ctx, a, w):
+            ctx.save_for_backward(a, w)
+            return a @ w
+
+        @staticmethod
+        def backward(ctx, g):
+            a, w = ctx.saved_tensors
+            return g @ w, a.T @ g  # a transpose is missing
+
+    assert not hog.verify(Product, (torch.eye(3), square)).ok
+
+
+def test_a_function_that_takes_symmetric_matrices_only():
+    class Checked(LogDet):
+        @staticmethod
+        def forward(ctx, a):
+            if not torch.equal(a, a.T):
+                raise ValueError("not symmetric")
+            return LogDet.forward(ctx, a)
+
+    right(Checked, spd)
+
+    class Wrong(Checked):
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return 1.5 * g * torch.linalg.inv(a)
+
+    assert not hog.verify(Wrong, spd).ok
+
+
+def test_nothing_that_can_be_compared_is_not_right():
+    def only_there(t):
+        if not torch.equal(t, x.double()):
+            raise ValueError("another point")
+        return t**2
+
+    report = hog.verify(only_there, x)
+    assert report.ok
+    assert not report.judged
+    assert "NOT JUDGED" in str(report)
+    assert "refuses what lies beside" in str(report)
+    with pytest.raises(hog.VerificationError, match="NOT JUDGED"):
+        hog.testing.assert_double_differentiable(only_there, x)
+
+
+class Sparse(Function):
+    @staticmethod
+    def forward(ctx, s, t):
+        ctx.save_for_backward(s)
+        return torch.sparse.mm(s, t)
+
+    @staticmethod
+    def backward(ctx, g):
+        (s,) = ctx.saved_tensors
+        return None, torch.sparse.mm(s.t(), g)
+
+
+def test_a_sparse_tensor_is_a_constant():
+    right(Sparse, (torch.eye(4).to_sparse(), x))
+
+
+class Dropped(Function):
+    @staticmethod
+    def forward(ctx, t, generator):
+        ctx.mask = torch.rand(t.shape, generator=generator).to(t.dtype) > 0.5
+        return t * ctx.mask
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.mask, None
+
+
+def test_a_generator_gives_the_same_numbers_each_time():
+    generator = torch.Generator().manual_seed(3)
+    before = generator.get_state()
+    right(Dropped, (x, generator))
+    assert torch.equal(generator.get_state(), before)
+
+
+class Recomputing(Function):
+    """Keeps a module on ctx, and runs it again in backward, as checkpoints and solvers do."""
+
+    @staticmethod
+    def forward(ctx, module, t, *params):
+        ctx.module = module
+        ctx.save_for_backward(t, *params)
+        return module(t)
+
+    @staticmethod
+    def backward(ctx, g):
+        t, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.module(t)
+        wanted = [p for p in (t, *params) if p.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, g, create_graph=torch.is_grad_enabled()))
+        return None, *(next(found) if p.requires_grad else None for p in (t, *params))
+
+
+class Block(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.way = nn.Linear(3, 4), nn.Linear(4, 2), way
+
+    def block(self, t):
+        return torch.tanh(self.inner(t))
+
+    def forward(self, t):
+        if self.way == "checkpoint":
+            return self.outer(checkpoint(self.block, t, use_reentrant=False))
+        if self.way == "function":
+            return self.outer(
+                torch.tanh(Recomputing.apply(self.inner, t, *self.inner.parameters()))
+            )
+        return self.outer(self.block(t))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["checkpoint", "function"])
+def test_a_module_that_runs_again_in_backward(way, dtype):
+    model = Block(way).to(dtype)
+    before = dict(model.named_parameters())
+    right(model, x.to(dtype))
+    assert all(p is before[name] for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "function"])
+def test_hvp_and_hessian_through_a_module_that_runs_again_in_backward(way):
+    batch = (x.double(), torch.randn(4, 2, dtype=torch.float64))
+
+    def derivatives(way):
+        model = Block(way).double()
+        loss = hog.functional_loss(model, nn.functional.mse_loss)
+        # not the model's own numbers, which a second forward would find
+        params = {k: p.detach() + 0.1 for k, p in hog.trainable_params(model).items()}
+        v = {k: torch.ones_like(p) for k, p in params.items()}
+        product = hog.hvp(loss, params, v, batch)[1]
+        return product, hog.hessian(loss, params, batch)
+
+    torch.testing.assert_close(derivatives(way), derivatives("plain"))
+
+
+def test_a_module_that_differentiates_by_its_input():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(3, 2)
+
+        def forward(self, positions):
+            positions.requires_grad_(True)
+            energy = torch.tanh(self.net(positions)).sum()
+            return -torch.autograd.grad(energy, positions, create_graph=True)[0]
+
+    right(Force(), x)
+    assert not x.requires_grad
+
+
+class InFloat32(Function):
+    @staticmethod
+    def forward(ctx, t):
+        ctx.save_for_backward(t)
+        return t.float().sin().to(t.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (t,) = ctx.saved_tensors
+        return (g.float() * t.float().cos()).to(t.dtype)
+
+
+def test_maths_in_float32_is_right_for_float32_inputs():
+    report = right(InFloat32, x)
+    assert "it computes in float32" in report["dtype: float64"].text
+    assert not hog.verify(InFloat32, x.double()).ok
+
+
+def test_a_table_in_float32_is_told_and_is_right_for_float32_inputs():
+    table = torch.linspace(0.1, 1.0, 3)
+    report = right(lambda t: t.sin() * table, x)
+    assert report["dtype: constants"].status == "warn"
+    assert not hog.verify(lambda t: t.sin() * table, x.double()).ok
+
+
+def test_a_backward_that_needs_every_input_is_a_warning():
+    class All(Function):
+        @staticmethod
+        def forward(ctx, t, w):
+            ctx.save_for_backward(t, w)
+            return t.sin() * w
+
+        @staticmethod
+        def backward(ctx, g):
+            t, w = ctx.saved_tensors
+            with torch.enable_grad():
+                y = t.sin() * w
+            return torch.autograd.grad(y, (t, w), g, create_graph=True)
+
+    report = right(All, (x, x + 1))
+    assert report["inputs: each subset"].status == "warn"
+    assert "needs_input_grad" in report["inputs: each subset"].text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.sort, torch.median, lambda t: t.topk(2)[0], lambda t: t.clamp(0, 0.5).relu()],
+)
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_ties_are_no_error(function, value):
+    assert hog.verify(function, torch.full((5,), value)).ok
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_network_on_its_kinks_is_no_error(seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
+    assert hog.verify(net, torch.zeros(5, 4)).ok
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fast_oscillations_are_no_error(seed):
+    t = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+    report = hog.verify(lambda t: torch.sin(1e6 * t), t)
+    assert report.ok, report.failed
+    assert not hog.verify(lambda t: torch.sin(1e3 * t) + (t - t.detach()), x).ok
+
+
+def test_dropout_is_right_in_a_transposed_layout():
+    report = right(lambda t: nn.functional.dropout(t.T, 0.5), x)
+    assert report["vmap"].status == "skip"
+
+
+def test_options_are_checked():
+    for options in ({"eps": 0.0}, {"eps": float("nan")}, {"atol": -1.0}, {"nondet_tol": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            hog.verify(torch.sin, x, **options)
+    for options in ({"eps": "a"}, {"rtol": "1"}, {"atol": torch.ones(())}):
+        with pytest.raises(TypeError, match=next(iter(options))):
+            hog.verify(torch.sin, x, **options)
+
+
+def test_a_reference_that_leaves_torch_is_compared_by_value():
+    report = right(torch.sin, x, reference=lambda t: torch.as_tensor(t.detach().numpy()).sin())
+    assert report["reference: value"].status == "pass"
+    assert "leaves torch" in report["reference: first derivative"].text

@@ -1,0 +1,413 @@
+"""What a report says is wrong, for faults that look alike: the cause, where, and the mend."""
+
+import random
+
+import pytest
+import torch
+from torch.autograd import Function
+
+import hoglib as hog
+
+x, y = torch.randn(6, generator=torch.Generator().manual_seed(0)), torch.linspace(0.4, 1.4, 6)
+
+
+def wrong(function, *inputs, says, row="", **options):
+    """The report fails, and one failed row has all these words."""
+    report = hog.verify(function, inputs or (x,), **options)
+    texts = [f"{r.name}: {r.text}" for r in report.failed if row in r.name]
+    assert any(all(word in text for word in says) for text in texts), texts
+    return report
+
+
+class Mul(Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a.sin() * b
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return g * a.cos() * b, g * a.sin()
+
+
+def test_two_saved_tensors_are_exchanged():
+    class Exchanged(Mul):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(b, a)
+            return a.sin() * b
+
+    wrong(Exchanged, x, y, says=["exchanged", "ctx.saved_tensors[0]", "ctx.saved_tensors[1]"])
+
+
+def test_the_output_is_saved_for_the_input():
+    class Other(Function):
+        @staticmethod
+        def forward(ctx, a):
+            out = a.tan()
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return g / a.cos() ** 2
+
+    wrong(Other, says=["with input `a` in the place of ctx.saved_tensors[0]"])
+
+
+def test_incoming_gradients_are_taken_for_each_other():
+    class Both(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a.sin(), a.exp()
+
+        @staticmethod
+        def backward(ctx, g_exp, g_sin):
+            (a,) = ctx.saved_tensors
+            return g_exp * a.exp() + g_sin * a.cos()
+
+    wrong(Both, says=["incoming gradients of outputs 0 and 1"])
+
+
+def test_an_output_is_ignored():
+    class Ignores(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a.sin(), a.exp()
+
+        @staticmethod
+        def backward(ctx, g_sin, g_exp):
+            (a,) = ctx.saved_tensors
+            return g_sin * a.cos()
+
+    wrong(Ignores, says=["ignore the incoming gradient of output 1", "mark_non_differentiable"])
+
+
+def test_one_branch_is_wrong():
+    class Leaky(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return torch.where(a > 0, a, 0.1 * a)
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return torch.where(a > 0, g, 0.2 * g)
+
+    wrong(
+        Leaky, torch.tensor([-1.0, -0.3, 0.4, 2.0, -2.0]), says=["is negative", "right elsewhere"]
+    )
+
+
+def test_every_wrong_input_is_named():
+    class Two(Mul):
+        @staticmethod
+        def backward(ctx, g):
+            a, b = ctx.saved_tensors
+            return 2 * g * a.cos() * b, 3 * g * a.sin()
+
+    wrong(Two, x, y, says=["inputs[0] (`a`)", "inputs[1] (`b`)", "Wrong too"])
+
+
+def test_nothing_is_returned():
+    class Forgets(Mul):
+        @staticmethod
+        def backward(ctx, g):
+            return None
+
+    wrong(Forgets, x.clone(), y, says=["returned an incorrect number"])
+
+    class One(Function):
+        @staticmethod
+        def forward(ctx, a):
+            return a.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            pass
+
+    wrong(One, says=["no `return`"])
+
+
+def test_nothing_is_saved():
+    class Unsaved(Function):
+        @staticmethod
+        def forward(ctx, a):
+            return a.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return g * a.cos()
+
+    report = wrong(Unsaved, says=["culprit: backward", "save_for_backward is never called"])
+    assert not any("graph cut" in row.name for row in report.failed)
+
+
+CACHE: dict = {}
+
+
+def test_something_outside_of_ctx_is_read():
+    class Cached(Function):
+        @staticmethod
+        def forward(ctx, a):
+            CACHE.setdefault(a.shape, a.clone())
+            return a.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * CACHE[g.shape].cos()
+
+    CACHE.clear()
+    wrong(Cached, says=["read what an earlier call left"])
+
+    class OnTheClass(Function):
+        @staticmethod
+        def forward(ctx, a):
+            OnTheClass.kept = a.cos()
+            return a.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * OnTheClass.kept
+
+    wrong(OnTheClass, row="state", says=["OnTheClass.kept"])
+
+
+def test_a_write_through_data():
+    class Writes(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a.tanh()
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            slope = torch.empty_like(a)
+            slope.data.copy_(1 - a.tanh() ** 2)
+            return g * slope
+
+    wrong(Writes, row="graph cut", says=["through .data", "copy_"])
+
+
+def test_a_graph_that_forward_built():
+    class Keeps(Function):
+        @staticmethod
+        def forward(ctx, a):
+            with torch.enable_grad():
+                ctx.leaf = a.detach().requires_grad_()
+                ctx.out = (ctx.leaf**3).sum()
+            return ctx.out.detach()
+
+        @staticmethod
+        def backward(ctx, g):
+            (d,) = torch.autograd.grad(ctx.out, ctx.leaf, retain_graph=True)
+            return g * d
+
+    wrong(
+        Keeps,
+        row="saved: ",
+        says=["ctx.leaf", "ctx.out", "graph that forward built", "in backward"],
+    )
+
+
+def test_a_gradient_that_depends_on_create_graph():
+    class Asks(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a**3
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return 3 * g * a**2 * (1.0 if torch.is_grad_enabled() else 1.5)
+
+    report = wrong(Asks, row="create_graph", says=["is_grad_enabled"])
+    assert report["state"].status == "pass"
+
+
+def test_a_backward_that_changes_ctx():
+    class Counts(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.calls = 0
+            return a.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            ctx.calls += 1
+            return g * ctx.calls
+
+    wrong(Counts, row="deterministic", says=["a second backward pass", "ctx.calls"])
+
+    class UsesUp(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.queue = [2.0]
+            return 2 * a
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.queue.pop()
+
+    wrong(UsesUp, row="deterministic", says=["raises IndexError", "ctx.queue"])
+
+
+def test_random_numbers_of_another_library_in_backward():
+    class Noisy(Function):
+        @staticmethod
+        def forward(ctx, a):
+            return 2 * a
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g * random.random()
+
+    report = wrong(Noisy, row="deterministic", says=["NumPy or random"])
+    assert len(report.failed) == 1  # no other cause is given
+
+
+def test_half_precision_on_the_way():
+    class Half(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return g * a.half().to(a.dtype).cos()
+
+    wrong(Half, row="dtype", says=["`half` rounded float64 numbers"])
+
+
+def test_the_function_of_several_that_is_wrong():
+    class Wrong(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return 0.5 * g * a.cos()
+
+    report = wrong(
+        lambda a, b: Mul.apply(Wrong.apply(a), b), x, y, row="Wrong: culprit",
+        says=["0.5 times", "constant factor"],
+    )  # fmt: skip
+    assert not any("Mul" in row.name for row in report.failed)
+
+
+def test_a_function_that_backward_applies():
+    class Inner(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return 3 * a**2
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return 5 * g * a
+
+    class Outer(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a**3
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return g * Inner.apply(a)
+
+    wrong(Outer, row="applies Inner", says=["0.8333 times", "Verify Inner"])
+
+
+class Batched(Mul):
+    @staticmethod
+    def forward(a, b):
+        return a.sin() * b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+
+def test_a_wrong_vmap_rule():
+    class OutDims(Batched):
+        @staticmethod
+        def vmap(info, in_dims, a, b):
+            a, b = (
+                t.expand(info.batch_size, *t.shape) if d is None else t.movedim(d, 0)
+                for t, d in zip((a, b), in_dims, strict=True)
+            )
+            return OutDims.apply(a, b), 1
+
+    square = x[:5].outer(y[:5])
+    wrong(OutDims, square, square + 1, row="vmap", says=["out_dims"])
+
+    class NoneDim(Batched):
+        @staticmethod
+        def vmap(info, in_dims, a, b):
+            return NoneDim.apply(a.movedim(in_dims[0], 0), b.movedim(in_dims[1], 0)), 0
+
+    report = wrong(NoneDim, square, square + 1, row="vmap", says=["in_dims", "None"])
+    assert "Remove generate_vmap_rule" not in report["vmap"].text
+
+
+def test_an_op_of_another_library_is_not_torchs():
+    @torch.library.custom_op("hoglib_test::expo", mutates_args=())
+    def expo(a: torch.Tensor) -> torch.Tensor:
+        return a.exp()
+
+    expo.register_autograd(
+        lambda ctx, g: g * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output.detach()),
+    )
+    report = wrong(expo, row="culprit", says=["hoglib_test::expo", "register_autograd"])
+    assert not any("torch's own" in row.text for row in report.failed)
+
+
+def test_a_gradient_that_is_none_in_float32():
+    class ByDtype(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return g * a.cos() * (1.0 if a.dtype == torch.float64 else 2.0)
+
+    wrong(ByDtype, row="dtype: float32", says=["100% off in float32"])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_fits_by_chance_is_not_named(count):
+    class Plus(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a**3
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return 3 * g * a**2 + 0.3 * g * a
+
+    report = wrong(Plus, x[: 3 * count], row="first derivative", says=["wrong"])
+    text = report["first derivative: reverse"].text
+    assert "exchanged" not in text
+    assert "times the derivative" not in text
