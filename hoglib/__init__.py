@@ -5,6 +5,7 @@ from hoglib._functional import functional_loss, trainable_params
 from hoglib._version import __version__
 from hoglib.curvature import hessian, hvp
 from hoglib.meta import MAML
+from hoglib.stand_ins import second_order
 from hoglib.verification import Report, VerificationError, verify
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "meta",
     "nn",
     "ops",
+    "second_order",
     "testing",
     "trainable_params",
     "verify",

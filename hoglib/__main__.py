@@ -1,4 +1,4 @@
-"""The command `hoglib`: `hoglib verify` judges Functions, `hoglib ops` lists and tries the ops."""
+"""The command `hoglib`: `verify` judges Functions, `ops` lists the ops, `env` what runs here."""
 
 import argparse
 import io
@@ -34,11 +34,15 @@ def main(args: Sequence[str] | None = None) -> int:
         "ops", help="list the ops; every row is tried against its plain torch reference"
     )
     ops.add_argument("--markdown", action="store_true", help="as the table of docs/ops.md")
+    env = commands.add_parser(
+        "env", help="versions, devices, and the torch calls that have stand-ins, with the reasons"
+    )
+    env.add_argument("--json", action="store_true", help="as JSON")
     given = parser.parse_args(args)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     try:
-        status = _ops(given.markdown) if given.command == "ops" else _verify(given)
+        status = _COMMANDS[given.command](given)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -96,15 +100,25 @@ def _verify(given: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
-def _ops(markdown: bool) -> int:
+def _env(given: argparse.Namespace) -> int:
+    from hoglib import _environment
+
+    print(_environment.as_json() if given.json else _environment.text())
+    return 0
+
+
+def _ops(given: argparse.Namespace) -> int:
     from hoglib.ops import overview
 
     table = overview.rows()
-    print(overview.markdown(table) if markdown else overview.text(table))
+    print(overview.markdown(table) if given.markdown else overview.text(table))
     wrong = [row.cells[0] for row in table if not row.right]
     if wrong:
         print(f"error: not as their references: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
+
+
+_COMMANDS = {"verify": _verify, "ops": _ops, "env": _env}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ differentiation and the dispatcher a stack of tracers; torch exposes them only i
 private names. `tests/test_functorch.py` notices when a torch release changes them.
 """
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch._C import _functorch
 from torch.autograd import Function, forward_ad
+from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
 
 
@@ -74,4 +76,37 @@ def watching_functions(
 
 def custom_function(node: Any) -> type[Function] | None:
     """The custom Function that a node of a graph belongs to, if to one."""
-    return getattr(type(node), "_forward_cls", None)
+    function = getattr(type(node), "_forward_cls", None)
+    while function is not None and function.__module__.startswith("torch._functorch"):
+        # made by torch.func for one level; what it stands for is in the closure of its rules
+        made_of = inspect.getclosurevars(function.backward).nonlocals
+        function = made_of.get("autograd_function")
+    return function
+
+
+def backward_rule(function: type[Function]) -> Any:
+    """Its backward, under either of the names that torch accepts."""
+    return function.backward if function.vjp is Function.vjp else function.vjp
+
+
+def is_once_differentiable(function: type[Function]) -> bool:
+    """Whether backward is decorated with @once_differentiable."""
+    rule = backward_rule(function)
+    made_by = getattr(getattr(rule, "__code__", None), "co_filename", "")
+    return hasattr(rule, "__wrapped__") and made_by == torch_function.__file__
+
+
+@contextmanager
+def own_kernels() -> Iterator[None]:
+    """Without the kernels of oneDNN and cuDNN.
+
+    `torch.backends.mkldnn.flags` sets TF32 too, by an interface that torch warns of.
+    """
+    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+        torch._C._set_cudnn_enabled(cudnn)

@@ -146,3 +146,34 @@ def test_the_function_of_a_node():
     assert _functorch.custom_function(FourTimes.apply(w).grad_fn) is FourTimes
     assert _functorch.custom_function(w.sin().grad_fn) is None
     assert _functorch.custom_function(None) is None
+
+
+def test_own_kernels_are_those_of_torch():
+    lstm, x = torch.nn.LSTM(3, 2), torch.randn(4, 1, 3)
+    before = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
+    with _functorch.own_kernels():
+        assert not torch.backends.mkldnn.enabled
+        assert not torch.backends.cudnn.enabled
+        torch.func.jvp(lambda x: lstm(x)[0], (x,), (x,))  # which oneDNN has not
+    assert (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled) == before
+
+
+def test_the_function_behind_those_that_transforms_make():
+    seen = []
+
+    def look(w):
+        y = FourTimes.apply(w)
+        seen.append(_functorch.custom_function(y.grad_fn))
+        return y
+
+    torch.func.grad(look)(x)
+    torch.func.grad(torch.func.grad(look))(x)
+    assert seen == [FourTimes, FourTimes]
+
+
+def test_once_differentiable_is_known_by_its_wrapper():
+    class Once(Twice):
+        backward = staticmethod(torch.autograd.function.once_differentiable(lambda ctx, g: g + g))
+
+    assert _functorch.is_once_differentiable(Once)
+    assert not _functorch.is_once_differentiable(Twice)

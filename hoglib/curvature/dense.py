@@ -10,13 +10,18 @@ from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
-from hoglib.curvature.products import gradient_graph
+from hoglib.curvature.products import explaining, gradient_graph
+from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
 
 
 def hessian(
-    func: Callable[..., Tensor], params: Tree, *args: Any, create_graph: bool = False
+    func: Callable[..., Tensor],
+    params: Tree,
+    *args: Any,
+    create_graph: bool = False,
+    stand_ins: bool = True,
 ) -> Tree:
     r"""The whole Hessian of a scalar function, in the layout of `torch.func.hessian`.
 
@@ -28,10 +33,9 @@ def hessian(
     Computed row by row, reverse-over-reverse, one backward pass a row: P passes for P numbers in
     params, and P^2 numbers of memory. (`torch.func.hessian` batches the rows with vmap, which is
     silently wrong in the rows of a LayerNorm's weight.) Inside torch.func transforms it is
-    `jacfwd(grad)`. create_graph: whether H can be differentiated again. The inputs are not changed,
-    and it works under no_grad and inference_mode.
-    Raises TypeError and ValueError for params or a value of the wrong kind; RuntimeError when the
-    value does not depend on params.
+    `jacfwd(grad)`. create_graph: whether H can be differentiated again. stand_ins: as in `hvp`. The
+    inputs are not changed, and it works under no_grad and inference_mode.
+    Raises what `hvp` raises.
     """
     arguments.function("func", func)
     arguments.parameters(params)
@@ -41,7 +45,7 @@ def hessian(
             "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
             "its real view, `torch.view_as_real(p)`, and rebuild it in func."
         )
-    with recording(), lingering():
+    with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, inputs = recordable((leaves, args))
 
         def of_leaves(*values: Tensor) -> Tensor:
@@ -60,15 +64,16 @@ def _rows(
     func: Callable[..., Tensor], leaves: list[Tensor], create_graph: bool
 ) -> list[list[Tensor]]:
     """H[a][b] for each pair of leaves."""
-    _, own, gradient = gradient_graph(func, leaves, create_graph)
+    _, own, gradient = gradient_graph(func, leaves, create_graph, "hessian")
     blocks = []
     for grad, leaf in zip(gradient, own, strict=True):
         columns: list[list[Tensor]] = [[] for _ in own]
         if grad is not None and grad.requires_grad:
             for entry in grad.reshape(-1).unbind():
-                row = torch.autograd.grad(
-                    entry, own, retain_graph=True, create_graph=create_graph, allow_unused=True
-                )
+                with explaining("hessian"):
+                    row = torch.autograd.grad(
+                        entry, own, retain_graph=True, create_graph=create_graph, allow_unused=True
+                    )
                 for column, part, other in zip(columns, row, own, strict=True):
                     column.append(torch.zeros_like(other) if part is None else part)
         blocks.append(

@@ -1,6 +1,7 @@
 """Hessian-vector products, and the routes by which they are computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
+from hoglib._graph import check_functions
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
+from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
 Loss = Callable[..., Tensor]
@@ -24,6 +27,7 @@ def hvp(
     mode: str = "auto",
     create_graph: bool = False,
     strict: bool = False,
+    stand_ins: bool = True,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a scalar function and the product of its Hessian with a vector.
 
@@ -39,12 +43,14 @@ def hvp(
     create_graph: whether value and product can be differentiated again, by params, v or args. Inside
     torch.func transforms they always can.
     strict: raise where a parameter has no second derivative, instead of giving zero
-    (reverse-over-reverse only).
+    (reverse-over-reverse only). stand_ins: run func inside `hoglib.second_order()`, where torch calls
+    that have no second derivative, or a wrong one, go to functions that have a right one.
 
     The inputs are not changed, and it works under no_grad and inference_mode.
     Raises TypeError and ValueError for params, v or a value of the wrong kind, naming the leaf;
-    RuntimeError when the value does not depend on params; NotImplementedError where torch has no
-    forward-mode rule.
+    RuntimeError when the value does not depend on params, or was computed by a custom Function that is
+    `@once_differentiable`; NotImplementedError where torch has no derivative. Warns of a Function that
+    keeps what its forward made.
     Source: Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
     """
     arguments.function("func", func)
@@ -53,7 +59,7 @@ def hvp(
     route = _ROUTES[_choose(arguments.one_of("mode", mode, ["auto", *_ROUTES]))]
     create_graph = create_graph or _functorch.transforms_active()
     leaves, structure = _tree.flatten(params)
-    with recording(), lingering():
+    with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, vector, inputs = recordable((leaves, vector, args))
 
         def of_leaves(*values: Tensor) -> Tensor:
@@ -78,7 +84,7 @@ def _choose(mode: str) -> str:
 
 
 def gradient_graph(
-    func: Loss, leaves: list[Tensor], create_graph: bool
+    func: Loss, leaves: list[Tensor], create_graph: bool, what: str
 ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
     """The value, the leaves that it was computed from, and its gradient with a graph of its own."""
     own = [
@@ -88,9 +94,11 @@ def gradient_graph(
         for leaf in leaves
     ]
     value = func(*own)
+    check_functions(value, what)
     gradient: list[Tensor | None] = [None]
     if value.requires_grad:
-        gradient = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
+        with explaining(what):
+            gradient = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
     if all(part is None for part in gradient):
         raise arguments.NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not; "
@@ -98,6 +106,21 @@ def gradient_graph(
             "uses the model's own parameters instead of the params it is given."
         )
     return value, own, gradient
+
+
+@contextmanager
+def explaining(what: str) -> Iterator[None]:
+    """Names the operation that torch has no derivative of."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, arguments.Explained) or "not implemented" not in str(error):
+            raise
+        raise arguments.NotSupported(
+            f"{what}: expected operations that torch can differentiate twice, got one that it cannot: "
+            f"{str(error).splitlines()[0]}. Write it by other operations; `hoglib env` lists those "
+            "that are replaced by themselves (stand_ins=True)."
+        ) from error
 
 
 def _reverse_over_reverse(
@@ -108,7 +131,7 @@ def _reverse_over_reverse(
     strict: bool,
     names: list[str],
 ) -> tuple[Tensor, list[Tensor]]:
-    value, own, gradient = gradient_graph(func, leaves, create_graph)
+    value, own, gradient = gradient_graph(func, leaves, create_graph, "hvp")
     pairs = [
         (grad, v)
         for grad, v in zip(gradient, vector, strict=True)
@@ -116,15 +139,16 @@ def _reverse_over_reverse(
     ]
     product: list[Tensor | None] = [None] * len(own)
     if pairs:
-        product = list(
-            torch.autograd.grad(
-                [grad for grad, _ in pairs],
-                own,
-                [v for _, v in pairs],
-                create_graph=create_graph,
-                allow_unused=True,
+        with explaining("hvp"):
+            product = list(
+                torch.autograd.grad(
+                    [grad for grad, _ in pairs],
+                    own,
+                    [v for _, v in pairs],
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
             )
-        )
     if strict:
         missing = [repr(name) for name, part in zip(names, product, strict=True) if part is None]
         if missing:
@@ -154,8 +178,15 @@ def _forward_over_reverse(
             "cannot tell a missing second derivative from a zero."
         )
 
+    def watched(*values: Tensor) -> Tensor:
+        value = func(*values)
+        check_functions(value, "hvp", twice_in_reverse=False)
+        return value
+
     def gradient(*values: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        grads, value = torch.func.grad_and_value(func, argnums=tuple(range(len(values))))(*values)
+        grads, value = torch.func.grad_and_value(watched, argnums=tuple(range(len(values))))(
+            *values
+        )
         return grads, value
 
     if not create_graph:
@@ -167,7 +198,7 @@ def _forward_over_reverse(
             raise
         hint = ""
         if "ZeroTensor" in str(error):
-            hint = " torch's mse_loss is such an operation: write ((outputs - targets)**2).mean()."
+            hint = " torch's mse_loss is such an operation: leave stand_ins at True."
         raise arguments.NotSupported(
             f"hvp(mode='forward-over-reverse'): expected operations that torch can differentiate in "
             f"forward mode, got an error from one: {str(error).splitlines()[0]}{hint} Outside of "

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib import _tree
+from hoglib._graph import check_functions
 from hoglib.meta.rules import Params, Rule
 
 Loss = Callable[[Params, Any], Tensor]
@@ -27,9 +28,17 @@ def inner_step(
 
     Returns (theta', state'), differentiable by theta and, unless first_order, through g. It is made of
     `torch.func.grad`, so it runs under vmap, inside other transforms and in inference mode.
+    Raises RuntimeError for a custom Function that is `@once_differentiable`.
     """
     at = _tree.map_tensors(Tensor.detach, params) if first_order else params
-    grads = torch.func.grad(loss)(at, batch)
+
+    def checked(at: Params, batch: Any) -> Tensor:
+        value = loss(at, batch)
+        if not first_order:
+            check_functions(value, "the inner step")
+        return value
+
+    grads = torch.func.grad(checked)(at, batch)
     return rule.update(params, grads, state)
 
 

@@ -20,6 +20,7 @@ from hoglib._recording import recordable
 from hoglib.meta import tasks as stacks
 from hoglib.meta.inner import adapt
 from hoglib.meta.rules import sgd
+from hoglib.stand_ins import stand_ins_if
 
 OVER_TASKS = ("auto", "vmap", "loop")
 
@@ -34,9 +35,12 @@ class MAML(nn.Module):
     targets) gives a scalar. inner_lr is alpha. first_order drops the derivative of the inner gradient
     (FOMAML). over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses by
     the shapes of the parameters, and loops (with a warning) where vmap cannot run the model. memory:
-    "store" keeps the graph of every inner step.
+    "store" keeps the graph of every inner step. stand_ins: inner steps run inside
+    `hoglib.second_order()`, where torch calls that have no second derivative, or a wrong one, go to
+    functions that have a right one.
 
-    Raises TypeError and ValueError for arguments of the wrong kind.
+    Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError, when it runs, for a
+    custom Function in the model that is `@once_differentiable`.
     Source: Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1.
     """
 
@@ -50,6 +54,7 @@ class MAML(nn.Module):
         first_order: bool = False,
         memory: str = "store",
         over_tasks: str = "auto",
+        stand_ins: bool = True,
     ) -> None:
         super().__init__()
         self._objective: FunctionalLoss = functional_loss(model, criterion)
@@ -62,6 +67,7 @@ class MAML(nn.Module):
         self.first_order = arguments.flag("first_order", first_order)
         self.memory = arguments.one_of("memory", memory, ["store"])
         self.over_tasks = arguments.one_of("over_tasks", over_tasks, OVER_TASKS)
+        self.stand_ins = arguments.flag("stand_ins", stand_ins)
         self._criterion = criterion
         self._vmappable = True  # until it is tried
 
@@ -117,7 +123,8 @@ class MAML(nn.Module):
         names = list(params)
         wants_gradient = torch.is_grad_enabled()
         detached = {name: p.detach() for name, p in params.items()}
-        values, grads = self._values_and_grads(detached, tasks, count, wants_gradient)
+        with stand_ins_if(self.stand_ins):  # also while what it runs again in backward is run
+            values, grads = self._values_and_grads(detached, tasks, count, wants_gradient)
         arguments.finite(
             "meta-loss",
             values,
@@ -143,9 +150,10 @@ class MAML(nn.Module):
 
     def _adapt(self, params: Params, support: Any, steps: int) -> Params:
         rule = sgd(self.inner_lr)
-        return adapt(
-            self.objective, params, support, rule, steps=steps, first_order=self.first_order
-        )
+        with stand_ins_if(self.stand_ins):
+            return adapt(
+                self.objective, params, support, rule, steps=steps, first_order=self.first_order
+            )
 
     def _values_and_grads(
         self, params: Params, tasks: Any, count: int, wants_gradient: bool

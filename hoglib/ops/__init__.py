@@ -1,5 +1,6 @@
 """Verified custom Functions: tensors first, options keyword-only, differentiable to any order."""
 
+from hoglib.ops._attention import scaled_dot_product_attention
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._define import define
@@ -45,6 +46,7 @@ __all__ = [
     "reverse_gradient",
     "scale_gradient",
     "scaled_activation",
+    "scaled_dot_product_attention",
     "sigmoid",
     "sinh",
     "smooth_l1",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hoglib._functorch import backward_rule
 from hoglib.verification import _maps as maps
 from hoglib.verification import _plain as plain
 from hoglib.verification._application import Application
@@ -115,7 +116,7 @@ def _missing(case: _Case) -> str:
 
 def _returned(app: Application) -> object:
     run = app.seeded()
-    return plain.rule(app.function)(plain.Context(run.record), *run.incoming())
+    return backward_rule(app.function)(plain.Context(run.record), *run.incoming())
 
 
 def _elsewhere(case: _Case) -> str:

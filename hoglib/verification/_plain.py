@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from hoglib import _tree
+from hoglib._functorch import backward_rule
 from hoglib.verification._call import is_float
 from hoglib.verification._differences import uniform
 from hoglib.verification._where import Place, foreign
@@ -182,12 +183,7 @@ def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool
 def backward(
     function: type[Function], record: Record, grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    return as_tuple(rule(function)(Context(record), *grads))
-
-
-def rule(function: type[Function]) -> Any:
-    """Its backward, under either of the names that torch accepts."""
-    return function.backward if function.vjp is Function.vjp else function.vjp
+    return as_tuple(backward_rule(function)(Context(record), *grads))
 
 
 def changed_by_backward(app: Any) -> list[str]:

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd import function as torch_function
 
 from hoglib import _tree
-from hoglib._functorch import watching_functions
+from hoglib._functorch import backward_rule, is_once_differentiable, watching_functions
 from hoglib.verification import _plain as plain
 from hoglib.verification._application import Application, application
 from hoglib.verification._call import is_float
@@ -60,18 +59,12 @@ def examine(app: Application, moves: Moves | None = None, *, in_jvp: bool = Fals
     return _Examination(app, in_jvp, moves).diagnosis()
 
 
-def is_once(function: type[Function]) -> bool:
-    """Whether backward is decorated with @once_differentiable."""
-    made_by = getattr(getattr(plain.rule(function), "__code__", None), "co_filename", "")
-    return hasattr(plain.rule(function), "__wrapped__") and made_by == torch_function.__file__
-
-
 class _Examination:
     def __init__(self, app: Application, in_jvp: bool, moves: Moves | None) -> None:
         self._app, self._in_jvp = app, in_jvp
         self._random = torch.Generator().manual_seed(1)
-        self._once = not in_jvp and is_once(app.function)
-        rule: Any = app.function.jvp if in_jvp else plain.rule(app.function)
+        self._once = not in_jvp and is_once_differentiable(app.function)
+        rule: Any = app.function.jvp if in_jvp else backward_rule(app.function)
         self._rule: Callable[..., Any] = rule.__wrapped__ if self._once else rule
         self._v = moves or {
             i: uniform(app.args[i], self._random) * scales(app.args[i]) for i in app.by

@@ -1,0 +1,80 @@
+"""The custom Functions in a graph that is to be differentiated again, and what they lose."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _functorch
+
+LOSES = (
+    "which makes the second derivative through it zero, without an error. Compute in backward by "
+    "differentiable torch operations from the saved inputs and outputs, without the decorator"
+)
+
+
+def check_functions(value: Tensor, what: str, *, twice_in_reverse: bool = True) -> None:
+    """Look at the custom Functions that a value was computed by.
+
+    Raises NoSecondDerivative for one whose backward is `@once_differentiable`, unless its backward is
+    differentiated in forward mode, which sees through that; warns of one that keeps a floating-point
+    tensor that is neither its input nor its output. Costs microseconds a node.
+    """
+    for node in _python_nodes(value):
+        function = _functorch.custom_function(node)
+        if function is None or function.__module__.startswith(("torch.", "hoglib.")):
+            continue
+        name = function.__qualname__
+        if twice_in_reverse and _functorch.is_once_differentiable(function):
+            raise arguments.NoSecondDerivative(
+                f"{what}: expected Functions that can be differentiated twice, got {name}, whose "
+                f"backward is @once_differentiable, {LOSES}; `hoglib.verify({name}, inputs)` shows it."
+            )
+        kept = list(_without_graph(node))
+        if kept:
+            warnings.warn(
+                f"{what}: {name} keeps {' and '.join(kept)} for its backward, without a graph: what "
+                "forward made, and is neither input nor output, is a constant to the second "
+                f"derivative, which may lack its part. `hoglib.verify({name}, inputs)` tells.",
+                stacklevel=4,
+            )
+
+
+def _python_nodes(value: Tensor) -> Iterator[Any]:
+    pending: list[Any] = [value.grad_fn]
+    seen: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield node
+        pending.extend(parent for parent, _ in node.next_functions)
+
+
+def _without_graph(node: Any) -> Iterator[str]:
+    """The slots of a node that hold a floating-point tensor made in forward.
+
+    A tensor without a graph may be an input that needs no gradient; only where every tensor that came
+    in needs one is it certain that it is none.
+    """
+    if any(parent is None for parent, _ in node.next_functions):
+        return
+    try:
+        saved = node.saved_tensors
+    except RuntimeError:  # its graph is gone, and differentiating it says so
+        return
+    for k, tensor in enumerate(saved):
+        if _is_bare(tensor):
+            yield f"ctx.saved_tensors[{k}]"
+    for name, value in vars(node).items():
+        if _is_bare(value):
+            yield f"ctx.{name}"
+
+
+def _is_bare(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad

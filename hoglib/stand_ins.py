@@ -1,0 +1,148 @@
+"""`hoglib.second_order`: torch calls without a right second derivative go to their stand-ins.
+
+    with hoglib.second_order():
+        loss = criterion(model(x), y)          # an unmodified module
+        g = torch.autograd.grad(loss, model.parameters(), create_graph=True)
+
+A `TorchFunctionMode` sees every torch call of this thread. One that is in the table below goes to a
+function of hoglib with the same signature; everything else goes straight through. What torch calls
+below Python (inside its own kernels, scripted or compiled code) is not seen.
+"""
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._needs import NEEDS, Need
+
+__all__ = ["active", "rows", "second_order"]
+
+_ACTIVE: ContextVar["_SecondOrder | None"] = ContextVar("hoglib_second_order", default=None)
+
+
+def active() -> bool:
+    """Whether the caller stands inside `second_order()`."""
+    return _ACTIVE.get() is not None
+
+
+@contextmanager
+def second_order() -> Iterator[None]:
+    """Inside, torch calls whose second derivative torch lacks, or has wrong, go to their stand-ins.
+
+    `hoglib env` lists them. `hoglib.hvp`, `hoglib.hessian` and `hoglib.MAML` enter it themselves
+    (`stand_ins=False` switches that off). It works inside and outside of torch.func transforms, under
+    autocast and under make_fx; entering it twice is entering it once; another thread has to enter it
+    itself. Also a decorator. Values and first derivatives stay those of torch, to rounding. What is
+    run again after it was left (a checkpoint whose backward comes later) runs without it.
+    Raises NotImplementedError, inside, where a call that needs a gradient has no second derivative and
+    no stand-in.
+    """
+    if active():
+        yield
+        return
+    mode = _SecondOrder()
+    token = _ACTIVE.set(mode)
+    try:
+        with mode:
+            yield
+    finally:
+        _ACTIVE.reset(token)
+
+
+def stand_ins_if(wanted: bool) -> Any:
+    """`second_order()`, or nothing."""
+    return second_order() if wanted else nullcontext()
+
+
+def rows() -> tuple[Need, ...]:
+    """What is replaced, or refused, for the installed torch."""
+    return tuple(need for need in NEEDS if need.applies)
+
+
+class _SecondOrder(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        instead = _table().get(func)
+        if instead is not None:
+            return instead(*args, **kwargs)
+        again = _seen_through(func)
+        if again is not None:
+            with self:
+                return again(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _table() -> dict[Any, Callable[..., Any]]:
+    """By the torch callable, what runs in its place."""
+    table: dict[Any, Callable[..., Any]] = {}
+    for need in rows():
+        for original, instead in need.replaces.items():
+            table[original] = instead
+        for original in need.refuses:
+            table[original] = functools.partial(_refuse, original, need)
+    return table
+
+
+def _seen_through(func: Any) -> Callable[..., Any] | None:
+    return _copy(func) if isinstance(func, types.FunctionType) else None
+
+
+@functools.cache
+def _copy(func: Any) -> Callable[..., Any] | None:
+    """A copy of a Python function of torch that the mode sees into, if there is something to see.
+
+    Such a function asks `has_torch_function` first, which is true under any mode, and the mode is not
+    there while it handles the call. The copy's globals answer False, and so it runs on, with the mode
+    on again. What backward runs is seen in the same way.
+    """
+    if func not in _RUNNING_BACKWARD:
+        known = {getattr(original, "__name__", "") for original in _table()}
+        if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
+            return None
+    answers = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    copy = types.FunctionType(
+        func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__,
+        func.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_RUNNING_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
+def _no(*args: Any) -> bool:
+    return False
+
+
+def _refuse(original: Callable[..., Any], need: Need, *args: Any, **kwargs: Any) -> Any:
+    tensors = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return original(*args, **kwargs)
+    raise arguments.NotSupported(
+        f"{need.name}{_in_module()}: expected an operation with a second derivative, got one without: "
+        f"{need.lacks}. {need.instead}"
+    )
+
+
+def _in_module() -> str:
+    """The innermost module that is running its forward, by its class."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and frame.f_code.co_name.startswith("forward"):
+            return f" in {type(owner).__name__}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,229 @@
+"""Ordinary models: products with the Hessian in every mode, and meta-gradients, against differences."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+import hoglib as hog
+
+F64 = torch.float64
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+class Encoder(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.options = options
+
+    def forward(self, x):
+        return self.encoder(x, **self.options)
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, one causal block, tied output."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(7, 4), nn.Parameter(0.1 * torch.randn(5, 4))
+        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(4), nn.LayerNorm(4), nn.LayerNorm(4)
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places[: tokens.shape[1]]
+        q, k, v = (
+            t.unflatten(-1, (2, 2)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        x = x + self.mlp(self.norm2(x))
+        return self.norm3(x) @ self.tokens.weight.T
+
+
+class Last(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)[0]
+
+
+class Residual(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
+        self.norm1, self.norm2, self.head = norm(3), norm(2), nn.Linear(2, 3)
+
+    def forward(self, x):
+        y = F.softplus(self.norm1(self.first(x)))
+        return self.head((x + self.norm2(self.second(y))).tanh().mean((2, 3)))
+
+
+class ConvNeXt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.depthwise, self.norm = nn.Conv2d(3, 3, 3, padding=1, groups=3), nn.LayerNorm(3)
+        self.wide, self.narrow = nn.Linear(3, 6), nn.Linear(6, 3)
+        self.scale = nn.Parameter(0.5 * torch.ones(3))
+
+    def forward(self, x):
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return (x.permute(0, 2, 3, 1) + self.scale * self.narrow(F.gelu(self.wide(y)))).mean((1, 2))
+
+
+class Metric(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        y = self.net(x)
+        return torch.cdist(y, y)  # zero distances on the diagonal
+
+
+class SpatialTransformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.where, self.conv = nn.Linear(16, 6), nn.Conv2d(1, 2, 2)
+
+    def forward(self, x):
+        theta = 0.3 * self.where(x.flatten(1)).view(-1, 2, 3) + torch.eye(2, 3, dtype=x.dtype)
+        grid = F.affine_grid(theta, x.shape, align_corners=False)
+        return self.conv(F.grid_sample(x, grid, align_corners=False)).flatten(1)
+
+
+class DeepSets(nn.Module):
+    def __init__(self, reduce="mean"):
+        super().__init__()
+        self.each, self.all, self.reduce = nn.Linear(3, 4), nn.Linear(4, 2), reduce
+
+    def forward(self, x):
+        y = torch.segment_reduce(
+            self.each(x).tanh(), self.reduce, lengths=torch.tensor([2, 1, 3]), axis=0
+        )
+        return self.all(y)
+
+
+def ctc(log_probs, targets):
+    lengths = torch.full((log_probs.shape[0],), log_probs.shape[1])
+    sizes = torch.full((targets.shape[0],), targets.shape[1])
+    return F.ctc_loss(log_probs.log_softmax(-1).transpose(0, 1), targets, lengths, sizes)
+
+
+def bag(**options):
+    return nn.Sequential(nn.EmbeddingBag(6, 3, **options), nn.Tanh(), nn.Linear(3, 2))
+
+
+MASK = torch.ones(3, 3).tril() == 0
+PADDING = torch.tensor([[False, False, True], [False, False, False]])
+WORDS = torch.tensor([[0, 2, 5], [1, 1, 3]])
+IMAGES, SEQUENCE, ROWS = draw(3, 2, 4, 4), draw(2, 3, 4), draw(6, 3)
+mse = F.mse_loss
+# fmt: off
+# name -> (makes the model, its inputs, the criterion, the targets' shape or the targets)
+MODELS = {
+    "transformer encoder": (Encoder, SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder in eval": (lambda: Encoder().eval(), SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder, causal": (lambda: Encoder(mask=MASK, is_causal=True), SEQUENCE, mse, (2, 3, 4)),
+    "transformer encoder, padded": (lambda: Encoder(src_key_padding_mask=PADDING), SEQUENCE, mse, (2, 3, 4)),
+    "a small GPT": (GPT, torch.tensor([[1, 4, 2], [0, 6, 6]]), lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()), torch.tensor([[4, 2, 3], [6, 6, 1]])),
+    "LSTM": (lambda: Last(nn.LSTM(4, 3, 2)), SEQUENCE, mse, (2, 3, 3)),
+    "bidirectional GRU": (lambda: Last(nn.GRU(4, 3, bidirectional=True)), SEQUENCE, mse, (2, 3, 6)),
+    "residual with batch norm": (lambda: Residual(nn.BatchNorm2d), IMAGES, mse, (3, 3)),
+    "residual with batch norm in eval": (lambda: Residual(nn.BatchNorm2d).eval(), IMAGES, mse, (3, 3)),
+    "residual with instance norm": (lambda: Residual(lambda n: nn.InstanceNorm2d(n, affine=True)), IMAGES, mse, (3, 3)),
+    "residual with group norm": (lambda: Residual(lambda n: nn.GroupNorm(1, n)), IMAGES, mse, (3, 3)),
+    "ConvNeXt block": (ConvNeXt, draw(2, 3, 4, 4), mse, (2, 3)),
+    "bag of words, mean": (bag, WORDS, mse, (2, 2)),
+    "bag of words, sum": (lambda: bag(mode="sum"), WORDS, mse, (2, 2)),
+    "bag of words, max": (lambda: bag(mode="max"), WORDS, mse, (2, 2)),
+    "CTC": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), draw(2, 6, 4), ctc, torch.tensor([[1, 2], [3, 3]])),
+    "weight norm": (lambda: nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 2))), ROWS, mse, (6, 2)),
+    "spectral norm in eval": (lambda: nn.Sequential(spectral_norm(nn.Linear(3, 4)), nn.Tanh(), spectral_norm(nn.Linear(4, 2))).eval(), ROWS, mse, (6, 2)),
+    "metric learning": (Metric, ROWS, mse, (6, 6)),
+    "spatial transformer": (SpatialTransformer, draw(2, 1, 4, 4), mse, (2, 18)),
+    "deep sets, mean": (DeepSets, ROWS, mse, (3, 2)),
+    "deep sets, max": (lambda: DeepSets("max"), ROWS, mse, (3, 2)),
+    "multi-margin loss": (lambda: nn.Linear(3, 4), ROWS, lambda y, t: F.multi_margin_loss(y.tanh(), t), torch.tensor([0, 1, 2, 3, 0, 1])),
+    "hard sigmoid and swish": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Hardswish(), nn.Linear(4, 2), nn.Hardsigmoid()), ROWS, mse, (6, 2)),
+    "log-determinant": (lambda: nn.Linear(3, 3), ROWS, lambda y, _: torch.logdet(y.T @ y + torch.eye(3, dtype=F64)), (1,)),
+}
+# fmt: on
+
+
+def made(name):
+    make, inputs, criterion, targets = MODELS[name]
+    torch.manual_seed(0)
+    model = make().double()
+    targets = draw(*targets, seed=5) if isinstance(targets, tuple) else targets
+    return model, criterion, (inputs, targets)
+
+
+def gradient(loss, params, batch):
+    """By torch alone, to first order."""
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+    grads = torch.autograd.grad(loss(leaves, batch), list(leaves.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(leaves.items(), grads, strict=True)
+    }
+
+
+def along(params, v, h):
+    return {name: p.detach() + h * v[name] for name, p in params.items()}
+
+
+@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_product_with_the_hessian(name, mode):
+    model, criterion, batch = made(name)
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    v = {key: draw(*p.shape, seed=7) for key, p in params.items()}
+    _, product = hog.hvp(loss, params, v, batch, mode=mode)
+    h = 1e-5
+    ends = [gradient(loss, along(params, v, s * h), batch) for s in (1, -1)]
+    for key in params:
+        expected = (ends[0][key] - ends[1][key]) / (2 * h)
+        scale = max(float(expected.abs().max()), 1e-2)
+        torch.testing.assert_close(product[key], expected, rtol=0, atol=2e-6 * scale)
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)  # no buffer was touched
+
+
+META = ["transformer encoder", "residual with batch norm", "bag of words, mean", "weight norm"]
+
+
+@pytest.mark.parametrize("over_tasks", ["vmap", "loop"])
+@pytest.mark.parametrize("name", META)
+def test_the_meta_gradient(name, over_tasks):
+    model, criterion, (x, y) = made(name)
+    tasks = tuple((torch.stack([x, x.flip(0)]), torch.stack([y, k * y])) for k in (0.5, -0.3))
+    maml = hog.MAML(model, criterion, inner_lr=0.1, inner_steps=2, over_tasks=over_tasks)
+    maml.loss(tasks).backward()
+    params = hog.trainable_params(model)
+    v = {key: draw(*p.shape, seed=8) for key, p in params.items()}
+    found = sum(float((p.grad * v[key]).sum()) for key, p in params.items())
+    loss, h = hog.functional_loss(model, criterion), 1e-5
+
+    def meta_loss(start):
+        total = 0.0
+        for i in range(2):
+            theta = start
+            for _ in range(2):
+                support = (tasks[0][0][i], tasks[0][1][i])
+                g = gradient(loss, theta, support)
+                theta = {key: p.detach() - 0.1 * g[key] for key, p in theta.items()}
+            total += float(loss(theta, (tasks[1][0][i], tasks[1][1][i]))) / 2
+        return total
+
+    expected = (meta_loss(along(params, v, h)) - meta_loss(along(params, v, -h))) / (2 * h)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-8)
