@@ -103,7 +103,7 @@ NORMS = (
             sample("two dimensions", lambda n: (n(2, 3, 2), (3, 2), n(3, 2), n(3, 2)), eps=0.1),
             sample("no bias", lambda n: (n(1, 2, 3), [3], n(3))),
             sample("no weight", lambda n: (n(2, 3), (3,), None, n(3))),
-            sample("input alone", lambda n: (n(4), (4,))),
+            sample("input alone", lambda n: (n(2, 4), (4,))),
         ),
         corners={"zero size": sample("zero size", lambda n: (n(0, 3), (3,), n(3), n(3)))},
         skips=_SKIPS,

@@ -8,7 +8,6 @@ the others, in one kernel that keeps x only. Its fused backward refuses tangents
 the equations are written out.
 """
 
-from collections.abc import Sequence
 from math import nan
 
 import torch
@@ -54,11 +53,14 @@ def can_fuse(x: Tensor, eps: float) -> bool:
 
 def fused(rows: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Rows [N, C, n] standardised along n, with a weight and a bias for each of C."""
+    # torch's own refuses to differentiate twice with a bias and no weight
+    inside = None if weight is None else bias
     cudnn: bool = torch.backends.cudnn.enabled
-    return torch.group_norm(rows, rows.shape[1], weight, bias, eps, cudnn)
+    y = torch.group_norm(rows, rows.shape[1], weight, inside, eps, cudnn)
+    return y if weight is not None or bias is None else y + bias[:, None]
 
 
-def moments(x: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Differences from the mean, and their biased variance, along dims that are kept."""
     d = x - x.mean(dims, keepdim=True)
     return d, (d * d).mean(dims, keepdim=True)

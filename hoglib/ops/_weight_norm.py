@@ -33,7 +33,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     arguments.differentiable("g", g)
     rank = v.dim()
     kept = None if dim == -1 else arguments.dim("dim", dim, rank)
-    dtype = torch.result_type(v, g)
+    dtype = _result_type(v, g)
     inner = wide(dtype)
     direction, length = v.to(inner), g.to(inner)
     others = [d for d in range(rank) if d != kept]
@@ -44,6 +44,13 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     zero = total == 0
     scale = torch.where(zero, 0.0, length * torch.where(zero, 1.0, total).rsqrt())
     return (direction * scale).to(dtype), total
+
+
+def _result_type(v: Tensor, g: Tensor) -> torch.dtype:
+    """`torch.result_type`, which the compiler does not take: a g without dimensions widens nothing."""
+    if v.dim() and not g.dim() and v.is_complex() >= g.is_complex():
+        return v.dtype
+    return torch.promote_types(v.dtype, g.dtype)
 
 
 def _one_each(v: Tensor, g: Tensor, length: Tensor, total: Tensor) -> Tensor:
