@@ -1,6 +1,7 @@
 """Verified custom Functions: tensors first, options keyword-only, differentiable to any order."""
 
 from hoglib.ops._attention import scaled_dot_product_attention
+from hoglib.ops._batch_norm import batch_norm
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._define import define
@@ -13,16 +14,20 @@ from hoglib.ops._gradient import (
     stop_gradient,
     straight_through,
 )
+from hoglib.ops._instance_norm import instance_norm
 from hoglib.ops._kinks import clamp, relu, scaled_activation, smooth_l1, split_signs
+from hoglib.ops._layer_norm import layer_norm
 from hoglib.ops._linear import linear, linear_act
 from hoglib.ops._pointwise import exp, power, quadratic, sigmoid, square, swish, tanh
 from hoglib.ops._products import bias_add, matmul, mul
 from hoglib.ops._reduce import amax, logsumexp, mean, sum
 from hoglib.ops._remat import remat
 from hoglib.ops._sinh import sinh
+from hoglib.ops._weight_norm import weight_norm
 
 __all__ = [
     "amax",
+    "batch_norm",
     "bias_add",
     "clamp",
     "clip_gradient",
@@ -33,6 +38,8 @@ __all__ = [
     "define",
     "exp",
     "external",
+    "instance_norm",
+    "layer_norm",
     "linear",
     "linear_act",
     "logsumexp",
@@ -58,4 +65,5 @@ __all__ = [
     "sum",
     "swish",
     "tanh",
+    "weight_norm",
 ]

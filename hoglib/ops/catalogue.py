@@ -7,6 +7,7 @@ from hoglib.ops._entries_attention import ATTENTION
 from hoglib.ops._entries_conv import CONV
 from hoglib.ops._entries_gradient import GRADIENT
 from hoglib.ops._entries_linear import LINEAR
+from hoglib.ops._entries_norms import NORMS
 from hoglib.ops._entries_other import OTHER
 from hoglib.ops._entries_pointwise import POINTWISE
 from hoglib.ops._entries_reduce import REDUCE
@@ -14,4 +15,13 @@ from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
 
-CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *ATTENTION)
+CATALOGUE = (
+    *POINTWISE,
+    *LINEAR,
+    *REDUCE,
+    *CONV,
+    *GRADIENT,
+    *OTHER,
+    *ATTENTION,
+    *NORMS,
+)

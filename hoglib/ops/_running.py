@@ -1,0 +1,87 @@
+"""Running statistics of batch and instance norm: what they must be, and how they run."""
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib._functorch import transforms_active
+from hoglib.ops._standardise import Refused
+
+
+def check(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, needed: bool
+) -> None:
+    """Both or neither, neither differentiable; both where they are `needed`."""
+    given = {"running_mean": running_mean, "running_var": running_var}
+    missing = [name for name, value in given.items() if value is None]
+    if needed and missing:
+        raise Refused(
+            f"{', '.join(missing)}: expected running statistics, got None; without statistics of the "
+            "input there are no others."
+        )
+    if len(missing) == 1:
+        raise arguments.WrongValue(
+            f"{missing[0]}: expected running_mean and running_var, or neither, got None."
+        )
+    for name, value in given.items():
+        if value is not None and value.requires_grad and torch.is_grad_enabled():
+            raise Refused(
+                f"{name}: expected a tensor that does not require grad; batch norm is not "
+                "differentiable by it. Pass it detached."
+            )
+
+
+def per_channel(input: Tensor, **given: Tensor | None) -> None:
+    """One element of each tensor for each channel, dimension 1 of the input."""
+    if input.dim() < 2:
+        raise arguments.WrongIndex(
+            f"input: expected [N, C, ...], got {arguments.describe(input)}; unsqueeze what it lacks."
+        )
+    for name, value in given.items():
+        if value is not None and value.numel() != input.shape[1]:
+            raise Refused(
+                f"{name}: expected {input.shape[1]} elements, one a channel, got "
+                f"{arguments.describe(value)}."
+            )
+
+
+def along_channels(value: Tensor, x: Tensor) -> Tensor:
+    return value.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def evaluated(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """(x - mean) (var + eps)^(-1/2) weight + bias as one multiplication and addition by channels."""
+    scale = (var.detach().reshape(-1).to(x.dtype) + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    shift = -mean.detach().reshape(-1).to(x.dtype) * scale
+    shift = shift if bias is None else shift + bias
+    return torch.addcmul(along_channels(shift, x), x, along_channels(scale, x))
+
+
+def update(
+    x: Tensor,
+    dims: tuple[int, ...],
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+) -> None:
+    """Move running statistics by `momentum` toward those of x along dims; what is left is averaged.
+
+    Under a torch.func transform they are left alone: they would take what belongs to the transform.
+    """
+    if running_mean is None or running_var is None or not x.numel() or transforms_active():
+        return
+    with torch.no_grad():
+        count = x.numel() // x.shape[1] // (1 if 0 in dims else x.shape[0])
+        x = x.detach()
+        mean = x.mean(dims, keepdim=True)
+        var = (x - mean).square().mean(dims)  # a third of the time of `torch.var`
+        unbiased = var * (count / (count - 1) if count > 1 else inf)
+        for running, now in ((running_mean, mean), (running_var, unbiased)):
+            now = now if 0 in dims else now.reshape(x.shape[:2]).mean(0)
+            old = running.to(now.dtype)
+            running.copy_(old * (1 - momentum) + now.reshape(old.shape) * momentum)
