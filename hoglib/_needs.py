@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from hoglib._functorch import own_kernels
+from hoglib.ops import _batch_norm, _instance_norm, _layer_norm, _weight_norm
 from hoglib.ops._attention import scaled_dot_product_attention
 
 Version = tuple[int, int]
@@ -53,6 +54,11 @@ def natively(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+CONSTANT = (
+    "mean and variance are constants to its forward mode, and third derivatives are wrong; without an "
+    "error"
+)
+TRANSFORM = "; torch.func.hessian too"
 FUSED = "its fused kernels have no double backward and no forward mode"
 VENDOR = "cuDNN's has no double backward, oneDNN's (float32) no forward mode; torch's own has both"
 
@@ -61,6 +67,10 @@ NEEDS: tuple[Need, ...] = (
         "scaled_dot_product_attention", FUSED, ("rr", "fr"),
         {F.scaled_dot_product_attention: scaled_dot_product_attention},
     ),
+    Need("layer_norm", CONSTANT + TRANSFORM, ("rf", "ff"), _layer_norm.REPLACES),
+    Need("batch_norm", CONSTANT, ("rf", "ff"), _batch_norm.REPLACES),
+    Need("instance_norm", CONSTANT, ("rf", "ff"), _instance_norm.REPLACES),
+    Need("weight_norm", "the double backward of its kernel is wrong", ("rr",), _weight_norm.REPLACES),
     *(
         Need(name, VENDOR, ("fr",), {getattr(torch, name): natively(getattr(torch, name))})
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._needs import NEEDS, Need
+from hoglib.ops._running import statistics_kept
 
 __all__ = ["active", "rows", "second_order"]
 
@@ -60,9 +61,11 @@ def second_order() -> Iterator[None]:
         _ACTIVE.reset(token)
 
 
-def stand_ins_if(wanted: bool) -> Any:
-    """`second_order()`, or nothing."""
-    return second_order() if wanted else nullcontext()
+@contextmanager
+def stand_ins_if(wanted: bool) -> Iterator[None]:
+    """`second_order()` for a function that only computes a derivative; or nothing."""
+    with second_order() if wanted else nullcontext(), statistics_kept():
+        yield
 
 
 def rows() -> tuple[Need, ...]:

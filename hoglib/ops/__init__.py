@@ -6,6 +6,7 @@ from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._define import define
 from hoglib.ops._external import external
+from hoglib.ops._glu import glu
 from hoglib.ops._gradient import (
     clip_gradient,
     clipped_gradient_linear,
@@ -23,6 +24,7 @@ from hoglib.ops._products import bias_add, matmul, mul
 from hoglib.ops._reduce import amax, logsumexp, mean, sum
 from hoglib.ops._remat import remat
 from hoglib.ops._sinh import sinh
+from hoglib.ops._soft_margin import soft_margin_loss
 from hoglib.ops._weight_norm import weight_norm
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "define",
     "exp",
     "external",
+    "glu",
     "instance_norm",
     "layer_norm",
     "linear",
@@ -57,6 +60,7 @@ __all__ = [
     "sigmoid",
     "sinh",
     "smooth_l1",
+    "soft_margin_loss",
     "softmax_cross_entropy",
     "split_signs",
     "square",

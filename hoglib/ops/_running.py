@@ -1,5 +1,8 @@
 """Running statistics of batch and instance norm: what they must be, and how they run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import inf
 
 import torch
@@ -8,6 +11,18 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib._functorch import transforms_active
 from hoglib.ops._standardise import Refused
+
+_KEPT: ContextVar[bool] = ContextVar("statistics_kept", default=False)
+
+
+@contextmanager
+def statistics_kept() -> Iterator[None]:
+    """Inside, running statistics do not move: what is computed there is no step of a training."""
+    token = _KEPT.set(True)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
 
 def check(
@@ -73,7 +88,9 @@ def update(
 
     Under a torch.func transform they are left alone: they would take what belongs to the transform.
     """
-    if running_mean is None or running_var is None or not x.numel() or transforms_active():
+    if running_mean is None or running_var is None or not x.numel():
+        return
+    if _KEPT.get() or transforms_active():
         return
     with torch.no_grad():
         count = x.numel() // x.shape[1] // (1 if 0 in dims else x.shape[0])

@@ -5,6 +5,7 @@ The test matrix runs each of its cells on each sample of each entry, or reads he
 
 from hoglib.ops._entries_attention import ATTENTION
 from hoglib.ops._entries_conv import CONV
+from hoglib.ops._entries_gates import GATES
 from hoglib.ops._entries_gradient import GRADIENT
 from hoglib.ops._entries_linear import LINEAR
 from hoglib.ops._entries_norms import NORMS
@@ -24,4 +25,5 @@ CATALOGUE = (
     *OTHER,
     *ATTENTION,
     *NORMS,
+    *GATES,
 )
