@@ -3,6 +3,7 @@
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._define import define
+from hoglib.ops._distance import cdist, pairwise_distance, pdist
 from hoglib.ops._external import external
 from hoglib.ops._gradient import (
     clip_gradient,
@@ -23,6 +24,7 @@ from hoglib.ops._sinh import sinh
 __all__ = [
     "amax",
     "bias_add",
+    "cdist",
     "clamp",
     "clip_gradient",
     "clipped_gradient_linear",
@@ -38,6 +40,8 @@ __all__ = [
     "matmul",
     "mean",
     "mul",
+    "pairwise_distance",
+    "pdist",
     "power",
     "quadratic",
     "relu",
