@@ -4,6 +4,7 @@ from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._define import define
 from hoglib.ops._distance import cdist, pairwise_distance, pdist
+from hoglib.ops._embedding_bag import embedding_bag
 from hoglib.ops._external import external
 from hoglib.ops._gradient import (
     clip_gradient,
@@ -32,6 +33,7 @@ __all__ = [
     "conv2d",
     "conv3d",
     "define",
+    "embedding_bag",
     "exp",
     "external",
     "linear",

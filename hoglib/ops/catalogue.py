@@ -5,6 +5,7 @@ The test matrix runs each of its cells on each sample of each entry, or reads he
 
 from hoglib.ops._entries_conv import CONV
 from hoglib.ops._entries_distance import DISTANCE
+from hoglib.ops._entries_embedding_bag import EMBEDDING_BAG
 from hoglib.ops._entries_gradient import GRADIENT
 from hoglib.ops._entries_linear import LINEAR
 from hoglib.ops._entries_other import OTHER
@@ -14,4 +15,4 @@ from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
 
-CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *DISTANCE)
+CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *DISTANCE, *EMBEDDING_BAG)
