@@ -14,12 +14,15 @@ from hoglib.ops._gradient import (
     stop_gradient,
     straight_through,
 )
+from hoglib.ops._hardsigmoid import hardsigmoid
 from hoglib.ops._kinks import clamp, relu, scaled_activation, smooth_l1, split_signs
 from hoglib.ops._linear import linear, linear_act
 from hoglib.ops._pointwise import exp, power, quadratic, sigmoid, square, swish, tanh
 from hoglib.ops._products import bias_add, matmul, mul
 from hoglib.ops._reduce import amax, logsumexp, mean, sum
 from hoglib.ops._remat import remat
+from hoglib.ops._scatter_reduce import index_reduce, scatter_reduce
+from hoglib.ops._segment_reduce import segment_reduce
 from hoglib.ops._sinh import sinh
 
 __all__ = [
@@ -36,6 +39,8 @@ __all__ = [
     "embedding_bag",
     "exp",
     "external",
+    "hardsigmoid",
+    "index_reduce",
     "linear",
     "linear_act",
     "logsumexp",
@@ -51,6 +56,8 @@ __all__ = [
     "reverse_gradient",
     "scale_gradient",
     "scaled_activation",
+    "scatter_reduce",
+    "segment_reduce",
     "sigmoid",
     "sinh",
     "smooth_l1",

@@ -3,6 +3,7 @@
 The test matrix runs each of its cells on each sample of each entry, or reads here why not.
 """
 
+from hoglib.ops._entries_by_index import BY_INDEX
 from hoglib.ops._entries_conv import CONV
 from hoglib.ops._entries_distance import DISTANCE
 from hoglib.ops._entries_embedding_bag import EMBEDDING_BAG
@@ -15,4 +16,4 @@ from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
 
-CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *DISTANCE, *EMBEDDING_BAG)
+CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *DISTANCE, *EMBEDDING_BAG, *BY_INDEX)
