@@ -32,7 +32,9 @@ smooth_powers = pytest.mark.parametrize(
 )
 MODES = ("rr", "fr", "rf", "ff")
 by = pytest.mark.parametrize(
-    "mode", ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"], ids=["products", "differences"]
+    "mode",
+    ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"],
+    ids=["products", "differences"],
 )
 
 
@@ -126,10 +128,14 @@ def test_cdist_is_right_in_all_modes_to_third_order(p: float, mode: str) -> None
 @pytest.mark.parametrize("p", [0.5, 1.0, INFINITY], ids=["half powers", "sums", "maxima"])
 def test_cdist_with_kinks_is_right_in_all_modes(p: float) -> None:
     inputs = (normal(3, 2), normal(2, 2, seed=1))
-    hog.verify(lambda a, b: hog.ops.cdist(a, b, p), inputs, orders=(1, 2), modes=MODES).raise_if_failed()
+    hog.verify(
+        lambda a, b: hog.ops.cdist(a, b, p), inputs, orders=(1, 2), modes=MODES
+    ).raise_if_failed()
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, INFINITY], ids=["sums", "Euclidean", "cubes", "maxima"])
+@pytest.mark.parametrize(
+    "p", [1.0, 2.0, 3.0, INFINITY], ids=["sums", "Euclidean", "cubes", "maxima"]
+)
 def test_pdist_and_pairwise_distance_are_right_in_all_modes(p: float) -> None:
     x, y = normal(3, 2), normal(3, 2, seed=1)
     for fn, inputs in ((hog.ops.pdist, (x,)), (hog.ops.pairwise_distance, (x, y))):
@@ -187,7 +193,10 @@ def test_differences_are_exact_for_rows_that_nearly_coincide() -> None:
     y = x[-1:] + torch.tensor([3e-6, -2e-6, 1e-6])
     gaps = (x[-1:].double() - y.double())[0]
     (grad,) = torch.autograd.grad(
-        hog.ops.cdist(t := x.clone().requires_grad_(), y, 2.0, "donot_use_mm_for_euclid_dist").sum(), t
+        hog.ops.cdist(
+            t := x.clone().requires_grad_(), y, 2.0, "donot_use_mm_for_euclid_dist"
+        ).sum(),
+        t,
     )
     assert_close(grad[-1].double(), gaps / gaps.norm(), rtol=1e-6, atol=0.0)
 
@@ -235,7 +244,9 @@ def test_cdist_under_vmap(mode: str) -> None:
     x, y = normal(6, 4, 3), normal(5, 3, seed=1)
     ours = torch.func.vmap(lambda a: hog.ops.cdist(a, y, 2.0, mode))(x)
     assert_close(ours, torch.cdist(x, y))
-    hessians = torch.func.vmap(torch.func.hessian(lambda a: hog.ops.cdist(a, y, 2.0, mode).sum()))(x)
+    hessians = torch.func.vmap(torch.func.hessian(lambda a: hog.ops.cdist(a, y, 2.0, mode).sum()))(
+        x
+    )
     one = torch.func.hessian(lambda a: hog.ops.cdist(a, y).sum())(x[3])
     assert_close(hessians[3], one)
 
@@ -244,7 +255,9 @@ def test_cdist_under_vmap(mode: str) -> None:
 def test_cdist_as_one_graph(mode: str) -> None:
     x = normal(4, 3)
     torch._dynamo.reset()
-    compiled = torch.compile(lambda a: hog.ops.cdist(a, a, 2.0, mode), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda a: hog.ops.cdist(a, a, 2.0, mode), backend="aot_eager", fullgraph=True
+    )
     assert_close(compiled(x), torch.cdist(x, x))
 
 

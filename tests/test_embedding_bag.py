@@ -42,7 +42,9 @@ each_bags = pytest.mark.parametrize(("input", "bags"), BAGS.values(), ids=BAGS.k
 
 
 def table(*shape: int, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(*(shape or (4, 3)), dtype=F64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return torch.randn(
+        *(shape or (4, 3)), dtype=F64, generator=torch.Generator().manual_seed(1)
+    ).to(dtype)
 
 
 def value_and_gradients(fn: Any, *tensors: Tensor) -> list[Tensor]:
@@ -64,11 +66,15 @@ def test_values_and_gradients_are_those_of_torch(input: Tensor, bags: Any, optio
 
 @each_bags
 @pytest.mark.parametrize("padding_idx", [None, 0], ids=["all", "padding"])
-def test_weighted_sums_are_those_of_torch(input: Tensor, bags: Any, padding_idx: int | None) -> None:
+def test_weighted_sums_are_those_of_torch(
+    input: Tensor, bags: Any, padding_idx: int | None
+) -> None:
     scale = table(*input.shape)
     options = {"mode": "sum", "padding_idx": padding_idx, **bags}
     ours, theirs = (
-        value_and_gradients(lambda w, s, f=f: f(input, w, per_sample_weights=s, **options), table(), scale)
+        value_and_gradients(
+            lambda w, s, f=f: f(input, w, per_sample_weights=s, **options), table(), scale
+        )
         for f in (hog.ops.embedding_bag, F.embedding_bag)
     )
     for a, b in zip(ours, theirs, strict=True):
@@ -126,20 +132,26 @@ def test_empty_bags_have_derivatives_zero(mode: str) -> None:
         assert all(d == 0 for d in in_every_mix(total, table(), table() + 1, order))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["half", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["half", "bfloat16", "float32"]
+)
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("name", ["rows", "offsets"])
 def test_narrow_dtypes(name: str, mode: str, autocast: bool, dtype: torch.dtype) -> None:
     (input, bags), w = BAGS[name], table(dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours, theirs = (f(input, w, mode=mode, **bags) for f in (hog.ops.embedding_bag, F.embedding_bag))
+        ours, theirs = (
+            f(input, w, mode=mode, **bags) for f in (hog.ops.embedding_bag, F.embedding_bag)
+        )
     assert_close(ours, theirs)
 
 
 def test_many_ones_in_half_precision_are_summed_in_float32() -> None:
     ones = torch.ones(1, 2, dtype=torch.bfloat16)
-    y = hog.ops.embedding_bag(torch.zeros(1024, dtype=torch.long), ones, torch.tensor([0]), mode="sum")
+    y = hog.ops.embedding_bag(
+        torch.zeros(1024, dtype=torch.long), ones, torch.tensor([0]), mode="sum"
+    )
     assert (y == 1024).all()
 
 
@@ -174,8 +186,14 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "offsets of two dimensions": ((INDICES, table(), OFFSETS[None]), {}),
     "three dimensions": ((ROWS[None], table()), {}),
     "unknown mode": ((ROWS, table()), {"mode": "median"}),
-    "scales of another shape": ((ROWS, table()), {"mode": "sum", "per_sample_weights": table(2, 2)}),
-    "scales of another dtype": ((ROWS, table()), {"mode": "sum", "per_sample_weights": table(2, 3).float()}),
+    "scales of another shape": (
+        (ROWS, table()),
+        {"mode": "sum", "per_sample_weights": table(2, 2)},
+    ),
+    "scales of another dtype": (
+        (ROWS, table()),
+        {"mode": "sum", "per_sample_weights": table(2, 3).float()},
+    ),
     "scales of a mean": ((ROWS, table()), {"per_sample_weights": table(2, 3)}),
     "padding that is no row": ((ROWS, table()), {"padding_idx": 4}),
     "whole numbers for a table": ((ROWS, table().long()), {}),

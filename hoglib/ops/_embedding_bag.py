@@ -236,7 +236,12 @@ def _torch_embedding_bag(
     bags = _bags(indices, offsets, include_last_offset, _padding(padding_idx, weight))
     sizes = bags.sizes(torch.float64).to(indices.dtype)
     rows = _of_bags(bags, weight.detach(), name, None)[1] if name == "max" else sizes
-    return y, bags.bag.to(indices.dtype), sizes, y.new_zeros(y.shape).long() if rows is None else rows
+    return (
+        y,
+        bags.bag.to(indices.dtype),
+        sizes,
+        y.new_zeros(y.shape).long() if rows is None else rows,
+    )
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {

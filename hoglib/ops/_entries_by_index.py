@@ -145,12 +145,11 @@ BY_INDEX = (
     Op(
         "index_reduce",
         "missing",
-        "x_j prod_(i to j) s_i, or their mean",
+        "x_j prod_(i to j) s_i",
         ops.index_reduce,
         _by_index,
         (
             _two("products", _INDEX, "prod"),
-            _two("means", _INDEX, "mean"),
             _two("products without self", _INDEX, "prod", include_self=False),
         ),
         corners=_no_columns(_INDEX, "prod"),
@@ -158,17 +157,21 @@ BY_INDEX = (
         dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.complex128),
     ),
     Op(
-        "index_reduce, extremes",
+        "index_reduce, means and extremes",
         "missing",
-        "max or min over i to j of s_i, and x_j",
+        "mean, max or min over i to j of s_i, and x_j",
         ops.index_reduce,
         _by_index,
         (
+            _two("means", _INDEX, "mean"),
             _two("maxima", _INDEX, "amax"),
             _two("minima without self", _INDEX, "amin", include_self=False),
         ),
         corners=_no_columns(_INDEX, "amax"),
-        skips={**_PLACED, "complex": "torch has no order of complex numbers, and its error for it"},
+        skips={
+            **_PLACED,
+            "complex": "torch has no derivatives of complex means by index, and no order for the others",
+        },
         smooth=False,
     ),
     unary(
@@ -179,7 +182,7 @@ BY_INDEX = (
         theme="missing",
         samples=(
             sample("inside and outside", lambda n: (3 * n(2, 3),)),
-            sample("both ends", lambda n: (5 * n(2, 3).sign() + n(2, 3) / 9,)),
+            sample("beyond both ends", lambda n: (torch.cat([n(1, 3) / 9 + 5, n(1, 3) / 9 - 5]),)),
         ),
         smooth=False,
     ),

@@ -20,7 +20,9 @@ def _reference(
 ) -> Tensor:
     """A bag at a time, a row at a time."""
     if offsets is None:
-        bags = [list(range(r * input.shape[1], (r + 1) * input.shape[1])) for r in range(len(input))]
+        bags = [
+            list(range(r * input.shape[1], (r + 1) * input.shape[1])) for r in range(len(input))
+        ]
     else:
         starts = offsets.tolist() + ([] if include_last_offset else [len(input)])
         bags = [list(range(a, b)) for a, b in zip(starts[:-1], starts[1:], strict=True)]
@@ -73,7 +75,9 @@ _CORNERS = {
     "broadcasting": "one table, nothing to broadcast with",
     "complex": "torch refuses complex tables and so does this, with a RuntimeError that is a TypeError",
 }
-_NO_BAGS = {"zero size": sample("no bags", lambda n: (torch.zeros(0, 3, dtype=torch.long), n(4, 2)))}
+_NO_BAGS = {
+    "zero size": sample("no bags", lambda n: (torch.zeros(0, 3, dtype=torch.long), n(4, 2)))
+}
 
 EMBEDDING_BAG = (
     Op(

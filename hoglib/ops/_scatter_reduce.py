@@ -88,7 +88,9 @@ def index_reduce(
 
 def _too_large(index: Tensor, src: Tensor) -> bool:
     """Then torch has an error for it."""
-    return index.dim() != src.dim() or any(i > s for i, s in zip(index.shape, src.shape, strict=True))
+    return index.dim() != src.dim() or any(
+        i > s for i, s in zip(index.shape, src.shape, strict=True)
+    )
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {

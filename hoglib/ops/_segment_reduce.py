@@ -76,7 +76,9 @@ def _segments(
 ) -> tuple[Tensor, int]:
     """The lengths or offsets that count, and the axis from the front."""
     if indices is not None:
-        raise refusals.Refused("indices: expected None, got a tensor; torch does not take them yet.")
+        raise refusals.Refused(
+            "indices: expected None, got a tensor; torch does not take them yet."
+        )
     given = lengths if offsets is None else offsets
     if given is None:
         raise refusals.Refused("lengths: expected lengths or offsets of the segments, got neither.")
@@ -100,7 +102,9 @@ def _segments(
 
 def _check(lengths: Tensor, n: int) -> None:
     """An assertion inside the graph, because a branch on values would leave it."""
-    text = "lengths: expected whole numbers of at least 0 that sum to data.size(axis); or set unsafe."
+    text = (
+        "lengths: expected whole numbers of at least 0 that sum to data.size(axis); or set unsafe."
+    )
     torch._assert_async(((lengths >= 0).all(-1) & (lengths.sum(-1) == n)).all(), text)
 
 

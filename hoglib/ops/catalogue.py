@@ -16,4 +16,14 @@ from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
 
-CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *DISTANCE, *EMBEDDING_BAG, *BY_INDEX)
+CATALOGUE = (
+    *POINTWISE,
+    *LINEAR,
+    *REDUCE,
+    *CONV,
+    *GRADIENT,
+    *OTHER,
+    *DISTANCE,
+    *EMBEDDING_BAG,
+    *BY_INDEX,
+)
