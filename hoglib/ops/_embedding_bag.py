@@ -1,7 +1,7 @@
 """Reductions of rows of a table: torch's embedding_bag, to any order and in forward mode.
 
-torch's has neither a second derivative nor a forward mode. Here the rows are taken by index, and added up
-bag by bag.
+torch's has neither a second derivative nor a forward mode. Here the rows are taken by index
+and added up bag by bag.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class _Bags(NamedTuple):
 
     indices: Tensor  # (n,)
     bag: Tensor  # (n,)
-    count: int
+    number: int
 
     def sizes(self, dtype: torch.dtype) -> Tensor:
         ones = torch.ones(self.bag.shape, dtype=dtype, device=self.bag.device)
-        return ones.new_zeros(self.count + 1).index_add(0, self.bag, ones)[: self.count]
+        return ones.new_zeros(self.number + 1).index_add(0, self.bag, ones)[: self.number]
 
 
 def embedding_bag(
@@ -121,11 +121,13 @@ def _of_bags(
     if mode == "max":
         if bags.indices.shape[0]:
             return _maxima(bags, weight)
-        return _nothing(weight, bags.count), None
+        return _nothing(weight, bags.number), None
     rows = widened(_rows(bags.indices, weight))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
-    sums = rows.new_zeros(bags.count + 1, rows.shape[1]).index_add(0, bags.bag, rows)[: bags.count]
+    sums = rows.new_zeros(bags.number + 1, rows.shape[1]).index_add(0, bags.bag, rows)[
+        : bags.number
+    ]
     if mode == "mean":
         sums = sums / bags.sizes(rows.dtype).clamp(min=1).unsqueeze(-1)
     return sums.to(weight.dtype), None
@@ -135,12 +137,12 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = _rows(bags.indices, weight.detach())
     n, width = bags.indices.shape[0], weight.shape[1]
     into = bags.bag.unsqueeze(-1).expand(n, width)
-    low = torch.full((bags.count + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device)
+    low = torch.full((bags.number + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device)
     maxima = low.scatter_reduce(0, into, rows, "amax")
     attains = (rows == maxima.index_select(0, bags.bag)) | rows.isnan()
     place = torch.arange(n, device=rows.device).unsqueeze(-1)
-    last = torch.full((bags.count + 1, width), n, device=rows.device)
-    first = last.scatter_reduce(0, into, torch.where(attains, place, n), "amin")[: bags.count]
+    last = torch.full((bags.number + 1, width), n, device=rows.device)
+    first = last.scatter_reduce(0, into, torch.where(attains, place, n), "amin")[: bags.number]
     empty = first == n
     row = bags.indices.long()[first.clamp(max=n - 1)]
     return torch.where(empty, 0.0, weight.gather(0, row)), torch.where(empty, 0, row)

@@ -170,7 +170,7 @@ BY_INDEX = (
         corners=_no_columns(_INDEX, "amax"),
         skips={
             **_PLACED,
-            "complex": "torch has no derivatives of complex means by index, and no order for the others",
+            "complex": "torch has neither derivatives of complex means here nor maxima",
         },
         smooth=False,
     ),

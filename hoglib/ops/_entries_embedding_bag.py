@@ -1,5 +1,6 @@
 """The catalogue of embedding_bag."""
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def _reference(
         ]
     else:
         starts = offsets.tolist() + ([] if include_last_offset else [len(input)])
-        bags = [list(range(a, b)) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+        bags = [list(range(a, b)) for a, b in pairwise(starts)]
     rows = input.reshape(-1).tolist()
     scale = None if per_sample_weights is None else per_sample_weights.reshape(-1)
     results = []
@@ -39,7 +40,7 @@ def _reference(
             results.append(torch.zeros_like(weight[:0].sum(0)))
             continue
         stack = torch.stack(taken)
-        results.append({"sum": stack.sum, "mean": stack.mean, "max": stack.amax}[mode](0))
+        results.append(getattr(stack, {"max": "amax"}.get(mode, mode))(0))
     return torch.stack(results) if results else weight[:0] * 1
 
 

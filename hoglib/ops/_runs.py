@@ -1,4 +1,4 @@
-"""Products within runs of equal keys, by doubling: only multiplications, so right wherever a factor is 0.
+"""Products within runs of equal keys, by doubling: only multiplications, so right at factors of 0.
 
 Dividing the product of all by one factor, as torch's derivatives do, needs cases for zeros, and cases
 by values have no derivatives of their own.

@@ -64,9 +64,13 @@ def index_reduce(
     arguments.tensor("input", input)
     if reduce not in ("prod", "mean", "amax", "amin"):
         raise refusals.Refused(f"reduce: expected prod, mean, amax or amin, got {reduce!r}.")
-    if index.dim() > 1 or index.dtype not in (torch.int64, torch.int32):
-        raise refusals.Refused(
-            f"index: expected a vector of indices, int64 or int32, got {arguments.describe(index)}."
+    if index.dim() > 1:
+        raise arguments.WrongIndex(
+            f"index: expected a vector of indices, got {arguments.describe(index)}."
+        )
+    if index.dtype not in (torch.int64, torch.int32):
+        raise refusals.RefusedType(
+            f"index: expected int64 or int32, got {arguments.describe(index)}; use `.long()`."
         )
     if source.dtype != input.dtype:
         raise refusals.RefusedType(

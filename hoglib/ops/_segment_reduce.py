@@ -1,4 +1,4 @@
-"""Reductions of segments: torch.segment_reduce, to any order and in forward mode; torch has one order."""
+"""Reductions of segments: torch.segment_reduce, to any order and in forward mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,8 @@ def segment_reduce(
     Shapes: data (..., n, ...) with n at axis; lengths (..., segments) or offsets (..., segments + 1),
     whose last dimension is that axis; y is data with segments for n. What lies in no segment is left
     out. A mean divides initial too. A segment of nothing is initial, or 0, NaN, -inf, inf and 1,
-    without derivatives. Equal maxima and minima share the derivative. Products are right where
+    without derivatives. Equal maxima and minima share the derivative
+    (torch's share only one that is greater than 0). Products are right where
     factors are 0. Half precision is computed in float32.
     Raises RuntimeError where torch does: also, on the CPU, for lengths that are negative or, unless
     unsafe, that do not sum to n.
