@@ -5,6 +5,8 @@ from hoglib.ops._batch_norm import batch_norm
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._define import define
+from hoglib.ops._distance import cdist, pairwise_distance, pdist
+from hoglib.ops._embedding_bag import embedding_bag
 from hoglib.ops._external import external
 from hoglib.ops._glu import glu
 from hoglib.ops._gradient import (
@@ -15,6 +17,7 @@ from hoglib.ops._gradient import (
     stop_gradient,
     straight_through,
 )
+from hoglib.ops._hardsigmoid import hardsigmoid
 from hoglib.ops._instance_norm import instance_norm
 from hoglib.ops._kinks import clamp, relu, scaled_activation, smooth_l1, split_signs
 from hoglib.ops._layer_norm import layer_norm
@@ -23,6 +26,8 @@ from hoglib.ops._pointwise import exp, power, quadratic, sigmoid, square, swish,
 from hoglib.ops._products import bias_add, matmul, mul
 from hoglib.ops._reduce import amax, logsumexp, mean, sum
 from hoglib.ops._remat import remat
+from hoglib.ops._scatter_reduce import index_reduce, scatter_reduce
+from hoglib.ops._segment_reduce import segment_reduce
 from hoglib.ops._sinh import sinh
 from hoglib.ops._soft_margin import soft_margin_loss
 from hoglib.ops._weight_norm import weight_norm
@@ -31,6 +36,7 @@ __all__ = [
     "amax",
     "batch_norm",
     "bias_add",
+    "cdist",
     "clamp",
     "clip_gradient",
     "clipped_gradient_linear",
@@ -38,9 +44,12 @@ __all__ = [
     "conv2d",
     "conv3d",
     "define",
+    "embedding_bag",
     "exp",
     "external",
     "glu",
+    "hardsigmoid",
+    "index_reduce",
     "instance_norm",
     "layer_norm",
     "linear",
@@ -49,6 +58,8 @@ __all__ = [
     "matmul",
     "mean",
     "mul",
+    "pairwise_distance",
+    "pdist",
     "power",
     "quadratic",
     "relu",
@@ -57,6 +68,8 @@ __all__ = [
     "scale_gradient",
     "scaled_activation",
     "scaled_dot_product_attention",
+    "scatter_reduce",
+    "segment_reduce",
     "sigmoid",
     "sinh",
     "smooth_l1",

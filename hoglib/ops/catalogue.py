@@ -4,7 +4,10 @@ The test matrix runs each of its cells on each sample of each entry, or reads he
 """
 
 from hoglib.ops._entries_attention import ATTENTION
+from hoglib.ops._entries_by_index import BY_INDEX
 from hoglib.ops._entries_conv import CONV
+from hoglib.ops._entries_distance import DISTANCE
+from hoglib.ops._entries_embedding_bag import EMBEDDING_BAG
 from hoglib.ops._entries_gates import GATES
 from hoglib.ops._entries_gradient import GRADIENT
 from hoglib.ops._entries_linear import LINEAR
@@ -24,6 +27,9 @@ CATALOGUE = (
     *GRADIENT,
     *OTHER,
     *ATTENTION,
-    *NORMS,
+    *BY_INDEX,
+    *DISTANCE,
+    *EMBEDDING_BAG,
     *GATES,
+    *NORMS,
 )

@@ -1,0 +1,145 @@
+"""Distances between rows: torch.cdist, torch.pdist and torch's pairwise_distance, to any order.
+
+torch's first two have neither a second derivative nor a forward mode. Its pairwise_distance raises in
+reverse over forward for p = 1 and has NaN for the second derivative at distance 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib.ops import _refusals as refusals
+from hoglib.ops._halves import is_autocast, widened, without_autocast
+from hoglib.ops._norms_of_rows import INFINITY, norm_of_rows, root
+
+PRODUCTS = {
+    "use_mm_for_euclid_dist_if_necessary": None,
+    "use_mm_for_euclid_dist": True,
+    "donot_use_mm_for_euclid_dist": False,
+}
+ROWS_BEFORE_PRODUCTS = 25  # torch's bound on what "if necessary" means
+
+
+def cdist(
+    x1: Tensor,
+    x2: Tensor,
+    p: float = 2.0,
+    compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
+) -> Tensor:
+    r"""Distances of every row of x1 to every row of x2.
+
+        y_ij = (sum_k |x1_ik - x2_jk|^p)^(1/p)
+
+    Shapes: x1 (..., n, d), x2 (..., m, d) with leading dimensions that broadcast; y (..., n, m).
+    p = 0 counts the entries that differ; for infinity each entry that attains the maximum has the
+    whole derivative. Equal rows have derivatives 0 at every order. Half precision is computed in
+    float32; under autocast the result is float32.
+    Where torch takes matrix products (p = 2, by compute_mode, or with more than 25 rows), the values
+    are those of the differences all the same, and the derivatives are those of
+    |x1|^2 + |x2|^2 - 2 x1 x2^T with the rows centred: as exact as if each entry had been rounded once
+    more, and without a temporary of shape (n, m, d). "donot_use_mm_for_euclid_dist" takes the
+    differences for the derivatives too, which are then exact for rows that nearly coincide.
+    Raises RuntimeError for shapes and dtypes as torch does, and for a negative p.
+    """
+    for name, x in (("x1", x1), ("x2", x2)):
+        refusals.real(name, x)
+        if x.dim() < 2:
+            raise refusals.Refused(
+                f"{name}: expected at least 2 dimensions, rows and entries, got "
+                f"{arguments.describe(x)}; one row is `{name}[None]`."
+            )
+    if x1.shape[-1] != x2.shape[-1]:
+        raise refusals.Refused(
+            f"x2: expected rows of {x1.shape[-1]} entries as in x1, got {x2.shape[-1]}; "
+            "distances are between rows of one length."
+        )
+    products = PRODUCTS[arguments.one_of("compute_mode", compute_mode, PRODUCTS)]
+    norm = _exponent(p)
+    a, b = widened(x1), widened(x2)
+    if a.dtype != b.dtype:
+        raise refusals.RefusedType(
+            f"x2: expected {x1.dtype} as in x1, got {x2.dtype}; convert one of them."
+        )
+    rows = max(a.shape[-2], b.shape[-2])
+    if products is None:
+        products = rows > ROWS_BEFORE_PRODUCTS
+    if norm == 2 and products:
+        y = root(_squares_by_products(a, b))
+    else:
+        y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
+    return y if is_autocast(x1) else y.to(x1.dtype)
+
+
+def pdist(input: Tensor, p: float = 2.0) -> Tensor:
+    r"""Distances of every two rows of a matrix.
+
+        y = (|x_0 - x_1|_p, |x_0 - x_2|_p, ..., |x_(n-2) - x_(n-1)|_p)
+
+    Shapes: input (n, d), y (n (n - 1) / 2,). Kinks, equal rows and precisions as for `cdist`, by
+    differences always. Raises RuntimeError for other shapes and dtypes, and for a negative p.
+    """
+    refusals.real("input", input)
+    if input.dim() != 2:
+        raise refusals.Refused(
+            f"input: expected 2 dimensions, got {arguments.describe(input)}; use `vmap` for more."
+        )
+    norm, n, x = _exponent(p), input.shape[0], widened(input)
+    first, second = torch.triu_indices(n, n, 1, device=x.device).unbind()
+    y = norm_of_rows(x.index_select(0, first) - x.index_select(0, second), norm)
+    return y if is_autocast(input) else y.to(input.dtype)
+
+
+def pairwise_distance(
+    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    r"""Distances of the rows of x1 to those of x2, one by one.
+
+        y_i = (sum_k |x1_ik - x2_ik + eps|^p)^(1/p)
+
+    Shapes: x1 (..., d) and x2 (..., d), which broadcast; y (...), or (..., 1) under keepdim. For
+    p = infinity the entries that attain the maximum share the derivative. Distance 0 has derivatives
+    0 at every order. A negative p and complex rows are torch's own.
+    """
+    arguments.tensor("x1", x1)
+    arguments.tensor("x2", x2)
+    d = x1 - x2 + eps
+    if not d.is_floating_point() or p < 0 or not d.dim():
+        return F.pairwise_distance(x1, x2, p, eps, keepdim)
+    wide = widened(d)
+    y = wide.abs().amax(-1) if p == INFINITY else norm_of_rows(wide, p)
+    y = y if _norm_is_cast(d) else y.to(d.dtype)
+    return y.unsqueeze(-1) if keepdim else y
+
+
+def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
+    """Squared distances: values by differences, derivatives by products of matrices."""
+    origin = a.detach().mean(-2, keepdim=True)
+    origin = torch.nan_to_num(origin, 0.0, 0.0, 0.0)  # one row that is not finite spoils no others
+    near = torch.cdist(a.detach(), b.detach(), 2.0, "donot_use_mm_for_euclid_dist")
+    with without_autocast(a):
+        a, b = a - origin, b - origin
+        lengths = (a * a).sum(-1, keepdim=True) + (b * b).sum(-1).unsqueeze(-2)
+        squares = lengths - 2 * (a @ b.mT)
+    return near * near + (squares - squares.detach())
+
+
+def _norm_is_cast(x: Tensor) -> bool:
+    """Autocast takes norms in float32 on CUDA, and not on the CPU."""
+    return x.is_cuda and is_autocast(x)
+
+
+def _exponent(p: float) -> float:
+    if not p >= 0:
+        raise refusals.Refused(f"p: expected a number of at least 0, got {p}; 2 is the usual one.")
+    return float(p)
+
+
+REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.cdist: cdist,
+    torch.pdist: pdist,  # also torch.nn.functional.pdist
+    torch.pairwise_distance: pairwise_distance,  # also torch.nn.functional.pairwise_distance
+}

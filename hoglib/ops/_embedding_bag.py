@@ -1,0 +1,252 @@
+"""Reductions of rows of a table: torch's embedding_bag, to any order and in forward mode.
+
+torch's has neither a second derivative nor a forward mode. Here the rows are taken by index
+and added up bag by bag.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib.ops import _refusals as refusals
+from hoglib.ops._halves import widened
+
+MODES = ("sum", "mean", "max")  # in the order of torch's numbers for them
+
+
+class _Bags(NamedTuple):
+    """Which bag each index goes into; those that are left out go into a bag beyond the last."""
+
+    indices: Tensor  # (n,)
+    bag: Tensor  # (n,)
+    number: int
+
+    def sizes(self, dtype: torch.dtype) -> Tensor:
+        ones = torch.ones(self.bag.shape, dtype=dtype, device=self.bag.device)
+        return ones.new_zeros(self.number + 1).index_add(0, self.bag, ones)[: self.number]
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    r"""Sum, mean or maximum of the rows of a table that are in each bag.
+
+        y_b = sum_(i in bag b) s_i W[input_i]        s = per_sample_weights, for mode "sum", or 1
+
+    Shapes: weight (rows, d); input (bags, n), or (n,) with the offsets of the bags' first entries, and
+    at the end that of the last bag's end under include_last_offset; y (bags, d). A bag without
+    entries, or with none but padding_idx, gives 0. Of equal maxima the first in its bag has the
+    derivative. Sums of half precision are in float32. With max_norm the rows that are used are
+    scaled down in weight itself, as torch does it.
+    sparse and scale_grad_by_freq are refused: what they make of a gradient is not differentiable.
+    Raises ValueError, RuntimeError or NotImplementedError where torch does, and IndexError for an
+    input that is no row.
+    """
+    _check(input, weight, per_sample_weights, mode)
+    _refuse(scale_grad_by_freq, sparse)
+    if input.dim() == 2:
+        if offsets is not None:
+            raise arguments.WrongValue(
+                f"offsets: expected None with an input of 2 dimensions, whose rows are the bags, got "
+                f"{arguments.describe(offsets)}; leave them out, or give `input.reshape(-1)`."
+            )
+    elif input.dim() != 1:
+        raise arguments.WrongValue(
+            f"input: expected 1 or 2 dimensions, got {arguments.describe(input)}; rows are bags."
+        )
+    elif offsets is None or offsets.dim() != 1:
+        raise arguments.WrongValue(
+            f"offsets: expected a tensor of 1 dimension with an input of 1 dimension, got "
+            f"{arguments.describe(offsets)}; it says where each bag begins."
+        )
+    if max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
+    if per_sample_weights is not None and mode != "sum":
+        raise arguments.NotSupported(
+            f"per_sample_weights: expected None for mode {mode!r}, got "
+            f"{arguments.describe(per_sample_weights)}; they are for mode='sum'."
+        )
+    padding = _padding(padding_idx, weight)
+    if offsets is None:
+        return _of_rows(input, weight, mode, per_sample_weights, padding)
+    bags = _bags(input, offsets, include_last_offset, padding)
+    return _of_bags(bags, weight, mode, per_sample_weights)[0]
+
+
+def _of_rows(
+    input: Tensor, weight: Tensor, mode: str, scale: Tensor | None, padding: int | None
+) -> Tensor:
+    """Bags of one length: the rows of input."""
+    padded = None if padding is None else (input == padding).unsqueeze(-1)
+    if mode == "max":
+        if not input.shape[1]:
+            return _nothing(weight, input.shape[0])
+        rows = _rows(input, weight.detach())
+        if padded is not None:
+            rows = rows.masked_fill(padded, float("-inf"))
+        place = rows.max(1).indices  # the first, of several
+        y = weight.gather(0, input.long().gather(1, place))
+        return y if padded is None else torch.where(padded.all(1), 0.0, y)
+    rows = widened(_rows(input, weight))
+    if scale is not None:
+        rows = rows * scale.unsqueeze(-1)
+    if padded is not None:
+        rows = torch.where(padded, 0.0, rows)
+    y = rows.sum(1)
+    if mode == "mean":
+        sizes = max(input.shape[1], 1) if padded is None else (~padded).sum(1).clamp(min=1)
+        y = y / sizes
+    return y.to(weight.dtype)
+
+
+def _of_bags(
+    bags: _Bags, weight: Tensor, mode: str, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Bags of any length; for maxima also which row of weight each is from."""
+    if mode == "max":
+        if bags.indices.shape[0]:
+            return _maxima(bags, weight)
+        return _nothing(weight, bags.number), None
+    rows = widened(_rows(bags.indices, weight))
+    if scale is not None:
+        rows = rows * scale.unsqueeze(-1)
+    sums = rows.new_zeros(bags.number + 1, rows.shape[1]).index_add(0, bags.bag, rows)[
+        : bags.number
+    ]
+    if mode == "mean":
+        sums = sums / bags.sizes(rows.dtype).clamp(min=1).unsqueeze(-1)
+    return sums.to(weight.dtype), None
+
+
+def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
+    rows = _rows(bags.indices, weight.detach())
+    n, width = bags.indices.shape[0], weight.shape[1]
+    into = bags.bag.unsqueeze(-1).expand(n, width)
+    low = torch.full((bags.number + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device)
+    maxima = low.scatter_reduce(0, into, rows, "amax")
+    attains = (rows == maxima.index_select(0, bags.bag)) | rows.isnan()
+    place = torch.arange(n, device=rows.device).unsqueeze(-1)
+    last = torch.full((bags.number + 1, width), n, device=rows.device)
+    first = last.scatter_reduce(0, into, torch.where(attains, place, n), "amin")[: bags.number]
+    empty = first == n
+    row = bags.indices.long()[first.clamp(max=n - 1)]
+    return torch.where(empty, 0.0, weight.gather(0, row)), torch.where(empty, 0, row)
+
+
+def _rows(input: Tensor, weight: Tensor) -> Tensor:
+    """By index_select: the double backward of `embedding` fails where there are no indices."""
+    taken = weight.index_select(0, input.reshape(-1))
+    return taken.reshape(*input.shape, weight.shape[1])
+
+
+def _nothing(weight: Tensor, count: int) -> Tensor:
+    """Zeros, which have derivatives with respect to weight: none of its rows counts."""
+    return weight[:0].sum(0).expand(count, -1)
+
+
+def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:
+    count = offsets.shape[0] - 1 if ends else offsets.shape[0]
+    if count < 0:
+        raise refusals.Refused(
+            "offsets: expected at least one under include_last_offset, got none; the last is the end."
+        )
+    place = torch.arange(input.shape[0], dtype=offsets.dtype, device=input.device)
+    bag = torch.searchsorted(offsets.contiguous(), place, right=True) - 1
+    if not count:
+        bag = torch.zeros_like(bag)
+    if padding is not None:
+        bag = torch.where(input == padding, count, bag)
+    return _Bags(input, bag, count)
+
+
+def _padding(padding_idx: int | None, weight: Tensor) -> int | None:
+    if padding_idx is None:
+        return None
+    rows = weight.shape[0]
+    if not -rows <= padding_idx < rows:
+        raise refusals.Refused(
+            f"padding_idx: expected one of the {rows} rows of weight, {-rows} to {rows - 1}, got "
+            f"{padding_idx}."
+        )
+    return padding_idx % rows
+
+
+def _check(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) -> None:
+    arguments.tensor("input", input)
+    arguments.tensor("weight", weight)
+    arguments.one_of("mode", mode, MODES)
+    if scale is not None and scale.shape != input.shape:
+        raise arguments.WrongValue(
+            f"per_sample_weights: expected the shape of input, {tuple(input.shape)}, got "
+            f"{tuple(scale.shape)}; there is one for each entry."
+        )
+    if weight.dim() != 2:
+        raise arguments.WrongValue(
+            f"weight: expected 2 dimensions, got {arguments.describe(weight)}; it is a table of rows."
+        )
+    refusals.real("weight", weight)
+    if scale is not None and scale.dtype != weight.dtype:
+        raise refusals.RefusedType(
+            f"per_sample_weights: expected {weight.dtype} as in weight, got {scale.dtype}; convert it."
+        )
+    if input.dtype not in (torch.int64, torch.int32):
+        raise refusals.RefusedType(
+            f"input: expected indices, int64 or int32, got {arguments.describe(input)}; use `.long()`."
+        )
+
+
+def _refuse(scale_grad_by_freq: bool, sparse: bool) -> None:
+    for name, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+        if value:
+            raise arguments.NotSupported(
+                f"{name}: expected False, got {value}; such a gradient cannot be differentiated again."
+            )
+
+
+def _torch_embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With the signature of torch.embedding_bag, and what it returns beside the bags."""
+    name = MODES[mode]
+    y = embedding_bag(
+        indices, weight, offsets, None, 2.0, scale_grad_by_freq, name, sparse, per_sample_weights,
+        include_last_offset, padding_idx,
+    )  # fmt: skip
+    bags = _bags(indices, offsets, include_last_offset, _padding(padding_idx, weight))
+    sizes = bags.sizes(torch.float64).to(indices.dtype)
+    rows = _of_bags(bags, weight.detach(), name, None)[1] if name == "max" else sizes
+    return (
+        y,
+        bags.bag.to(indices.dtype),
+        sizes,
+        y.new_zeros(y.shape).long() if rows is None else rows,
+    )
+
+
+REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.embedding_bag: embedding_bag,
+    torch.embedding_bag: _torch_embedding_bag,
+}

@@ -1,0 +1,121 @@
+"""The catalogue of distances between rows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import ops
+from hoglib.ops._entry import ONE_TENSOR, Op, sample
+
+INFINITY = float("inf")
+_NEEDS_ROWS = {"no dimensions": "needs a dimension of rows and one of entries"}
+
+
+def _norm(d: Tensor, p: float) -> Tensor:
+    """By the definition, a row at a time; no row of the samples has an entry of 0."""
+    if p == INFINITY:
+        return d.abs().max(-1).values
+    return (d.abs() ** p).sum(-1) ** (1 / p)
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
+    rows = [_norm(x1 - x2[..., j : j + 1, :], p) for j in range(x2.shape[-2])]
+    if not rows:
+        return (x1 @ x2.mT).sum(-1, keepdim=True) * x1.new_zeros(0)
+    return torch.stack(rows, -1)
+
+
+def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
+    n = input.shape[0]
+    pairs = [_norm(input[i] - input[j], p) for i in range(n) for j in range(i + 1, n)]
+    return torch.stack(pairs) if pairs else input.sum(-1)[:0]
+
+
+def _pairwise_distance(
+    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    y = _norm(x1 - x2 + eps, p)
+    return y[..., None] if keepdim else y
+
+
+def _two(name: str, **options: Any) -> Any:
+    return sample(name, lambda n: (n(3, 2), n(2, 2)), **options)
+
+
+def _one(name: str, **options: Any) -> Any:
+    return sample(name, lambda n: (n(3, 2),), **options)
+
+
+def _same(name: str, **options: Any) -> Any:
+    return sample(name, lambda n: (n(2, 3), n(2, 3)), **options)
+
+
+DISTANCE = (
+    Op(
+        "cdist",
+        "missing",
+        "(sum_k |a_ik - b_jk|^p)^(1/p)",
+        ops.cdist,
+        _cdist,
+        (
+            _two("Euclidean"),
+            _two("Euclidean, by products", compute_mode="use_mm_for_euclid_dist"),
+            sample("batches", lambda n: (n(2, 1, 3, 2), n(2, 2, 2))),
+            _two("cubes", p=3.0),
+            _two("fourth powers", p=4.0),
+            _two("powers of one and a half", p=1.5),
+        ),
+        corners={"zero size": sample("no rows", lambda n: (n(2, 0, 2), n(2, 3, 2)))},
+        skips={
+            **_NEEDS_ROWS,
+            "broadcasting": "the sample of batches broadcasts in every cell",
+        },
+    ),
+    Op(
+        "cdist, with kinks",
+        "missing",
+        "sum_k |a_ik - b_jk|, or their maximum",
+        ops.cdist,
+        _cdist,
+        (_two("sums", p=1.0), _two("maxima", p=INFINITY)),
+        corners={"zero size": sample("no rows", lambda n: (n(0, 2), n(3, 2)), p=1.0)},
+        smooth=False,
+        skips={**_NEEDS_ROWS, "broadcasting": "the entry cdist has a sample that broadcasts"},
+    ),
+    Op(
+        "pdist",
+        "missing",
+        "(sum_k |x_ik - x_jk|^p)^(1/p), i < j",
+        ops.pdist,
+        _pdist,
+        (_one("Euclidean"), _one("cubes", p=3.0), _one("powers of one and a half", p=1.5)),
+        corners={"zero size": sample("one row", lambda n: (n(1, 2),))},
+        skips={
+            **ONE_TENSOR,
+            **_NEEDS_ROWS,
+            "stride 0": "its rows are equal, and their distance has a kink",
+        },
+    ),
+    Op(
+        "pairwise_distance",
+        "wrong",
+        "(sum_k |a_ik - b_ik + eps|^p)^(1/p)",
+        ops.pairwise_distance,
+        _pairwise_distance,
+        (
+            _same("Euclidean"),
+            _same("sums", p=1.0, keepdim=True),
+            _same("maxima", p=INFINITY),
+            _same("cubes", p=3.0, eps=0.1),
+            sample("broadcast", lambda n: (n(2, 1, 3), n(2, 3))),
+        ),
+        corners={"zero size": sample("no rows", lambda n: (n(0, 3), n(0, 3)))},
+        smooth=False,
+        skips={
+            "no dimensions": "needs a dimension of entries",
+            "broadcasting": "a sample that broadcasts is in every cell",
+        },
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.complex128),
+    ),
+)
