@@ -43,6 +43,7 @@ def test_public_names():
         "conv1d",
         "conv2d",
         "conv3d",
+        "ctc_loss",
         "define",
         "exp",
         "external",

@@ -2,6 +2,7 @@
 
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
+from hoglib.ops._ctc_loss import ctc_loss
 from hoglib.ops._define import define
 from hoglib.ops._external import external
 from hoglib.ops._gradient import (
@@ -29,6 +30,7 @@ __all__ = [
     "conv1d",
     "conv2d",
     "conv3d",
+    "ctc_loss",
     "define",
     "exp",
     "external",

@@ -102,15 +102,14 @@ def _losses(
     steps, known_steps = _lengths("input_lengths", input_lengths, N, T, p)
     U, known_U = _lengths("target_lengths", target_lengths, N, None, p)
     labels = _padded(targets, U, known_U, N, blank, p.device)
+    if known_steps != [T] * N:  # torch does not read what comes after an end, be it infinite or NaN
+        p = torch.where(_before(steps, T).t().unsqueeze(2), p, 0)
     a = _log_probability(p, labels, steps, known_steps, U, blank)
     # a correction of value 0 that brings torch's gradient by log_probs; see the docstring
-    totals = p.exp().sum(2)
-    if known_steps != [T] * N:
-        totals = torch.where(_before(steps, T).t(), totals, 0)
-    total = totals.sum(0)
+    total = p.exp().sum((0, 2))
     possible = a > NOTHING / 100
-    loss = torch.where(possible, total - total.detach() - a, 0.0 if zero_infinity else torch.inf)
-    return loss, U.to(p.dtype)
+    value = (total - total.detach()).nan_to_num() - a  # NaN: totals of unnormalised exp(100)
+    return torch.where(possible, value, 0.0 if zero_infinity else torch.inf), U.to(p.dtype)
 
 
 def _log_probability(
@@ -120,27 +119,33 @@ def _log_probability(
     T, N, _ = p.shape
     states = F.pad(F.pad(labels.unsqueeze(2), (1, 0), value=blank).flatten(1), (0, 1), value=blank)
     L = states.shape[1]
-    skips = F.pad(states[:, 2:] != states[:, :-2], (2, 0)) if L > 1 else states != blank
+    s = torch.arange(L, device=p.device)
+    new = F.pad(states[:, 2:] != states[:, :-2], (min(2, L), 0))  # no skip of a label's repetition
     free = torch.zeros_like(states, dtype=p.dtype)
-    arrows = torch.stack((torch.where(skips, 0.0, NOTHING).to(p.dtype), free, free), 1)
+    arrows = torch.stack(
+        (free, torch.where(s > 0, free, NOTHING), torch.where(new, free, NOTHING)), 1
+    )
+    sources = torch.stack((s, s - 1, s - 2)).clamp(min=0).reshape(-1).expand(N, 3 * L)
     full = known == [T] * N
-    if not full:  # torch does not read what comes after the end, be it infinite or NaN
-        p = torch.where(_before(steps, T).t().unsqueeze(2), p, 0)
     emitted = p.gather(2, states.expand(T, N, L)).clamp(min=NOTHING)
-    a = torch.where(torch.arange(L, device=p.device) == 0, 0.0, free + NOTHING)
+    a = torch.where(s == 0, free, NOTHING)
     trace = [a]
     for e in emitted.unbind(0)[: T if known is None else max(known)]:
-        # the states s-2, s-1 and s as three rows that share their memory
-        before = F.pad(a, (2, 0), value=NOTHING).unfold(1, L, 1)
-        a = torch.logsumexp(before + arrows, 1) + e
-        trace.append(a)
+        a = _logsumexp(a.gather(1, sources).unflatten(1, (3, L)) + arrows, e)
+        trace = [a] if full else [*trace, a]
     if not full:
         at_end = steps.reshape(1, N, 1).expand(1, N, L)
         a = torch.stack(trace).gather(0, at_end).squeeze(0)
     ends = torch.stack((2 * U, 2 * U - 1), 1)
     last = a.gather(1, ends.clamp(min=0))
     # a target without labels has one last state, not two
-    return torch.logsumexp(last + torch.where(ends < 0, NOTHING, 0.0).to(p.dtype), 1)
+    return _logsumexp(last.masked_fill(ends < 0, NOTHING), torch.zeros_like(last[:, 0]))
+
+
+def _logsumexp(x: Tensor, more: Tensor) -> Tensor:
+    """log sum_i exp(x[:, i]) + more; torch.logsumexp raises in reverse over forward mode."""
+    top = x.detach().amax(1)
+    return (x - top.unsqueeze(1)).exp().sum(1).log() + (top + more)
 
 
 def _before(ends: Tensor, size: int) -> Tensor:
@@ -219,10 +224,10 @@ def _check_kinds(*lengths: Lengths) -> None:
 
 def _in_torch_dtype(log_probs: Tensor) -> Tensor:
     """float32 or float64, the former for any but the latter under autocast, as torch's."""
-    arguments.tensor("log_probs", log_probs)
+    arguments.real("log_probs", log_probs)
     device = log_probs.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if autocast and log_probs.is_floating_point() and log_probs.dtype != torch.float64:
+    if autocast and log_probs.dtype != torch.float64:
         return log_probs.float()
     if log_probs.dtype not in (torch.float32, torch.float64):
         raise NotImplementedError(
