@@ -47,6 +47,7 @@ def test_public_names():
         "define",
         "exp",
         "external",
+        "grid_sample",
         "linear",
         "linear_act",
         "logsumexp",

@@ -13,6 +13,7 @@ from hoglib.ops._gradient import (
     stop_gradient,
     straight_through,
 )
+from hoglib.ops._grid_sample import grid_sample
 from hoglib.ops._kinks import clamp, relu, scaled_activation, smooth_l1, split_signs
 from hoglib.ops._linear import linear, linear_act
 from hoglib.ops._pointwise import exp, power, quadratic, sigmoid, square, swish, tanh
@@ -34,6 +35,7 @@ __all__ = [
     "define",
     "exp",
     "external",
+    "grid_sample",
     "linear",
     "linear_act",
     "logsumexp",

@@ -6,6 +6,7 @@ The test matrix runs each of its cells on each sample of each entry, or reads he
 from hoglib.ops._entries_conv import CONV
 from hoglib.ops._entries_ctc import CTC
 from hoglib.ops._entries_gradient import GRADIENT
+from hoglib.ops._entries_grid import GRID
 from hoglib.ops._entries_linear import LINEAR
 from hoglib.ops._entries_other import OTHER
 from hoglib.ops._entries_pointwise import POINTWISE
@@ -14,4 +15,4 @@ from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
 
-CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *CTC)
+CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *CTC, *GRID)
