@@ -49,7 +49,6 @@ def _all_pixels(
     align_corners: bool = False,
 ) -> Tensor:
     """Every pixel times its weight, in a plane of copies of the image: no indices."""
-    y = input
     N, dims = grid.shape[0], grid.shape[-1]
     weights = []
     for axis in range(dims):
@@ -69,7 +68,7 @@ def _samples() -> tuple[Sample, ...]:
         ("bilinear", "nearest", "bicubic"), ("zeros", "border", "reflection"), (False, True)
     ):
         if mode == "nearest" and (padding != "zeros") != align:
-            continue  # a few of them will do, where there is no gradient by grid
+            continue  # three of the six will do, where there is no gradient by grid
         samples.append(
             sample(
                 f"{mode}, {padding}, {'centres' if align else 'edges'}",

@@ -35,10 +35,10 @@ def grid_sample(
 
     Shapes: input [N, C, H, W] and grid [N, h, w, 2] give [N, C, h, w]; [N, C, D, H, W] and
     [N, d, h, w, 3] give [N, C, d, h, w], bilinear or nearest. Half precision is computed in float32,
-    from the grid on; under autocast the result is float32. A coordinate that is NaN gives
-    NaN, or for nearest a pixel of the border or 0, as torch's; where torch then reads foreign memory,
-    in bilinear with border or reflection, too.
-    Raises as torch. Jaderberg et al., Spatial Transformer Networks, 2015; Keys, Cubic Convolution, 1981.
+    from the grid on; under autocast the result is float32. A coordinate that is NaN gives NaN, or for
+    nearest a pixel of the border or 0, as torch's; so too in bilinear with border or reflection,
+    where torch's own reads foreign memory.
+    Raises as torch. Jaderberg et al., Spatial Transformer Networks, 2015; cubic convolution: Keys, 1981.
     """
     for what, value, known in (
         ("mode", mode, MODES),
@@ -76,9 +76,8 @@ def grid_sample(
     K, P = places.shape[1:]
     index = places.reshape(N, 1, K * P).expand(N, C, K * P)
     values = input.flatten(2).gather(2, index).unflatten(2, (K, P))
-    # one tap: nearest, whose sum would be a copy
     product = values * weights.unsqueeze(1)
-    y = product.squeeze(2) if K == 1 else product.sum(2)
+    y = product.squeeze(2) if K == 1 else product.sum(2)  # a sum of one is a copy
     return y.reshape(N, C, *grid.shape[1:-1]).to(dtype)
 
 
