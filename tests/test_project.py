@@ -44,12 +44,17 @@ def test_public_names():
         "conv1d",
         "conv2d",
         "conv3d",
+        "ctc_loss",
         "define",
         "embedding_bag",
         "exp",
         "external",
+<<<<<<< HEAD
         "hardsigmoid",
         "index_reduce",
+=======
+        "grid_sample",
+>>>>>>> ops-ctc
         "linear",
         "linear_act",
         "logsumexp",

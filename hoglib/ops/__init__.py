@@ -4,6 +4,7 @@ from hoglib.ops._attention import scaled_dot_product_attention
 from hoglib.ops._batch_norm import batch_norm
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
+from hoglib.ops._ctc_loss import ctc_loss
 from hoglib.ops._define import define
 from hoglib.ops._distance import cdist, pairwise_distance, pdist
 from hoglib.ops._embedding_bag import embedding_bag
@@ -17,6 +18,7 @@ from hoglib.ops._gradient import (
     stop_gradient,
     straight_through,
 )
+from hoglib.ops._grid_sample import grid_sample
 from hoglib.ops._hardsigmoid import hardsigmoid
 from hoglib.ops._instance_norm import instance_norm
 from hoglib.ops._kinks import clamp, relu, scaled_activation, smooth_l1, split_signs
@@ -43,11 +45,13 @@ __all__ = [
     "conv1d",
     "conv2d",
     "conv3d",
+    "ctc_loss",
     "define",
     "embedding_bag",
     "exp",
     "external",
     "glu",
+    "grid_sample",
     "hardsigmoid",
     "index_reduce",
     "instance_norm",

@@ -6,10 +6,12 @@ The test matrix runs each of its cells on each sample of each entry, or reads he
 from hoglib.ops._entries_attention import ATTENTION
 from hoglib.ops._entries_by_index import BY_INDEX
 from hoglib.ops._entries_conv import CONV
+from hoglib.ops._entries_ctc import CTC
 from hoglib.ops._entries_distance import DISTANCE
 from hoglib.ops._entries_embedding_bag import EMBEDDING_BAG
 from hoglib.ops._entries_gates import GATES
 from hoglib.ops._entries_gradient import GRADIENT
+from hoglib.ops._entries_grid import GRID
 from hoglib.ops._entries_linear import LINEAR
 from hoglib.ops._entries_norms import NORMS
 from hoglib.ops._entries_other import OTHER
@@ -28,8 +30,10 @@ CATALOGUE = (
     *OTHER,
     *ATTENTION,
     *BY_INDEX,
+    *CTC,
     *DISTANCE,
     *EMBEDDING_BAG,
     *GATES,
+    *GRID,
     *NORMS,
 )

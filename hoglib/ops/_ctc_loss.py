@@ -1,0 +1,237 @@
+"""Connectionist temporal classification: the forward algorithm as a composite."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+
+# The logarithm of nothing. A finite number leaves no infinity to subtract, at any order of
+# differentiation; it is so low that what it is added to does not reach any path that exists.
+NOTHING = -1e30
+Lengths = Tensor | Sequence[int]
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    r"""Negative logarithm of the probability of a labelling, as `torch.nn.functional.ctc_loss`.
+
+        a_0(s) = (s = 0)        a_t(s) = p_t(l_s) (a_{t-1}(s) + a_{t-1}(s-1) + k_s a_{t-1}(s-2))
+        loss = -log(a_T(2U) + a_T(2U-1))        dloss/dlog p_t(c) = p_t(c) - q_t(c)
+
+    l is the target of U labels with blanks around each, k_s = 1 where l_s is not l_{s-2}; q_t(c) is the
+    probability of c at time t given the target. p_t(c) in the gradient is torch's own convention: the
+    loss as a function of probabilities that sum to 1. Through log_softmax it makes no difference, to
+    any order; a derivative along log_probs that do not stay normalised is torch's, not that of the
+    value. Done in logarithms, to any order, in every mode. A log probability of -inf and what comes
+    after an input's length have derivatives 0. A target that no path reaches has the loss inf, or
+    0 under zero_infinity, and derivatives 0 (torch: NaN without zero_infinity).
+
+    Shapes: log_probs [T, N, C] or [T, C]; targets [N, S] or, concatenated, [sum of target_lengths];
+    lengths as tensors or tuples [N]; the loss [N] for reduction "none", [] for "mean" (of the losses
+    over their target lengths) and "sum". float32 and float64, as torch's; under autocast float32.
+    Raises as torch; of lengths in tensors that cannot be read (under torch.compile or vmap) only what
+    leaves the tensors is found, and labels out of range, which torch does not look at, raise too.
+    Graves et al., ICML 2006.
+    """
+    if reduction not in ("none", "mean", "sum"):
+        raise arguments.WrongValue(f"{reduction} is not a valid value for reduction")
+    losses, lengths = _losses(
+        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
+    )
+    if reduction == "mean":
+        return (losses / lengths.clamp(min=1)).mean()
+    if reduction == "sum":
+        return losses.sum()
+    return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+
+def _torch_ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """With the signature of torch.ctc_loss: any other number than 1 and 2 means "none"."""
+    word = {1: "mean", 2: "sum"}.get(reduction, "none")
+    return ctc_loss(
+        log_probs, targets, input_lengths, target_lengths, blank, word, zero_infinity
+    )  # fmt: skip
+
+
+REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.ctc_loss: ctc_loss,
+    torch.ctc_loss: _torch_ctc_loss,
+}
+
+
+def _losses(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Lengths,
+    target_lengths: Lengths,
+    blank: int,
+    zero_infinity: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and the target lengths."""
+    p = _in_torch_dtype(log_probs)
+    if p.dim() == 2:
+        p = p.unsqueeze(1)
+    if p.dim() != 3 or p.numel() == 0:
+        raise RuntimeError(
+            "log_probs tensor must not be empty" if p.dim() == 3 else
+            f"ctc_loss: expected log_probs [T, N, C] or [T, C], got {arguments.describe(log_probs)}."
+        )  # fmt: skip
+    T, N, C = p.shape
+    if not 0 <= blank < C:
+        raise RuntimeError("blank must be in label range")
+    _check_kinds(input_lengths, target_lengths)
+    steps, known_steps = _lengths("input_lengths", input_lengths, N, T, p)
+    U, known_U = _lengths("target_lengths", target_lengths, N, None, p)
+    labels = _padded(targets, U, known_U, N, blank, p.device)
+    if known_steps != [T] * N:  # torch does not read what comes after an end, be it infinite or NaN
+        p = torch.where(_before(steps, T).t().unsqueeze(2), p, 0)
+    a = _log_probability(p, labels, steps, known_steps, U, blank)
+    # a correction of value 0 that brings torch's gradient by log_probs; see the docstring
+    total = p.exp().sum((0, 2))
+    possible = a > NOTHING / 100
+    value = (total - total.detach()).nan_to_num() - a  # NaN: totals of unnormalised exp(100)
+    return torch.where(possible, value, 0.0 if zero_infinity else torch.inf), U.to(p.dtype)
+
+
+def _log_probability(
+    p: Tensor, labels: Tensor, steps: Tensor, known: list[int] | None, U: Tensor, blank: int
+) -> Tensor:
+    """log(a_T(2U) + a_T(2U-1)) of each row; near NOTHING where no path leads there."""
+    T, N, _ = p.shape
+    states = F.pad(F.pad(labels.unsqueeze(2), (1, 0), value=blank).flatten(1), (0, 1), value=blank)
+    L = states.shape[1]
+    s = torch.arange(L, device=p.device)
+    new = F.pad(states[:, 2:] != states[:, :-2], (min(2, L), 0))  # no skip of a label's repetition
+    free = torch.zeros_like(states, dtype=p.dtype)
+    arrows = torch.stack(
+        (free, torch.where(s > 0, free, NOTHING), torch.where(new, free, NOTHING)), 1
+    )
+    sources = torch.stack((s, s - 1, s - 2)).clamp(min=0).reshape(-1).expand(N, 3 * L)
+    full = known == [T] * N
+    emitted = p.gather(2, states.expand(T, N, L)).clamp(min=NOTHING)
+    a = torch.where(s == 0, free, NOTHING)
+    trace = [a]
+    for e in emitted.unbind(0)[: T if known is None else max(known)]:
+        a = _logsumexp(a.gather(1, sources).unflatten(1, (3, L)) + arrows, e)
+        trace = [a] if full else [*trace, a]
+    if not full:
+        at_end = steps.reshape(1, N, 1).expand(1, N, L)
+        a = torch.stack(trace).gather(0, at_end).squeeze(0)
+    ends = torch.stack((2 * U, 2 * U - 1), 1)
+    last = a.gather(1, ends.clamp(min=0))
+    # a target without labels has one last state, not two
+    return _logsumexp(last.masked_fill(ends < 0, NOTHING), torch.zeros_like(last[:, 0]))
+
+
+def _logsumexp(x: Tensor, more: Tensor) -> Tensor:
+    """log sum_i exp(x[:, i]) + more; torch.logsumexp raises in reverse over forward mode."""
+    top = x.detach().amax(1)
+    return (x - top.unsqueeze(1)).exp().sum(1).log() + (top + more)
+
+
+def _before(ends: Tensor, size: int) -> Tensor:
+    """[N, size]: which places of each row come before its end."""
+    return torch.arange(size, device=ends.device) < ends.unsqueeze(1)
+
+
+def _padded(
+    targets: Tensor, U: Tensor, known: list[int] | None, N: int, blank: int, device: torch.device
+) -> Tensor:
+    """The labels [N, S], with blanks after the end of each."""
+    labels = targets.to(device=device, dtype=torch.long)
+    if labels.dim() == 2:
+        S = labels.shape[1]
+        if labels.shape[0] != N or (known and max(known) > S):
+            raise RuntimeError(
+                f"ctc_loss: expected targets of size [{N}, {max(known or [0])}] at least, "
+                f"got {list(labels.shape)}."
+            )
+        return torch.where(_before(U, S), labels, blank)
+    if labels.dim() != 1:
+        raise RuntimeError(f"Expected 1 to 2 dimensions, but got {labels.dim()}-dimensional tensor")
+    total = labels.shape[0]
+    if known is not None and sum(known) != total:
+        raise RuntimeError(
+            f"Expected tensor to have size {sum(known)} at dimension 0, but got size {total}"
+        )
+    S = total if known is None else max(known)
+    starts = (U.cumsum(0) - U).unsqueeze(1)
+    # the place behind the last label holds a blank for all that comes after an end
+    places = torch.where(_before(U, S), starts + torch.arange(S, device=device), total)
+    return F.pad(labels, (0, 1), value=blank)[places]
+
+
+def _lengths(
+    what: str, lengths: Lengths, N: int, most: int | None, like: Tensor
+) -> tuple[Tensor, list[int] | None]:
+    """Lengths as a tensor [N], and as numbers where they can be read."""
+    if isinstance(lengths, Tensor):
+        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+            raise RuntimeError(f"{what} must be integral")
+        tensor = lengths.to(device=like.device, dtype=torch.long).reshape(-1)
+        known = _read(lengths)
+    else:
+        known = [int(length) for length in lengths]
+        tensor = torch.tensor(known, dtype=torch.long, device=like.device)
+    if tensor.shape[0] != N:
+        raise RuntimeError(f"{what} must be of size batch_size")
+    for length in known or ():
+        if length < 0 or (most is not None and length > most):
+            bound, limit = ("least", 0) if length < 0 else ("most", most)
+            raise RuntimeError(
+                f"Expected {what} to have value at {bound} {limit}, but got value {length}"
+            )
+    return tensor, known
+
+
+def _read(lengths: Tensor) -> list[int] | None:
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        return lengths.reshape(-1).tolist()
+    except RuntimeError:  # vmap and fake tensors have no numbers to read
+        return None
+
+
+def _check_kinds(*lengths: Lengths) -> None:
+    tensors = [isinstance(given, Tensor) for given in lengths]
+    sequences = [isinstance(given, tuple | list) for given in lengths]
+    if not (all(tensors) or all(sequences)):
+        raise arguments.WrongType(
+            "ctc_loss: expected input_lengths and target_lengths as two tensors, or as two tuples of "
+            f"ints, got {' and '.join(arguments.describe(given) for given in lengths)}."
+        )
+
+
+def _in_torch_dtype(log_probs: Tensor) -> Tensor:
+    """float32 or float64, the former for any but the latter under autocast, as torch's."""
+    arguments.real("log_probs", log_probs)
+    device = log_probs.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and log_probs.dtype != torch.float64:
+        return log_probs.float()
+    if log_probs.dtype not in (torch.float32, torch.float64):
+        raise NotImplementedError(
+            f"ctc_loss: expected float32 or float64 log_probs, got "
+            f"{arguments.describe(log_probs)}; convert them with `log_probs.float()`."
+        )
+    return log_probs

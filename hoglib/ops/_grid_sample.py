@@ -1,0 +1,208 @@
+"""Sampling at places between pixels, of which torch has no second derivative and no forward mode."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+
+MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
+PADDINGS = ("zeros", "border", "reflection")
+CUBIC = -0.75
+OUTSIDE = -2.0  # the place of a coordinate that is no number
+
+
+def grid_sample(
+    input: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Tensor:
+    r"""Values between pixels, as `torch.nn.functional.grid_sample`.
+
+        y(p) = sum_k w_k(x) v_k(y)        v_k: pixels around (x, y)(p), w_k: of the distance to them
+
+    bilinear: w = 1 - |d| of two pixels an axis; bicubic: cubic convolution of four; nearest: 1 of one,
+    halves to even, no gradient by grid. Pixels outside are 0, or those at the border, or reflected.
+    Derivatives are the one-sided ones of torch: at a pixel that to the right, none by a coordinate
+    at or outside of the border. grid runs from -1 to 1, at the centres of the outermost pixels under
+    align_corners, else at their edges. To any order, in every mode, under vmap.
+
+    Shapes: input [N, C, H, W] and grid [N, h, w, 2] give [N, C, h, w]; [N, C, D, H, W] and
+    [N, d, h, w, 3] give [N, C, d, h, w], bilinear or nearest. Half precision is computed in float32,
+    from the grid on; under autocast the result is float32. A coordinate that is NaN gives NaN, or for
+    nearest a pixel of the border or 0, as torch's; so too in bilinear with border or reflection,
+    where torch's own reads foreign memory.
+    Raises as torch. Jaderberg et al., Spatial Transformer Networks, 2015; cubic convolution: Keys, 1981.
+    """
+    for what, value, known in (
+        ("mode", mode, MODES),
+        ("padding_mode", padding_mode, PADDINGS),
+    ):
+        if value not in known:
+            raise arguments.WrongValue(
+                f"grid_sample: expected {what} to be one of {', '.join(known)}, got {value!r}."
+            )
+    if align_corners is None:
+        warnings.warn(
+            "Default grid_sample and affine_grid behavior has changed to align_corners=False since "
+            "1.3.0. Please specify align_corners=True if the old behavior is desired. "
+            "See the documentation of grid_sample for details.",
+            stacklevel=2,
+        )
+        align_corners = False
+    input, grid, dtype = _in_torch_dtypes(input, grid)
+    _check_shapes(input, grid, mode)
+    places, weights = None, None
+    # the last coordinate belongs to the first spatial dimension
+    for axis in range(grid.shape[-1]):
+        size = input.shape[-1 - axis]
+        x = _position(grid[..., axis].flatten(1), size, align_corners)
+        i, w = _taps(x, size, mode, padding_mode, align_corners)
+        if places is None or weights is None:
+            places, weights, stride = i, w, size
+        else:
+            places = (i.unsqueeze(2) * stride + places.unsqueeze(1)).flatten(1, 2)
+            weights = (w.unsqueeze(2) * weights.unsqueeze(1)).flatten(1, 2)
+            stride *= size
+    assert places is not None
+    assert weights is not None
+    N, C = input.shape[:2]
+    K, P = places.shape[1:]
+    index = places.reshape(N, 1, K * P).expand(N, C, K * P)
+    values = input.flatten(2).gather(2, index).unflatten(2, (K, P))
+    product = values * weights.unsqueeze(1)
+    y = product.squeeze(2) if K == 1 else product.sum(2)  # a sum of one is a copy
+    return y.reshape(N, C, *grid.shape[1:-1]).to(dtype)
+
+
+def _grid_sampler(
+    input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
+) -> Tensor:
+    """With the signature of torch.grid_sampler, where options are numbers."""
+    for what, number in (
+        ("interpolation_mode", interpolation_mode),
+        ("padding_mode", padding_mode),
+    ):
+        if number not in (0, 1, 2):
+            raise arguments.WrongValue(f"grid_sampler: expected {what} 0, 1 or 2, got {number!r}.")
+    return grid_sample(
+        input, grid, MODES[interpolation_mode], PADDINGS[padding_mode], align_corners
+    )
+
+
+REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.grid_sample: grid_sample,
+    torch.grid_sampler: _grid_sampler,
+    torch.grid_sampler_2d: _grid_sampler,
+    torch.grid_sampler_3d: _grid_sampler,
+}
+
+
+def _position(g: Tensor, size: int, align_corners: bool) -> Tensor:
+    """From -1 ... 1 to pixels, 0 ... size - 1."""
+    return (g + 1) * ((size - 1) / 2) if align_corners else (g + 1) * (size / 2) - 0.5
+
+
+def _taps(
+    x: Tensor, size: int, mode: str, padding_mode: str, align_corners: bool
+) -> tuple[Tensor, Tensor]:
+    """The pixels around each position, [N, K, P], and their weights."""
+    if mode != "bicubic":  # there it is each pixel that is brought inside, not the position
+        x = _inside(x, size, padding_mode, align_corners)
+    if mode == "nearest":
+        taps = x.nan_to_num(OUTSIDE).round().unsqueeze(1)
+        w = 1 + (taps - taps.detach())  # the gradient by grid is 0, not missing
+        taps = taps.detach()
+    else:
+        first = x.detach().floor()
+        t = x - first  # the detached floor has no derivative, as torch's
+        w = torch.stack((1 - t, t) if mode == "bilinear" else _cubic(t), 1)
+        taps = torch.stack([first + k for k in _OFFSETS[mode]], 1)
+    if mode == "bicubic":
+        taps = _inside(taps, size, padding_mode, align_corners)
+    if padding_mode == "zeros":  # not `where`: what is no number stays none
+        w = w * ((taps >= 0) & (taps <= size - 1))
+    return taps.nan_to_num(OUTSIDE).clamp(0, size - 1).long(), w
+
+
+_OFFSETS = {"bilinear": (0, 1), "bicubic": (-1, 0, 1, 2)}
+
+
+def _cubic(t: Tensor) -> tuple[Tensor, ...]:
+    """Weights of the pixels at distances 1 + t, t, 1 - t, 2 - t; sum 1."""
+    s = 1 - t
+    return (
+        CUBIC * t * s * s,
+        1 - t * t * ((CUBIC + 3) - (CUBIC + 2) * t),
+        1 - s * s * ((CUBIC + 3) - (CUBIC + 2) * s),
+        CUBIC * s * t * t,
+    )
+
+
+def _inside(x: Tensor, size: int, padding_mode: str, align_corners: bool) -> Tensor:
+    if padding_mode == "zeros":
+        return x
+    if padding_mode == "reflection":
+        low, period = (0.0, 2.0 * (size - 1)) if align_corners else (-0.5, 2.0 * size)
+        if period:
+            x = _reflected(x - low, period) + low
+    # as clamp, but without a derivative at the bounds too
+    return F.hardtanh(x, 0.0, float(size - 1))
+
+
+def _reflected(x: Tensor, period: float) -> Tensor:
+    """The distance to the nearest multiple of the period; at 0 its derivative is 1."""
+    x = torch.where(x < 0, -x, x)
+    x = x - (x.detach() / period).floor() * period
+    back = period - x
+    return torch.where(x > back, back, x)
+
+
+def _in_torch_dtypes(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
+    """Both in the dtype to compute in, and that of the result."""
+    arguments.real("input", input)
+    arguments.real("grid", grid)
+    device = input.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast:
+        input, grid = (x if x.dtype == torch.float64 else x.float() for x in (input, grid))
+    if input.dtype != grid.dtype:
+        raise RuntimeError(
+            f"grid_sample: expected input and grid of one dtype, got {input.dtype} and {grid.dtype}; "
+            "convert one of them."
+        )
+    dtype = input.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        input, grid = input.float(), grid.float()
+    return input, grid, dtype
+
+
+def _check_shapes(input: Tensor, grid: Tensor, mode: str) -> None:
+    shapes = f"got input with sizes {list(input.shape)} and grid with sizes {list(grid.shape)}"
+    if input.dim() < 1 or grid.dim() < 1 or input.shape[0] != grid.shape[0]:
+        raise RuntimeError(
+            f"grid_sampler(): expected grid and input to have same batch size, but {shapes}"
+        )
+    if grid.shape[-1] != input.dim() - 2:
+        raise RuntimeError(
+            f"grid_sampler(): expected grid to have size {input.dim() - 2} in last dimension, "
+            f"but got grid with sizes {list(grid.shape)}"
+        )
+    if 0 in input.shape[2:]:
+        raise RuntimeError(
+            "grid_sampler(): expected input to have non-empty spatial dimensions, but input has "
+            f"sizes {list(input.shape)}"
+        )
+    if input.dim() not in (4, 5) or grid.dim() != input.dim():
+        raise RuntimeError(
+            "grid_sampler(): expected 4D or 5D input and grid with same number of dimensions, "
+            f"but {shapes}"
+        )
+    if mode == "bicubic" and input.dim() == 5:
+        raise RuntimeError("grid_sampler(): bicubic interpolation only supports 4D input")
