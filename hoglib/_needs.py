@@ -11,7 +11,20 @@ import torch
 from torch.nn import functional as F
 
 from hoglib._functorch import own_kernels
-from hoglib.ops import _batch_norm, _instance_norm, _layer_norm, _weight_norm
+from hoglib.ops import (
+    _batch_norm,
+    _ctc_loss,
+    _distance,
+    _embedding_bag,
+    _glu,
+    _grid_sample,
+    _hardsigmoid,
+    _instance_norm,
+    _layer_norm,
+    _scatter_reduce,
+    _segment_reduce,
+    _weight_norm,
+)
 from hoglib.ops._attention import scaled_dot_product_attention
 
 Version = tuple[int, int]
@@ -54,23 +67,32 @@ def natively(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-CONSTANT = (
-    "mean and variance are constants to its forward mode, and third derivatives are wrong; without an "
-    "error"
-)
-TRANSFORM = "; torch.func.hessian too"
-FUSED = "its fused kernels have no double backward and no forward mode"
+NO_TWICE = "no double backward, no forward mode"
+NO_FORWARD = "no forward mode"
+SILENT = ", without an error"
+CONSTANT = f"its forward mode is a wrong constant to a second derivative{SILENT}"
+THIRD = f"{CONSTANT}; third derivatives too"
+EVERY, OVER = ("rr", "fr", "rf", "ff"), ("rf", "ff")
 VENDOR = "cuDNN's has no double backward, oneDNN's (float32) no forward mode; torch's own has both"
+UMBRELLA = "198017"
 
 NEEDS: tuple[Need, ...] = (
     Need(
-        "scaled_dot_product_attention", FUSED, ("rr", "fr"),
-        {F.scaled_dot_product_attention: scaled_dot_product_attention},
+        "scaled_dot_product_attention", f"{NO_TWICE}: its fused kernels", EVERY,
+        {F.scaled_dot_product_attention: scaled_dot_product_attention}, issue="116350",
     ),
-    Need("layer_norm", CONSTANT + TRANSFORM, ("rf", "ff"), _layer_norm.REPLACES),
-    Need("batch_norm", CONSTANT, ("rf", "ff"), _batch_norm.REPLACES),
-    Need("instance_norm", CONSTANT, ("rf", "ff"), _instance_norm.REPLACES),
-    Need("weight_norm", "the double backward of its kernel is wrong", ("rr",), _weight_norm.REPLACES),
+    Need("cdist, pdist", NO_TWICE, EVERY, _distance.REPLACES, issue="83510"),
+    Need("embedding_bag", NO_TWICE, EVERY, _embedding_bag.REPLACES),
+    Need("ctc_loss", NO_TWICE, EVERY, _ctc_loss.REPLACES, issue="70108"),
+    Need("segment_reduce", NO_TWICE, EVERY, _segment_reduce.REPLACES),
+    Need("hardsigmoid", NO_TWICE, ("rr", "fr", "ff"), _hardsigmoid.REPLACES),
+    Need("weight_norm", f"a wrong double backward{SILENT}", ("rr",), _weight_norm.REPLACES),
+    Need("layer_norm", THIRD, OVER, _layer_norm.REPLACES, issue="196700"),
+    Need("batch_norm", THIRD, OVER, _batch_norm.REPLACES, issue="196699"),
+    Need("instance_norm", THIRD, OVER, _instance_norm.REPLACES, issue="196699"),
+    Need("glu", "no derivative of its tangent", OVER, _glu.REPLACES),
+    Need("grid_sample", NO_FORWARD, ("fr", "rf", "ff"), _grid_sample.REPLACES, issue="117582"),
+    Need("scatter_reduce, index_reduce", NO_FORWARD, ("fr", "rf", "ff"), _scatter_reduce.REPLACES),
     *(
         Need(name, VENDOR, ("fr",), {getattr(torch, name): natively(getattr(torch, name))})
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -30,12 +30,14 @@ def test_public_names():
         "meta",
         "nn",
         "ops",
+        "second_order",
         "testing",
         "trainable_params",
         "verify",
     ]
     assert hog.ops.__all__ == [
         "amax",
+        "batch_norm",
         "bias_add",
         "cdist",
         "clamp",
@@ -49,12 +51,12 @@ def test_public_names():
         "embedding_bag",
         "exp",
         "external",
-<<<<<<< HEAD
+        "glu",
+        "grid_sample",
         "hardsigmoid",
         "index_reduce",
-=======
-        "grid_sample",
->>>>>>> ops-ctc
+        "instance_norm",
+        "layer_norm",
         "linear",
         "linear_act",
         "logsumexp",
@@ -70,11 +72,13 @@ def test_public_names():
         "reverse_gradient",
         "scale_gradient",
         "scaled_activation",
+        "scaled_dot_product_attention",
         "scatter_reduce",
         "segment_reduce",
         "sigmoid",
         "sinh",
         "smooth_l1",
+        "soft_margin_loss",
         "softmax_cross_entropy",
         "split_signs",
         "square",
@@ -83,6 +87,7 @@ def test_public_names():
         "sum",
         "swish",
         "tanh",
+        "weight_norm",
     ]
     assert hog.nn.__all__ == [
         "ClipGradient",

@@ -55,8 +55,8 @@ SAMPLES = {
     "glu": [(F.glu, draw(2, 4))],
     "grid_sample": [(lambda x, g: F.grid_sample(x, g, align_corners=False), (IMAGE, GRID))],
     "scatter_reduce, index_reduce": [(lambda x: torch.ones(2, 3, dtype=F64).scatter_reduce(0, torch.zeros(2, 3, dtype=torch.long), x, "prod"), X)],
-    "lstm": [(recurrent(torch.nn.LSTM), X)],
-    "gru": [(recurrent(torch.nn.GRU), X)],
+    "lstm": [(recurrent(torch.nn.LSTM), X.float())],
+    "gru": [(recurrent(torch.nn.GRU), X.float())],
 }
 if INSTALLED >= (2, 13):
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
