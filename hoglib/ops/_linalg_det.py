@@ -1,0 +1,185 @@
+"""Determinants and their logarithms.
+
+Torch's rules for their tangents take the factors of A for constants, and its det has NaN or wrong second
+derivatives where it is small. What is right in every mode: slogdet in reverse mode, the factors
+themselves in all.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib import _functorch as functorch
+from hoglib.ops._full_precision import full_precision
+
+# By so much can the rank be less than n with every derivative to the third order right.
+DEFICIENCY = 3
+
+
+@full_precision(widen=False)
+def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
+    r"""Determinant, as torch.linalg.det.
+
+        det A = det(A + W V^T) det(I - V^T (A + W V^T)^-1 W)        d det A = tr(adj(A) dA)
+
+    Shapes: A (*, n, n); the result (*). W and V are constants: W = 0 where A has full rank, otherwise they
+    have a column for each pivot that is 0 to rounding, which makes A + W V^T regular. So the
+    derivatives of singular matrices are right too, where torch's are 0, wrong or NaN: to any order for
+    rank n - 3 and more, and 0, which is right to the third order, for less.
+    Raises RuntimeError as torch does, for matrices that are not square and for dtypes.
+    """
+    if out is not None or not _has_factors(A):
+        return torch.linalg.det(A, out=out)  # type: ignore[call-overload]
+    around = _regular_matrix_near(A.detach())
+    B = torch.where(around.lost[..., None, None], around.identity, A + around.change)
+    sign, logarithm, X = _decompose(B, around.columns)
+    growth = (logarithm - logarithm.detach()).exp()
+    if A.is_complex():
+        growth = growth * sign * sign.detach().conj()
+    rows = around.places[..., None].expand(*X.shape[:-2], around.places.shape[-1], X.shape[-1])
+    rest = _det_up_to_3(around.small_identity - X.gather(-2, rows))
+    return torch.where(around.lost, 0, around.value * growth * rest)
+
+
+@full_precision(widen=False)
+def slogdet(A: Tensor, *, out: Any = None) -> Any:
+    r"""Sign of the determinant and logarithm of its absolute value, as torch.linalg.slogdet.
+
+        sign = det A / |det A|        d log|det A| = Re tr(A^-1 dA)
+
+    Shapes: A (*, n, n); both results (*). A singular A has (0, -inf) and, as in torch, derivatives that
+    are not finite. Errors as for `det`.
+    """
+    if out is not None or not _has_factors(A) or _torch_is_right():
+        return torch.linalg.slogdet(A, out=out)  # type: ignore[call-overload]
+    make: Any = torch.return_types.linalg_slogdet  # type: ignore[attr-defined]
+    return make(_by_factors(A)[:2])
+
+
+@full_precision(widen=False)
+def logdet(input: Tensor) -> Tensor:
+    r"""Logarithm of the determinant, as torch.logdet.
+
+        y = log det A        dy = tr(A^-1 dA)
+
+    NaN for a negative determinant; -inf for that of a singular matrix, as `slogdet`. Of complex matrices,
+    the principal branch. Shapes and errors as for `slogdet`.
+    """
+    if not _has_factors(input) or _torch_is_right():
+        return torch.logdet(input)
+    sign, logarithm, *_ = _by_factors(input)
+    if input.is_complex():
+        return sign.log() + logarithm
+    return torch.where(sign == -1, float("nan"), logarithm)
+
+
+def _torch_is_right() -> bool:
+    """Outside of forward mode, unless a tracer records what forward mode may read later."""
+    return not functorch.forward_mode_active() and not functorch.tracing()
+
+
+def _has_factors(A: Tensor) -> bool:
+    """Whether torch factorises A; the others are its errors, and the empty matrices."""
+    square = A.dim() >= 2 and A.shape[-1] == A.shape[-2]
+    narrow = A.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    return square and not narrow and A.numel() > 0
+
+
+class _Near(NamedTuple):
+    """A regular matrix A + W V^T, all of it constant."""
+
+    change: Tensor  # W V^T
+    columns: Tensor  # W, a column for each place
+    places: Tensor  # V has a 1 here, for each column
+    lost: Tensor  # more pivots are 0 than there are places
+    value: Tensor  # the determinant of the regular matrix
+    identity: Tensor
+    small_identity: Tensor
+
+
+def _regular_matrix_near(A: Tensor) -> _Near:
+    """Replaces the pivots that are 0: with A = P L U, P L (U + s e_i e_i^T) = A + (s P L e_i) e_i^T."""
+    n = A.shape[-1]
+    count = min(n, DEFICIENCY)
+    LU, swaps, _ = torch.linalg.lu_factor_ex(A)
+    P, L, U = torch.lu_unpack(LU, swaps)
+    pivots = U.diagonal(dim1=-2, dim2=-1)
+    sizes = U.abs().amax(-2)
+    zero = pivots.abs() <= n * torch.finfo(A.dtype).eps * sizes
+    largest = sizes.amax(-1, True)
+    size = torch.where(largest > 0, largest, 1).to(A.dtype)
+    places = zero.to(A.real.dtype).topk(count).indices
+    amounts = torch.where(zero.gather(-1, places), size, 0)
+    wide = places[..., None, :].expand(*L.shape[:-1], count)
+    columns = P @ (L.gather(-1, wide) * amounts[..., None, :])
+    regular = pivots.scatter_add(-1, places, amounts)
+    identity = torch.eye(n, dtype=A.dtype, device=A.device)
+    return _Near(
+        change=torch.zeros_like(A).scatter_add(-1, wide, columns),
+        columns=columns,
+        places=places,
+        lost=zero.sum(-1) > count,
+        value=_parity(swaps).to(A.dtype) * regular.prod(-1),
+        identity=identity,
+        small_identity=identity[:count, :count],
+    )
+
+
+def _decompose(B: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sign, logarithm of the absolute determinant, and B^-1 W, of a regular B."""
+    if _torch_is_right():
+        sign, logarithm = torch.linalg.slogdet(B)
+        return sign, logarithm, torch.linalg.solve_ex(B, W)[0]
+    sign, logarithm, LU, swaps = _by_factors(B)
+    return sign, logarithm, torch.linalg.lu_solve(LU, swaps, W)
+
+
+def _by_factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sign and logarithm by factors that torch differentiates, and the factors."""
+    LU, swaps, _ = torch.linalg.lu_factor_ex(A)
+    pivots = LU.diagonal(dim1=-2, dim2=-1)
+    sign = _parity(swaps).to(A.dtype) * pivots.sgn().prod(-1)
+    return sign, pivots.abs().log().sum(-1), LU, swaps
+
+
+def _parity(swaps: Tensor) -> Tensor:
+    """The sign of the permutation of rows: swaps[i] says which row, from 1, took the place of row i."""
+    still = torch.arange(1, swaps.shape[-1] + 1, device=swaps.device)
+    return 1 - 2 * ((swaps != still).sum(-1) % 2)
+
+
+def _det_up_to_3(M: Tensor) -> Tensor:
+    """By Sarrus' rule, a polynomial, which has all its derivatives at singular matrices too."""
+    n = M.shape[-1]
+    a = [[M[..., i, j] for j in range(n)] for i in range(n)]
+    if n == 1:
+        return a[0][0]
+    if n == 2:
+        return a[0][0] * a[1][1] - a[0][1] * a[1][0]
+    return (
+        a[0][0] * (a[1][1] * a[2][2] - a[1][2] * a[2][1])
+        - a[0][1] * (a[1][0] * a[2][2] - a[1][2] * a[2][0])
+        + a[0][2] * (a[1][0] * a[2][1] - a[1][1] * a[2][0])
+    )
+
+
+def _slogdet_method(input: Tensor, *, out: Any = None) -> Any:
+    return slogdet(input, out=out)
+
+
+def _det_method(input: Tensor) -> Tensor:
+    return det(input)
+
+
+REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.det: det,
+    torch.det: _det_method,  # the name of the argument is input, not A
+    torch.Tensor.det: _det_method,
+    torch.linalg.slogdet: slogdet,
+    torch.slogdet: _slogdet_method,
+    torch.Tensor.slogdet: _slogdet_method,
+    torch.logdet: logdet,
+    torch.Tensor.logdet: logdet,
+}

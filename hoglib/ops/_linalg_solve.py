@@ -1,0 +1,84 @@
+"""Solutions of linear systems.
+
+Torch's rule for the tangent of a solution takes the factors of A for constants, so that nothing may be
+differentiated after forward mode; its reverse mode is right to any order.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _functorch as functorch
+from hoglib.ops._full_precision import full_precision
+
+
+@full_precision(widen=True)
+def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Tensor:
+    r"""The solution of a linear system, as torch.linalg.solve.
+
+        A X = B, or X A = B with left=False        dX = A^-1 (dB - dA X)
+
+    Shapes: A (*, n, n), B (*, n, k), or (*, n) by torch's rule for vectors; batches broadcast.
+    Reverse mode is torch's own. Under forward mode X = X0 + A^-1 (B - A X0), where X0 is torch's
+    solution, without derivatives, and A^-1 torch's inverse, whose derivatives are right to any order.
+    Raises what torch raises: LinAlgError for a singular A, RuntimeError for shapes and dtypes.
+    """
+    if out is not None:
+        return torch.linalg.solve(A, B, left=left, out=out)
+    if _torch_is_right():
+        return torch.linalg.solve(A, B, left=left)
+    return _refined(A, B, torch.linalg.solve(A.detach(), B.detach(), left=left), left)
+
+
+@full_precision(widen=True)
+def solve_ex(
+    A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None
+) -> Any:
+    r"""`solve`, with the index of the first pivot that is 0 instead of an error; as torch's."""
+    if out is not None:
+        return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors, out=out)
+    if _torch_is_right():
+        return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors)
+    X, info = torch.linalg.solve_ex(
+        A.detach(), B.detach(), left=left, check_errors=check_errors
+    )
+    make: Any = torch.return_types.linalg_solve_ex  # type: ignore[attr-defined]
+    return make((_refined(A, B, X, left), info))
+
+
+@full_precision(widen=True)
+def tensorsolve(
+    A: Tensor, B: Tensor, dims: Sequence[int] | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    r"""X with tensordot(A, X, X.dim()) = B, as torch.linalg.tensorsolve; its derivatives are `solve`'s."""
+    if out is not None or _torch_is_right():
+        return torch.linalg.tensorsolve(A, B, dims, out=out)
+    torch.linalg.tensorsolve(A.detach(), B.detach(), dims)  # torch's errors
+    order = [d % A.dim() for d in dims or ()]
+    last = A.permute([d for d in range(A.dim()) if d not in order] + order)
+    unknown = last.shape[B.dim() :]
+    n = prod(unknown)
+    return solve(last.reshape(n, n), B.reshape(n)).reshape(unknown)
+
+
+def _torch_is_right() -> bool:
+    """Outside of forward mode, unless a tracer records what forward mode may read later."""
+    return not functorch.forward_mode_active() and not functorch.tracing()
+
+
+def _refined(A: Tensor, B: Tensor, X: Tensor, left: bool) -> Tensor:
+    """A step of iterative refinement: from a constant X, it has all the derivatives of A^-1 B."""
+    inverse = torch.linalg.inv_ex(A)[0]
+    if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
+        return X + (inverse @ (B.unsqueeze(-1) - A @ X.unsqueeze(-1))).squeeze(-1)
+    return X + (inverse @ (B - A @ X) if left else (B - X @ A) @ inverse)
+
+
+REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.solve: solve,
+    torch.linalg.solve_ex: solve_ex,
+    torch.linalg.tensorsolve: tensorsolve,
+}
