@@ -1,5 +1,6 @@
 """Verified custom Functions: tensors first, options keyword-only, differentiable to any order."""
 
+from hoglib.ops._cholesky_inverse import cholesky_inverse
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._define import define
@@ -13,16 +14,22 @@ from hoglib.ops._gradient import (
     straight_through,
 )
 from hoglib.ops._kinks import clamp, relu, scaled_activation, smooth_l1, split_signs
+from hoglib.ops._linalg_det import det, logdet, slogdet
+from hoglib.ops._linalg_solve import solve, solve_ex, tensorsolve
 from hoglib.ops._linear import linear, linear_act
+from hoglib.ops._linear_cross_entropy import linear_cross_entropy
+from hoglib.ops._margin import multi_margin_loss, multilabel_margin_loss
 from hoglib.ops._pointwise import exp, power, quadratic, sigmoid, square, swish, tanh
 from hoglib.ops._products import bias_add, matmul, mul
 from hoglib.ops._reduce import amax, logsumexp, mean, sum
+from hoglib.ops._regression import huber_loss, mse_loss
 from hoglib.ops._remat import remat
 from hoglib.ops._sinh import sinh
 
 __all__ = [
     "amax",
     "bias_add",
+    "cholesky_inverse",
     "clamp",
     "clip_gradient",
     "clipped_gradient_linear",
@@ -30,14 +37,21 @@ __all__ = [
     "conv2d",
     "conv3d",
     "define",
+    "det",
     "exp",
     "external",
+    "huber_loss",
     "linear",
     "linear_act",
+    "linear_cross_entropy",
+    "logdet",
     "logsumexp",
     "matmul",
     "mean",
+    "mse_loss",
     "mul",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
     "power",
     "quadratic",
     "relu",
@@ -47,8 +61,11 @@ __all__ = [
     "scaled_activation",
     "sigmoid",
     "sinh",
+    "slogdet",
     "smooth_l1",
     "softmax_cross_entropy",
+    "solve",
+    "solve_ex",
     "split_signs",
     "square",
     "stop_gradient",
@@ -56,4 +73,5 @@ __all__ = [
     "sum",
     "swish",
     "tanh",
+    "tensorsolve",
 ]

@@ -1,7 +1,7 @@
 """Determinants and their logarithms.
 
-Torch's rules for their tangents take the factors of A for constants, and its det has NaN or wrong second
-derivatives where it is small. What is right in every mode: slogdet in reverse mode, the factors
+Torch's rules for their tangents take the factors of A for constants, and the second derivatives of its
+det are NaN or wrong where it is small. What is right in every mode: slogdet in reverse mode, the factors
 themselves in all.
 """
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib import _functorch as functorch
 from hoglib.ops._full_precision import full_precision
+from hoglib.ops._modes import reverse_only
 
 # By so much can the rank be less than n with every derivative to the third order right.
 DEFICIENCY = 3
@@ -24,14 +24,16 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
 
         det A = det(A + W V^T) det(I - V^T (A + W V^T)^-1 W)        d det A = tr(adj(A) dA)
 
-    Shapes: A (*, n, n); the result (*). W and V are constants: W = 0 where A has full rank, otherwise they
-    have a column for each pivot that is 0 to rounding, which makes A + W V^T regular. So the
+    Shapes: A (*, n, n); the result (*). W and V are constants: W = 0 where A has full rank, otherwise
+    they have a column for each pivot that is 0 to rounding, which makes A + W V^T regular. So the
     derivatives of singular matrices are right too, where torch's are 0, wrong or NaN: to any order for
-    rank n - 3 and more, and 0, which is right to the third order, for less.
+    rank n - 3 and more, and 0, which is right to the third order, for less. For n <= 3, Sarrus' rule.
     Raises RuntimeError as torch does, for matrices that are not square and for dtypes.
     """
     if out is not None or not _has_factors(A):
-        return torch.linalg.det(A, out=out)  # type: ignore[call-overload]
+        return torch.linalg.det(A, out=out)
+    if A.shape[-1] <= 3:
+        return _det_up_to_3(A)
     around = _regular_matrix_near(A.detach())
     B = torch.where(around.lost[..., None, None], around.identity, A + around.change)
     sign, logarithm, X = _decompose(B, around.columns)
@@ -52,10 +54,10 @@ def slogdet(A: Tensor, *, out: Any = None) -> Any:
     Shapes: A (*, n, n); both results (*). A singular A has (0, -inf) and, as in torch, derivatives that
     are not finite. Errors as for `det`.
     """
-    if out is not None or not _has_factors(A) or _torch_is_right():
-        return torch.linalg.slogdet(A, out=out)  # type: ignore[call-overload]
+    if out is not None or not _has_factors(A) or reverse_only():
+        return torch.linalg.slogdet(A, out=out)
     make: Any = torch.return_types.linalg_slogdet  # type: ignore[attr-defined]
-    return make(_by_factors(A)[:2])
+    return make(_by_factors(A))
 
 
 @full_precision(widen=False)
@@ -64,27 +66,21 @@ def logdet(input: Tensor) -> Tensor:
 
         y = log det A        dy = tr(A^-1 dA)
 
-    NaN for a negative determinant; -inf for that of a singular matrix, as `slogdet`. Of complex matrices,
-    the principal branch. Shapes and errors as for `slogdet`.
+    NaN for a negative determinant; -inf for that of a singular matrix, as `slogdet`. Of complex
+    matrices, the principal branch. Shapes and errors as for `slogdet`.
     """
-    if not _has_factors(input) or _torch_is_right():
+    if not _has_factors(input) or reverse_only():
         return torch.logdet(input)
-    sign, logarithm, *_ = _by_factors(input)
+    sign, logarithm = _by_factors(input)
     if input.is_complex():
         return sign.log() + logarithm
     return torch.where(sign == -1, float("nan"), logarithm)
 
 
-def _torch_is_right() -> bool:
-    """Outside of forward mode, unless a tracer records what forward mode may read later."""
-    return not functorch.forward_mode_active() and not functorch.tracing()
-
-
 def _has_factors(A: Tensor) -> bool:
     """Whether torch factorises A; the others are its errors, and the empty matrices."""
-    square = A.dim() >= 2 and A.shape[-1] == A.shape[-2]
-    narrow = A.dtype not in (torch.float32, torch.float64, torch.complex64, torch.complex128)
-    return square and not narrow and A.numel() > 0
+    wide = A.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    return wide and A.dim() >= 2 and A.shape[-1] == A.shape[-2] and A.numel() > 0
 
 
 class _Near(NamedTuple):
@@ -129,19 +125,18 @@ def _regular_matrix_near(A: Tensor) -> _Near:
 
 def _decompose(B: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sign, logarithm of the absolute determinant, and B^-1 W, of a regular B."""
-    if _torch_is_right():
+    if reverse_only():
         sign, logarithm = torch.linalg.slogdet(B)
         return sign, logarithm, torch.linalg.solve_ex(B, W)[0]
-    sign, logarithm, LU, swaps = _by_factors(B)
-    return sign, logarithm, torch.linalg.lu_solve(LU, swaps, W)
+    return *_by_factors(B), torch.linalg.inv_ex(B)[0] @ W
 
 
-def _by_factors(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sign and logarithm by factors that torch differentiates, and the factors."""
+def _by_factors(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Sign and logarithm by factors, which torch differentiates in every mode."""
     LU, swaps, _ = torch.linalg.lu_factor_ex(A)
     pivots = LU.diagonal(dim1=-2, dim2=-1)
     sign = _parity(swaps).to(A.dtype) * pivots.sgn().prod(-1)
-    return sign, pivots.abs().log().sum(-1), LU, swaps
+    return sign, pivots.abs().log().sum(-1)
 
 
 def _parity(swaps: Tensor) -> Tensor:
@@ -155,7 +150,7 @@ def _det_up_to_3(M: Tensor) -> Tensor:
     n = M.shape[-1]
     a = [[M[..., i, j] for j in range(n)] for i in range(n)]
     if n == 1:
-        return a[0][0]
+        return a[0][0].clone()  # torch's result is no view of A
     if n == 2:
         return a[0][0] * a[1][1] - a[0][1] * a[1][0]
     return (

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib import _functorch as functorch
 from hoglib.ops._full_precision import full_precision
+from hoglib.ops._modes import reverse_only
 
 
 @full_precision(widen=True)
@@ -28,7 +28,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None)
     """
     if out is not None:
         return torch.linalg.solve(A, B, left=left, out=out)
-    if _torch_is_right():
+    if reverse_only():
         return torch.linalg.solve(A, B, left=left)
     return _refined(A, B, torch.linalg.solve(A.detach(), B.detach(), left=left), left)
 
@@ -40,11 +40,9 @@ def solve_ex(
     r"""`solve`, with the index of the first pivot that is 0 instead of an error; as torch's."""
     if out is not None:
         return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors, out=out)
-    if _torch_is_right():
+    if reverse_only():
         return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors)
-    X, info = torch.linalg.solve_ex(
-        A.detach(), B.detach(), left=left, check_errors=check_errors
-    )
+    X, info = torch.linalg.solve_ex(A.detach(), B.detach(), left=left, check_errors=check_errors)
     make: Any = torch.return_types.linalg_solve_ex  # type: ignore[attr-defined]
     return make((_refined(A, B, X, left), info))
 
@@ -53,8 +51,8 @@ def solve_ex(
 def tensorsolve(
     A: Tensor, B: Tensor, dims: Sequence[int] | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    r"""X with tensordot(A, X, X.dim()) = B, as torch.linalg.tensorsolve; its derivatives are `solve`'s."""
-    if out is not None or _torch_is_right():
+    r"""X with tensordot(A, X, X.dim()) = B, as torch.linalg.tensorsolve; see `solve`."""
+    if out is not None or reverse_only():
         return torch.linalg.tensorsolve(A, B, dims, out=out)
     torch.linalg.tensorsolve(A.detach(), B.detach(), dims)  # torch's errors
     order = [d % A.dim() for d in dims or ()]
@@ -62,11 +60,6 @@ def tensorsolve(
     unknown = last.shape[B.dim() :]
     n = prod(unknown)
     return solve(last.reshape(n, n), B.reshape(n)).reshape(unknown)
-
-
-def _torch_is_right() -> bool:
-    """Outside of forward mode, unless a tracer records what forward mode may read later."""
-    return not functorch.forward_mode_active() and not functorch.tracing()
 
 
 def _refined(A: Tensor, B: Tensor, X: Tensor, left: bool) -> Tensor:

@@ -5,12 +5,14 @@ The test matrix runs each of its cells on each sample of each entry, or reads he
 
 from hoglib.ops._entries_conv import CONV
 from hoglib.ops._entries_gradient import GRADIENT
+from hoglib.ops._entries_linalg import LINALG
 from hoglib.ops._entries_linear import LINEAR
 from hoglib.ops._entries_other import OTHER
 from hoglib.ops._entries_pointwise import POINTWISE
 from hoglib.ops._entries_reduce import REDUCE
+from hoglib.ops._entries_regression import REGRESSION
 from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
 
-CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER)
+CATALOGUE = (*POINTWISE, *LINEAR, *REDUCE, *CONV, *GRADIENT, *OTHER, *LINALG, *REGRESSION)
