@@ -1,4 +1,4 @@
-"""The catalogue of linear algebra that torch has wrong. References: Laplace's expansion and Cramer's rule."""
+"""The catalogue of linear algebra that torch has wrong; references by Laplace's expansion."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,14 +45,14 @@ def _inverse(A: Tensor) -> Tensor:
 
 
 def _cramer(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
-    if B.dim() == A.dim() - 1:
+    if B.shape == A.shape[:-1]:
         return (_inverse(A) @ B[..., None])[..., 0]
     return _inverse(A) @ B if left else B @ _inverse(A)
 
 
 def _slogdet(A: Tensor) -> tuple[Tensor, Tensor]:
     d = _laplace(A)
-    return d / d.abs(), d.abs().log()
+    return d.sgn(), d.abs().log()
 
 
 def _logdet(A: Tensor) -> Tensor:
@@ -76,6 +76,12 @@ def solve_ex(A: Tensor, B: Tensor, **options: Any) -> Tensor:
     """The solution; the other result is of integers."""
     solution: Tensor = ops.solve_ex(A, B, **options)[0]
     return solution
+
+
+def slogdet(A: Tensor) -> tuple[Tensor, Tensor]:
+    """A plain tuple, for which torch.func.vjp takes a plain tuple of cotangents."""
+    sign, logarithm = ops.slogdet(A)
+    return sign, logarithm
 
 
 def _of_matrices(
@@ -170,7 +176,7 @@ LINALG = (
     _of_matrices(
         "slogdet",
         "det A / |det A|, log |det A|",
-        ops.slogdet,
+        slogdet,
         _slogdet,
         _REGULAR,
         skips={**ONE_TENSOR, **MATRICES, **SINGULAR},

@@ -11,10 +11,8 @@ from hoglib.ops._entry import ONE_TENSOR, Op, same_shapes, sample
 WARNS = {"broadcasting": "torch warns of it, which is an error here; in tests/test_regression.py"}
 
 
-def _reduced(loss: Tensor, reduction: str, weight: Tensor | None = None) -> Tensor:
-    if reduction != "mean":
-        return loss.sum() if reduction == "sum" else loss
-    return loss.mean() if weight is None else loss.sum() / weight.sum()
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    return {"none": lambda: loss, "sum": loss.sum, "mean": loss.mean}[reduction]()
 
 
 def _mse(
@@ -33,7 +31,7 @@ def _huber(
     d = input - target
     h = d.clamp(-delta, delta)
     loss = h * (d - h / 2)
-    return _reduced(loss if weight is None else loss * weight, reduction, weight)
+    return _reduced(loss if weight is None else loss * weight, reduction)
 
 
 def _multi_margin(
@@ -46,24 +44,25 @@ def _multi_margin(
     reduction: str = "mean",
 ) -> Tensor:
     x, t = torch.atleast_2d(input), target.reshape(-1)
-    rows = []
+    rows = [x[:0, 0]]
     for n in range(len(t)):
         others = [j for j in range(x.shape[1]) if j != t[n]]
         loss = torch.relu(margin - x[n, t[n], None] + x[n, others]) ** p
-        rows.append(loss.sum() / x.shape[1] * (1 if weight is None else weight[t[n]]))
-    return _reduced(torch.stack(rows).reshape(target.shape), reduction)
+        loss = loss.sum(0, True) / x.shape[1]
+        rows.append(loss if weight is None else loss * weight[t[n]])
+    return _reduced(torch.cat(rows).reshape(target.shape), reduction)
 
 
 def _multilabel_margin(input: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
     x, t = torch.atleast_2d(input), torch.atleast_2d(target)
-    rows = []
+    rows = [x[:0, 0]]
     for n in range(len(t)):
         listed = t[n].tolist()
         listed = listed[: listed.index(-1)] if -1 in listed else listed
         others = [j for j in range(x.shape[1]) if j not in listed]
         losses = [torch.relu(1 - x[n, i, None] + x[n, others]).sum() for i in listed]
-        rows.append(torch.stack([0 * x[n].sum(), *losses]).sum() / x.shape[1])
-    return _reduced(torch.stack(rows).reshape(input.shape[:-1]), reduction)
+        rows.append(torch.stack([0 * x[n].sum(), *losses]).sum(0, True) / x.shape[1])
+    return _reduced(torch.cat(rows).reshape(input.shape[:-1]), reduction)
 
 
 def _linear_cross_entropy(

@@ -1,8 +1,8 @@
 """Determinants and their logarithms.
 
-Torch's rules for their tangents take the factors of A for constants, and the second derivatives of its
-det are NaN or wrong where it is small. What is right in every mode: slogdet in reverse mode, the factors
-themselves in all.
+Torch's rules for their tangents take the factors of A for constants, and the second derivatives of
+its det are NaN or wrong where it is small. What is right: slogdet in reverse mode, the factors
+themselves in every mode.
 """
 
 from collections.abc import Callable

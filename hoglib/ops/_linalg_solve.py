@@ -52,13 +52,14 @@ def tensorsolve(
     A: Tensor, B: Tensor, dims: Sequence[int] | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     r"""X with tensordot(A, X, X.dim()) = B, as torch.linalg.tensorsolve; see `solve`."""
-    if out is not None or reverse_only():
+    if out is not None:
         return torch.linalg.tensorsolve(A, B, dims, out=out)
-    torch.linalg.tensorsolve(A.detach(), B.detach(), dims)  # torch's errors
-    order = [d % A.dim() for d in dims or ()]
-    last = A.permute([d for d in range(A.dim()) if d not in order] + order)
+    moved = [d % A.dim() for d in dims or ()]
+    last = A.permute([d for d in range(A.dim()) if d not in moved] + moved)
     unknown = last.shape[B.dim() :]
     n = prod(unknown)
+    if n != prod(last.shape[: B.dim()]) or n != B.numel():
+        return torch.linalg.tensorsolve(A, B, dims)  # torch's error
     return solve(last.reshape(n, n), B.reshape(n)).reshape(unknown)
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction
 
+from hoglib import _arguments as arguments
 from hoglib.ops._full_precision import full_precision, is_narrow
 from hoglib.ops._modes import reverse_only
 
@@ -29,11 +30,12 @@ def linear_cross_entropy(
         z = input W^T + b        y = sum_c w_c q_c (log sum_d e^z_d - z_c)
 
     Shapes: input (N, F) or (F); W = linear_weight (C, *, F) and b without its F; target the classes
-    (N, *), of dtype long, or probabilities q (N, C, *); weight w (C). The mean over classes is weighted, without
-    those that are ignore_index, -100 by default. options, which choose a way to save memory, do not
-    change the result and are not read: that way has no second derivatives.
-    Raises what torch raises: RuntimeError for shapes, IndexError for a class that is not there.
+    (N, *), of dtype long, or probabilities q (N, C, *); weight w (C). The mean over
+    classes is weighted, without those that are ignore_index, -100 by default. options, which choose a
+    way to save memory, do not change the result and are not read: that way is differentiable once.
+    Raises what torch raises: RuntimeError for shapes, ValueError for a wrong reduction.
     """
+    arguments.real("input", input)
     _check(input, linear_weight, linear_bias)
     classes, positions = linear_weight.shape[0], linear_weight.shape[1:-1]
     bias = None if linear_bias is None else linear_bias.reshape(-1)

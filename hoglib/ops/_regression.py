@@ -11,11 +11,9 @@ from torch.nn import _reduction
 
 from hoglib import _arguments as arguments
 from hoglib.ops._full_precision import full_precision, is_narrow
-from hoglib.ops._modes import reverse_only
 
 # torch's annotations lack the weight
 _TORCH_MSE: Callable[..., Tensor] = F.mse_loss
-_TORCH_HUBER: Callable[..., Tensor] = F.huber_loss
 
 
 def mse_loss(
@@ -30,15 +28,12 @@ def mse_loss(
 
         y = w d^2, its sum, or its sum over that of w        dy/dinput = 2 w d,  d = input - target
 
-    Shapes: input and target broadcast, with torch's warning; weight has the shape of input. Without
-    forward mode it is torch's own, whose gradient forward mode cannot pass.
+    Shapes: input and target broadcast, with torch's warning; weight has the shape of input.
     Raises ValueError for a wrong weight or reduction, TypeError for complex numbers.
     """
     if weight is not None:  # torch's composite, right in every mode
         return _TORCH_MSE(input, target, size_average, reduce, reduction, weight)
     arguments.real("input", input)
-    if reverse_only():
-        return _TORCH_MSE(input, target, size_average, reduce, reduction)
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     return _mse(*_broadcast(input, target), reduction)
@@ -56,13 +51,11 @@ def huber_loss(
         y = w d^2 / 2 where |d| < delta, else w delta (|d| - delta / 2),        d = input - target
 
     At the kinks of its slope, |d| = delta, the second derivative is 0. Shapes, reduction and weight
-    as for `mse_loss`. Without forward mode it is torch's own, whose gradient forward mode cannot pass.
+    as for `mse_loss`, except that the weighted mean divides by the number of elements.
     Raises ValueError for a wrong weight or reduction, RuntimeError for a delta that is not positive,
     TypeError for complex numbers.
     """
     arguments.real("input", input)
-    if reverse_only():
-        return _TORCH_HUBER(input, target, reduction, delta, weight)
     if delta <= 0:
         raise RuntimeError("huber_loss does not support non-positive values for delta.")
     if weight is None:
@@ -70,8 +63,6 @@ def huber_loss(
     if weight.size() != input.size():
         raise ValueError("Weights and input must have the same size.")
     weighted = _huber(*_broadcast(input, target), "none", delta) * weight
-    if reduction == "mean":
-        return weighted.sum() / weight.sum()
     return _reduced(weighted, reduction)
 
 
@@ -105,9 +96,10 @@ def _huber(input: Tensor, target: Tensor, reduction: str, delta: float) -> Tenso
 
 
 def _reduced(x: Tensor, reduction: str) -> Tensor:
-    if reduction == "none":
+    number = _reduction.get_enum(reduction)
+    if number == 0:
         return x
-    return x.mean() if _reduction.get_enum(reduction) == 1 else x.sum()
+    return x.mean() if number == 1 else x.sum()
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
