@@ -28,6 +28,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None)
     """
     if out is not None:
         return torch.linalg.solve(A, B, left=left, out=out)
+    A, B = _of_one_rank(A, B)
     if reverse_only():
         return torch.linalg.solve(A, B, left=left)
     return _refined(A, B, torch.linalg.solve(A.detach(), B.detach(), left=left), left)
@@ -40,6 +41,7 @@ def solve_ex(
     r"""`solve`, with the index of the first pivot that is 0 instead of an error; as torch's."""
     if out is not None:
         return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors, out=out)
+    A, B = _of_one_rank(A, B)
     if reverse_only():
         return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors)
     X, info = torch.linalg.solve_ex(A.detach(), B.detach(), left=left, check_errors=check_errors)
@@ -63,10 +65,22 @@ def tensorsolve(
     return solve(last.reshape(n, n), B.reshape(n)).reshape(unknown)
 
 
+def _is_vector(A: Tensor, B: Tensor) -> bool:
+    return B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1])
+
+
+def _of_one_rank(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices with as many batch dimensions as each other: else torch's vmap aligns them wrongly."""
+    missing = B.dim() - A.dim()
+    if A.dim() < 2 or _is_vector(A, B) or missing == 0:
+        return A, B
+    return A[(None,) * max(missing, 0)], B[(None,) * max(-missing, 0)]
+
+
 def _refined(A: Tensor, B: Tensor, X: Tensor, left: bool) -> Tensor:
     """A step of iterative refinement: from a constant X, it has all the derivatives of A^-1 B."""
     inverse = torch.linalg.inv_ex(A)[0]
-    if B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1]):
+    if _is_vector(A, B):
         return X + (inverse @ (B.unsqueeze(-1) - A @ X.unsqueeze(-1))).squeeze(-1)
     return X + (inverse @ (B - A @ X) if left else (B - X @ A) @ inverse)
 

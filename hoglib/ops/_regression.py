@@ -50,7 +50,7 @@ def huber_loss(
 
         y = w d^2 / 2 where |d| < delta, else w delta (|d| - delta / 2),        d = input - target
 
-    At the kinks of its slope, |d| = delta, the second derivative is 0. Shapes, reduction and weight
+    At the kinks of its slope, |d| = delta, the second derivative is w, that of the inside. Shapes, reduction and weight
     as for `mse_loss`, except that the weighted mean divides by the number of elements.
     Raises ValueError for a wrong weight or reduction, RuntimeError for a delta that is not positive,
     TypeError for complex numbers.
@@ -87,12 +87,11 @@ def _mse(input: Tensor, target: Tensor, reduction: str) -> Tensor:
 
 @full_precision(widen=True)
 def _huber(input: Tensor, target: Tensor, reduction: str, delta: float) -> Tensor:
-    """By torch's smooth_l1_loss, which is Huber's over delta and right in every mode."""
-    if delta == float("inf"):
-        return (_mse(input, target, reduction) / 2).to(input.dtype)
     a, b = (x.float() if is_narrow(x) else x for x in (input, target))
-    loss = F.smooth_l1_loss(a, b, reduction=reduction, beta=delta) * delta
-    return loss.to(input.dtype)  # torch's gives the dtype of input, not the wider one
+    d = a - b
+    h = d.clamp(-delta, delta)
+    # torch's gives the dtype of input, not the wider one
+    return _reduced(h * (d - h / 2), reduction).to(input.dtype)
 
 
 def _reduced(x: Tensor, reduction: str) -> Tensor:
