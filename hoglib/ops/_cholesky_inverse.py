@@ -15,8 +15,8 @@ def cholesky_inverse(L: Tensor, upper: bool = False, *, out: Tensor | None = Non
 
         Y = (L L^H)^-1, or (L^H L)^-1 if upper        dY = -Y d(L L^H) Y
 
-    Shapes: L and Y (*, n, n). Only the triangle of L is read, so the gradient of the rest is 0; torch's
-    gradient is wrong for an L that is no triangle, as is its forward mode for any.
+    Shapes: L and Y (*, n, n); the diagonal of L is real. Only the triangle of L is read, so the
+    gradient of the rest is 0; torch's is wrong for an L that is no triangle, its forward mode for any.
     Raises what torch raises: LinAlgError for a 0 on the diagonal, RuntimeError for shapes and dtypes.
     """
     if out is not None:

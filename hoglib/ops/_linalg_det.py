@@ -25,7 +25,7 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
         det A = det(A + W V^T) det(I - V^T (A + W V^T)^-1 W)        d det A = tr(adj(A) dA)
 
     Shapes: A (*, n, n); the result (*). W and V are constants: W = 0 where A has full rank, otherwise
-    they have a column for each pivot that is 0 to rounding, which makes A + W V^T regular. So the
+    they have a column for each pivot that is almost 0, to 3, which makes A + W V^T regular. So the
     derivatives of singular matrices are right too, where torch's are 0, wrong or NaN: to any order for
     rank n - 3 and more, and 0, which is right to the third order, for less. For n <= 3, Sarrus' rule.
     Raises RuntimeError as torch does, for matrices that are not square and for dtypes.
@@ -42,7 +42,8 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
         growth = growth * sign * sign.detach().conj()
     rows = around.places[..., None].expand(*X.shape[:-2], around.places.shape[-1], X.shape[-1])
     rest = _det_up_to_3(around.small_identity - X.gather(-2, rows))
-    return torch.where(around.lost, 0, around.value * growth * rest)
+    product = torch.where(around.lost, 0, around.regular_value * growth * rest)
+    return around.value + (product - product.detach())
 
 
 @full_precision(widen=False)
@@ -90,7 +91,8 @@ class _Near(NamedTuple):
     columns: Tensor  # W, a column for each place
     places: Tensor  # V has a 1 here, for each column
     lost: Tensor  # more pivots are 0 than there are places
-    value: Tensor  # the determinant of the regular matrix
+    value: Tensor  # the determinant of A
+    regular_value: Tensor  # that of the regular matrix
     identity: Tensor
     small_identity: Tensor
 
@@ -102,22 +104,27 @@ def _regular_matrix_near(A: Tensor) -> _Near:
     LU, swaps, _ = torch.linalg.lu_factor_ex(A)
     P, L, U = torch.lu_unpack(LU, swaps)
     pivots = U.diagonal(dim1=-2, dim2=-1)
-    sizes = U.abs().amax(-2)
-    zero = pivots.abs() <= n * torch.finfo(A.dtype).eps * sizes
-    largest = sizes.amax(-1, True)
-    size = torch.where(largest > 0, largest, 1).to(A.dtype)
-    places = zero.to(A.real.dtype).topk(count).indices
-    amounts = torch.where(zero.gather(-1, places), size, 0)
+    # small against its column and its row, so that rows and columns of any scale are regular
+    rows = (P.mT @ A.abs().amax(-1, True).to(A.dtype)).abs().squeeze(-1)
+    sizes = torch.minimum(U.abs().amax(-2), rows)
+    ratios = pivots.abs() / torch.where(sizes > 0, sizes, 1)
+    eps = torch.finfo(A.dtype).eps
+    smallest, places = ratios.topk(count, largest=False)
+    size = torch.where(sizes > 0, sizes, sizes.amax(-1, True))
+    size = torch.where(size > 0, size, 1).gather(-1, places)
+    amounts = torch.where(smallest < eps ** (1 / 3), size, 0).to(A.dtype)
     wide = places[..., None, :].expand(*L.shape[:-1], count)
     columns = P @ (L.gather(-1, wide) * amounts[..., None, :])
+    parity = _parity(swaps).to(A.dtype)
     regular = pivots.scatter_add(-1, places, amounts)
     identity = torch.eye(n, dtype=A.dtype, device=A.device)
     return _Near(
         change=torch.zeros_like(A).scatter_add(-1, wide, columns),
         columns=columns,
         places=places,
-        lost=zero.sum(-1) > count,
-        value=_parity(swaps).to(A.dtype) * regular.prod(-1),
+        lost=(ratios <= n * eps).sum(-1) > count,
+        value=parity * pivots.prod(-1),
+        regular_value=parity * regular.prod(-1),
         identity=identity,
         small_identity=identity[:count, :count],
     )
