@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from hoglib._functorch import own_kernels
 from hoglib.ops import (
     _batch_norm,
+    _cholesky_inverse,
     _ctc_loss,
     _distance,
     _embedding_bag,
@@ -21,8 +22,14 @@ from hoglib.ops import (
     _hardsigmoid,
     _instance_norm,
     _layer_norm,
+    _linalg_det,
+    _linalg_solve,
+    _linear_cross_entropy,
+    _margin,
+    _regression,
     _scatter_reduce,
     _segment_reduce,
+    _soft_margin,
     _weight_norm,
 )
 from hoglib.ops._attention import scaled_dot_product_attention
@@ -50,6 +57,7 @@ class Need(NamedTuple):
     issue: str = ""  # of pytorch/pytorch
     since: Version = (2, 11)  # the first torch version it was measured on
     until: Version | None = None  # the last one that needs it
+    device: str = "cpu"  # where it shows
 
     @property
     def applies(self) -> bool:
@@ -85,16 +93,36 @@ NEEDS: tuple[Need, ...] = (
     Need("embedding_bag", NO_TWICE, EVERY, _embedding_bag.REPLACES),
     Need("ctc_loss", NO_TWICE, EVERY, _ctc_loss.REPLACES, issue="70108"),
     Need("segment_reduce", NO_TWICE, EVERY, _segment_reduce.REPLACES),
+    Need("multi_margin_loss", NO_TWICE, EVERY, _margin.REPLACES),
     Need("hardsigmoid", NO_TWICE, ("rr", "fr", "ff"), _hardsigmoid.REPLACES),
+    Need(
+        "linear_cross_entropy", f"chunked, a wrong double backward{SILENT}", ("rr",),
+        _linear_cross_entropy.REPLACES, since=(2, 13),
+    ),
     Need("weight_norm", f"a wrong double backward{SILENT}", ("rr",), _weight_norm.REPLACES),
     Need("layer_norm", THIRD, OVER, _layer_norm.REPLACES, issue="196700"),
     Need("batch_norm", THIRD, OVER, _batch_norm.REPLACES, issue="196699"),
     Need("instance_norm", THIRD, OVER, _instance_norm.REPLACES, issue="196699"),
+    Need("linalg.solve", CONSTANT, OVER, _linalg_solve.REPLACES, issue=UMBRELLA),
+    Need("det, slogdet, logdet", CONSTANT, OVER, _linalg_det.REPLACES, issue=UMBRELLA),
+    Need(
+        "cholesky_inverse", f"a wrong forward mode{SILENT}", ("fr", "ff"),
+        _cholesky_inverse.REPLACES, issue=UMBRELLA,
+    ),
+    Need(
+        "mse_loss, huber_loss", "forward mode raises over a backward", ("fr",), _regression.REPLACES,
+        issue="123996",
+    ),
+    Need("soft_margin_loss", NO_FORWARD, ("fr",), _soft_margin.REPLACES),
     Need("glu", "no derivative of its tangent", OVER, _glu.REPLACES),
     Need("grid_sample", NO_FORWARD, ("fr", "rf", "ff"), _grid_sample.REPLACES, issue="117582"),
     Need("scatter_reduce, index_reduce", NO_FORWARD, ("fr", "rf", "ff"), _scatter_reduce.REPLACES),
+    Need("lstm", VENDOR, ("fr",), {torch.lstm: natively(torch.lstm)}),
     *(
-        Need(name, VENDOR, ("fr",), {getattr(torch, name): natively(getattr(torch, name))})
-        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+        Need(
+            name, "cuDNN's has no double backward, torch's own has", ("rr",),
+            {getattr(torch, name): natively(getattr(torch, name))}, device="cuda",
+        )
+        for name in ("gru", "rnn_tanh", "rnn_relu")
     ),
 )  # fmt: skip

@@ -30,7 +30,7 @@ def recurrent(cls):
     """In float32, which is what oneDNN takes."""
     torch.manual_seed(0)
     layer = cls(3, 2)
-    return lambda x: layer(x.float())[0].to(x.dtype)
+    return lambda x: layer.to(x.device)(x.float())[0].to(x.dtype)
 
 
 # name of the row -> calls of torch's own that show it, with inputs
@@ -57,6 +57,8 @@ SAMPLES = {
     "scatter_reduce, index_reduce": [(lambda x: torch.ones(2, 3, dtype=F64).scatter_reduce(0, torch.zeros(2, 3, dtype=torch.long), x, "prod"), X)],
     "lstm": [(recurrent(torch.nn.LSTM), X.float())],
     "gru": [(recurrent(torch.nn.GRU), X.float())],
+    "rnn_tanh": [(recurrent(torch.nn.RNN), X.float())],
+    "rnn_relu": [(recurrent(lambda *sizes: torch.nn.RNN(*sizes, nonlinearity="relu")), X.float())],
 }
 if INSTALLED >= (2, 13):
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
@@ -65,9 +67,15 @@ if INSTALLED >= (2, 13):
 # fmt: on
 
 CASES = [
-    pytest.param(need, fn, inputs, mode, id=f"{need.name} {i} {mode}")
+    pytest.param(
+        need,
+        fn,
+        inputs,
+        mode,
+        id=f"{need.name} {i} {mode}",
+        marks=[pytest.mark.gpu] if need.device == "cuda" else [],
+    )
     for need in stand_ins.rows()
-    if need.name in SAMPLES
     for i, (fn, inputs) in enumerate(SAMPLES[need.name])
     for mode in need.modes
 ]
@@ -78,12 +86,13 @@ def report(fn, inputs, mode):
 
 
 def test_every_row_has_a_sample():
-    without = {need.name for need in NEEDS if need.applies and need.name not in SAMPLES}
-    assert without <= {"rnn_tanh", "rnn_relu"}  # as lstm and gru, on GPUs
+    assert {need.name for need in NEEDS if need.applies} == set(SAMPLES)
 
 
 @pytest.mark.parametrize(("need", "fn", "inputs", "mode"), CASES)
 def test_torch_needs_it_still_and_the_stand_in_is_right(need, fn, inputs, mode):
+    if need.device == "cuda":
+        inputs = inputs.cuda()
     alone = report(fn, inputs, mode)
     assert not alone.ok, f"torch {torch.__version__} no longer needs {need.name} in {mode}"
 

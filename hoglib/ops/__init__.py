@@ -2,6 +2,7 @@
 
 from hoglib.ops._attention import scaled_dot_product_attention
 from hoglib.ops._batch_norm import batch_norm
+from hoglib.ops._cholesky_inverse import cholesky_inverse
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._ctc_loss import ctc_loss
@@ -23,10 +24,15 @@ from hoglib.ops._hardsigmoid import hardsigmoid
 from hoglib.ops._instance_norm import instance_norm
 from hoglib.ops._kinks import clamp, relu, scaled_activation, smooth_l1, split_signs
 from hoglib.ops._layer_norm import layer_norm
+from hoglib.ops._linalg_det import det, logdet, slogdet
+from hoglib.ops._linalg_solve import solve, solve_ex, tensorsolve
 from hoglib.ops._linear import linear, linear_act
+from hoglib.ops._linear_cross_entropy import linear_cross_entropy
+from hoglib.ops._margin import multi_margin_loss, multilabel_margin_loss
 from hoglib.ops._pointwise import exp, power, quadratic, sigmoid, square, swish, tanh
 from hoglib.ops._products import bias_add, matmul, mul
 from hoglib.ops._reduce import amax, logsumexp, mean, sum
+from hoglib.ops._regression import huber_loss, mse_loss
 from hoglib.ops._remat import remat
 from hoglib.ops._scatter_reduce import index_reduce, scatter_reduce
 from hoglib.ops._segment_reduce import segment_reduce
@@ -39,6 +45,7 @@ __all__ = [
     "batch_norm",
     "bias_add",
     "cdist",
+    "cholesky_inverse",
     "clamp",
     "clip_gradient",
     "clipped_gradient_linear",
@@ -47,21 +54,28 @@ __all__ = [
     "conv3d",
     "ctc_loss",
     "define",
+    "det",
     "embedding_bag",
     "exp",
     "external",
     "glu",
     "grid_sample",
     "hardsigmoid",
+    "huber_loss",
     "index_reduce",
     "instance_norm",
     "layer_norm",
     "linear",
     "linear_act",
+    "linear_cross_entropy",
+    "logdet",
     "logsumexp",
     "matmul",
     "mean",
+    "mse_loss",
     "mul",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
     "pairwise_distance",
     "pdist",
     "power",
@@ -76,9 +90,12 @@ __all__ = [
     "segment_reduce",
     "sigmoid",
     "sinh",
+    "slogdet",
     "smooth_l1",
     "soft_margin_loss",
     "softmax_cross_entropy",
+    "solve",
+    "solve_ex",
     "split_signs",
     "square",
     "stop_gradient",
@@ -86,5 +103,6 @@ __all__ = [
     "sum",
     "swish",
     "tanh",
+    "tensorsolve",
     "weight_norm",
 ]

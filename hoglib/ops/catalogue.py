@@ -12,11 +12,13 @@ from hoglib.ops._entries_embedding_bag import EMBEDDING_BAG
 from hoglib.ops._entries_gates import GATES
 from hoglib.ops._entries_gradient import GRADIENT
 from hoglib.ops._entries_grid import GRID
+from hoglib.ops._entries_linalg import LINALG
 from hoglib.ops._entries_linear import LINEAR
 from hoglib.ops._entries_norms import NORMS
 from hoglib.ops._entries_other import OTHER
 from hoglib.ops._entries_pointwise import POINTWISE
 from hoglib.ops._entries_reduce import REDUCE
+from hoglib.ops._entries_regression import REGRESSION
 from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
@@ -35,5 +37,7 @@ CATALOGUE = (
     *EMBEDDING_BAG,
     *GATES,
     *GRID,
+    *LINALG,
     *NORMS,
+    *REGRESSION,
 )

@@ -1,0 +1,107 @@
+"""Losses of regression whose gradients torch does not differentiate in forward mode."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import _reduction
+
+from hoglib import _arguments as arguments
+from hoglib.ops._full_precision import full_precision, is_narrow
+
+# torch's annotations lack the weight
+_TORCH_MSE: Callable[..., Tensor] = F.mse_loss
+
+
+def mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    r"""Squared error, as torch.nn.functional.mse_loss.
+
+        y = w d^2, its sum, or its sum over that of w        dy/dinput = 2 w d,  d = input - target
+
+    Shapes: input and target broadcast, with torch's warning; weight has the shape of input.
+    Raises ValueError for a wrong weight or reduction, TypeError for complex numbers.
+    """
+    if weight is not None:  # torch's composite, right in every mode
+        return _TORCH_MSE(input, target, size_average, reduce, reduction, weight)
+    arguments.real("input", input)
+    if size_average is not None or reduce is not None:
+        reduction = _reduction.legacy_get_string(size_average, reduce)
+    return _mse(*_broadcast(input, target), reduction)
+
+
+def huber_loss(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    delta: float = 1.0,
+    weight: Tensor | None = None,
+) -> Tensor:
+    r"""Huber's loss, as torch.nn.functional.huber_loss.
+
+        y = w d^2 / 2 where |d| < delta, else w delta (|d| - delta / 2),        d = input - target
+
+    At the kinks of its slope, |d| = delta, the second derivative is w, that of the inside; torch's is 0.
+    Shapes, reduction and weight as for `mse_loss`, but the weighted mean is that of the elements.
+    Raises ValueError for a wrong weight or reduction, RuntimeError for a delta that is not positive,
+    TypeError for complex numbers.
+    """
+    arguments.real("input", input)
+    if delta <= 0:
+        raise RuntimeError("huber_loss does not support non-positive values for delta.")
+    if weight is None:
+        return _huber(*_broadcast(input, target), reduction, delta)
+    if weight.size() != input.size():
+        raise ValueError("Weights and input must have the same size.")
+    weighted = _huber(*_broadcast(input, target), "none", delta) * weight
+    return _reduced(weighted, reduction)
+
+
+def _broadcast(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    if target.size() != input.size():
+        warnings.warn(
+            f"Using a target size ({target.size()}) that is different to the input size "
+            f"({input.size()}). This will likely lead to incorrect results due to broadcasting. "
+            "Please ensure they have the same size.",
+            stacklevel=3,
+        )
+    a, b = torch.broadcast_tensors(input, target)
+    return a, b
+
+
+@full_precision(widen=True)
+def _mse(input: Tensor, target: Tensor, reduction: str) -> Tensor:
+    dtype = torch.promote_types(input.dtype, target.dtype)
+    d = input.float() - target if is_narrow(input) or is_narrow(target) else input - target
+    return _reduced(d * d, reduction).to(dtype)
+
+
+@full_precision(widen=True)
+def _huber(input: Tensor, target: Tensor, reduction: str, delta: float) -> Tensor:
+    a, b = (x.float() if is_narrow(x) else x for x in (input, target))
+    d = a - b
+    h = d.clamp(-delta, delta)
+    # torch's gives the dtype of input, not the wider one
+    return _reduced(h * (d - h / 2), reduction).to(input.dtype)
+
+
+def _reduced(x: Tensor, reduction: str) -> Tensor:
+    number = _reduction.get_enum(reduction)
+    if number == 0:
+        return x
+    return x.mean() if number == 1 else x.sum()
+
+
+REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.mse_loss: mse_loss,
+    F.huber_loss: huber_loss,
+}
