@@ -16,19 +16,18 @@ LOSES = (
 )
 
 
-def check_functions(value: Tensor, what: str, *, twice_in_reverse: bool = True) -> None:
+def check_functions(value: Tensor, what: str) -> None:
     """Look at the custom Functions that a value was computed by.
 
-    Raises NoSecondDerivative for one whose backward is `@once_differentiable`, unless its backward is
-    differentiated in forward mode, which sees through that; warns of one that keeps a floating-point
-    tensor that is neither its input nor its output. Costs microseconds a node.
+    Raises NoSecondDerivative for one whose backward is `@once_differentiable`; warns of one that keeps
+    a floating-point tensor that is neither its input nor its output. Costs microseconds a node.
     """
     for node in _python_nodes(value):
         function = _functorch.custom_function(node)
         if function is None or function.__module__.startswith(("torch.", "hoglib.")):
             continue
         name = function.__qualname__
-        if twice_in_reverse and _functorch.is_once_differentiable(function):
+        if _functorch.is_once_differentiable(function):
             raise arguments.NoSecondDerivative(
                 f"{what}: expected Functions that can be differentiated twice, got {name}, whose "
                 f"backward is @once_differentiable, {LOSES}; `hoglib.verify({name}, inputs)` shows it."

@@ -180,7 +180,7 @@ def _forward_over_reverse(
 
     def watched(*values: Tensor) -> Tensor:
         value = func(*values)
-        check_functions(value, "hvp", twice_in_reverse=False)
+        check_functions(value, "hvp")
         return value
 
     def gradient(*values: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
