@@ -397,9 +397,10 @@ def test_autocast_gives_torchs_dtype(case: tuple[Any, ...], dtype: torch.dtype) 
     layer(randn(3, 0), bias=randn(0)),
     batch(randn(0, 3), weight=randn(3), bias=randn(3)),
     batch(randn(2, 3, 0), weight=randn(3)),
+    batch(randn(0)),
     evaluation("batch_norm", randn(0, 3), weight=randn(3)),
     instance(randn(2, 3, 0), weight=randn(3), bias=randn(3)),
-], ids=["no rows", "rows of nothing", "no batch", "empty images", "evaluation", "empty instances"])  # fmt: skip
+], ids=["no rows", "rows of nothing", "no batch", "empty images", "nothing at all", "evaluation", "empty instances"])  # fmt: skip
 def test_empty(case: tuple[Any, ...]) -> None:
     theirs, ours, args, options = case
     function, tensors = bound(ours, args, options)
