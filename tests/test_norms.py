@@ -118,15 +118,23 @@ def test_values_and_gradients_are_torchs(case: tuple[Any, ...]) -> None:
     reference, tensors = bound(theirs, args, options)
     function, _ = bound(ours, args, options)
     assert_close(gradients(function, tensors), gradients(reference, tensors), rtol=1e-9, atol=1e-9)
-    y = function(*tensors)
-    assert y.stride() == reference(*tensors).stride()
+    y, z = function(*tensors), reference(*tensors)
+    strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (y, z)]
+    assert strides[0] == strides[1]
 
 
 @each_option
 def test_derivatives_are_right_in_every_mode(case: tuple[Any, ...]) -> None:
     _, ours, args, options = case
     function, tensors = bound(ours, args, options)
-    hog.verify(function, tensors, orders=(1, 2, 3), modes=MODES, raise_exception=True)
+    hog.verify(function, tensors, orders=2, modes=MODES, raise_exception=True)
+
+
+@pytest.mark.parametrize("name", ["layer", "batch", "instance", "weight, last dimension"])
+def test_third_derivatives_are_right_in_every_mode(name: str) -> None:
+    _, ours, args, options = OPTIONS[name]
+    function, tensors = bound(ours, args, options)
+    hog.verify(function, tensors, orders=3, modes=MODES, raise_exception=True)
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -389,10 +397,10 @@ def test_autocast_gives_torchs_dtype(case: tuple[Any, ...], dtype: torch.dtype) 
     layer(randn(3, 0), bias=randn(0)),
     batch(randn(0, 3), weight=randn(3), bias=randn(3)),
     batch(randn(2, 3, 0), weight=randn(3)),
+    batch(randn(0)),
     evaluation("batch_norm", randn(0, 3), weight=randn(3)),
     instance(randn(2, 3, 0), weight=randn(3), bias=randn(3)),
-    weight(randn(0, 3), randn(0, 1), 0),
-], ids=["no rows", "rows of nothing", "no batch", "empty images", "evaluation", "empty instances", "no weight"])  # fmt: skip
+], ids=["no rows", "rows of nothing", "no batch", "empty images", "nothing at all", "evaluation", "empty instances"])  # fmt: skip
 def test_empty(case: tuple[Any, ...]) -> None:
     theirs, ours, args, options = case
     function, tensors = bound(ours, args, options)
@@ -402,9 +410,10 @@ def test_empty(case: tuple[Any, ...]) -> None:
 
 
 def test_empty_where_torch_fails() -> None:
-    """torch raises an IndexError at the first, and divides by zero at the second."""
+    """torch raises an IndexError at the first; at the others the process dies, divided by zero."""
     assert ops.instance_norm(randn(0, 3, 2), weight=randn(3)).shape == (0, 3, 2)
-    assert ops.weight_norm(randn(3, 0), randn(3, 1)).shape == (3, 0)
+    for v, g in ((randn(3, 0), randn(3, 1)), (randn(0, 3), randn(0, 1))):
+        assert not any(t.any() for t in gradients(ops.weight_norm, [v, g]))
 
 
 @pytest.mark.parametrize("name", ["layer", "batch", "instance", "weight, first dimension"])

@@ -50,6 +50,8 @@ def check(
 
 def per_channel(input: Tensor, **given: Tensor | None) -> None:
     """One element of each tensor for each channel, dimension 1 of the input."""
+    if input.dim() == 1 and not input.numel():
+        return  # torch takes this for no batch
     if input.dim() < 2:
         raise arguments.WrongIndex(
             f"input: expected [N, C, ...], got {arguments.describe(input)}; unsqueeze what it lacks."
