@@ -50,11 +50,11 @@ PAIRS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
 }
 CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "mse": ("mse", lambda: (normal(3, 4), normal(3, 4)), {}),
-    "mse weighted": ("mse", lambda: (normal(3, 4), normal(3, 4)), {"weight": torch.rand(3, 4) + 1}),
+    "mse weighted": ("mse", lambda: (normal(3, 4), normal(3, 4)), {"weight": torch.rand(3, 4, dtype=F64) + 1}),
     "huber": ("huber", lambda: (normal(3, 4), normal(3, 4)), {}),
     "huber with a small delta": ("huber", lambda: (normal(3, 4), normal(3, 4)), {"delta": 0.3}),
     "huber with any delta": ("huber", lambda: (normal(3, 4), normal(3, 4)), {"delta": float("inf")}),
-    "huber weighted": ("huber", lambda: (normal(3, 4), normal(3, 4)), {"weight": torch.rand(3, 4)}),
+    "huber weighted": ("huber", lambda: (normal(3, 4), normal(3, 4)), {"weight": torch.rand(3, 4, dtype=F64)}),
     "hinge": ("multi margin", lambda: (normal(3, 4), CLASSES), {}),
     "squared hinge": ("multi margin", lambda: (normal(3, 4), CLASSES), {"p": 2, "margin": 0.4}),
     "hinge with a negative margin": ("multi margin", lambda: (normal(3, 4), CLASSES), {"margin": -0.5}),
@@ -246,7 +246,7 @@ EMPTY = {
 def test_no_rows(name: str, reduction: str) -> None:
     pair, inputs = EMPTY[name]
     ours = PAIRS[pair][0](*inputs, reduction=reduction)
-    if pair == "multi margin" and reduction == "mean":
+    if "margin" in pair and reduction != "none":
         assert ours == 0  # torch's is memory that nobody wrote
     else:
         assert_close(ours, PAIRS[pair][1](*inputs, reduction=reduction), equal_nan=True)

@@ -50,7 +50,7 @@ def huber_loss(
 
         y = w d^2 / 2 where |d| < delta, else w delta (|d| - delta / 2),        d = input - target
 
-    At the kinks of its slope, |d| = delta, the second derivative is w, that of the inside; torch's is 0.
+    At the kinks of its slope, |d| = delta, the second derivative is that of the inside, torch's 0.
     Shapes, reduction and weight as for `mse_loss`, but the weighted mean is that of the elements.
     Raises ValueError for a wrong weight or reduction, RuntimeError for a delta that is not positive,
     TypeError for complex numbers.
