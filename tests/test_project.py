@@ -71,6 +71,7 @@ def test_public_names():
         "sinh",
         "smooth_l1",
         "softmax_cross_entropy",
+        "sparse_mm",
         "split_signs",
         "square",
         "stop_gradient",

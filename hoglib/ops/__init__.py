@@ -24,6 +24,7 @@ from hoglib.ops._remat import remat
 from hoglib.ops._scatter_reduce import index_reduce, scatter_reduce
 from hoglib.ops._segment_reduce import segment_reduce
 from hoglib.ops._sinh import sinh
+from hoglib.ops._sparse import sparse_mm
 
 __all__ = [
     "amax",
@@ -62,6 +63,7 @@ __all__ = [
     "sinh",
     "smooth_l1",
     "softmax_cross_entropy",
+    "sparse_mm",
     "split_signs",
     "square",
     "stop_gradient",

@@ -12,6 +12,7 @@ from hoglib.ops._entries_linear import LINEAR
 from hoglib.ops._entries_other import OTHER
 from hoglib.ops._entries_pointwise import POINTWISE
 from hoglib.ops._entries_reduce import REDUCE
+from hoglib.ops._entries_sparse import SPARSE
 from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
@@ -26,4 +27,5 @@ CATALOGUE = (
     *DISTANCE,
     *EMBEDDING_BAG,
     *BY_INDEX,
+    *SPARSE,
 )
