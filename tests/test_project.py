@@ -91,6 +91,7 @@ def test_public_names():
         "softmax_cross_entropy",
         "solve",
         "solve_ex",
+        "sparse_mm",
         "split_signs",
         "square",
         "stop_gradient",

@@ -39,6 +39,7 @@ from hoglib.ops._segment_reduce import segment_reduce
 from hoglib.ops._sinh import sinh
 from hoglib.ops._soft_margin import soft_margin_loss
 from hoglib.ops._weight_norm import weight_norm
+from hoglib.ops._sparse import sparse_mm
 
 __all__ = [
     "amax",
@@ -96,6 +97,7 @@ __all__ = [
     "softmax_cross_entropy",
     "solve",
     "solve_ex",
+    "sparse_mm",
     "split_signs",
     "square",
     "stop_gradient",

@@ -19,6 +19,7 @@ from hoglib.ops._entries_other import OTHER
 from hoglib.ops._entries_pointwise import POINTWISE
 from hoglib.ops._entries_reduce import REDUCE
 from hoglib.ops._entries_regression import REGRESSION
+from hoglib.ops._entries_sparse import SPARSE
 from hoglib.ops._entry import Op, Sample
 
 __all__ = ["CATALOGUE", "Op", "Sample"]
@@ -40,4 +41,5 @@ CATALOGUE = (
     *LINALG,
     *NORMS,
     *REGRESSION,
+    *SPARSE,
 )
