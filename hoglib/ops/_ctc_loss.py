@@ -226,7 +226,8 @@ def _in_torch_dtype(log_probs: Tensor) -> Tensor:
     """float32 or float64, the former for any but the latter under autocast, as torch's."""
     arguments.real("log_probs", log_probs)
     device = log_probs.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # meta has no autocast; is_autocast_available is what torch 2.11 cannot compile
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     if autocast and log_probs.dtype != torch.float64:
         return log_probs.float()
     if log_probs.dtype not in (torch.float32, torch.float64):

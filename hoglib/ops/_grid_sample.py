@@ -38,8 +38,12 @@ def grid_sample(
     from the grid on; under autocast the result is float32. A coordinate that is NaN gives NaN, or for
     nearest a pixel of the border or 0, as torch's; so too in bilinear with border or reflection,
     where torch's own reads foreign memory.
+<<<<<<< HEAD
     Raises as torch. Jaderberg et al., Spatial Transformer Networks, 2015; cubic convolution: Keys,
     1981.
+=======
+    Raises as torch. Jaderberg et al., 2015 (spatial transformers); Keys, 1981 (cubic convolution).
+>>>>>>> ops-ctc
     """
     for what, value, known in (
         ("mode", mode, MODES),
@@ -170,7 +174,8 @@ def _in_torch_dtypes(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch
     arguments.real("input", input)
     arguments.real("grid", grid)
     device = input.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # meta has no autocast; is_autocast_available is what torch 2.11 cannot compile
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     if autocast:
         input, grid = (x if x.dtype == torch.float64 else x.float() for x in (input, grid))
     if input.dtype != grid.dtype:
