@@ -38,8 +38,8 @@ from hoglib.ops._scatter_reduce import index_reduce, scatter_reduce
 from hoglib.ops._segment_reduce import segment_reduce
 from hoglib.ops._sinh import sinh
 from hoglib.ops._soft_margin import soft_margin_loss
-from hoglib.ops._weight_norm import weight_norm
 from hoglib.ops._sparse import sparse_mm
+from hoglib.ops._weight_norm import weight_norm
 
 __all__ = [
     "amax",

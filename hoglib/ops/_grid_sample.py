@@ -38,12 +38,7 @@ def grid_sample(
     from the grid on; under autocast the result is float32. A coordinate that is NaN gives NaN, or for
     nearest a pixel of the border or 0, as torch's; so too in bilinear with border or reflection,
     where torch's own reads foreign memory.
-<<<<<<< HEAD
-    Raises as torch. Jaderberg et al., Spatial Transformer Networks, 2015; cubic convolution: Keys,
-    1981.
-=======
     Raises as torch. Jaderberg et al., 2015 (spatial transformers); Keys, 1981 (cubic convolution).
->>>>>>> ops-ctc
     """
     for what, value, known in (
         ("mode", mode, MODES),
