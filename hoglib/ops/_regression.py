@@ -74,8 +74,10 @@ def huber_loss(
 
 
 def _torch_is_right(input: Tensor) -> bool:
-    """In reverse mode without vmap, whose rule for torch's gradients takes shapes wrongly."""
-    return reverse_only() and not functorch.transforms_active() and input.numel() > 0
+    """In reverse mode, but for vmap, where torch takes shapes wrongly, and for narrow dtypes, whose
+    second derivatives torch rounds on the way."""
+    plain = input.numel() > 0 and not is_narrow(input)
+    return plain and reverse_only() and not functorch.transforms_active()
 
 
 def _broadcast(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
