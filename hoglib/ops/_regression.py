@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.nn import _reduction
 
 from hoglib import _arguments as arguments
+from hoglib import _functorch as functorch
 from hoglib.ops._full_precision import full_precision, is_narrow
+from hoglib.ops._modes import reverse_only
 
 # torch's annotations lack the weight
 _TORCH_MSE: Callable[..., Tensor] = F.mse_loss
+_TORCH_HUBER: Callable[..., Tensor] = F.huber_loss
 
 
 def mse_loss(
@@ -34,6 +37,8 @@ def mse_loss(
     if weight is not None:  # torch's composite, right in every mode
         return _TORCH_MSE(input, target, size_average, reduce, reduction, weight)
     arguments.real("input", input)
+    if _torch_is_right(input):
+        return _TORCH_MSE(input, target, size_average, reduce, reduction)
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
     return _mse(*_broadcast(input, target), reduction)
@@ -50,12 +55,14 @@ def huber_loss(
 
         y = w d^2 / 2 where |d| < delta, else w delta (|d| - delta / 2),        d = input - target
 
-    At the kinks of its slope, |d| = delta, the second derivative is that of the inside, torch's 0.
+    At the kinks of its slope, |d| = delta, the second derivative is 0, as torch's.
     Shapes, reduction and weight as for `mse_loss`, but the weighted mean is that of the elements.
     Raises ValueError for a wrong weight or reduction, RuntimeError for a delta that is not positive,
     TypeError for complex numbers.
     """
     arguments.real("input", input)
+    if _torch_is_right(input):
+        return _TORCH_HUBER(input, target, reduction, delta, weight)
     if delta <= 0:
         raise RuntimeError("huber_loss does not support non-positive values for delta.")
     if weight is None:
@@ -64,6 +71,13 @@ def huber_loss(
         raise ValueError("Weights and input must have the same size.")
     weighted = _huber(*_broadcast(input, target), "none", delta) * weight
     return _reduced(weighted, reduction)
+
+
+def _torch_is_right(input: Tensor) -> bool:
+    """In reverse mode, but for vmap, where torch takes shapes wrongly, and for narrow dtypes, whose
+    second derivatives torch rounds on the way."""
+    plain = input.numel() > 0 and not is_narrow(input)
+    return plain and reverse_only() and not functorch.transforms_active()
 
 
 def _broadcast(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +103,7 @@ def _mse(input: Tensor, target: Tensor, reduction: str) -> Tensor:
 def _huber(input: Tensor, target: Tensor, reduction: str, delta: float) -> Tensor:
     a, b = (x.float() if is_narrow(x) else x for x in (input, target))
     d = a - b
-    h = d.clamp(-delta, delta)
+    h = torch.where(d.abs() < delta, d, d.detach().clamp(-delta, delta))
     # torch's gives the dtype of input, not the wider one
     return _reduced(h * (d - h / 2), reduction).to(input.dtype)
 
