@@ -9,9 +9,10 @@ import hoglib as hog
 from hoglib.ops._sparse import REPLACES
 
 F64 = torch.float64
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Sparse CSR tensor support is in beta"
-)  # torch's own
+pytestmark = [  # torch's own
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+]
 
 
 def matrix(dtype: torch.dtype = F64) -> Tensor:
