@@ -30,6 +30,7 @@ from hoglib.ops import (
     _scatter_reduce,
     _segment_reduce,
     _soft_margin,
+    _sparse,
     _weight_norm,
 )
 from hoglib.ops._attention import scaled_dot_product_attention
@@ -79,6 +80,7 @@ NO_TWICE = "no double backward, no forward mode"
 NO_FORWARD = "no forward mode"
 SILENT = ", without an error"
 CONSTANT = f"its forward mode is a wrong constant to a second derivative{SILENT}"
+DET = f"{CONSTANT}; det near a singular matrix in reverse too"
 THIRD = f"{CONSTANT}; third derivatives too"
 EVERY, OVER = ("rr", "fr", "rf", "ff"), ("rf", "ff")
 VENDOR = "cuDNN's has no double backward, oneDNN's (float32) no forward mode; torch's own has both"
@@ -89,7 +91,7 @@ NEEDS: tuple[Need, ...] = (
         "scaled_dot_product_attention", f"{NO_TWICE}: its fused kernels", EVERY,
         {F.scaled_dot_product_attention: scaled_dot_product_attention}, issue="116350",
     ),
-    Need("cdist, pdist", NO_TWICE, EVERY, _distance.REPLACES, issue="83510"),
+    Need("cdist, pdist, pairwise_distance", NO_TWICE, EVERY, _distance.REPLACES, issue="83510"),
     Need("embedding_bag", NO_TWICE, EVERY, _embedding_bag.REPLACES),
     Need("ctc_loss", NO_TWICE, EVERY, _ctc_loss.REPLACES, issue="70108"),
     Need("segment_reduce", NO_TWICE, EVERY, _segment_reduce.REPLACES),
@@ -104,7 +106,7 @@ NEEDS: tuple[Need, ...] = (
     Need("batch_norm", THIRD, OVER, _batch_norm.REPLACES, issue="196699"),
     Need("instance_norm", THIRD, OVER, _instance_norm.REPLACES, issue="196699"),
     Need("linalg.solve", CONSTANT, OVER, _linalg_solve.REPLACES, issue=UMBRELLA),
-    Need("det, slogdet, logdet", CONSTANT, OVER, _linalg_det.REPLACES, issue=UMBRELLA),
+    Need("det, slogdet, logdet", DET, OVER, _linalg_det.REPLACES, issue=UMBRELLA),
     Need(
         "cholesky_inverse", f"a wrong forward mode{SILENT}", ("fr", "ff"),
         _cholesky_inverse.REPLACES, issue=UMBRELLA,
@@ -116,7 +118,11 @@ NEEDS: tuple[Need, ...] = (
     Need("soft_margin_loss", NO_FORWARD, ("fr",), _soft_margin.REPLACES),
     Need("glu", "no derivative of its tangent", OVER, _glu.REPLACES),
     Need("grid_sample", NO_FORWARD, ("fr", "rf", "ff"), _grid_sample.REPLACES, issue="117582"),
-    Need("scatter_reduce, index_reduce", NO_FORWARD, ("fr", "rf", "ff"), _scatter_reduce.REPLACES),
+    Need(
+        "scatter_reduce, index_reduce", f"products with a wrong forward mode{SILENT}, or none",
+        ("fr", "rf", "ff"), _scatter_reduce.REPLACES,
+    ),
+    Need("sparse.mm", NO_FORWARD, ("fr", "rf", "ff"), _sparse.REPLACES),
     Need("lstm", VENDOR, ("fr",), {torch.lstm: natively(torch.lstm)}),
     *(
         Need(

@@ -22,6 +22,7 @@ X, Y, SQUARE = draw(2, 3), draw(4, 3, seed=1), draw(3, 3)
 HEADS = draw(1, 1, 3, 4)
 SPD = SQUARE @ SQUARE.T + torch.eye(3, dtype=F64)
 WORDS, LABELS = torch.tensor([[0, 2], [1, 1]]), torch.tensor([0, 2])
+SPARSE = X.to_sparse()
 LENGTHS = torch.tensor([1, 1])
 IMAGE, GRID = draw(1, 1, 3, 3), 0.5 * draw(1, 2, 2, 2)
 
@@ -37,7 +38,7 @@ def recurrent(cls):
 # fmt: off
 SAMPLES = {
     "scaled_dot_product_attention": [(lambda x: F.scaled_dot_product_attention(x, x, x), HEADS)],
-    "cdist, pdist": [(lambda x: torch.cdist(x, Y), X), (F.pdist, Y)],
+    "cdist, pdist, pairwise_distance": [(lambda x: torch.cdist(x, Y), X), (F.pdist, Y)],
     "embedding_bag": [(lambda w: F.embedding_bag(WORDS, w), Y)],
     "ctc_loss": [(lambda x: F.ctc_loss(x.log_softmax(-1)[:, None], torch.tensor([[1]]), (4,), (1,)), Y)],
     "segment_reduce": [(lambda x: torch.segment_reduce(x, "max", lengths=LENGTHS, axis=0), X)],
@@ -55,6 +56,7 @@ SAMPLES = {
     "glu": [(F.glu, draw(2, 4))],
     "grid_sample": [(lambda x, g: F.grid_sample(x, g, align_corners=False), (IMAGE, GRID))],
     "scatter_reduce, index_reduce": [(lambda x: torch.ones(2, 3, dtype=F64).scatter_reduce(0, torch.zeros(2, 3, dtype=torch.long), x, "prod"), X)],
+    "sparse.mm": [(lambda y: torch.sparse.mm(SPARSE, y), Y[:3])],
     "lstm": [(recurrent(torch.nn.LSTM), X.float())],
     "gru": [(recurrent(torch.nn.GRU), X.float())],
     "rnn_tanh": [(recurrent(torch.nn.RNN), X.float())],
