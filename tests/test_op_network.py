@@ -36,12 +36,6 @@ def network(pick: Callable[[Op], Callable[..., Any]]) -> Callable[..., Tensor]:
         c = op["tanh"](
             op["conv3d"](c[None], params["v"][None, None, None], None, padding=(0, 1, 1))
         )
-        u = op["weight_norm"](params["v"], params["beta"][:, None])
-        n = op["layer_norm"](op["matmul"](h, u), (3,), params["b"], params["beta"])
-        n = op["batch_norm_evaluation"](n + h, params["b"], params["beta"])[None]
-        n = op["instance_norm"](n.mT, None, None, params["beta"]) + n.mT**2
-        n = op["batch_norm"](n, None, None, params["b"], params["beta"], True, 0.1, 0.1)
-        n = op["instance_norm_evaluation"](op["tanh"](n), params["b"])
         e = op["external"](op["cube by hand"](c))
         parts = [
             op["sum"](op["external, two inputs"](e + 1, params["beta"]), (0, 1, 2, 3, 4)),
@@ -49,7 +43,6 @@ def network(pick: Callable[[Op], Callable[..., Any]]) -> Callable[..., Tensor]:
             op["softmax_cross_entropy"](h, torch.tensor([0, 2]), label_smoothing=0.1),
             op["logsumexp"](op["mean"](h, 0), 0),
             op["sum"](op["square"](h), (0, 1)),
-            op["sum"](op["square"](n), (0, 1, 2)),
         ]
         return sum(parts[1:], parts[0])
 

@@ -1,12 +1,21 @@
 """Entries of the catalogue: the gated linear unit and the soft margin loss."""
 
 import torch
+from torch import Tensor
 
 from hoglib.ops._entry import ONE_TENSOR, Op, sample
 from hoglib.ops._glu import glu
 from hoglib.ops._soft_margin import soft_margin_loss
 
-SIGNS = torch.tensor([[1.0, -1.0, 1.0], [-1.0, -1.0, 1.0]])
+SIGNS = torch.tensor([[1, -1, 1], [-1, -1, 1]])
+
+
+def _logistic(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    loss = (1 + (-target * x).exp()).log()
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
 
 GATES = (
     Op(
@@ -21,18 +30,15 @@ GATES = (
         skips={**ONE_TENSOR, "no dimensions": "it halves a dimension, and needs one"},
     ),
     Op(
-        "soft_margin_loss", "missing", "log(1 + exp(-t x))",
-        lambda x, **options: soft_margin_loss(x, SIGNS[:, : x.shape[1]].to(x.dtype), **options),
-        lambda x, reduction="mean": getattr(
-            (1 + (-SIGNS[:, : x.shape[1]].to(x.dtype) * x).exp()).log(),
-            {"mean": "mean", "sum": "sum", "none": "clone"}[reduction],
-        )(),
+        "soft_margin_loss", "missing", "log(1 + exp(-t x))", soft_margin_loss, _logistic,
         (
-            sample("mean", lambda n: (n(2, 3),)),
-            sample("sum", lambda n: (n(2, 3),), reduction="sum"),
-            sample("each", lambda n: (n(2, 3),), reduction="none"),
+            sample("mean", lambda n: (n(2, 3), SIGNS)),
+            sample("sum", lambda n: (n(2, 3), SIGNS), reduction="sum"),
+            sample("each", lambda n: (n(2, 3), SIGNS), reduction="none"),
         ),
-        corners={"zero size": sample("zero size", lambda n: (n(2, 0),), reduction="sum")},
+        corners={
+            "zero size": sample("zero size", lambda n: (n(2, 0), SIGNS[:, :0]), reduction="sum"),
+        },
         skips={**ONE_TENSOR, "no dimensions": "the targets of the sample have two dimensions"},
     ),
 )  # fmt: skip

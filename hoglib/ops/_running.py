@@ -92,7 +92,8 @@ def update(
     """
     if running_mean is None or running_var is None or not x.numel():
         return
-    if _KEPT.get() or transforms_active():
+    compiling = torch.compiler.is_compiling()  # the compiler cannot read a context variable
+    if transforms_active() or (not compiling and _KEPT.get()):
         return
     with torch.no_grad():
         count = x.numel() // x.shape[1] // (1 if 0 in dims else x.shape[0])
