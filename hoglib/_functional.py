@@ -5,11 +5,13 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
 from hoglib import _arguments as arguments
+from hoglib._functorch import transforms_active
 from hoglib._substitution import Places, places_that_linger, substitute
 
 Params = dict[str, Tensor]
@@ -75,6 +77,12 @@ def _in_their_places(model: nn.Module, params: Params) -> Params:
         substitutes[id(getattr(model.get_submodule(path), own_name))] = value
     places: Params = {}
     for prefix, module in model.named_modules():  # each module once, under its first name
+        if isinstance(module, torch.jit.ScriptModule) and transforms_active():
+            raise arguments.NotSupported(
+                f"{type(model).__name__}: expected modules of Python inside of torch.func, "
+                f"got {prefix or 'itself'}, which is scripted: torch gives zero for its second "
+                "derivatives, without an error. Use the module that was scripted, or mode='reverse-over-reverse'."
+            )
         path = f"{prefix}." if prefix else ""
         shrinks = getattr(module, "max_norm", None) is not None  # an embedding changes its weight
         for name, own in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -180,6 +188,11 @@ def functional_loss(model: nn.Module, criterion: Criterion) -> FunctionalLoss:
 
 
 def _module(model: Any) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise arguments.WrongType(
+            f"model: expected a torch.nn.Module of Python, got a {type(model).__name__}, whose "
+            "parameters cannot be exchanged; pass the module that was scripted."
+        )
     if not isinstance(model, nn.Module):
         raise arguments.WrongType(
             f"model: expected a torch.nn.Module, got {arguments.describe(model)}."

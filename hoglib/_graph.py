@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +42,46 @@ def check_functions(value: Tensor, what: str) -> None:
                 f"derivative, which may lack its part. `hoglib.verify({name}, inputs)` tells.",
                 stacklevel=4,
             )
+
+
+@contextmanager
+def telling_of_cuts(value: Tensor, what: str) -> Iterator[None]:
+    """While the gradient is taken with a graph: warns of custom Functions whose gradient comes out
+    without one, because backward runs under no_grad, detaches, or leaves torch.
+
+    The incoming gradients are made to require grad, so that what backward gives without a cut does too.
+    """
+    handles = []
+    for node in _python_nodes(value):
+        function = _functorch.custom_function(node)
+        if function is not None and not function.__module__.startswith(("torch.", "hoglib.")):
+            handles.append(node.register_prehook(_requiring_grad))
+            handles.append(node.register_hook(partial(_tell, function.__qualname__, what)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _requiring_grad(grads: Any) -> Any:
+    return tuple(
+        g.detach().requires_grad_()
+        if isinstance(g, Tensor) and g.is_floating_point() and not g.requires_grad
+        else g
+        for g in grads
+    )
+
+
+def _tell(name: str, what: str, returned: Any, incoming: Any) -> None:
+    floats = [g for g in returned if isinstance(g, Tensor) and g.is_floating_point()]
+    if any(not g.requires_grad and bool(g.any()) for g in floats):
+        warnings.warn(
+            f"{what}: the backward of {name} gives a gradient without a graph: it runs under no_grad, "
+            "detaches, or leaves torch. The second derivative through it is taken for zero. "
+            f"`hoglib.verify({name}, inputs)` names the line.",
+            stacklevel=2,
+        )
 
 
 def _python_nodes(value: Tensor) -> Iterator[Any]:

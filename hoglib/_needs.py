@@ -65,6 +65,16 @@ class Need(NamedTuple):
         return self.since <= INSTALLED and (self.until is None or self.until >= INSTALLED)
 
 
+def lstm(*args: Any, **kwargs: Any) -> Any:
+    """torch.lstm by torch's own kernels, in the dtype that autocast gives it."""
+    found = natively(torch.lstm)(*args, **kwargs)
+    device = found[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return found
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(y if y.dtype == torch.float64 else y.to(dtype) for y in found)
+
+
 def natively(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same by torch's own kernels, without those of oneDNN and cuDNN."""
 
@@ -116,6 +126,19 @@ NEEDS: tuple[Need, ...] = (
         issue="123996",
     ),
     Need("soft_margin_loss", NO_FORWARD, ("fr",), _soft_margin.REPLACES),
+    Need(
+        "sparse_coo_tensor", "its values get no second derivative", ("rr", "fr"),
+        refuses=(torch.sparse_coo_tensor, torch.sparse_csr_tensor),
+        instead="Build it of values that need no gradient, or multiply by index_select and index_add.",
+    ),
+    Need(
+        "triangular_solve", f"a wrong forward mode{SILENT}", ("fr", "ff"),
+        {
+            torch.triangular_solve: _linalg_solve.triangular_solve,
+            torch.Tensor.triangular_solve: _linalg_solve.triangular_solve,
+        },
+        issue=UMBRELLA,
+    ),
     Need("glu", "no derivative of its tangent", OVER, _glu.REPLACES),
     Need("grid_sample", NO_FORWARD, ("fr", "rf", "ff"), _grid_sample.REPLACES, issue="117582"),
     Need(
@@ -123,7 +146,7 @@ NEEDS: tuple[Need, ...] = (
         ("fr", "rf", "ff"), _scatter_reduce.REPLACES,
     ),
     Need("sparse.mm", NO_FORWARD, ("fr", "rf", "ff"), _sparse.REPLACES),
-    Need("lstm", VENDOR, ("fr",), {torch.lstm: natively(torch.lstm)}),
+    Need("lstm", VENDOR, ("fr",), {torch.lstm: lstm}),
     *(
         Need(
             name, "cuDNN's has no double backward, torch's own has", ("rr",),

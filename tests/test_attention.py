@@ -114,6 +114,24 @@ def test_autocast_gives_torchs_dtype():
         assert attention(*inputs).dtype == F.scaled_dot_product_attention(*inputs).dtype
 
 
+def test_autocast_takes_several_dtypes():
+    q, k, v = qkv(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = attention(q.bfloat16(), k, v)
+        right = F.scaled_dot_product_attention(q.bfloat16(), k, v)
+    assert ours.dtype == right.dtype
+    torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+
+
+def test_heads_can_be_viewed_as_one():
+    q, k, v = (draw(2, 5, 4, 8, seed=i).transpose(1, 2) for i in range(3))
+    y = attention(q, k, v)
+    assert y.stride() == F.scaled_dot_product_attention(q, k, v).stride()
+    assert y.transpose(1, 2).view(2, 5, 32).shape == (2, 5, 32)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    assert attention(q, k, v).view(8, 5, 8).shape == (8, 5, 8)
+
+
 def test_dropout_draws_as_torchs_generator_says():
     inputs = qkv()
 

@@ -122,6 +122,31 @@ def test_maml_looks_too(over_tasks):
     run(Once, first_order=True)  # which differentiates once
 
 
+class NoGrad(Cube):
+    @staticmethod
+    def backward(ctx, g):
+        with torch.no_grad():
+            return Cube.backward(ctx, g)
+
+
+class Zero(Cube):
+    """Stops the gradient."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.zeros_like(g)
+
+
+def test_a_backward_that_leaves_the_graph_is_told_by_name():
+    loss, params, v, batch = problem(NoGrad.apply)
+    for derivative in (
+        lambda: hog.hvp(loss, params, v, batch),
+        lambda: hog.hessian(loss, params, batch),
+    ):
+        with pytest.warns(UserWarning, match="backward of NoGrad gives a gradient without a graph"):
+            derivative()
+
+
 class Scaled(Function):
     """Keeps constants: a number, an integer tensor, a mask that was passed."""
 
@@ -153,12 +178,24 @@ class Exp(Function):
         return g * y
 
 
+class Doubled(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
 # fmt: off
 RIGHT = {
     "its input": Cube.apply,
     "its output": Exp.apply,
     "constants that were passed": lambda x: Scaled.apply(x, torch.full_like(x, 0.3), torch.tensor(1), 2.0),
     "hoglib's own": hog.ops.tanh,
+    "a gradient that is stopped": lambda x: x + Zero.apply(x),
+    "linear": lambda x: Doubled.apply(x),
     "on data only": lambda x: x + Once.apply(torch.ones_like(x)) + Saves.apply(torch.ones_like(x)),
     "detached": lambda x: x + Once.apply(x).detach(),
 }
@@ -171,3 +208,25 @@ def test_no_false_alarm(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hog.hvp(loss, params, v, batch)
+
+
+def scripted():
+    torch.manual_seed(0)
+    inner = torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.Tanh()).double())
+    return nn.Sequential(inner, nn.Linear(3, 1).double())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_modules_are_refused_where_torch_gives_zero():
+    model = scripted()
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    batch = (torch.ones(4, 2, dtype=F64), torch.zeros(4, 1, dtype=F64))
+    v = {k: torch.ones_like(p) for k, p in params.items()}
+    hog.hvp(loss, params, v, batch)  # right in reverse
+    with pytest.raises(NotImplementedError, match="got 0, which is scripted"):
+        hog.hvp(loss, params, v, batch, mode="forward-over-reverse")
+    tasks = tuple((torch.ones(2, 3, 2).double(), torch.zeros(2, 3, 1).double()) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="scripted"):
+        hog.MAML(model, nn.functional.mse_loss, over_tasks="loop").loss(tasks)
+    with pytest.raises(TypeError, match="pass the module that was scripted"):
+        hog.functional_loss(model[0], F.mse_loss)

@@ -23,6 +23,7 @@ HEADS = draw(1, 1, 3, 4)
 SPD = SQUARE @ SQUARE.T + torch.eye(3, dtype=F64)
 WORDS, LABELS = torch.tensor([[0, 2], [1, 1]]), torch.tensor([0, 2])
 SPARSE = X.to_sparse()
+PLACES, VALUES = torch.tensor([[0, 1, 2], [1, 2, 0]]), draw(3)
 LENGTHS = torch.tensor([1, 1])
 IMAGE, GRID = draw(1, 1, 3, 3), 0.5 * draw(1, 2, 2, 2)
 
@@ -57,6 +58,8 @@ SAMPLES = {
     "grid_sample": [(lambda x, g: F.grid_sample(x, g, align_corners=False), (IMAGE, GRID))],
     "scatter_reduce, index_reduce": [(lambda x: torch.ones(2, 3, dtype=F64).scatter_reduce(0, torch.zeros(2, 3, dtype=torch.long), x, "prod"), X)],
     "sparse.mm": [(lambda y: torch.sparse.mm(SPARSE, y), Y[:3])],
+    "sparse_coo_tensor": [(lambda w: torch.sparse_coo_tensor(PLACES, w, (3, 3)).to_dense().square().sum(), VALUES)],
+    "triangular_solve": [(lambda b, a: torch.triangular_solve(b, a)[0], (Y.T, SQUARE + 3 * torch.eye(3)))],
     "lstm": [(recurrent(torch.nn.LSTM), X.float())],
     "gru": [(recurrent(torch.nn.GRU), X.float())],
     "rnn_tanh": [(recurrent(torch.nn.RNN), X.float())],
@@ -102,7 +105,33 @@ def test_torch_needs_it_still_and_the_stand_in_is_right(need, fn, inputs, mode):
         with hog.second_order():
             return fn(*given)
 
-    assert report(replaced, inputs, mode).ok
+    if need.refuses:
+        with pytest.raises(NotImplementedError, match=f"{need.name}: expected an operation with a"):
+            replaced(*(x.clone().requires_grad_() for x in (inputs,)))
+    else:
+        assert report(replaced, inputs, mode).ok
+
+
+def test_a_refused_call_is_named_with_its_module_and_runs_where_nothing_is_differentiated():
+    class Graph(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(VALUES.clone())
+
+        def forward(self, x):
+            return torch.sparse_coo_tensor(PLACES, self.weight, (3, 3)).to_dense() @ x
+
+    model = Graph()
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    for mode in ("reverse-over-reverse", "forward-over-reverse"):
+        with pytest.raises(
+            NotImplementedError, match=r"sparse_coo_tensor in Graph: .*index_select"
+        ):
+            hog.hvp(loss, params, params, (Y.T, Y.T), mode=mode)
+    with hog.second_order(), torch.no_grad():
+        model(Y.T)
+    with hog.second_order():
+        torch.sparse_coo_tensor(PLACES, VALUES, (3, 3))
 
 
 def test_versions():

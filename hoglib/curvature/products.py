@@ -9,10 +9,17 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
-from hoglib._graph import check_functions
+from hoglib._graph import check_functions, telling_of_cuts
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
 from hoglib.stand_ins import stand_ins_if
+
+# What torch says of an operation that it cannot differentiate.
+NO_WAY = (
+    "not implemented", "forward AD", "does not currently support double backward",
+    "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
+    "setup_context", "doesn't have storage",
+)  # fmt: skip
 
 Tree = Any
 Loss = Callable[..., Tensor]
@@ -97,7 +104,7 @@ def gradient_graph(
     check_functions(value, what)
     gradient: list[Tensor | None] = [None]
     if value.requires_grad:
-        with explaining(what):
+        with explaining(what), telling_of_cuts(value, what):
             gradient = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
     if all(part is None for part in gradient):
         raise arguments.NoSecondDerivative(
@@ -114,7 +121,7 @@ def explaining(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, arguments.Explained) or "not implemented" not in str(error):
+        if isinstance(error, arguments.Explained) or not any(word in str(error) for word in NO_WAY):
             raise
         raise arguments.NotSupported(
             f"{what}: expected operations that torch can differentiate twice, got one that it cannot: "

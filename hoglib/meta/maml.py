@@ -17,6 +17,7 @@ from hoglib._functional import (
     trainable_params,
 )
 from hoglib._recording import recordable
+from hoglib.curvature.products import explaining
 from hoglib.meta import tasks as stacks
 from hoglib.meta.inner import adapt
 from hoglib.meta.rules import sgd
@@ -164,7 +165,8 @@ class MAML(nn.Module):
             function = torch.func.grad_and_value(self._task_loss)
         every = stacks.each(tasks)
         if isinstance(tasks, list) or not self._vectorize(params):
-            return _one_by_one(function, params, every, count, wants_gradient)
+            with explaining("MAML"):
+                return _one_by_one(function, params, every, count, wants_gradient)
         try:
             return _all_at_once(function, params, tasks, wants_gradient)
         except RuntimeError as error:
@@ -177,7 +179,8 @@ class MAML(nn.Module):
                     f"{reason} Use over_tasks='loop'."
                 ) from error
             # Whatever it was, the loop either shows it plainly or is the way round it.
-            result = _one_by_one(function, params, every, count, wants_gradient)
+            with explaining("MAML"):
+                result = _one_by_one(function, params, every, count, wants_gradient)
         self._vmappable = False
         warnings.warn(
             f"MAML loops over the tasks, because vmap cannot run this model: {reason} "

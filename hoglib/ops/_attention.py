@@ -39,16 +39,20 @@ def scaled_dot_product_attention(
         raise arguments.WrongValue(
             "attn_mask: expected None with is_causal=True, got a mask; put what it hides into one mask."
         )
+    if _autocast(query):  # which casts what is not double
+        lower = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (
+            x if x.dtype == torch.float64 else x.to(lower) for x in (query, key, value)
+        )
     if not query.dtype == key.dtype == value.dtype:
         raise arguments.WrongType(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
     dtype = query.dtype
+    heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     if enable_gqa:
         key, value = (_for_each_head(x, query) for x in (key, value))
-    narrow = dtype in (torch.float16, torch.bfloat16) and not torch.is_autocast_enabled(
-        query.device.type
-    )
+    narrow = dtype in (torch.float16, torch.bfloat16) and not _autocast(query)
     if narrow:
         query, key, value = query.float(), key.float(), value.float()
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -69,7 +73,14 @@ def scaled_dot_product_attention(
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, train=True)
     result = weights.to(value.dtype) @ value
+    if heads_inside:  # as torch lays it out: what follows may view heads and values as one
+        result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
     return result.to(dtype) if narrow else result
+
+
+def _autocast(x: Tensor) -> bool:
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def _for_each_head(x: Tensor, query: Tensor) -> Tensor:

@@ -85,6 +85,20 @@ def _refined(A: Tensor, B: Tensor, X: Tensor, left: bool) -> Tensor:
     return X + (inverse @ (B - A @ X) if left else (B - X @ A) @ inverse)
 
 
+def triangular_solve(
+    b: Tensor,
+    A: Tensor,
+    upper: bool = True,
+    transpose: bool = False,
+    unitriangular: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`torch.triangular_solve` by `torch.linalg.solve_triangular`, which is right in every mode."""
+    matrix, above = (A.mT, not upper) if transpose else (A, upper)
+    x = torch.linalg.solve_triangular(matrix, b, upper=above, unitriangular=unitriangular)
+    result: tuple[Tensor, Tensor] = torch.return_types.triangular_solve((x, A.clone()))
+    return result
+
+
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.linalg.solve: solve,
     torch.linalg.solve_ex: solve_ex,
