@@ -81,7 +81,8 @@ def _in_their_places(model: nn.Module, params: Params) -> Params:
             raise arguments.NotSupported(
                 f"{type(model).__name__}: expected modules of Python inside of torch.func, "
                 f"got {prefix or 'itself'}, which is scripted: torch gives zero for its second "
-                "derivatives, without an error. Use the module that was scripted, or mode='reverse-over-reverse'."
+                "derivatives, without an error. Use the module that was scripted, or "
+                "mode='reverse-over-reverse'."
             )
         path = f"{prefix}." if prefix else ""
         shrinks = getattr(module, "max_norm", None) is not None  # an embedding changes its weight
