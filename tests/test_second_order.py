@@ -240,3 +240,41 @@ def test_parameters_by_functional_call():
     with hog.second_order():
         by_torch = jvp(grad(loss), (params,), (v,))[1]
     torch.testing.assert_close(plain, by_torch)
+
+
+NORMS = {
+    "layer norm": nn.LayerNorm(4),
+    "batch norm": nn.BatchNorm1d(3, track_running_stats=False),
+    "instance norm": nn.InstanceNorm1d(3, affine=True),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_what_torch_has_wrong_through_norms_is_right_inside(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), NORMS[name], nn.Tanh()).double()
+    params = {key: p.detach() for key, p in model.named_parameters()}
+    batches = draw(2, 5, 3, 4)
+
+    def task(params, x):
+        return functional_call(model, params, (x,)).square().mean()
+
+    def adapted(params, x):
+        g = grad(task)(params, x)
+        return task({key: p - 0.5 * g[key] for key, p in params.items()}, x.flip(0))
+
+    def mean(params):
+        return vmap(adapted, (None, 0))(params, batches).mean()
+
+    v = {key: draw(*p.shape, seed=3) for key, p in params.items()}
+
+    def along(h):
+        return {key: p + h * v[key] for key, p in params.items()}
+
+    with hog.second_order():
+        found = grad(mean)(params)  # silently wrong without
+        whole = hessian(task)(params, batches[0])
+    expected = (float(mean(along(1e-5))) - float(mean(along(-1e-5)))) / 2e-5
+    assert sum(float((found[key] * v[key]).sum()) for key in v) == pytest.approx(expected, rel=1e-6)
+    right = hog.hessian(lambda p: task(p, batches[0]), params)
+    torch.testing.assert_close(whole, right)
