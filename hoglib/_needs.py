@@ -89,9 +89,9 @@ def natively(function: Callable[..., Any]) -> Callable[..., Any]:
 NO_TWICE = "no double backward, no forward mode"
 NO_FORWARD = "no forward mode"
 SILENT = ", without an error"
-CONSTANT = f"its forward mode is a wrong constant to a second derivative{SILENT}"
-DET = f"{CONSTANT}; det near a singular matrix in reverse too"
-THIRD = f"{CONSTANT}; third derivatives too"
+OVER_FORWARD = f"derivatives of its forward mode are wrong{SILENT}"
+DET = f"{OVER_FORWARD}; det near a singular matrix in reverse too"
+THIRD = f"{OVER_FORWARD}; third derivatives too"
 EVERY, OVER = ("rr", "fr", "rf", "ff"), ("rf", "ff")
 VENDOR = "cuDNN's has no double backward, oneDNN's (float32) no forward mode; torch's own has both"
 UMBRELLA = "198017"
@@ -115,7 +115,7 @@ NEEDS: tuple[Need, ...] = (
     Need("layer_norm", THIRD, OVER, _layer_norm.REPLACES, issue="196700"),
     Need("batch_norm", THIRD, OVER, _batch_norm.REPLACES, issue="196699"),
     Need("instance_norm", THIRD, OVER, _instance_norm.REPLACES, issue="196699"),
-    Need("linalg.solve", CONSTANT, OVER, _linalg_solve.REPLACES, issue=UMBRELLA),
+    Need("linalg.solve", OVER_FORWARD, OVER, _linalg_solve.REPLACES, issue=UMBRELLA),
     Need("det, slogdet, logdet", DET, OVER, _linalg_det.REPLACES, issue=UMBRELLA),
     Need(
         "cholesky_inverse", f"a wrong forward mode{SILENT}", ("fr", "ff"),
