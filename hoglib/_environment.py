@@ -9,14 +9,9 @@ import torch
 
 from hoglib._version import __version__
 from hoglib.stand_ins import rows
+from hoglib.verification._words import MODES
 
 WIDTH = 100
-MODES = {
-    "rr": "reverse-over-reverse",
-    "fr": "forward-over-reverse",
-    "rf": "reverse-over-forward",
-    "ff": "forward-over-forward",
-}
 
 
 def facts() -> dict[str, Any]:
@@ -55,7 +50,7 @@ def text() -> str:
     ]
     replaced = [row for row in rows() if row.replaces]
     refused = [row for row in rows() if not row.replaces]
-    keys = ", ".join(f"{key} {title}" for key, title in MODES.items())
+    keys = ", ".join(f"{mode.key} {mode.title}" for mode in MODES.values())
     for title, table in (
         ("Inside hoglib.second_order() these torch calls go to stand-ins:", replaced),
         ("These have no second derivative and no stand-in; a call raises:", refused),

@@ -55,9 +55,7 @@ def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> An
     if places is not None:
         places.restore(model)
         substitute(places, model, _in_their_places(model, params))
-        for layer in _with_running_statistics(model):
-            for name, value in WITHOUT_STATISTICS.items():
-                places.put(layer, name, value)
+        _without_statistics(places, model)
         return model(*args, **kwargs)
     with batch_statistics(model):
         return functional_call(
@@ -102,20 +100,17 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
     """Train-mode normalisation layers without running statistics."""
     places = Places()
     try:
-        for layer in _with_running_statistics(model):
-            for name, value in WITHOUT_STATISTICS.items():
-                places.put(layer, name, value)
+        _without_statistics(places, model)
         yield
     finally:
         places.restore()
 
 
-def _with_running_statistics(model: nn.Module) -> list[nn.Module]:
-    return [
-        m
-        for m in model.modules()
-        if isinstance(m, _NormBase) and m.training and m.track_running_stats
-    ]
+def _without_statistics(places: Places, model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
+            for name, value in WITHOUT_STATISTICS.items():
+                places.put(layer, name, value)
 
 
 class FunctionalLoss:

@@ -1,13 +1,13 @@
 """The custom Functions in a graph that is to be differentiated again, and what they lose."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch
@@ -24,10 +24,7 @@ def check_functions(value: Tensor, what: str) -> None:
     Raises NoSecondDerivative for one whose backward is `@once_differentiable`; warns of one that keeps
     a floating-point tensor that is neither its input nor its output. Costs microseconds a node.
     """
-    for node in _python_nodes(value):
-        function = _functorch.custom_function(node)
-        if function is None or function.__module__.startswith(("torch.", "hoglib.")):
-            continue
+    for node, function in _users_functions(value):
         name = function.__qualname__
         if _functorch.is_once_differentiable(function):
             raise arguments.NoSecondDerivative(
@@ -52,11 +49,9 @@ def telling_of_cuts(value: Tensor, what: str) -> Iterator[None]:
     The incoming gradients are made to require grad, so that what backward gives without a cut does too.
     """
     handles = []
-    for node in _python_nodes(value):
-        function = _functorch.custom_function(node)
-        if function is not None and not function.__module__.startswith(("torch.", "hoglib.")):
-            handles.append(node.register_prehook(_requiring_grad))
-            handles.append(node.register_hook(partial(_tell, function.__qualname__, what)))
+    for node, function in _users_functions(value):
+        handles.append(node.register_prehook(_requiring_grad))
+        handles.append(node.register_hook(partial(_tell, function.__qualname__, what)))
     try:
         yield
     finally:
@@ -84,17 +79,24 @@ def _tell(name: str, what: str, returned: Any, incoming: Any) -> None:
         )
 
 
-def _python_nodes(value: Tensor) -> Iterator[Any]:
-    pending: list[Any] = [value.grad_fn]
+def nodes(outputs: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of the graphs of the tensors among the outputs."""
+    pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
     seen: set[Any] = {None}
     while pending:
         node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if node not in seen:
+            seen.add(node)
             yield node
-        pending.extend(parent for parent, _ in node.next_functions)
+            pending.extend(parent for parent, _ in node.next_functions)
+
+
+def _users_functions(value: Tensor) -> Iterator[tuple[Any, type[Function]]]:
+    """The nodes of custom Functions, but for those of torch and of hoglib."""
+    for node in nodes([value]):
+        function = _functorch.custom_function(node)
+        if function is not None and not function.__module__.startswith(("torch.", "hoglib.")):
+            yield node, function
 
 
 def _without_graph(node: Any) -> Iterator[str]:

@@ -34,6 +34,7 @@ from hoglib.ops import (
     _weight_norm,
 )
 from hoglib.ops._attention import scaled_dot_product_attention
+from hoglib.ops._halves import autocast_on
 
 Version = tuple[int, int]
 
@@ -67,9 +68,10 @@ class Need(NamedTuple):
 
 def lstm(*args: Any, **kwargs: Any) -> Any:
     """torch.lstm by torch's own kernels, in the dtype that autocast gives it."""
-    found = natively(torch.lstm)(*args, **kwargs)
+    with own_kernels():
+        found = torch.lstm(*args, **kwargs)
     device = found[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if not autocast_on(device):
         return found
     dtype = torch.get_autocast_dtype(device)
     return tuple(y if y.dtype == torch.float64 else y.to(dtype) for y in found)

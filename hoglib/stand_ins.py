@@ -11,10 +11,10 @@ below Python (inside its own kernels, scripted or compiled code) is not seen.
 
 import functools
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -74,15 +74,20 @@ def rows() -> tuple[Need, ...]:
 
 
 class _SecondOrder(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._table = _table()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        instead = _table().get(func)
+        instead = self._table.get(func)
         if instead is not None:
             return instead(*args, **kwargs)
-        again = _seen_through(func)
-        if again is not None:
-            with self:
-                return again(*args, **kwargs)
+        if isinstance(func, FunctionType):
+            again = _seen_through(func)
+            if again is not None:
+                with self:
+                    return again(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -98,12 +103,8 @@ def _table() -> dict[Any, Callable[..., Any]]:
     return table
 
 
-def _seen_through(func: Any) -> Callable[..., Any] | None:
-    return _copy(func) if isinstance(func, types.FunctionType) else None
-
-
 @functools.cache
-def _copy(func: Any) -> Callable[..., Any] | None:
+def _seen_through(func: FunctionType) -> Callable[..., Any] | None:
     """A copy of a Python function of torch that the mode sees into, if there is something to see.
 
     Such a function asks `has_torch_function` first, which is true under any mode, and the mode is not
@@ -115,7 +116,7 @@ def _copy(func: Any) -> Callable[..., Any] | None:
         if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
             return None
     answers = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
-    copy = types.FunctionType(
+    copy = FunctionType(
         func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__,
         func.__closure__,
     )  # fmt: skip

@@ -12,9 +12,14 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import ops
-from hoglib.ops._norms import REPLACES
+from hoglib.ops import _batch_norm, _instance_norm, _layer_norm, _weight_norm
 from hoglib.ops.catalogue import CATALOGUE
 
+REPLACES = {
+    original: ours
+    for module in (_batch_norm, _instance_norm, _layer_norm, _weight_norm)
+    for original, ours in module.REPLACES.items()
+}
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 MODES = ("rr", "fr", "rf", "ff")
 NORMS = ["layer_norm", "batch_norm", "instance_norm", "weight_norm"]

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
+from hoglib._explaining import explaining
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
-from hoglib.curvature.products import explaining, gradient_graph
+from hoglib.curvature.products import gradient_graph
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any

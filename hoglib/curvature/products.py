@@ -1,7 +1,6 @@
 """Hessian-vector products, and the routes by which they are computed."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,17 +8,11 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
+from hoglib._explaining import explaining
 from hoglib._graph import check_functions, telling_of_cuts
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
 from hoglib.stand_ins import stand_ins_if
-
-# What torch says of an operation that it cannot differentiate.
-NO_WAY = (
-    "not implemented", "forward AD", "does not currently support double backward",
-    "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
-    "setup_context", "doesn't have storage",
-)  # fmt: skip
 
 Tree = Any
 Loss = Callable[..., Tensor]
@@ -113,21 +106,6 @@ def gradient_graph(
             "uses the model's own parameters instead of the params it is given."
         )
     return value, own, gradient
-
-
-@contextmanager
-def explaining(what: str) -> Iterator[None]:
-    """Names the operation that torch has no derivative of."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, arguments.Explained) or not any(word in str(error) for word in NO_WAY):
-            raise
-        raise arguments.NotSupported(
-            f"{what}: expected operations that torch can differentiate twice, got one that it cannot: "
-            f"{str(error).splitlines()[0]}. Write it by other operations; `hoglib env` lists those "
-            "that are replaced by themselves (stand_ins=True)."
-        ) from error
 
 
 def _reverse_over_reverse(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
+from hoglib._explaining import explaining
 from hoglib._functional import (
     Criterion,
     FunctionalLoss,
@@ -17,7 +18,6 @@ from hoglib._functional import (
     trainable_params,
 )
 from hoglib._recording import recordable
-from hoglib.curvature.products import explaining
 from hoglib.meta import tasks as stacks
 from hoglib.meta.inner import adapt
 from hoglib.meta.rules import sgd

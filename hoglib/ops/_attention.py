@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib.ops._halves import autocast_on, is_half
 
 
 def scaled_dot_product_attention(
@@ -39,7 +40,7 @@ def scaled_dot_product_attention(
         raise arguments.WrongValue(
             "attn_mask: expected None with is_causal=True, got a mask; put what it hides into one mask."
         )
-    if _autocast(query):  # which casts what is not double
+    if autocast_on(query.device.type):  # which casts what is not double
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = (
             x if x.dtype == torch.float64 else x.to(lower) for x in (query, key, value)
@@ -52,7 +53,7 @@ def scaled_dot_product_attention(
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     if enable_gqa:
         key, value = (_for_each_head(x, query) for x in (key, value))
-    narrow = dtype in (torch.float16, torch.bfloat16) and not _autocast(query)
+    narrow = is_half(query) and not autocast_on(query.device.type)
     if narrow:
         query, key, value = query.float(), key.float(), value.float()
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -76,11 +77,6 @@ def scaled_dot_product_attention(
     if heads_inside:  # as torch lays it out: what follows may view heads and values as one
         result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
     return result.to(dtype) if narrow else result
-
-
-def _autocast(x: Tensor) -> bool:
-    device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def _for_each_head(x: Tensor, query: Tensor) -> Tensor:

@@ -9,17 +9,7 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib.ops import _running as running
-from hoglib.ops._standardise import (
-    affine,
-    can_fuse,
-    flat_value,
-    fused,
-    moments,
-    same_dtype,
-    scaled,
-    wide,
-    widened,
-)
+from hoglib.ops._standardise import fused
 
 
 def batch_norm(
@@ -72,42 +62,18 @@ def _torch_batch_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """`torch.batch_norm`, which takes one value a channel, and any eps."""
-    arguments.real("input", input)
-    given = {
-        "weight": weight,
-        "bias": bias,
-        "running_mean": running_mean,
-        "running_var": running_var,
-    }
-    running.per_channel(input, **given)
-    running.check(input, running_mean, running_var, needed=not training)
-    same_dtype(input, **given)
-    inner = wide(input.dtype)
-    x = input.to(inner)
-    weight, bias = (widened(value, inner) for value in (weight, bias))
-    if not training:
-        assert running_mean is not None
-        assert running_var is not None
-        return running.evaluated(x, running_mean, running_var, weight, bias, eps).to(input.dtype)
-    dims = (0, *range(2, x.dim()))
-    running.update(x, dims, running_mean, running_var, momentum)
-    return _of_the_batch(x, dims, weight, bias, eps).to(input.dtype)
+    dims = (0, *range(2, input.dim()))
+    return running.normalised(
+        input, weight, bias, running_mean, running_var, training, momentum, eps, dims, _in_one
+    )
 
 
-def _of_the_batch(
-    x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    if can_fuse(x, eps) and x.is_contiguous():  # others, channels last above all, keep their layout
-        across = x.transpose(0, 1)
-        rows = across.reshape(1, x.shape[1], -1)
-        weight, bias = (None if p is None else p.reshape(-1) for p in (weight, bias))
-        y = fused(rows, weight, bias, eps)
-        return y.reshape(across.shape).transpose(0, 1).contiguous()
-    weight, bias = (None if p is None else running.along_channels(p, x) for p in (weight, bias))
-    if not x.numel():  # there is no mean, and NaN times nothing would reach the weight
-        return affine(x, weight, bias)
-    y = scaled(*moments(x, dims), weight, eps, flat_value(eps))
-    return y if bias is None else y + bias
+def _in_one(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
+    if not x.is_contiguous():  # others, channels last above all, keep their layout
+        return None
+    across = x.transpose(0, 1)
+    y = fused(across.reshape(1, x.shape[1], -1), weight, bias, eps)
+    return y.reshape(across.shape).transpose(0, 1).contiguous()
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.ops._full_precision import full_precision
+from hoglib.ops._halves import full_precision
 
 
 @full_precision(widen=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib.ops._broadcasting import promoted
 from hoglib.ops._define import Saved, call, make_function
+from hoglib.ops._halves import is_autocast
 from hoglib.ops._products import mul
 from hoglib.ops._reduce import logsumexp, sum
 
@@ -48,9 +49,7 @@ def softmax_cross_entropy(
         )
     axis = min(logits.dim() - 1, 1)
     _check_shapes(logits, target, axis)
-    device = logits.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if autocast and logits.dtype != torch.float64:
+    if is_autocast(logits):
         logits = logits.float()
     if target.is_floating_point():
         rows = _from_probabilities(logits, target, axis, smoothing)

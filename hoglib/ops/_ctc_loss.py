@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib.ops._halves import is_autocast
 
 # The logarithm of nothing. A finite number leaves no infinity to subtract, at any order of
 # differentiation; it is so low that what it is added to does not reach any path that exists.
@@ -225,10 +226,7 @@ def _check_kinds(*lengths: Lengths) -> None:
 def _in_torch_dtype(log_probs: Tensor) -> Tensor:
     """float32 or float64, the former for any but the latter under autocast, as torch's."""
     arguments.real("log_probs", log_probs)
-    device = log_probs.device.type
-    # meta has no autocast; is_autocast_available is what torch 2.11 cannot compile
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    if autocast and log_probs.dtype != torch.float64:
+    if is_autocast(log_probs):
         return log_probs.float()
     if log_probs.dtype not in (torch.float32, torch.float64):
         raise NotImplementedError(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib.ops._halves import widened
 
 
 def glu(input: Tensor, dim: int = -1) -> Tensor:
@@ -15,7 +16,8 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
 
         y = a * sigmoid(b), with a and b the halves of the input along dim
 
-    Shapes: input [..., 2 n, ...]; y [..., n, ...]. torch has no derivative of the tangent of its own.
+    Shapes: input [..., 2 n, ...]; y [..., n, ...]. Half precision is computed in float32. torch has no
+    derivative of the tangent of its own.
     Raises ValueError for an odd size; TypeError for an integer or complex input.
     Dauphin et al., Language Modeling with Gated Convolutional Networks, 2017.
     """
@@ -24,8 +26,8 @@ def glu(input: Tensor, dim: int = -1) -> Tensor:
         raise arguments.WrongValue(
             f"input: expected an even size along dim {dim}, got {arguments.describe(input)}."
         )
-    a, b = input.chunk(2, dim)
-    return a * torch.sigmoid(b)
+    a, b = widened(input).chunk(2, dim)
+    return (a * torch.sigmoid(b)).to(input.dtype)
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {F.glu: glu}

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib.ops._halves import HALVES, is_autocast
 
 MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
 PADDINGS = ("zeros", "border", "reflection")
@@ -168,18 +169,14 @@ def _in_torch_dtypes(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch
     """Both in the dtype to compute in, and that of the result."""
     arguments.real("input", input)
     arguments.real("grid", grid)
-    device = input.device.type
-    # meta has no autocast; is_autocast_available is what torch 2.11 cannot compile
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    if autocast:
-        input, grid = (x if x.dtype == torch.float64 else x.float() for x in (input, grid))
+    input, grid = (x.float() if is_autocast(x) else x for x in (input, grid))
     if input.dtype != grid.dtype:
         raise RuntimeError(
             f"grid_sample: expected input and grid of one dtype, got {input.dtype} and {grid.dtype}; "
             "convert one of them."
         )
     dtype = input.dtype
-    if dtype in (torch.float16, torch.bfloat16):
+    if dtype in HALVES:
         input, grid = input.float(), grid.float()
     return input, grid, dtype
 

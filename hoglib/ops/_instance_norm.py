@@ -10,17 +10,7 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib.ops import _running as running
-from hoglib.ops._standardise import (
-    affine,
-    can_fuse,
-    flat_value,
-    fused,
-    moments,
-    same_dtype,
-    scaled,
-    wide,
-    widened,
-)
+from hoglib.ops._standardise import fused
 
 
 def instance_norm(
@@ -71,43 +61,16 @@ def _torch_instance_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """`torch.instance_norm`, which takes one value a channel."""
-    arguments.real("input", input)
-    given = {
-        "weight": weight,
-        "bias": bias,
-        "running_mean": running_mean,
-        "running_var": running_var,
-    }
-    running.per_channel(input, **given)
-    running.check(input, running_mean, running_var, needed=not use_input_stats)
-    same_dtype(input, **given)
-    inner = wide(input.dtype)
-    x = input.to(inner)
-    weight, bias = (widened(value, inner) for value in (weight, bias))
-    if not use_input_stats:
-        assert running_mean is not None
-        assert running_var is not None
-        return running.evaluated(x, running_mean, running_var, weight, bias, eps).to(input.dtype)
-    dims = tuple(range(2, x.dim()))
-    if not dims:
-        return _torch_instance_norm(
-            input[..., None], weight, bias, running_mean, running_var, True, momentum, eps
-        )[..., 0]
-    running.update(x, dims, running_mean, running_var, momentum)
-    return _of_the_instance(x, dims, weight, bias, eps).to(input.dtype)
+    rows = input[..., None] if input.dim() == 2 else input
+    dims = tuple(range(2, rows.dim()))
+    y = running.normalised(
+        rows, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, dims, _in_one
+    )
+    return y.reshape(input.shape)
 
 
-def _of_the_instance(
-    x: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> Tensor:
-    if can_fuse(x, eps):
-        weight, bias = (None if p is None else p.reshape(-1) for p in (weight, bias))
-        return fused(x.flatten(2), weight, bias, eps).reshape(x.shape)
-    weight, bias = (None if p is None else running.along_channels(p, x) for p in (weight, bias))
-    if not x.numel():  # there is no mean, and NaN times nothing would reach the weight
-        return affine(x, weight, bias)
-    y = scaled(*moments(x, dims), weight, eps, flat_value(eps))
-    return y if bias is None else y + bias
+def _in_one(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return fused(x.flatten(2), weight, bias, eps).reshape(x.shape)
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib.ops._halves import autocast_on
+from hoglib.ops._refusals import Refused
 from hoglib.ops._standardise import (
-    Refused,
     affine,
     can_fuse,
     fused,
@@ -49,7 +50,7 @@ def layer_norm(
             )
     dtype = input.dtype
     # on a GPU autocast runs it in float32, and its result stays so; on a CPU it leaves it alone
-    if input.device.type != "cpu" and torch.is_autocast_enabled(input.device.type):
+    if input.device.type != "cpu" and autocast_on(input.device.type):
         dtype = wide(dtype)
     else:
         same_dtype(input, weight=weight, bias=bias)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib.ops._full_precision import full_precision
+from hoglib.ops._halves import full_precision
 from hoglib.ops._modes import reverse_only
 
 # By so much can the rank be less than n with every derivative to the third order right.

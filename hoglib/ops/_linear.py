@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib.ops._define import Saved, call, conj, make_function
+from hoglib.ops._halves import autocast_on
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -251,7 +252,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     must have the dtype that forward computed in.
     """
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not autocast_on(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(

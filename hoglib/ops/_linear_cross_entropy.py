@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction
 
 from hoglib import _arguments as arguments
-from hoglib.ops._full_precision import full_precision, is_narrow
+from hoglib.ops import _reductions as reductions
+from hoglib.ops._halves import full_precision, widened
 from hoglib.ops._modes import reverse_only
 
 
@@ -89,7 +89,7 @@ def _shifted(z: Tensor) -> tuple[Tensor, Tensor, int]:
 
     The maximum is a constant: what it adds to the derivatives cancels."""
     dim = min(z.dim() - 1, 1)
-    wide = z.float() if is_narrow(z) else z
+    wide = widened(z)
     s = wide - wide.detach().amax(dim, True)
     return s, s.exp().sum(dim).log(), dim
 
@@ -116,7 +116,7 @@ def _of_classes(
             s, logsumexp, weight, dim
         )
     loss = torch.where(counts, loss, 0)
-    if _reduction.get_enum(reduction) == 1:
+    if reductions.number(reduction) == reductions.MEAN:
         return (loss.sum() / share.sum()).to(z.dtype)
     return (loss if reduction == "none" else loss.sum()).to(z.dtype)
 
@@ -129,7 +129,7 @@ def _of_chances(
     q = (1 - smoothing) * q + smoothing / s.shape[dim] if smoothing else q
     q = q if weight is None else q * _along(weight, s, dim)
     loss = logsumexp * q.sum(dim) - (q * s).sum(dim)
-    if _reduction.get_enum(reduction) == 1:
+    if reductions.number(reduction) == reductions.MEAN:
         return (loss.sum() / loss.numel() if loss.numel() else loss.sum() / 0.0).to(z.dtype)
     return (loss if reduction == "none" else loss.sum()).to(z.dtype)
 

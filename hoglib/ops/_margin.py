@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction
 
 from hoglib import _arguments as arguments
-from hoglib.ops._full_precision import full_precision, is_narrow
+from hoglib.ops import _reductions as reductions
+from hoglib.ops._halves import full_precision, widened
 
 
 @full_precision(widen=True)
@@ -34,7 +34,7 @@ def multi_margin_loss(
     Raises ValueError for p, weight and reduction, RuntimeError for shapes and classes out of range,
     TypeError for a complex or integer input.
     """
-    mean = _legacy(size_average, reduce, reduction)
+    kind = reductions.number(reduction, size_average, reduce)
     if p not in (1, 2):
         raise ValueError("only p == 1 and p == 2 supported")
     if weight is not None and weight.dim() != 1:
@@ -53,14 +53,13 @@ def multi_margin_loss(
         raise RuntimeError(
             f"inconsistent weight size, expected {classes} but got {list(weight.shape)}"
         )
-    x = input.reshape(rows, classes)
-    x = x.float() if is_narrow(x) else x
+    x = widened(input.reshape(rows, classes))
     index = target.reshape(rows, 1)
     hinge = torch.relu(x + (margin - x.gather(1, index))).scatter(1, index, 0.0)
     loss = (hinge if p == 1 else hinge * hinge).sum(1) / classes
     if weight is not None:
         loss = loss * weight.gather(0, index.squeeze(1))
-    return _reduced(loss, mean, target.shape if input.dim() < 2 else (rows,)).to(input.dtype)
+    return _reduced(loss, kind, target.shape if input.dim() < 2 else (rows,)).to(input.dtype)
 
 
 @full_precision(widen=True)
@@ -79,7 +78,7 @@ def multilabel_margin_loss(
     that stands there twice counts twice. Takes memory for N C^2 numbers. Kinks, narrow dtypes and
     errors as for `multi_margin_loss`; a class out of range is not noticed behind the first -1.
     """
-    mean = _legacy(size_average, reduce, reduction)
+    kind = reductions.number(reduction, size_average, reduce)
     arguments.real("input", input)
     _check_input(input)
     if target.shape != input.shape and (input.dim() or target.numel() != 1):
@@ -88,8 +87,7 @@ def multilabel_margin_loss(
         )
     _check_dtype(target)
     classes = _classes(input)
-    x, t = input.reshape(-1, classes), target.reshape(-1, classes)
-    x = x.float() if is_narrow(x) else x
+    x, t = widened(input.reshape(-1, classes)), target.reshape(-1, classes)
     # what stands behind the first -1 goes to a class that is cut off
     listed = (t != -1).cumprod(1) == 1
     times = x.new_zeros(x.shape[0], classes + 1)
@@ -97,14 +95,7 @@ def multilabel_margin_loss(
     hinge = torch.relu((1 - x).unsqueeze(2) + x.unsqueeze(1))
     others = (times == 0).to(x.dtype).unsqueeze(2)
     loss = (times.unsqueeze(1) @ (hinge @ others)).reshape(-1) / classes
-    return _reduced(loss, mean, input.shape[:-1]).to(input.dtype)
-
-
-def _legacy(size_average: bool | None, reduce: bool | None, reduction: str) -> int:
-    """The number that torch gives a reduction: 0 none, 1 mean, 2 sum."""
-    if size_average is not None or reduce is not None:
-        return _reduction.legacy_get_enum(size_average, reduce)
-    return _reduction.get_enum(reduction)
+    return _reduced(loss, kind, input.shape[:-1]).to(input.dtype)
 
 
 def _check_input(input: Tensor) -> None:
@@ -124,10 +115,10 @@ def _classes(input: Tensor) -> int:
     return input.shape[-1] if input.dim() else 1
 
 
-def _reduced(loss: Tensor, reduction: int, shape: Any) -> Tensor:
-    if reduction == 0:
+def _reduced(loss: Tensor, kind: int, shape: Any) -> Tensor:
+    if kind == reductions.NONE:
         return loss.reshape(shape)
-    return loss.sum() / max(loss.numel(), 1) if reduction == 1 else loss.sum()
+    return reductions.reduced(loss, kind) if loss.numel() else loss.sum()
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch as functorch
-from hoglib.ops._full_precision import full_precision, is_narrow
+from hoglib.ops import _reductions as reductions
+from hoglib.ops._halves import full_precision, is_half, widened
 from hoglib.ops._modes import reverse_only
 
 # torch's annotations lack the weight
@@ -39,9 +39,8 @@ def mse_loss(
     arguments.real("input", input)
     if _torch_is_right(input):
         return _TORCH_MSE(input, target, size_average, reduce, reduction)
-    if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    return _mse(*_broadcast(input, target), reduction)
+    kind = reductions.number(reduction, size_average, reduce)
+    return _mse(*_broadcast(input, target), kind)
 
 
 def huber_loss(
@@ -65,18 +64,19 @@ def huber_loss(
         return _TORCH_HUBER(input, target, reduction, delta, weight)
     if delta <= 0:
         raise RuntimeError("huber_loss does not support non-positive values for delta.")
+    kind = reductions.number(reduction)
     if weight is None:
-        return _huber(*_broadcast(input, target), reduction, delta)
+        return _huber(*_broadcast(input, target), kind, delta)
     if weight.size() != input.size():
         raise ValueError("Weights and input must have the same size.")
-    weighted = _huber(*_broadcast(input, target), "none", delta) * weight
-    return _reduced(weighted, reduction)
+    weighted = _huber(*_broadcast(input, target), reductions.NONE, delta) * weight
+    return reductions.reduced(weighted, kind)
 
 
 def _torch_is_right(input: Tensor) -> bool:
     """In reverse mode, but for vmap, where torch takes shapes wrongly, and for narrow dtypes, whose
     second derivatives torch rounds on the way."""
-    plain = input.numel() > 0 and not is_narrow(input)
+    plain = input.numel() > 0 and not is_half(input)
     return plain and reverse_only() and not functorch.transforms_active()
 
 
@@ -93,26 +93,18 @@ def _broadcast(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @full_precision(widen=True)
-def _mse(input: Tensor, target: Tensor, reduction: str) -> Tensor:
+def _mse(input: Tensor, target: Tensor, kind: int) -> Tensor:
     dtype = torch.promote_types(input.dtype, target.dtype)
-    d = input.float() - target if is_narrow(input) or is_narrow(target) else input - target
-    return _reduced(d * d, reduction).to(dtype)
+    d = input.float() - target if is_half(input) or is_half(target) else input - target
+    return reductions.reduced(d * d, kind).to(dtype)
 
 
 @full_precision(widen=True)
-def _huber(input: Tensor, target: Tensor, reduction: str, delta: float) -> Tensor:
-    a, b = (x.float() if is_narrow(x) else x for x in (input, target))
-    d = a - b
+def _huber(input: Tensor, target: Tensor, kind: int, delta: float) -> Tensor:
+    d = widened(input) - widened(target)
     h = torch.where(d.abs() < delta, d, d.detach().clamp(-delta, delta))
     # torch's gives the dtype of input, not the wider one
-    return _reduced(h * (d - h / 2), reduction).to(input.dtype)
-
-
-def _reduced(x: Tensor, reduction: str) -> Tensor:
-    number = _reduction.get_enum(reduction)
-    if number == 0:
-        return x
-    return x.mean() if number == 1 else x.sum()
+    return reductions.reduced(h * (d - h / 2), kind).to(input.dtype)
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -1,6 +1,7 @@
-"""Running statistics of batch and instance norm: what they must be, and how they run."""
+"""Batch and instance norm, by statistics of the input or by running ones: what these must be, and how
+they run."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
@@ -10,7 +11,20 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib._functorch import transforms_active
-from hoglib.ops._standardise import Refused
+from hoglib.ops._refusals import Refused
+from hoglib.ops._standardise import (
+    affine,
+    can_fuse,
+    flat_value,
+    moments,
+    same_dtype,
+    scaled,
+    wide,
+    widened,
+)
+
+# (x, weight, bias, eps) -> y in one kernel, or None where it cannot
+Fuse = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor | None]
 
 _KEPT: ContextVar[bool] = ContextVar("statistics_kept", default=False)
 
@@ -23,6 +37,49 @@ def statistics_kept() -> Iterator[None]:
         yield
     finally:
         _KEPT.reset(token)
+
+
+def normalised(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    by_input: bool,
+    momentum: float,
+    eps: float,
+    dims: tuple[int, ...],
+    fuse: Fuse,
+) -> Tensor:
+    """The input normalised by its own statistics along dims, or by the running ones."""
+    arguments.real("input", input)
+    given = {
+        "weight": weight,
+        "bias": bias,
+        "running_mean": running_mean,
+        "running_var": running_var,
+    }
+    per_channel(input, **given)
+    check(input, running_mean, running_var, needed=not by_input)
+    same_dtype(input, **given)
+    inner = wide(input.dtype)
+    x = input.to(inner)
+    weight, bias = (widened(value, inner) for value in (weight, bias))
+    if not by_input:
+        assert running_mean is not None
+        assert running_var is not None
+        return evaluated(x, running_mean, running_var, weight, bias, eps).to(input.dtype)
+    update(x, dims, running_mean, running_var, momentum)
+    if can_fuse(x, eps):
+        flat_weight, flat_bias = (None if p is None else p.reshape(-1) for p in (weight, bias))
+        y = fuse(x, flat_weight, flat_bias, eps)
+        if y is not None:
+            return y.to(input.dtype)
+    weight, bias = (None if p is None else along_channels(p, x) for p in (weight, bias))
+    if not x.numel():  # there is no mean, and NaN times nothing would reach the weight
+        return affine(x, weight, bias).to(input.dtype)
+    y = scaled(*moments(x, dims), weight, eps, flat_value(eps))
+    return (y if bias is None else y + bias).to(input.dtype)
 
 
 def check(

@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction
 
 from hoglib import _arguments as arguments
+from hoglib.ops import _reductions as reductions
+from hoglib.ops._halves import full_precision
+from hoglib.ops._refusals import Refused
 
 
+@full_precision(widen=True)
 def soft_margin_loss(
     input: Tensor,
     target: Tensor,
@@ -21,17 +25,18 @@ def soft_margin_loss(
 
         loss = log(1 + exp(-target * input)), averaged, summed, or neither
 
-    Shapes: input and target broadcast. The target is a constant.
-    Raises ValueError for another reduction; TypeError for an integer or complex input.
+    Shapes: input and target broadcast; the loss has the dtype of input. The target is a constant.
+    Raises ValueError for another reduction, or a target that requires grad; TypeError for an integer
+    or complex input.
     """
     arguments.real("input", input)
-    if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    arguments.one_of("reduction", reduction, ["none", "mean", "sum"])
-    loss = -F.logsigmoid(target.detach() * input)
-    if reduction == "none":
-        return loss
-    return loss.mean() if reduction == "mean" else loss.sum()
+    if target.requires_grad and torch.is_grad_enabled():
+        raise Refused(
+            "target: expected a constant, by which soft_margin_loss is not differentiable, got a "
+            "tensor that requires grad; pass it detached."
+        )
+    kind = reductions.number(reduction, size_average, reduce)
+    return reductions.reduced(-F.logsigmoid(target.to(input.dtype) * input), kind)
 
 
 REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {F.soft_margin_loss: soft_margin_loss}

@@ -15,12 +15,8 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib._functorch import forward_mode_active
-
-HALVES = (torch.float16, torch.bfloat16)
-
-
-class Refused(arguments.Explained, RuntimeError):
-    """A RuntimeError, as torch raises for such arguments; it explains itself."""
+from hoglib.ops._halves import HALVES
+from hoglib.ops._refusals import Refused
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
-from hoglib.ops._standardise import Refused, wide
+from hoglib.ops._refusals import Refused
+from hoglib.ops._standardise import wide
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

@@ -1,6 +1,6 @@
 """One call of a function as a map between lists of real tensors."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import isbuiltin
 from typing import Any
@@ -12,6 +12,7 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._functional import call_with
 from hoglib._functorch import custom_function, transforms_active
+from hoglib._graph import nodes
 from hoglib._recording import recordable
 from hoglib.verification._copies import fresh
 from hoglib.verification._maps import Map
@@ -125,18 +126,6 @@ def name_of(fn: Any) -> str:
     if isbuiltin(fn):  # torch.sort and its like, whose owner is private to torch
         return str(fn.__name__)
     return str(getattr(fn, "__qualname__", type(fn).__name__))
-
-
-def nodes(outputs: Sequence[Any]) -> Iterator[Any]:
-    """The nodes of the graphs of the outputs."""
-    pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
-    seen: set[Any] = {None}
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            pending.extend(parent for parent, _ in node.next_functions)
 
 
 def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib import _tree
 from hoglib._functorch import Applying
 from hoglib.verification import _where as where
+from hoglib.verification._call import is_float
 from hoglib.verification._where import Place
 
 # What they return does not depend on the values that they are given.
@@ -75,7 +76,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         name = _name(func)
         given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        graphed = any(x.requires_grad and _is_float(x) for x in given)
+        graphed = any(x.requires_grad and is_float(x) for x in given)
         if name == "detach_" and graphed:
             cut = self._note(".detach_()", "alias")
             if (cut.how, cut.place) in self._mend:
@@ -97,7 +98,7 @@ class Watch(TorchFunctionMode):
         return result
 
     def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
-        made = [y for y in _tree.leaves(result) if isinstance(y, Tensor) and _is_float(y)]
+        made = [y for y in _tree.leaves(result) if is_float(y)]
         without = [y for y in made if not y.requires_grad]
         # what torch's fallback for kernels without a formula leaves behind
         raw = [y for y in made if y.grad_fn and "NotImplemented" in y.grad_fn.name()]
@@ -140,10 +141,6 @@ def _changed(name: str, args: Any, kwargs: Any, aliases: list[Tensor]) -> bool:
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     written = args[0] if args and in_place else kwargs.get("out")
     return any(written is alias for alias in aliases)
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _name(func: Any) -> str:

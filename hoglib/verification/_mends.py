@@ -51,10 +51,13 @@ def called(slot: Slot) -> str:
     return slot.what if slot.label == slot.what else f"{slot.what} ({slot.label})"
 
 
-def raised_row(name: str, function: str, rule: str, found: Diagnosis) -> Row:
+def raised_row(prefix: str, function: str, rule: str, found: Diagnosis, *, always: bool) -> Row:
+    """Of a rule that raises with a graph, or always."""
     error = found.error
     assert error is not None
-    text = f"{function}.{rule} cannot be differentiated: with a graph it raised {told(error)}."
+    name = f"{prefix}culprit: {rule}" if always else f"{prefix}graph cut: in {rule}"
+    how = "" if always else "cannot be differentiated: with a graph it "
+    text = f"{function}.{rule} {how}raised {told(error)}."
     if found.cuts:
         text += " It leaves the graph by " + "; by ".join(map(str, found.cuts)) + "."
     if not found.kept and rule == "backward":

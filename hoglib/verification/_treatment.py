@@ -47,16 +47,14 @@ def rows(subject: Subject, x: list[Tensor], found: Mapping[str, Found]) -> Itera
                 continue
             if not in_jvp and over_forward == wrong:
                 continue
-            for row in _of(app, moves, in_jvp, several=len(apps) > 1, right_once=right_once):
+            several = len(apps) > 1
+            for row in _of(
+                app, moves, in_jvp, several=several, right_once=right_once, raises=raises
+            ):
                 named = True
-                if raises and row.name.endswith("graph cut: in backward"):
-                    row = row._replace(
-                        name=row.name.replace("graph cut: in backward", "culprit: backward"),
-                        text=row.text.replace("cannot be differentiated: with a graph it ", ""),
-                    )
                 yield row
     if not named and right_once:
-        yield from _culprits(subject, x, found, wrong)
+        yield from culprits.rows(subject, x, wrong)
 
 
 def of_forward(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
@@ -123,7 +121,13 @@ def _moving(subject: Subject, x: list[Tensor]) -> list[tuple[Application, doctor
 
 
 def _of(
-    app: Application, moves: doctor.Moves | None, in_jvp: bool, *, several: bool, right_once: bool
+    app: Application,
+    moves: doctor.Moves | None,
+    in_jvp: bool,
+    *,
+    several: bool,
+    right_once: bool,
+    raises: bool = False,
 ) -> Iterator[Row]:
     function = app.function.__name__
     rule = "jvp" if in_jvp else "backward"
@@ -146,7 +150,7 @@ def _of(
         )
         yield Row(f"{prefix}graph cut: @once_differentiable", "fail", None, text)
     if found.error is not None:
-        yield raised_row(f"{prefix}graph cut: in {rule}", function, rule, found)
+        yield raised_row(prefix, function, rule, found, always=raises and not in_jvp)
         return
     for cuts in _together(found.cuts):
         yield cut_row(f"{prefix}graph cut: {title(cuts[0])}", function, rule, cuts, found)
@@ -209,12 +213,6 @@ def _words(subject: Subject, found: Found) -> str:
         return f"{words} " if words else ""
     except Exception:  # words are not worth an error
         return ""
-
-
-def _culprits(
-    subject: Subject, x: list[Tensor], found: Mapping[str, Found], wrong: list[str]
-) -> Iterator[Row]:
-    yield from culprits.rows(subject, x, wrong)
 
 
 def is_culprit(row: Row) -> bool:

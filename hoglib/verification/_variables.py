@@ -30,7 +30,6 @@ def call_of(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
     arguments.something_to_differentiate_by(call.names, call.point)
     try:
         _try(call)
-        return _as_it_computes(call, fn, inputs)
     except Exception as error:
         own = Call(fn, inputs, None)
         if all(x.dtype == torch.float64 for x in own.point):
@@ -40,6 +39,7 @@ def call_of(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
         except Exception:
             raise error from None
         return own, f"{type(error).__name__}: {error}".splitlines()[0]
+    return _as_it_computes(call, fn, inputs)
 
 
 def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
@@ -47,16 +47,17 @@ def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, s
     if given_wide(inputs):
         return call, ""
     watch = Watch()
+    narrow = Call(fn, inputs, torch.float32)
+    narrow.clone = call.clone
     try:
         with watch:
             call.leaves(*call.point)
+        if "float32" not in watch.cast:
+            return call, ""
+        outputs = [(c.dtype, c.leaves(*c.point)) for c in (call, narrow)]
     except Exception:  # judged later
         return call, ""
-    narrow = Call(fn, inputs, torch.float32)
-    narrow.clone = call.clone
-    outputs = [(c.dtype, c.leaves(*c.point)) for c in (call, narrow)] if watch.cast else []
-    alike = all(y.dtype == dtype for dtype, leaves in outputs for y in leaves if is_float(y))
-    if "float32" not in watch.cast or not alike:
+    if any(y.dtype != dtype for dtype, leaves in outputs for y in leaves if is_float(y)):
         return call, ""
     return narrow, f"it computes in float32: {watch.cast}"
 

@@ -29,7 +29,6 @@ MODES = {
         "ff": "forward-over-forward",
     }.items()
 }
-LEVELS = {"r": "reverse", "f": "forward"}
 ORDINALS = {1: "first", 2: "second", 3: "third"}
 
 

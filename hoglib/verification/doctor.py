@@ -95,9 +95,9 @@ class _Examination:
         context = Context(record, in_jvp=self._in_jvp)
         returned = plain.as_tuple(self._rule(context, *incoming))
         if self._in_jvp:
-            return [r for r in returned if isinstance(r, Tensor) and is_float(r)]
+            return [r for r in returned if is_float(r)]
         kept = [r for i, r in enumerate(returned) if i in self._app.by]
-        return [r for r in kept if isinstance(r, Tensor) and is_float(r)]
+        return [r for r in kept if is_float(r)]
 
     # What each slot contributes, by differences.
 
@@ -142,7 +142,7 @@ class _Examination:
             flat, structure = _tree.flatten(value)
             ends_flat = [_tree.leaves(m.get(label)) for m in moved]
             for n, leaf in enumerate(flat):
-                if isinstance(leaf, Tensor) and is_float(leaf) and id(leaf) in owned:
+                if is_float(leaf) and id(leaf) in owned:
                     above, below = (f[n] for f in ends_flat)
                     flat[n] = leaf.detach().clone().requires_grad_()
                     move = ((above - below) / (2 * STEP)).detach()

@@ -21,12 +21,16 @@ def names(rows):
 def test_the_mistake_is_named(exhibit):
     judged = table.mistake(exhibit)
     assert judged.right, judged.texts
+    # a Function that spoils the graph of its caller stops other checks too; nothing else may
+    spoiled = ("modified by an inplace operation", "backward through the graph a second time")
+    assert all(any(words in text for words in spoiled) for text in judged.raised), judged.raised
 
 
 @pytest.mark.parametrize("exhibit", ZOO, ids=names(ZOO))
 def test_the_right_twin_raises_no_alarm(exhibit):
     judged = table.twin(exhibit)
     assert judged.right, judged.texts
+    assert not judged.raised
     if exhibit.verdict == "warn":
         warned = table.mistake(exhibit).named
         assert not any(text.startswith(f"warn {row}:") for row in warned for text in judged.texts)
@@ -36,6 +40,7 @@ def test_the_right_twin_raises_no_alarm(exhibit):
 def test_published_functions_are_judged_right(specimen):
     judged = table.specimen(specimen)
     assert judged.right, judged.texts
+    assert not judged.raised
 
 
 def test_the_page_shows_every_row():

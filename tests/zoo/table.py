@@ -17,6 +17,7 @@ class Judged(NamedTuple):
     named: list[str]
     failed: list[str]
     texts: list[str]  # of all rows that are not passed
+    raised: list[str]  # what checks raised, which is no verdict
 
     @property
     def right(self) -> bool:
@@ -36,6 +37,7 @@ def judge(name, function, make, wanted, says, options):
     return Judged(
         name, wanted, named if says else [], [row.name for row in report.failed],
         [f"{row.status} {row.name}: {row.text}" for row in report if row.status in ("fail", "warn")],
+        [row.text for row in report if row.name == "circumstances"],
     )  # fmt: skip
 
 
