@@ -3,7 +3,7 @@
 from hoglib import curvature, meta, nn, ops, testing
 from hoglib._functional import functional_loss, trainable_params
 from hoglib._version import __version__
-from hoglib.curvature import hessian, hvp
+from hoglib.curvature import fisher_vp, ggn, ggn_vp, hessian, hvp
 from hoglib.meta import MAML
 from hoglib.stand_ins import second_order
 from hoglib.verification import Report, VerificationError, verify
@@ -14,7 +14,10 @@ __all__ = [
     "VerificationError",
     "__version__",
     "curvature",
+    "fisher_vp",
     "functional_loss",
+    "ggn",
+    "ggn_vp",
     "hessian",
     "hvp",
     "meta",

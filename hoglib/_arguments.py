@@ -214,6 +214,19 @@ def parameters(params: Any) -> Any:
 
 def same_structure(what: str, tree: Any, params: Any) -> list[Tensor]:
     """The leaves of `tree`, which must have the structure, shapes, dtypes and devices of params."""
+    return _like(what, tree, params, may_be_block=False)
+
+
+def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
+    """The leaves of one vector like params, or of a block: of several along a trailing dimension."""
+    leaves = _like(what, tree, params, may_be_block=True)
+    block = leaves[0].dim() > _tree.leaves(params)[0].dim()
+    if block and not leaves[0].shape[-1]:
+        raise WrongValue(f"{what}: expected at least one vector in the block, got none.")
+    return leaves, block
+
+
+def _like(what: str, tree: Any, params: Any, *, may_be_block: bool) -> list[Tensor]:
     if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
         same_order: Any = type(params)  # the order of names is no matter
         tree = same_order((name, tree[name]) for name in params)
@@ -232,13 +245,20 @@ def same_structure(what: str, tree: Any, params: Any) -> list[Tensor]:
             + f". Build {what} from params, for instance "
             f"`{{name: torch.randn_like(p) for name, p in params.items()}}`."
         )
+    first = tensor(_leaf(what, names[0]), leaves[0])
+    columns = first.shape[-1:] if may_be_block and first.dim() == expected[0].dim() + 1 else ()
     for name, leaf, like in zip(names, leaves, expected, strict=True):
         where = _leaf(what, name)
         tensor(where, leaf)
-        if leaf.shape != like.shape:
+        if leaf.shape != (*like.shape, *columns):
+            hint = (
+                f"all leaves of a block have {columns[0]} columns, as the first."
+                if columns
+                else "it must have the shape of its parameter"
+                + (", or that and a trailing dimension for a block." if may_be_block else ".")
+            )
             raise WrongValue(
-                f"{where}: expected {tuple(like.shape)}, got {tuple(leaf.shape)}; "
-                f"it must have the shape of its parameter."
+                f"{where}: expected {(*like.shape, *columns)}, got {tuple(leaf.shape)}; {hint}"
             )
         if leaf.dtype != like.dtype:
             raise WrongType(

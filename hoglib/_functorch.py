@@ -6,6 +6,7 @@ private names. `tests/test_functorch.py` notices when a torch release changes th
 """
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,3 +111,12 @@ def own_kernels() -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(onednn)
         torch._C._set_cudnn_enabled(cudnn)
+
+
+def output_bytes(node: Any) -> int:
+    """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
+    if not node.next_functions:
+        return 0
+    return sum(
+        math.prod(int(n) for n in out.shape) * out.dtype.itemsize for out in node._input_metadata
+    )

@@ -18,13 +18,13 @@ LOSES = (
 )
 
 
-def check_functions(value: Tensor, what: str) -> None:
-    """Look at the custom Functions that a value was computed by.
+def check_functions(values: Tensor | list[Tensor], what: str) -> None:
+    """Look at the custom Functions that values were computed by.
 
     Raises NoSecondDerivative for one whose backward is `@once_differentiable`; warns of one that keeps
     a floating-point tensor that is neither its input nor its output. Costs microseconds a node.
     """
-    for node, function in _users_functions(value):
+    for node, function in _users_functions(values):
         name = function.__qualname__
         if _functorch.is_once_differentiable(function):
             raise arguments.NoSecondDerivative(
@@ -42,14 +42,14 @@ def check_functions(value: Tensor, what: str) -> None:
 
 
 @contextmanager
-def telling_of_cuts(value: Tensor, what: str) -> Iterator[None]:
+def telling_of_cuts(values: Tensor | list[Tensor], what: str) -> Iterator[None]:
     """While the gradient is taken with a graph: warns of custom Functions whose gradient comes out
     without one, because backward runs under no_grad, detaches, or leaves torch.
 
     The incoming gradients are made to require grad, so that what backward gives without a cut does too.
     """
     handles = []
-    for node, function in _users_functions(value):
+    for node, function in _users_functions(values):
         handles.append(node.register_prehook(_requiring_grad))
         handles.append(node.register_hook(partial(_tell, function.__qualname__, what)))
     try:
@@ -91,9 +91,14 @@ def nodes(outputs: Iterable[Any]) -> Iterator[Any]:
             pending.extend(parent for parent, _ in node.next_functions)
 
 
-def _users_functions(value: Tensor) -> Iterator[tuple[Any, type[Function]]]:
+def held_bytes(values: list[Tensor]) -> int:
+    """About what the graphs of these tensors hold: what came out of each operation in them."""
+    return sum(_functorch.output_bytes(node) for node in nodes(values))
+
+
+def _users_functions(values: Tensor | list[Tensor]) -> Iterator[tuple[Any, type[Function]]]:
     """The nodes of custom Functions, but for those of torch and of hoglib."""
-    for node in nodes([value]):
+    for node in nodes([values] if isinstance(values, Tensor) else values):
         function = _functorch.custom_function(node)
         if function is not None and not function.__module__.startswith(("torch.", "hoglib.")):
             yield node, function

@@ -63,6 +63,11 @@ def norm(tree: Tree) -> Tensor:
     return dot(tree, tree).real.sqrt()
 
 
+def size(tree: Tree) -> int:
+    """How many numbers all leaves hold."""
+    return sum(leaf.numel() for leaf in leaves(tree))
+
+
 def ravel(tree: Tree) -> tuple[Tensor, Callable[[Tensor], Tree]]:
     """All leaves as one vector, and the function that shapes such a vector like the tree."""
     flat, structure = flatten(tree)

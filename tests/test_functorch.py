@@ -177,3 +177,13 @@ def test_once_differentiable_is_known_by_its_wrapper():
 
     assert _functorch.is_once_differentiable(Once)
     assert not _functorch.is_once_differentiable(Twice)
+
+
+def test_bytes_of_what_a_graph_put_out():
+    w = torch.randn(4, 3, requires_grad=True)
+    y = (torch.randn(5, 4) @ w).double()
+    assert _functorch.output_bytes(y.grad_fn) == 5 * 3 * 8
+    product = y.grad_fn.next_functions[0][0]
+    assert _functorch.output_bytes(product) == 5 * 3 * 4
+    leaf = next(f for f, _ in product.next_functions if f is not None)
+    assert _functorch.output_bytes(leaf) == 0

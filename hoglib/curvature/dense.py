@@ -1,6 +1,6 @@
-"""Whole Hessians, for networks small enough to hold one."""
+"""Whole matrices, or their blocks, for networks small enough to hold them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,25 +11,33 @@ from hoglib import _functorch, _tree
 from hoglib._explaining import explaining
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
-from hoglib.curvature.products import gradient_graph
+from hoglib.curvature._matrices import GaussNewton
+from hoglib.curvature._routes import Call, OfLeaves, Vector, gradient_graph
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
+Blocks = str | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
 
 def hessian(
     func: Callable[..., Tensor],
     params: Tree,
     *args: Any,
+    blocks: Blocks = None,
     create_graph: bool = False,
     stand_ins: bool = True,
 ) -> Tree:
-    r"""The whole Hessian of a scalar function, in the layout of `torch.func.hessian`.
+    r"""The Hessian of a scalar function, in the layout of `torch.func.hessian`.
 
         H[a][b][i, j] = d^2 func(params, *args) / d params[a][i] d params[b][j]
 
     Shapes: for params a dict, H is a dict of dicts and H[a][b] has the shape of params[a] followed by
     that of params[b]; for any other pytree the nesting is alike, for one tensor H is one tensor.
+    blocks: only the blocks on the diagonal, of params a dict by qualified name. "parameter" has one
+    for each tensor, "module" one for the parameters of each module; a function of the name gives the
+    block that it belongs to, a list of lists of names the blocks themselves. Then H[a] has the names
+    that share a block with a, and what lies between blocks is neither computed nor held. The Hessian
+    of one module alone is that of the params that belong to it.
 
     Computed row by row, reverse-over-reverse, one backward pass a row: P passes for P numbers in
     params, and P^2 numbers of memory. (`torch.func.hessian` batches the rows with vmap, which is
@@ -39,13 +47,9 @@ def hessian(
     Raises what `hvp` raises.
     """
     arguments.function("func", func)
-    arguments.parameters(params)
-    leaves, structure = _tree.flatten(params)
-    if any(leaf.is_complex() for leaf in leaves):
-        raise arguments.WrongType(
-            "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
-            "its real view, `torch.view_as_real(p)`, and rebuild it in func."
-        )
+    leaves, structure = _real_leaves(params)
+    groups = _groups(blocks, params)
+    call = Call("hessian", create_graph)
     with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, inputs = recordable((leaves, args))
 
@@ -55,34 +59,126 @@ def hessian(
 
         if _functorch.transforms_active():
             every = tuple(range(len(leaves)))
-            rows = torch.func.jacfwd(torch.func.grad(of_leaves, every), every)(*leaves)
+            full = torch.func.jacfwd(torch.func.grad(of_leaves, every), every)(*leaves)
+            rows = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
-            rows = _rows(of_leaves, leaves, create_graph)
-    return _tree.unflatten([_tree.unflatten(row, structure) for row in rows], structure)
+            rows = _hessian_rows(of_leaves, leaves, groups, call)
+    return _nested(rows, params, structure, blocks)
 
 
-def _rows(
-    func: Callable[..., Tensor], leaves: list[Tensor], create_graph: bool
-) -> list[list[Tensor]]:
-    """H[a][b] for each pair of leaves."""
-    _, own, gradient = gradient_graph(func, leaves, create_graph, "hessian")
-    blocks = []
-    for grad, leaf in zip(gradient, own, strict=True):
-        columns: list[list[Tensor]] = [[] for _ in own]
-        if grad is not None and grad.requires_grad:
-            for entry in grad.reshape(-1).unbind():
-                with explaining("hessian"):
-                    row = torch.autograd.grad(
-                        entry, own, retain_graph=True, create_graph=create_graph, allow_unused=True
-                    )
-                for column, part, other in zip(columns, row, own, strict=True):
-                    column.append(torch.zeros_like(other) if part is None else part)
-        blocks.append(
-            [
-                torch.stack(column).reshape(leaf.shape + other.shape)
-                if column
-                else leaf.new_zeros(leaf.shape + other.shape)
-                for column, other in zip(columns, own, strict=True)
-            ]
+def ggn(
+    loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, stand_ins: bool = True
+) -> Tree:
+    r"""The generalised Gauss-Newton matrix J^T H J of `ggn_vp`, in the layout of `hessian`.
+
+    One product for each number in params, with the graph of the outputs kept between them. blocks and
+    stand_ins as in `hessian`. Raises what `ggn_vp` raises.
+    """
+    matrix = GaussNewton("auto")
+    matrix.check(loss)
+    leaves, structure = _real_leaves(params)
+    groups = _groups(blocks, params)
+    with recording(), lingering(), stand_ins_if(stand_ins):
+        leaves, args = recordable((leaves, (batch,)))
+        params_of = lambda values: _tree.unflatten(values, structure)  # noqa: E731
+        point = matrix.at(loss, params_of, args, leaves, Call("ggn"), several=True)
+        columns = {}
+        for group in groups:
+            for b in group:
+                products = [point.apply(e, True)[1] for e in _units(leaves, b)]
+                for a in group:
+                    block = torch.stack([product[a] for product in products], -1)
+                    columns[a, b] = block.reshape(leaves[a].shape + leaves[b].shape).detach()
+    return _nested(columns, params, structure, blocks)
+
+
+def _units(leaves: Vector, which: int) -> Iterable[Vector]:
+    for j in range(leaves[which].numel()):
+        unit = [torch.zeros_like(leaf) for leaf in leaves]
+        unit[which].view(-1)[j] = 1
+        yield unit
+
+
+def _real_leaves(params: Tree) -> tuple[Vector, Any]:
+    arguments.parameters(params)
+    leaves, structure = _tree.flatten(params)
+    if any(leaf.is_complex() for leaf in leaves):
+        raise arguments.WrongType(
+            "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
+            "its real view, `torch.view_as_real(p)`, and rebuild it in func."
         )
+    return leaves, structure
+
+
+def _hessian_rows(
+    func: OfLeaves, leaves: Vector, groups: list[list[int]], call: Call
+) -> dict[tuple[int, int], Tensor]:
+    """H[a][b] for each pair of leaves in a group."""
+    _, own, gradient = gradient_graph(func, leaves, call)
+    blocks = {}
+    for group in groups:
+        among = [own[b] for b in group]
+        for a in group:
+            rows = list(_rows(gradient[a], among, call))
+            for b, *entries in zip(group, *rows, strict=True):
+                shape = own[a].shape + own[b].shape
+                whole = torch.stack(entries) if entries else own[a].new_zeros(shape)
+                blocks[a, b] = whole.reshape(shape)
     return blocks
+
+
+def _rows(gradient: Tensor | None, among: Vector, call: Call) -> Iterable[Vector]:
+    if gradient is None or not gradient.requires_grad:
+        return
+    for entry in gradient.reshape(-1).unbind():
+        with explaining(call.what):
+            row = torch.autograd.grad(
+                entry, among, retain_graph=True, create_graph=call.create_graph, allow_unused=True
+            )
+        yield [
+            torch.zeros_like(leaf) if part is None else part
+            for leaf, part in zip(among, row, strict=True)
+        ]
+
+
+def _groups(blocks: Blocks, params: Tree) -> list[list[int]]:
+    """Which leaves stand in one block, for each block."""
+    names = _tree.paths(params)
+    if blocks is None:
+        return [list(range(len(names)))]
+    if not (isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values())):
+        raise arguments.WrongType(
+            "params: expected a dict of tensors by qualified name where blocks are asked for, got "
+            f"{type(params).__name__}; make one with `hoglib.trainable_params(model)`."
+        )
+    if isinstance(blocks, str):
+        by_name = {"parameter": lambda name: name, "module": lambda name: name.rpartition(".")[0]}
+        blocks = by_name[arguments.one_of("blocks", blocks, by_name)]
+    if callable(blocks):
+        groups: dict[Hashable, list[int]] = {}
+        for i, name in enumerate(names):
+            groups.setdefault(blocks(name), []).append(i)
+        return list(groups.values())
+    listed = [list(group) for group in blocks]
+    if sorted(name for group in listed for name in group) != sorted(names):
+        raise arguments.WrongValue(
+            f"blocks: expected every name of params in exactly one block, got {listed}; the names "
+            f"are {', '.join(names)}."
+        )
+    return [[names.index(name) for name in group] for group in listed]
+
+
+def _nested(
+    entries: dict[tuple[int, int], Tensor], params: Tree, structure: Any, blocks: Blocks
+) -> Tree:
+    count = len(_tree.leaves(params))
+    if blocks is None:
+        rows = [
+            _tree.unflatten([entries[a, b] for b in range(count)], structure) for a in range(count)
+        ]
+        return _tree.unflatten(rows, structure)
+    names = _tree.paths(params)
+    return {
+        names[a]: {names[b]: entries[a, b] for b in range(count) if (a, b) in entries}
+        for a in range(count)
+    }

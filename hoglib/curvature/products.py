@@ -1,4 +1,4 @@
-"""Hessian-vector products, and the routes by which they are computed."""
+"""Products of curvature matrices with vectors: Hessian, generalised Gauss-Newton, Fisher."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
-from hoglib._explaining import explaining
-from hoglib._graph import check_functions, telling_of_cuts
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
+from hoglib.curvature._differences import in_double
+from hoglib.curvature._matrices import DIFFERENCES, Fisher, GaussNewton, Hessian, Matrix
+from hoglib.curvature._routes import Call, columns
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
 Loss = Callable[..., Tensor]
-Route = Callable[..., tuple[Tensor, list[Tensor]]]
 
 
 def hvp(
@@ -34,12 +34,16 @@ def hvp(
         f = func(params, *args)        H v = d/de grad f(params + e v) at e = 0
 
     Shapes: v has the structure, shapes and dtypes of params, any pytree of floating-point tensors;
-    the product has them too. Returns (f, H v), as `torch.autograd.functional.hvp`.
+    the product has them too. A block of k vectors has a trailing dimension of k in every leaf, and so
+    has its product; the gradient and its graph are made once for all of them. Returns (f, H v), as
+    `torch.autograd.functional.hvp`.
 
     mode: "reverse-over-reverse" differentiates the gradient's graph once more;
     "forward-over-reverse" is `torch.func.jvp` of `torch.func.grad`, which needs forward-mode rules for
     every operation; "auto" is the first, or the second inside torch.func transforms, where vmap of
-    the first is wrong through normalisation layers.
+    the first is wrong through normalisation layers. "finite-differences", to compare with, are
+    differences of the gradient in float64, ten gradients a vector, right to about 1e-9; they want a
+    func that runs in float64.
     create_graph: whether value and product can be differentiated again, by params, v or args. Inside
     torch.func transforms they always can.
     strict: raise where a parameter has no second derivative, instead of giving zero
@@ -53,147 +57,119 @@ def hvp(
     keeps what its forward made.
     Source: Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
     """
-    arguments.function("func", func)
+    names = _tree.paths(params) if strict else None
+    return _product("hvp", Hessian(mode), func, params, v, args, create_graph, stand_ins, names)
+
+
+def ggn_vp(
+    loss: Any,
+    params: Tree,
+    v: Tree,
+    batch: Any,
+    *,
+    mode: str = "auto",
+    create_graph: bool = False,
+    stand_ins: bool = True,
+) -> tuple[Tensor, Tree]:
+    r"""The value of a loss and the product of its generalised Gauss-Newton matrix with a vector.
+
+        f = criterion(outputs(params))        G v = J^T H J v
+
+    with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs.
+    loss: from `functional_loss`, or anything with `.outputs(params, batch)` and
+    `.criterion(outputs, batch)`. G is positive semi-definite where the criterion is convex in the
+    outputs, and it is the Hessian without the part that the outputs' own curvature adds.
+
+    Shapes, blocks of vectors, create_graph and stand_ins as in `hvp`. Returns (f, G v).
+    mode: how J v is computed. "forward" runs the model once with tangents, and needs forward-mode
+    rules for every operation; "reverse" differentiates J^T u by u, needs none, and keeps its graph
+    over a block of vectors; "auto" is "forward" for one vector, and "reverse" for a block or where an
+    operation has no forward mode. "finite-differences" is to compare with, as in `hvp`.
+    Raises as `hvp`, and TypeError for a loss without those two halves.
+    Source: Schraudolph, Fast Curvature Matrix-Vector Products, 2002.
+    """
+    return _product("ggn_vp", GaussNewton(mode), loss, params, v, (batch,), create_graph, stand_ins)
+
+
+def fisher_vp(
+    loss: Any,
+    params: Tree,
+    v: Tree,
+    batch: Any,
+    *,
+    kind: str = "exact",
+    likelihood: Any = None,
+    reduction: str = "mean",
+    num_samples: int = 1,
+    generator: torch.Generator | None = None,
+    mode: str = "auto",
+    stand_ins: bool = True,
+) -> tuple[Tensor, Tree]:
+    r"""The value of a loss and the product of its Fisher information matrix with a vector.
+
+        exact      F = 1/N sum_n J_n^T Cov(d log p / d outputs) J_n
+        mc         F = 1/N sum_n g_n g_n^T,  g_n = d -log p(y_n | outputs_n) / d params,
+                   averaged over num_samples draws of y_n ~ p(. | outputs_n) by generator
+        empirical  F = 1/N sum_n g_n g_n^T,  g_n = d loss_n / d params at the batch's own targets
+
+    loss: as in `ggn_vp`. likelihood: the distribution that the outputs stand for, as a function
+    outputs -> `torch.distributions.Distribution`, or "categorical", "bernoulli", "gaussian",
+    "poisson"; None takes the one that belongs to a criterion that torch names (cross entropy, mean
+    square, ...). reduction: whether the loss is the "mean" of its terms or their "sum" (then without
+    1/N). An example, for mc and empirical, is an entry of the leading dimension of the outputs.
+
+    Shapes, blocks of vectors, mode and stand_ins as in `ggn_vp`. Returns (f, F v), f the loss.
+    Raises as `ggn_vp`, and ValueError where no likelihood is given and none can be told.
+    Source: Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, sections 5, 11.
+    """
+    matrix = Fisher(mode, kind, likelihood, reduction, num_samples, generator)
+    return _product("fisher_vp", matrix, loss, params, v, (batch,), False, stand_ins)
+
+
+def _product(
+    what: str,
+    matrix: Matrix,
+    func: Any,
+    params: Tree,
+    v: Tree,
+    args: tuple[Any, ...],
+    create_graph: bool,
+    stand_ins: bool,
+    strict: list[str] | None = None,
+) -> tuple[Tensor, Tree]:
+    """The product of a matrix with v, or with each vector of a block, wherever the caller stands."""
+    matrix.check(func)
     arguments.parameters(params)
-    vector = arguments.same_structure("v", v, params)
-    route = _ROUTES[_choose(arguments.one_of("mode", mode, ["auto", *_ROUTES]))]
-    create_graph = create_graph or _functorch.transforms_active()
+    vector, block = arguments.vectors("v", v, params)
     leaves, structure = _tree.flatten(params)
+    like = leaves
+    if matrix.mode == DIFFERENCES:
+        without_graph(what, create_graph)
+        func, leaves, vector, args = matrix.in_double(func), *in_double((leaves, vector, args))
+    call = Call(what, create_graph or _functorch.transforms_active(), strict)
     with recording(), lingering(), stand_ins_if(stand_ins):
-        leaves, vector, inputs = recordable((leaves, vector, args))
-
-        def of_leaves(*values: Tensor) -> Tensor:
-            value = func(_tree.unflatten(values, structure), *inputs)
-            return arguments.scalar("func(params, *args)", value)
-
-        value, product = route(of_leaves, leaves, vector, create_graph, strict, _tree.paths(params))
-    if not create_graph:
-        value, product = value.detach().clone(), [leaf.detach() for leaf in product]
+        leaves, vector, args = recordable((leaves, vector, args))
+        point = matrix.at(
+            func, lambda values: _tree.unflatten(values, structure), args, leaves, call, block
+        )
+        value, product = columns(point, vector, block)
+    if not call.create_graph:
+        value, product = value.detach().clone(), [part.detach() for part in product]
+    if matrix.mode == DIFFERENCES:
+        value = value.to(like[0].dtype)
+        product = [part.to(leaf.dtype) for part, leaf in zip(product, like, strict=True)]
     return value, _tree.unflatten(product, structure)
 
 
-def _choose(mode: str) -> str:
-    if not _functorch.transforms_active():
-        return "reverse-over-reverse" if mode == "auto" else mode
-    if mode == "reverse-over-reverse":
-        raise arguments.NotSupported(
-            "hvp: expected mode='auto' or 'forward-over-reverse' inside torch.func transforms, got "
-            "'reverse-over-reverse', whose vmap is silently wrong through normalisation layers."
-        )
-    return "forward-over-reverse"
-
-
-def gradient_graph(
-    func: Loss, leaves: list[Tensor], create_graph: bool, what: str
-) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """The value, the leaves that it was computed from, and its gradient with a graph of its own."""
-    own = [
-        leaf.view_as(leaf)
-        if create_graph and leaf.requires_grad
-        else leaf.detach().requires_grad_()
-        for leaf in leaves
-    ]
-    value = func(*own)
-    check_functions(value, what)
-    gradient: list[Tensor | None] = [None]
-    if value.requires_grad:
-        with explaining(what), telling_of_cuts(value, what):
-            gradient = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
-    if all(part is None for part in gradient):
-        raise arguments.NoSecondDerivative(
-            "func(params, *args): expected a value that depends on params, got one that does not; "
-            "look for .detach(), .item(), .data or a torch.no_grad() in func, and for a func that "
-            "uses the model's own parameters instead of the params it is given."
-        )
-    return value, own, gradient
-
-
-def _reverse_over_reverse(
-    func: Loss,
-    leaves: list[Tensor],
-    vector: list[Tensor],
-    create_graph: bool,
-    strict: bool,
-    names: list[str],
-) -> tuple[Tensor, list[Tensor]]:
-    value, own, gradient = gradient_graph(func, leaves, create_graph, "hvp")
-    pairs = [
-        (grad, v)
-        for grad, v in zip(gradient, vector, strict=True)
-        if grad is not None and grad.requires_grad
-    ]
-    product: list[Tensor | None] = [None] * len(own)
-    if pairs:
-        with explaining("hvp"):
-            product = list(
-                torch.autograd.grad(
-                    [grad for grad, _ in pairs],
-                    own,
-                    [v for _, v in pairs],
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
-            )
-    if strict:
-        missing = [repr(name) for name, part in zip(names, product, strict=True) if part is None]
-        if missing:
-            raise arguments.NoSecondDerivative(
-                f"hvp(strict=True): expected a second derivative for every parameter, got none for "
-                f"{', '.join(missing)}: the gradient does not depend on it. Leave it out of params, "
-                f"or use strict=False, which gives zero there."
-            )
-    filled = [
-        torch.zeros_like(leaf) if part is None else part
-        for part, leaf in zip(product, own, strict=True)
-    ]
-    return value, filled
-
-
-def _forward_over_reverse(
-    func: Loss,
-    leaves: list[Tensor],
-    vector: list[Tensor],
-    create_graph: bool,
-    strict: bool,
-    names: list[str],
-) -> tuple[Tensor, list[Tensor]]:
-    if strict:
+def without_graph(what: str, create_graph: bool) -> None:
+    """Differences have no graph, and no place inside of transforms."""
+    if create_graph:
         raise arguments.WrongValue(
-            "hvp(strict=True): expected mode='reverse-over-reverse', got forward-over-reverse, which "
-            "cannot tell a missing second derivative from a zero."
+            f"{what}(mode='finite-differences'): expected create_graph=False, got True; differences "
+            "have no graph. Use another mode."
         )
-
-    def watched(*values: Tensor) -> Tensor:
-        value = func(*values)
-        check_functions(value, "hvp")
-        return value
-
-    def gradient(*values: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        grads, value = torch.func.grad_and_value(watched, argnums=tuple(range(len(values))))(
-            *values
-        )
-        return grads, value
-
-    if not create_graph:
-        leaves = [leaf.detach() for leaf in leaves]
-    try:
-        output: Any = torch.func.jvp(gradient, tuple(leaves), tuple(vector))
-    except (RuntimeError, NotImplementedError) as error:
-        if isinstance(error, arguments.Explained):
-            raise
-        hint = ""
-        if "ZeroTensor" in str(error):
-            hint = " torch's mse_loss is such an operation: leave stand_ins at True."
+    if _functorch.transforms_active():
         raise arguments.NotSupported(
-            f"hvp(mode='forward-over-reverse'): expected operations that torch can differentiate in "
-            f"forward mode, got an error from one: {str(error).splitlines()[0]}{hint} Outside of "
-            f"torch.func transforms use mode='reverse-over-reverse'."
-        ) from error
-    (_, value), (product, _) = output
-    return value, list(product)
-
-
-_ROUTES: dict[str, Route] = {
-    "reverse-over-reverse": _reverse_over_reverse,
-    "forward-over-reverse": _forward_over_reverse,
-}
+            f"{what}(mode='finite-differences'): expected to run outside of torch.func transforms, got "
+            "a call inside; use mode='auto' there."
+        )

@@ -1,0 +1,223 @@
+"""Products J^T M J v at one point: generalised Gauss-Newton and Fisher matrices.
+
+J is the Jacobian of a model's outputs by its parameters, M a symmetric matrix on the outputs: the
+Hessian of the criterion, or the Fisher matrix of the distribution that the outputs stand for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from hoglib import _arguments as arguments
+from hoglib import _functorch, _tree
+from hoglib._explaining import explaining
+from hoglib._graph import check_functions, telling_of_cuts
+from hoglib.curvature import _differences as differences
+from hoglib.curvature._routes import (
+    Call,
+    Linearised,
+    Vector,
+    filled,
+    forward_over_reverse,
+    no_forward_mode,
+    own_leaves,
+    reverse_over_reverse,
+)
+
+Metric = Callable[[Vector, bool], Vector]
+
+
+class Split:
+    """A loss in its two halves, at one batch: the outputs of leaves, and the criterion of outputs."""
+
+    def __init__(
+        self,
+        loss: Any,
+        params_of: Callable[[Vector], Any],
+        batch: Any,
+        metric: Callable[["Split", Vector, Call], Metric] | None = None,
+    ) -> None:
+        self.loss, self.batch = loss, batch
+        self._params_of, self._metric = params_of, metric or criterion_hessian
+        self.outputs: Any = None  # as the model gave them last
+
+    def floats(self, leaves: Vector) -> Vector:
+        """The floating-point tensors among the outputs; the others are constants."""
+        self.outputs = self.loss.outputs(self._params_of(leaves), self.batch)
+        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in self._flat):
+            raise arguments.WrongType(
+                "loss.outputs(params, batch): expected real outputs, got complex ones; give their "
+                "real view, `torch.view_as_real`."
+            )
+        return [self._flat[i] for i in self._which]
+
+    @property
+    def _flat(self) -> list[Any]:
+        return _tree.leaves(self.outputs)
+
+    @property
+    def _which(self) -> list[int]:
+        return [
+            i
+            for i, leaf in enumerate(self._flat)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        ]
+
+    def with_floats(self, values: Any) -> Any:
+        """The outputs with other values for their floating-point tensors."""
+        flat, structure = _tree.flatten(self.outputs)
+        for i, value in zip(self._which, values, strict=True):
+            flat[i] = value
+        return _tree.unflatten(flat, structure)
+
+    def criterion(self, *values: Tensor) -> Tensor:
+        value = self.loss.criterion(self.with_floats(values), self.batch)
+        return arguments.scalar("criterion(outputs, targets)", value)
+
+    def metric(self, ys: Vector, call: Call) -> Metric:
+        return self._metric(self, ys, call)
+
+    def value(self, ys: Vector, call: Call) -> Tensor:
+        with torch.set_grad_enabled(call.create_graph):
+            return self.criterion(*ys)
+
+
+def criterion_hessian(split: Split, ys: Vector, call: Call) -> Metric:
+    """M = d^2 criterion / d outputs^2."""
+    inside = _functorch.transforms_active()
+    at = (forward_over_reverse if inside else reverse_over_reverse)(split.criterion, ys, call)
+    return lambda u, keep: at.apply(u, keep)[1]
+
+
+def in_reverse(split: Split, leaves: Vector, call: Call) -> Linearised:
+    """J v as the derivative of J^T u by u, without any forward mode; the graphs are kept."""
+    own = own_leaves(leaves, call.create_graph)
+    every = split.floats(own)
+    depends = [i for i, y in enumerate(every) if y.requires_grad]
+    ys = [every[i] for i in depends]
+    _depends_on_params(ys)
+    check_functions(ys, call.what)
+    us = [torch.ones_like(y, requires_grad=True) for y in ys]
+    with explaining(call.what), telling_of_cuts(ys, call.what):
+        by_u = torch.autograd.grad(ys, own, us, create_graph=True, allow_unused=True)
+    for part in by_u:  # J^T u is linear in u: a part without a graph has lost it
+        if part is not None and not part.requires_grad:
+            raise arguments.NoSecondDerivative(
+                f"{call.what}(mode='reverse'): expected a backward that is differentiable, got a "
+                "gradient without a graph: a backward runs under no_grad, detaches, or leaves torch. "
+                "`hoglib.verify` names the line; mode='forward' does without."
+            )
+    used = [i for i, part in enumerate(by_u) if part is not None]
+    parts = [part for part in by_u if part is not None]
+    metric, value = split.metric(every, call), split.value(every, call)
+
+    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
+        again = {"retain_graph": keep or call.create_graph, "create_graph": call.create_graph}
+        with explaining(call.what):
+            along = torch.autograd.grad(
+                parts, us, [vector[i] for i in used], allow_unused=True, **again
+            )
+        tangents = [torch.zeros_like(y) for y in every]
+        for i, part in zip(depends, along, strict=True):
+            tangents[i] = tangents[i] if part is None else part
+        weighted = metric(tangents, keep)
+        return value, _transposed(ys, own, [weighted[i] for i in depends], call, keep)
+
+    unused = tuple(i for i, part in enumerate(by_u) if part is None)
+    return Linearised(apply, tuple(parts), unused)
+
+
+def in_forward(split: Split, leaves: Vector, call: Call) -> Linearised:
+    """J v in forward mode, in one run with the outputs; nothing is kept between products."""
+
+    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
+        own = own_leaves(leaves, call.create_graph)
+        try:
+            every, tangents = _with_tangents(split, own, vector)
+        except (RuntimeError, NotImplementedError) as error:
+            raise no_forward_mode(call.what, "mode='forward'", error) from error
+        if not call.create_graph:
+            tangents = [t.detach() for t in tangents]
+        depends = [i for i, y in enumerate(every) if y.requires_grad]
+        _depends_on_params([every[i] for i in depends])
+        check_functions([every[i] for i in depends], call.what)
+        weighted = split.metric(every, call)(tangents, False)
+        ys, us = [every[i] for i in depends], [weighted[i] for i in depends]
+        return split.value(every, call), _transposed(ys, own, us, call, False)
+
+    return Linearised(apply)
+
+
+def _with_tangents(split: Split, own: Vector, vector: Vector) -> tuple[Vector, Vector]:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(p, v) for p, v in zip(own, vector, strict=True)]
+        pairs = [forward_ad.unpack_dual(y) for y in split.floats(duals)]
+        return [y for y, _ in pairs], [torch.zeros_like(y) if t is None else t for y, t in pairs]
+
+
+def in_transforms(split: Split, leaves: Vector, call: Call) -> Linearised:
+    """The same by torch.func, inside of its transforms."""
+
+    def outputs(*own: Tensor) -> tuple[Tensor, ...]:
+        return tuple(split.floats(list(own)))
+
+    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
+        pulled_back: Any = torch.func.vjp(outputs, *leaves)
+        pushed: Any = torch.func.jvp(outputs, tuple(leaves), tuple(vector))
+        (every, transpose), (_, tangents) = pulled_back, pushed
+        weighted = split.metric(list(every), call)(list(tangents), False)
+        return split.criterion(*every), list(transpose(tuple(weighted)))
+
+    return Linearised(apply)
+
+
+def by_differences(split: Split, leaves: Vector, call: Call) -> Linearised:
+    """J v by differences of the outputs, J^T by ordinary backward."""
+
+    def outputs(at: Vector) -> Vector:
+        with torch.no_grad():
+            return split.floats(at)
+
+    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
+        tangents = differences.along(outputs, leaves, vector)
+        own = own_leaves(leaves, False)
+        every = split.floats(own)
+        depends = [i for i, y in enumerate(every) if y.requires_grad]
+        _depends_on_params([every[i] for i in depends])
+        weighted = split.metric([y.detach() for y in every], call)(tangents, False)
+        ys, us = [every[i] for i in depends], [weighted[i] for i in depends]
+        return split.value(every, call), _transposed(ys, own, us, call, False)
+
+    return Linearised(apply)
+
+
+def hessian_by_differences(split: Split, ys: Vector, call: Call) -> Metric:
+    """M = d^2 criterion / d outputs^2, by differences of the criterion's gradient."""
+    gradient: Callable[[Vector], Vector] = differences.gradient_of(split.criterion)
+    return lambda u, keep: differences.along(gradient, ys, u)
+
+
+def _transposed(ys: Vector, own: Vector, us: Vector, call: Call, keep: bool) -> Vector:
+    """J^T u."""
+    with explaining(call.what):
+        parts: Any = torch.autograd.grad(
+            ys,
+            own,
+            us,
+            retain_graph=keep or call.create_graph,
+            create_graph=call.create_graph,
+            allow_unused=True,
+        )
+    return filled(list(parts), own)
+
+
+def _depends_on_params(ys: Vector) -> None:
+    if not ys:
+        raise arguments.NoSecondDerivative(
+            "loss.outputs(params, batch): expected outputs that depend on params, got none that do; "
+            "look for .detach(), .item(), .data or a torch.no_grad() in the model, and for a loss "
+            "that uses the model's own parameters instead of the params it is given."
+        )

@@ -1,0 +1,165 @@
+"""The three curvature matrices, each as a linear map at one point, by the mode that is asked for.
+
+The products and the operators go through here: a matrix is made once, and put at points.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _functorch
+from hoglib.curvature import _differences as differences
+from hoglib.curvature import _gauss_newton as gauss_newton
+from hoglib.curvature._gauss_newton import Split
+from hoglib.curvature._likelihood import fisher_metric
+from hoglib.curvature._routes import (
+    Call,
+    Linearised,
+    Vector,
+    cannot_be_strict,
+    forward_over_reverse,
+    reverse_over_reverse,
+)
+
+DIFFERENCES = "finite-differences"
+ParamsOf = Callable[[Vector], Any]
+
+
+class Matrix(ABC):
+    """A matrix of second derivatives of a loss, before it is known where."""
+
+    modes: tuple[str, ...]
+
+    def __init__(self, mode: str) -> None:
+        self.mode = arguments.one_of("mode", mode, ["auto", *self.modes, DIFFERENCES])
+
+    @abstractmethod
+    def at(
+        self, func: Any, params_of: ParamsOf, args: Any, leaves: Vector, call: Call, several: bool
+    ) -> Linearised:
+        """The matrix of `func(params_of(leaves), *args)`, for one vector or for `several`."""
+
+    def check(self, func: Any) -> Any:
+        return arguments.function("func", func)
+
+    def in_double(self, func: Any) -> Any:
+        """The function in float64, of float64 leaves and arguments."""
+        return func.double() if hasattr(func, "double") else func
+
+
+class Hessian(Matrix):
+    modes = ("reverse-over-reverse", "forward-over-reverse")
+
+    def at(
+        self, func: Any, params_of: ParamsOf, args: Any, leaves: Vector, call: Call, several: bool
+    ) -> Linearised:
+        def of_leaves(*values: Tensor) -> Tensor:
+            value = func(params_of(list(values)), *args)
+            return arguments.scalar("func(params, *args)", value)
+
+        if self.mode == DIFFERENCES:
+            return _differences_of(of_leaves, leaves, call)
+        if self._chosen(call.what) == "reverse-over-reverse":
+            return reverse_over_reverse(of_leaves, leaves, call)
+        return forward_over_reverse(of_leaves, leaves, call)
+
+    def _chosen(self, what: str) -> str:
+        """Reverse-over-reverse, but inside torch.func transforms."""
+        if not _functorch.transforms_active():
+            return "reverse-over-reverse" if self.mode == "auto" else self.mode
+        if self.mode == "reverse-over-reverse":
+            raise arguments.NotSupported(
+                f"{what}: expected mode='auto' or 'forward-over-reverse' inside torch.func transforms, "
+                "got 'reverse-over-reverse', whose vmap is silently wrong through normalisation "
+                "layers."
+            )
+        return "forward-over-reverse"
+
+
+def _differences_of(func: Callable[..., Tensor], leaves: Vector, call: Call) -> Linearised:
+    """H v by differences of the gradient."""
+    cannot_be_strict(call, DIFFERENCES)
+    gradient = differences.gradient_of(func)
+
+    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
+        with torch.no_grad():
+            value = func(*leaves)
+        return value, differences.along(gradient, leaves, vector)
+
+    return Linearised(apply)
+
+
+class GaussNewton(Matrix):
+    modes = ("forward", "reverse")
+
+    def at(
+        self, func: Any, params_of: ParamsOf, args: Any, leaves: Vector, call: Call, several: bool
+    ) -> Linearised:
+        split = Split(func, params_of, args[0], self.metric)
+        if self.mode == DIFFERENCES:
+            return gauss_newton.by_differences(split, leaves, call)
+        if _functorch.transforms_active():
+            return gauss_newton.in_transforms(split, leaves, call)
+        if self.mode == "reverse" or (self.mode == "auto" and several):
+            return gauss_newton.in_reverse(split, leaves, call)
+        forward = gauss_newton.in_forward(split, leaves, call)
+        if self.mode == "forward":
+            return forward
+
+        def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
+            try:
+                return forward.apply(vector, keep)
+            except arguments.NotSupported:  # an operation has no forward mode
+                return gauss_newton.in_reverse(split, leaves, call).apply(vector, keep)
+
+        return Linearised(apply)
+
+    def metric(self, split: Split, ys: Vector, call: Call) -> gauss_newton.Metric:
+        if self.mode == DIFFERENCES:
+            return gauss_newton.hessian_by_differences(split, ys, call)
+        return gauss_newton.criterion_hessian(split, ys, call)
+
+    def check(self, func: Any) -> Any:
+        for half in ("outputs", "criterion"):
+            if not callable(getattr(func, half, None)):
+                raise arguments.WrongType(
+                    "loss: expected one from `hoglib.functional_loss(model, criterion)`, or an object "
+                    "with .outputs(params, batch) and .criterion(outputs, batch), because the model's "
+                    f"outputs are needed by themselves; got {arguments.describe(func)}."
+                )
+        return func
+
+
+class Fisher(GaussNewton):
+    def __init__(
+        self,
+        mode: str,
+        kind: str,
+        likelihood: Any,
+        reduction: str,
+        num_samples: int,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__(mode)
+        self._options: dict[str, Any] = {
+            "likelihood": likelihood,
+            "reduction": arguments.one_of("reduction", reduction, ["mean", "sum"]),
+            "num_samples": arguments.at_least("num_samples", num_samples, 1),
+            "generator": generator,
+        }
+        self._kind = arguments.one_of("kind", kind, ["exact", "mc", "empirical"])
+
+    def metric(self, split: Split, ys: Vector, call: Call) -> gauss_newton.Metric:
+        if _functorch.transforms_active():
+            raise arguments.NotSupported(
+                f"{call.what}: expected to run outside of torch.func transforms, got a call inside; "
+                "loop over what vmap maps, or use ggn_vp, which the exact Fisher matrix of most "
+                "criteria is equal to."
+            )
+        outputs = split.with_floats([y.detach() for y in ys])
+        by = fisher_metric(self._kind, split.loss, outputs, split.batch, **self._options)
+        return lambda u, keep: by(u)

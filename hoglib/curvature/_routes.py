@@ -1,0 +1,175 @@
+"""The Hessian at one point as a linear map, and the routes by which it is applied to a vector."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib._explaining import explaining
+from hoglib._graph import check_functions, telling_of_cuts
+
+OfLeaves = Callable[..., Tensor]
+Vector = list[Tensor]
+
+
+class Linearised(NamedTuple):
+    """A linear map at one point.
+
+    `apply(v, keep)` is the value of the function there and the product of the map with v; without
+    `keep` it is the last product, and the graph goes.
+    """
+
+    apply: Callable[[Vector, bool], tuple[Tensor, Vector]]
+    graph: tuple[Tensor, ...] = ()  # what holds the graph that is kept between products
+    unused: tuple[int, ...] = ()  # the leaves that the function does not depend on
+
+
+class Call(NamedTuple):
+    """For which public function a route works, and how."""
+
+    what: str
+    create_graph: bool = False
+    strict: list[str] | None = None  # the leaves' names, if each must have a second derivative
+
+
+Route = Callable[[OfLeaves, Vector, Call], Linearised]
+
+
+def columns(
+    point: Linearised, vectors: Vector, block: bool, keep: bool = False
+) -> tuple[Tensor, Vector]:
+    """The product with one vector, or with each column of a block, counted by its last dimension."""
+    if not block:
+        return point.apply(vectors, keep)
+    count = vectors[0].shape[-1]
+    applied = [
+        point.apply([leaf[..., j] for leaf in vectors], keep or j + 1 < count) for j in range(count)
+    ]
+    products = zip(*(product for _, product in applied), strict=True)
+    return applied[0][0], [torch.stack(parts, -1) for parts in products]
+
+
+def own_leaves(leaves: Vector, create_graph: bool) -> Vector:
+    """Tensors like the leaves that require grad, connected to them only where that is asked for."""
+    return [
+        leaf.view_as(leaf)
+        if create_graph and leaf.requires_grad
+        else leaf.detach().requires_grad_()
+        for leaf in leaves
+    ]
+
+
+def gradient_graph(
+    func: OfLeaves, leaves: Vector, call: Call
+) -> tuple[Tensor, Vector, list[Tensor | None]]:
+    """The value, the leaves that it was computed from, and its gradient with a graph of its own."""
+    own = own_leaves(leaves, call.create_graph)
+    value = func(*own)
+    check_functions(value, call.what)
+    gradient: list[Tensor | None] = [None]
+    if value.requires_grad:
+        with explaining(call.what), telling_of_cuts(value, call.what):
+            gradient = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
+    if all(part is None for part in gradient):
+        raise arguments.NoSecondDerivative(
+            "func(params, *args): expected a value that depends on params, got one that does not; "
+            "look for .detach(), .item(), .data or a torch.no_grad() in func, and for a func that "
+            "uses the model's own parameters instead of the params it is given."
+        )
+    return value, own, gradient
+
+
+def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearised:
+    """H v as the gradient of <grad f, v>; the gradient's graph is kept from one v to the next."""
+    value, own, gradient = gradient_graph(func, leaves, call)
+    which = [i for i, g in enumerate(gradient) if g is not None and g.requires_grad]
+    grads = [g for g in gradient if g is not None and g.requires_grad]
+
+    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
+        product: list[Tensor | None] = [None] * len(own)
+        if grads:
+            with explaining(call.what):
+                product = list(
+                    torch.autograd.grad(
+                        grads,
+                        own,
+                        [vector[i] for i in which],
+                        retain_graph=keep or call.create_graph,
+                        create_graph=call.create_graph,
+                        allow_unused=True,
+                    )
+                )
+        if call.strict is not None:
+            _strictly(call, call.strict, product)
+        return value, filled(product, own)
+
+    unused = tuple(i for i, g in enumerate(gradient) if g is None)
+    return Linearised(apply, tuple(grads), unused)
+
+
+def filled(parts: list[Tensor | None], like: Vector) -> Vector:
+    """Zeros where autograd says None: what does not depend has a derivative of zero."""
+    return [
+        torch.zeros_like(leaf) if part is None else part
+        for part, leaf in zip(parts, like, strict=True)
+    ]
+
+
+def _strictly(call: Call, names: list[str], product: list[Tensor | None]) -> None:
+    missing = [repr(name) for name, part in zip(names, product, strict=True) if part is None]
+    if missing:
+        raise arguments.NoSecondDerivative(
+            f"{call.what}(strict=True): expected a second derivative for every parameter, got none for "
+            f"{', '.join(missing)}: the gradient does not depend on it. Leave it out of params, "
+            f"or use strict=False, which gives zero there."
+        )
+
+
+def forward_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearised:
+    """H v as the derivative of grad f along v in forward mode; nothing is kept between products."""
+    cannot_be_strict(call, "forward-over-reverse")
+
+    def watched(*own: Tensor) -> Tensor:
+        value = func(*own)
+        check_functions(value, call.what)
+        return value
+
+    def gradient(*own: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        grads, value = torch.func.grad_and_value(watched, argnums=tuple(range(len(own))))(*own)
+        return grads, value
+
+    at = leaves if call.create_graph else [leaf.detach() for leaf in leaves]
+
+    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
+        try:
+            output: Any = torch.func.jvp(gradient, tuple(at), tuple(vector))
+        except (RuntimeError, NotImplementedError) as error:
+            raise no_forward_mode(call.what, "mode='forward-over-reverse'", error) from error
+        (_, value), (product, _) = output
+        return value, list(product)
+
+    return Linearised(apply)
+
+
+def cannot_be_strict(call: Call, mode: str) -> None:
+    if call.strict is not None:
+        raise arguments.WrongValue(
+            f"{call.what}(strict=True): expected mode='reverse-over-reverse', got {mode}, which "
+            "cannot tell a missing second derivative from a zero."
+        )
+
+
+def no_forward_mode(what: str, how: str, error: Exception) -> Exception:
+    """The error of an operation that torch cannot differentiate in forward mode, explained."""
+    if isinstance(error, arguments.Explained):
+        return error
+    hint = ""
+    if "ZeroTensor" in str(error):
+        hint = " torch's mse_loss is such an operation: leave stand_ins at True."
+    return arguments.NotSupported(
+        f"{what}({how}): expected operations that torch can differentiate in forward mode, got an "
+        f"error from one: {str(error).splitlines()[0]}{hint} Outside of torch.func transforms use the "
+        "reverse mode."
+    )
