@@ -3,13 +3,25 @@
 from hoglib import curvature, meta, nn, ops, testing
 from hoglib._functional import functional_loss, trainable_params
 from hoglib._version import __version__
-from hoglib.curvature import fisher_vp, ggn, ggn_vp, hessian, hvp
+from hoglib.curvature import (
+    FisherOperator,
+    GGNOperator,
+    HessianOperator,
+    fisher_vp,
+    ggn,
+    ggn_vp,
+    hessian,
+    hvp,
+)
 from hoglib.meta import MAML
 from hoglib.stand_ins import second_order
 from hoglib.verification import Report, VerificationError, verify
 
 __all__ = [
     "MAML",
+    "FisherOperator",
+    "GGNOperator",
+    "HessianOperator",
     "Report",
     "VerificationError",
     "__version__",

@@ -31,6 +31,22 @@ class NotFinite(Explained, FloatingPointError):
     """A FloatingPointError that explains itself."""
 
 
+class NotDeterministic(Explained, RuntimeError):
+    """A RuntimeError about a loss that is not the same twice; it explains itself."""
+
+
+class NotPositiveDefinite(Explained, ArithmeticError):
+    """An ArithmeticError about a matrix with a direction of negative curvature; it explains itself."""
+
+
+class NotConverged(Explained, RuntimeError):
+    """A RuntimeError about an iteration that did not reach its tolerance; it explains itself."""
+
+
+class Missing(Explained, ImportError):
+    """An ImportError of a package that hoglib does without elsewhere; it explains itself."""
+
+
 class NotSupported(Explained, NotImplementedError):
     """A NotImplementedError that explains itself."""
 

@@ -39,23 +39,42 @@ class Places:
                 store[name] = value
                 del self._was[store_id, name]
 
+    def standing(self) -> "Standing":
+        """What stands in the places now."""
+        return [(store, name, store[name]) for (_, name), (store, _) in self._was.items()]
 
+
+Standing = list[tuple[dict[str, Any], str, Any]]
 _LINGERING: ContextVar[Places | None] = ContextVar("lingering", default=None)
 
 
 @contextmanager
-def lingering() -> Iterator[None]:
+def lingering() -> Iterator[Places]:
     """Inside, a model keeps the parameters that it was called with until the next call, or the end."""
-    if _LINGERING.get() is not None:
-        yield
+    outer = _LINGERING.get()
+    if outer is not None:
+        yield outer
         return
     places = Places()
     token = _LINGERING.set(places)
     try:
-        yield
+        yield places
     finally:
         _LINGERING.reset(token)
         places.restore()
+
+
+@contextmanager
+def standing_again(standing: Standing) -> Iterator[None]:
+    """What stood in the places when a graph was made, for what its backward runs again."""
+    before = [(store, name, store[name]) for store, name, _ in standing]
+    try:
+        for store, name, value in standing:
+            store[name] = value
+        yield
+    finally:
+        for store, name, value in before:
+            store[name] = value
 
 
 def places_that_linger() -> Places | None:

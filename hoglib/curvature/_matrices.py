@@ -149,8 +149,9 @@ class Fisher(GaussNewton):
             "likelihood": likelihood,
             "reduction": arguments.one_of("reduction", reduction, ["mean", "sum"]),
             "num_samples": arguments.at_least("num_samples", num_samples, 1),
-            "generator": generator,
         }
+        self._generator = generator
+        self.seed: int | None = None  # of the draws, in the place of the generator
         self._kind = arguments.one_of("kind", kind, ["exact", "mc", "empirical"])
 
     def metric(self, split: Split, ys: Vector, call: Call) -> gauss_newton.Metric:
@@ -161,5 +162,16 @@ class Fisher(GaussNewton):
                 "criteria is equal to."
             )
         outputs = split.with_floats([y.detach() for y in ys])
-        by = fisher_metric(self._kind, split.loss, outputs, split.batch, **self._options)
+        random = self._generator
+        if self.seed is not None:
+            random = torch.Generator(ys[0].device).manual_seed(self.seed)
+        by = fisher_metric(
+            self._kind, split.loss, outputs, split.batch, generator=random, **self._options
+        )
         return lambda u, keep: by(u)
+
+    def draw_seed(self) -> int:
+        """A seed from the generator."""
+        random = self._generator
+        where = torch.device("cpu") if random is None else random.device
+        return int(torch.randint(2**31, (), generator=random, device=where))

@@ -23,7 +23,9 @@ class Linearised(NamedTuple):
 
     apply: Callable[[Vector, bool], tuple[Tensor, Vector]]
     graph: tuple[Tensor, ...] = ()  # what holds the graph that is kept between products
-    unused: tuple[int, ...] = ()  # the leaves that the function does not depend on
+    unused: tuple[int, ...] | None = (
+        None  # the leaves that the function does not depend on, if known
+    )
 
 
 class Call(NamedTuple):

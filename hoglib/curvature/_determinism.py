@@ -1,0 +1,136 @@
+"""Whether the loss is the same at every pass over the data, and what is to blame if not.
+
+Every product gives the loss of each batch for nothing. The first pass remembers them, and later ones
+compare: an operator whose matrix changes under way has no eigenvalues, and no solver converges on it.
+"""
+
+from math import fsum, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._tolerances import TOLERANCES
+from hoglib.curvature._data import fingerprint
+
+RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+class Determinism:
+    """Compares the losses and the batches of each pass with those of the first."""
+
+    def __init__(self, loss: Any, enabled: bool) -> None:
+        self._model = getattr(loss, "model", None)
+        self._enabled = enabled
+        self._first: list[tuple[float, float, tuple[float, ...]]] = []
+        self._now: list[tuple[float, float, tuple[float, ...]]] = []
+
+    def start(self) -> None:
+        self._now = []
+
+    def forget(self) -> None:
+        """The parameters have changed, and with them the losses."""
+        self._first = []
+
+    def saw(self, batch: Any, weight: float, value: Tensor) -> None:
+        """The loss of the next batch."""
+        number = float(value.detach())
+        if not isfinite(number):
+            raise arguments.NotFinite(
+                f"loss: expected a finite number, got {number} at batch {len(self._now)}"
+                + (", which holds NaN or infinity itself" if _not_finite(batch) else "")
+                + ". Look for NaN in the data and in the parameters, and for overflow."
+            )
+        if self._enabled:
+            self._now.append((weight, number, fingerprint(batch)))
+            self._compare_batch(value.dtype)
+
+    def finish(self, dtype: torch.dtype) -> None:
+        """The pass is over."""
+        if not self._enabled:
+            return
+        if not self._first:
+            self._first = self._now
+            return
+        if not close(_total(self._first), _total(self._now), dtype):
+            raise arguments.NotDeterministic(
+                f"data: expected the same loss at every pass, got {_total(self._first):.8g} and then "
+                f"{_total(self._now):.8g}: {self._blame_of_data()}"
+            )
+
+    def _compare_batch(self, dtype: torch.dtype) -> None:
+        """The same batch as in the first pass has the same loss, unless the model is random."""
+        k = len(self._now) - 1
+        if k >= len(self._first):
+            return
+        (_, was, before), (_, now, after) = self._first[k], self._now[k]
+        if before == after and not close(was, now, dtype):
+            raise arguments.NotDeterministic(
+                f"loss: expected the same value for the same batch, got {was:.8g} and then {now:.8g} "
+                f"at batch {k}: {self._blame_of_model()}"
+            )
+
+    def _blame_of_model(self) -> str:
+        random = self._modules(RANDOM)
+        random += [
+            name
+            for name, m in self._named_modules()
+            if m.training and isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout
+        ]
+        if random:
+            return (
+                f"{', '.join(random)} {'draw' if len(random) > 1 else 'draws'} at random in train "
+                "mode. Call model.eval(), or check_deterministic=False to have it so."
+            )
+        return (
+            "the model or the criterion draws at random, or changes a state of its own. Look for "
+            "dropout and noise in forward, and call model.eval(); or check_deterministic=False."
+        )
+
+    def _blame_of_data(self) -> str:
+        before, after = ([entry[2] for entry in entries] for entries in (self._first, self._now))
+        if len(before) == len(after) and all(
+            close(fsum(a), fsum(b), torch.float32)
+            for a, b in zip(zip(*before, strict=False), zip(*after, strict=False), strict=False)
+        ):
+            norms = self._modules((nn.modules.batchnorm._BatchNorm,))
+            return (
+                "the batches hold the same examples, shuffled, and the loss depends on which share a "
+                f"batch{' (' + ', '.join(norms) + ' in train mode)' if norms else ''}. Use a loader "
+                "with shuffle=False, or model.eval()."
+            )
+        return (
+            "the data differs from pass to pass. Look for augmentation at random, a sampler, or "
+            "shuffle=True with drop_last=True; turn them off, or pass a list of fixed batches."
+        )
+
+    def _named_modules(self) -> list[tuple[str, nn.Module]]:
+        model = self._model
+        return list(model.named_modules()) if isinstance(model, nn.Module) else []
+
+    def _modules(self, kinds: tuple[type, ...]) -> list[str]:
+        return [
+            f"{name} ({type(m).__name__})"
+            for name, m in self._named_modules()
+            if isinstance(m, kinds) and m.training
+        ]
+
+
+def _total(entries: list[tuple[float, float, tuple[float, ...]]]) -> float:
+    weights = fsum(weight for weight, _, _ in entries)
+    return fsum(weight * value for weight, value, _ in entries) / weights
+
+
+def close(a: float, b: float, dtype: torch.dtype) -> bool:
+    """Whether two losses of that dtype are the same to rounding."""
+    tolerance = TOLERANCES[dtype]
+    return abs(a - b) <= tolerance.atol + tolerance.rtol * max(abs(a), abs(b))
+
+
+def _not_finite(batch: Any) -> bool:
+    return any(
+        isinstance(x, Tensor) and x.is_floating_point() and not bool(x.isfinite().all())
+        for x in _tree.leaves(batch)
+    )

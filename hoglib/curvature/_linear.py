@@ -1,0 +1,221 @@
+"""Symmetric linear operators on the space of parameters, and their algebra."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib.curvature import solve as solving
+from hoglib.curvature import spectrum, trace
+from hoglib.curvature._progress import Bar
+from hoglib.curvature._space import Space
+
+Tree = Any
+
+
+class LinearOperator(ABC):
+    """A symmetric matrix A [P, P] that is known by its products with vectors.
+
+    A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
+                 the product has the form of v
+    A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again
+    """
+
+    def __init__(self, space: Space, progress: bool = False) -> None:
+        self._space = space
+        self.count = 0  # products with one vector so far
+        self._bar = Bar(type(self).__name__, arguments.flag("progress", progress))
+
+    @abstractmethod
+    def _products(self, rows: Tensor) -> Tensor:
+        """A times each row of [k, P], as rows."""
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """A times each row of [k, P], as rows; counted."""
+        self.count += len(rows)
+        return self._products(rows) if len(rows) else rows
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, whose structure vectors have."""
+        return self._space.params
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self._space.size, self._space.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._space.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._space.device
+
+    @property
+    def T(self) -> "LinearOperator":
+        """The transpose: itself, because it is symmetric."""
+        return self
+
+    def __matmul__(self, v: Tree) -> Tree:
+        if isinstance(v, LinearOperator):
+            raise arguments.WrongType(
+                "A @ v: expected a vector or a block of vectors, got an operator; a product of "
+                "symmetric operators is not symmetric. Apply them in turn: A @ (B @ v)."
+            )
+        rows, rebuild = self._space.rows(v)
+        return rebuild(self.apply(rows))
+
+    def __add__(self, other: Any) -> "LinearOperator":
+        if not isinstance(other, LinearOperator):
+            raise arguments.WrongType(
+                f"A + B: expected an operator, got {arguments.describe(other)}; a multiple of the "
+                "identity is added by A.damped(number)."
+            )
+        if not self._space.same(other._space):
+            raise arguments.WrongValue(
+                "A + B: expected operators on parameters of the same names, shapes and dtypes, got "
+                f"{self.shape} and {other.shape}."
+            )
+        return Sum([(1.0, self), (1.0, other)])
+
+    def __sub__(self, other: Any) -> "LinearOperator":
+        return self + (-other) if isinstance(other, LinearOperator) else self + other
+
+    def __mul__(self, factor: Any) -> "LinearOperator":
+        return Sum([(_factor(factor), self)])
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "LinearOperator":
+        return Sum([(1 / _factor(divisor), self)])
+
+    def __neg__(self) -> "LinearOperator":
+        return Sum([(-1.0, self)])
+
+    def damped(self, damping: float) -> "LinearOperator":
+        """A + damping I."""
+        return Sum([(1.0, self)], _factor(damping))
+
+    def to_dense(self) -> Tensor:
+        """The matrix [P, P], one product a column."""
+        eye = torch.eye(self._space.size, dtype=self.dtype, device=self.device)
+        with self._bar.over("to_dense", self._space.size):
+            return self.apply(eye)
+
+    def to_scipy(self, dtype: Any = None) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors; needs SciPy.
+
+        dtype: of those vectors, by default the operator's own; products are computed in that one.
+        """
+        return spectrum.to_scipy(self, dtype)
+
+    def solve(
+        self,
+        b: Tree,
+        *,
+        damping: float = 0.0,
+        tol: float | None = None,
+        atol: float = 0.0,
+        max_iter: int | None = None,
+        preconditioner: Any = None,
+        x0: Tree | None = None,
+        return_info: bool = False,
+    ) -> Any:
+        """x with (A + damping I) x = b, by conjugate gradients; see `hoglib.curvature.cg`."""
+        operator = self.damped(damping) if damping else self
+        with self._bar.over("solve"):
+            return solving.cg(
+                operator, b, tol=tol, atol=atol, max_iter=max_iter,
+                preconditioner=preconditioner, x0=x0, return_info=return_info,
+            )  # fmt: skip
+
+    def eigsh(
+        self,
+        k: int = 6,
+        *,
+        which: str = "LM",
+        tol: float | None = None,
+        max_iter: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> spectrum.Eigenpairs:
+        """k eigenvalues and eigenvectors, with residuals; see `hoglib.curvature.eigsh`."""
+        with self._bar.over("eigsh"):
+            return spectrum.eigsh(
+                self, k, which=which, tol=tol, max_iter=max_iter, generator=generator
+            )
+
+    def trace(
+        self,
+        num_samples: int = 64,
+        *,
+        generator: torch.Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        """The trace, estimated; see `hoglib.curvature.hutchinson_trace`."""
+        with self._bar.over("trace", num_samples):
+            return trace.hutchinson_trace(
+                self, num_samples, generator=generator, return_error=return_error
+            )
+
+    def diagonal(
+        self,
+        num_samples: int = 64,
+        *,
+        generator: torch.Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        """The diagonal [P], estimated; see `hoglib.curvature.hutchinson_diagonal`."""
+        with self._bar.over("diagonal", num_samples):
+            return trace.hutchinson_diagonal(
+                self, num_samples, generator=generator, return_error=return_error
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype})"
+
+
+class Sum(LinearOperator):
+    """A sum of multiples of operators and of the identity: sum of c_i A_i + damping I."""
+
+    def __init__(self, terms: list[tuple[float, LinearOperator]], damping: float = 0.0) -> None:
+        super().__init__(terms[0][1]._space)
+        self._terms: list[tuple[float, LinearOperator]] = []
+        self._damping = damping
+        for factor, term in terms:
+            if isinstance(term, Sum):
+                self._terms += [(factor * c, inner) for c, inner in term._terms]
+                self._damping += factor * term._damping
+            else:
+                self._terms.append((factor, term))
+        self._bar = terms[0][1]._bar
+
+    def _products(self, rows: Tensor) -> Tensor:
+        total = self._damping * rows
+        for factor, term in self._terms:
+            total.add_(term.apply(rows), alpha=factor)
+        return total
+
+
+class Blocks(LinearOperator):
+    """The blocks on the diagonal of an operator, one product of it for each block."""
+
+    def __init__(self, operator: LinearOperator, masks: list[Tensor]) -> None:
+        super().__init__(operator._space)
+        self._operator, self._masks = operator, masks
+        self._bar = operator._bar
+
+    def _products(self, rows: Tensor) -> Tensor:
+        parts = self._operator.apply(torch.cat([rows * mask for mask in self._masks]))
+        total = torch.zeros_like(rows)
+        for mask, part in zip(self._masks, parts.split(len(rows)), strict=True):
+            total += part * mask
+        return total
+
+
+def _factor(value: Any) -> float:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        value = value.item()
+    return float(arguments.number("factor", value))

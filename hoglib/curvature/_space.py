@@ -1,0 +1,112 @@
+"""Vectors on the parameters: flat, like params, or blocks of either."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+
+Tree = Any
+Rebuild = Callable[[Tensor], Tree]
+
+
+class Space:
+    """The space of vectors like params.
+
+    Inside, one or k vectors are the rows of a tensor [k, P]; outside they are flat, [P] or [P, k], or
+    have the structure of params, with a trailing dimension of k for a block.
+    """
+
+    def __init__(self, params: Tree) -> None:
+        arguments.parameters(params)
+        self.params = params
+        leaves = _tree.leaves(params)
+        for name, leaf in zip(_tree.paths(params), leaves, strict=True):
+            where = f"params[{name!r}]" if name else "params"
+            arguments.real(where, leaf)
+            if leaf.device != leaves[0].device:
+                raise arguments.WrongValue(
+                    f"{where}: expected device {leaves[0].device} as the first, got {leaf.device}; an "
+                    "operator's vectors live on one device. Move the model to one."
+                )
+        self.size = _tree.size(params)
+        self.device = leaves[0].device
+        self.dtype = leaves[0].dtype
+        for leaf in leaves:
+            self.dtype = torch.promote_types(self.dtype, leaf.dtype)
+        self._like = [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def leaves(self) -> list[Tensor]:
+        return _tree.leaves(self.params)
+
+    def same(self, other: "Space") -> bool:
+        return self._like == other._like and _tree.paths(self.params) == _tree.paths(other.params)
+
+    def rows(self, v: Any, what: str = "v") -> tuple[Tensor, Rebuild]:
+        """Vectors as rows [k, P], and the function that gives such rows the form of v."""
+        if isinstance(v, Tensor) and v.shape != getattr(self.params, "shape", None):
+            return self._flat_rows(v, what)
+        leaves, block = arguments.vectors(what, v, self.params)
+        columns = leaves[0].shape[-1] if block else 1
+        rows = torch.cat(
+            [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
+        ).T.contiguous()
+        return rows, self.block if block else lambda rows: self.tree(rows[0])
+
+    def _flat_rows(self, v: Tensor, what: str) -> tuple[Tensor, Rebuild]:
+        if v.dim() not in (1, 2) or v.shape[0] != self.size:
+            raise arguments.WrongValue(
+                f"{what}: expected ({self.size},), ({self.size}, k) for k vectors, or the structure of "
+                f"params, got {tuple(v.shape)}."
+            )
+        if v.dtype != self.dtype:
+            raise arguments.WrongType(
+                f"{what}: expected {self.dtype}, got {v.dtype}; convert it with `.to({self.dtype})`."
+            )
+        if v.device != self.device:
+            raise arguments.WrongValue(
+                f"{what}: expected device {self.device}, got {v.device}; move it with "
+                f"`.to({str(self.device)!r})`."
+            )
+        v = v.detach()
+        if v.dim() == 1:
+            return v[None], lambda rows: rows[0]
+        return v.T.contiguous(), lambda rows: rows.T
+
+    def split(self, row: Tensor) -> list[Tensor]:
+        """The leaves of one flat vector, in their own dtypes; views where those agree."""
+        parts = row.split([shape.numel() for shape, _ in self._like])
+        return [
+            part.view(shape).to(dtype)
+            for part, (shape, dtype) in zip(parts, self._like, strict=True)
+        ]
+
+    def add(self, row: Tensor, leaves: list[Tensor], factor: float) -> None:
+        """row += factor leaves."""
+        parts = row.split([shape.numel() for shape, _ in self._like])
+        for part, leaf in zip(parts, leaves, strict=True):
+            part.add_(leaf.detach().reshape(-1), alpha=factor)
+
+    def tree(self, row: Tensor) -> Tree:
+        """A flat vector in the structure of params."""
+        return _tree.unflatten(self.split(row), _tree.flatten(self.params)[1])
+
+    def block(self, rows: Tensor) -> Tree:
+        """Rows in the structure of params, with a trailing dimension."""
+        columns = [self.split(row) for row in rows]
+        stacked = [torch.stack(parts, -1) for parts in zip(*columns, strict=True)]
+        return _tree.unflatten(stacked, _tree.flatten(self.params)[1])
+
+    def first_not_finite(self, rows: Tensor) -> str:
+        """The name of a leaf in which rows are NaN or infinite; empty where they are finite."""
+        if bool(rows.isfinite().all()):
+            return ""
+        for name, *parts in zip(
+            _tree.paths(self.params), *(self.split(row) for row in rows), strict=True
+        ):
+            if not all(bool(part.isfinite().all()) for part in parts):
+                return name or "params"
+        return "params"

@@ -1,0 +1,154 @@
+"""Linear systems with an operator, by conjugate gradients."""
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+
+if TYPE_CHECKING:
+    from hoglib.curvature._linear import LinearOperator
+
+RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
+
+
+class Solution(NamedTuple):
+    """How well a system was solved; a tensor [k] each where b is a block of k."""
+
+    residual: Tensor  # |b - A x| / |b|, computed from x itself
+    converged: Tensor  # whether it is within the tolerance
+    iterations: int
+    products: int  # products of A with one vector
+
+
+def cg(
+    operator: "LinearOperator",
+    b: Any,
+    *,
+    tol: float | None = None,
+    atol: float = 0.0,
+    max_iter: int | None = None,
+    preconditioner: Any = None,
+    x0: Any = None,
+    return_info: bool = False,
+) -> Any:
+    r"""x with A x = b, for a symmetric positive definite operator, by conjugate gradients.
+
+        |b - A x| <= max(tol |b|, atol)
+
+    b: a vector or a block, flat or in the structure of the operator's params; x has its form. The
+    columns of a block are solved side by side, each by its own coefficients. What ends the iteration
+    is the true residual, computed once more from x where the recurrence says that it is small enough;
+    where the two differ, the iteration starts again from the true one.
+    tol: 1e-8 in float64, 1e-5 in float32 by default. max_iter: by default 10 P, at most 1000.
+    preconditioner: a vector that approximates the diagonal of A (the residual is divided by it), an
+    operator or a function that is applied to residuals of the form of b and approximates A^-1.
+    return_info: (x, `Solution`) instead of x; without it a warning says where the tolerance was missed.
+    Raises ArithmeticError at a direction p with p^T A p <= 0, with its curvature.
+    Source: Hestenes & Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952.
+    """
+    rows, rebuild = operator._space.rows(b, "b")
+    tol = RTOL.get(operator.dtype, 1e-2) if tol is None else arguments.number("tol", tol, minimum=0)
+    limit = min(10 * operator.shape[0], 1000)
+    limit = limit if max_iter is None else arguments.at_least("max_iter", max_iter, 0)
+    precondition = _preconditioner(operator, preconditioner, rebuild)
+    before = operator.count
+    target = (tol * rows.norm(dim=1)).clamp(min=arguments.number("atol", atol, minimum=0))
+    x, start = torch.zeros_like(rows), rows
+    if x0 is not None:
+        x = operator._space.rows(x0, "x0")[0].clone()
+        if x.shape != rows.shape:
+            raise arguments.WrongValue("x0: expected as many vectors as in b, got another number.")
+        start = rows - operator.apply(x)
+    residual, iterations = _iterate(operator.apply, precondition, rows, x, start, target, limit)
+    size = rows.norm(dim=1)
+    relative = residual / torch.where(size > 0, size, torch.ones_like(size))
+    converged = residual <= target
+    if not return_info:
+        if not bool(converged.all()):
+            warnings.warn(
+                f"solve: expected a residual |b - A x| of {tol:g} |b|, got {float(relative.max()):.2g} "
+                f"|b| after {iterations} iterations; give more damping, a preconditioner, a larger "
+                "max_iter or tol, or take the residual from return_info=True.",
+                stacklevel=3,
+            )
+        return rebuild(x)
+    one = b.dim() == 1 if isinstance(b, Tensor) else len(rows) == 1
+    info = Solution(
+        relative[0] if one else relative, converged[0] if one else converged, iterations,
+        operator.count - before,
+    )  # fmt: skip
+    return rebuild(x), info
+
+
+def _iterate(
+    product: Callable[[Tensor], Tensor],
+    precondition: Callable[[Tensor], Tensor],
+    b: Tensor,
+    x: Tensor,
+    r: Tensor,
+    target: Tensor,
+    limit: int,
+) -> tuple[Tensor, int]:
+    """Improves x in place; the true residuals' norms, and the iterations."""
+    true = r.norm(dim=1)
+    active = (true > target).nonzero().reshape(-1)
+    r = r.clone()
+    z = precondition(r)
+    p, rz = z.clone(), (r * z).sum(1)
+    iterations = 0
+    while len(active) and iterations < limit:
+        iterations += 1
+        Ap = product(p[active])
+        curvature = (p[active] * Ap).sum(1)
+        _positive(curvature, p[active], iterations)
+        alpha = (rz[active] / curvature)[:, None]
+        x[active] += alpha * p[active]
+        r[active] -= alpha * Ap
+        small = (r[active].norm(dim=1) <= target[active]) | (iterations == limit)
+        if bool(small.any()):
+            done = active[small]
+            before = true[done]
+            r[done] = b[done] - product(x[done])
+            true[done] = r[done].norm(dim=1)
+            # rounding may keep the true residual up: going on helps while it still shrinks
+            helps = (true[done] > target[done]) & (true[done] < 0.5 * before)
+            active = torch.cat([active[~small], done[helps]]).sort().values
+            p[done] = 0  # starts again
+        z = precondition(r)
+        new = (r * z).sum(1)
+        p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
+        rz = new
+    return true, iterations
+
+
+def _positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
+    lowest, at = curvature.min(0)
+    if float(lowest) <= 0:
+        rayleigh = float(lowest / p[at].square().sum())
+        raise arguments.NotPositiveDefinite(
+            f"solve: expected a positive definite matrix, got a direction p with p^T A p = "
+            f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Use damping larger than "
+            f"{abs(rayleigh):.3g}, or a GGNOperator, which has no negative curvature."
+        )
+
+
+def _preconditioner(
+    operator: "LinearOperator", given: Any, rebuild: Callable[[Tensor], Any]
+) -> Callable[[Tensor], Tensor]:
+    if given is None:
+        return lambda rows: rows
+    if hasattr(given, "apply") and hasattr(given, "count"):  # an operator
+        return given.apply
+    if callable(given):
+        return lambda rows: operator._space.rows(given(rebuild(rows)), "preconditioner(r)")[0]
+    diagonal = operator._space.rows(given, "preconditioner")[0]
+    if len(diagonal) != 1 or not bool((diagonal > 0).all()):
+        raise arguments.WrongValue(
+            "preconditioner: expected a vector of positive numbers, an operator or a function, got "
+            f"{arguments.describe(given)}; take A.diagonal().clamp(min=...) for instance."
+        )
+    return lambda rows: rows / diagonal
