@@ -48,16 +48,17 @@ class Determinism:
             self._compare_batch(value.dtype)
 
     def finish(self, dtype: torch.dtype) -> None:
-        """The pass is over."""
+        """The pass is over, and the next one starts."""
+        now, self._now = self._now, []
         if not self._enabled:
             return
         if not self._first:
-            self._first = self._now
+            self._first = now
             return
-        if not close(_total(self._first), _total(self._now), dtype):
+        if not close(_total(self._first), _total(now), dtype):
             raise arguments.NotDeterministic(
                 f"data: expected the same loss at every pass, got {_total(self._first):.8g} and then "
-                f"{_total(self._now):.8g}: {self._blame_of_data()}"
+                f"{_total(now):.8g}: {self._blame_of_data(now)}"
             )
 
     def _compare_batch(self, dtype: torch.dtype) -> None:
@@ -89,8 +90,8 @@ class Determinism:
             "dropout and noise in forward, and call model.eval(); or check_deterministic=False."
         )
 
-    def _blame_of_data(self) -> str:
-        before, after = ([entry[2] for entry in entries] for entries in (self._first, self._now))
+    def _blame_of_data(self, now: list[tuple[float, float, tuple[float, ...]]]) -> str:
+        before, after = ([entry[2] for entry in entries] for entries in (self._first, now))
         if len(before) == len(after) and all(
             close(fsum(a), fsum(b), torch.float32)
             for a, b in zip(zip(*before, strict=False), zip(*after, strict=False), strict=False)

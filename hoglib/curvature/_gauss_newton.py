@@ -15,6 +15,7 @@ from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._explaining import explaining
 from hoglib._graph import check_functions, telling_of_cuts
+from hoglib._tolerances import TOLERANCES
 from hoglib.curvature import _differences as differences
 from hoglib.curvature._routes import (
     Call,
@@ -103,13 +104,8 @@ def in_reverse(split: Split, leaves: Vector, call: Call) -> Linearised:
     us = [torch.ones_like(y, requires_grad=True) for y in ys]
     with explaining(call.what), telling_of_cuts(ys, call.what):
         by_u = torch.autograd.grad(ys, own, us, create_graph=True, allow_unused=True)
-    for part in by_u:  # J^T u is linear in u: a part without a graph has lost it
-        if part is not None and not part.requires_grad:
-            raise arguments.NoSecondDerivative(
-                f"{call.what}(mode='reverse'): expected a backward that is differentiable, got a "
-                "gradient without a graph: a backward runs under no_grad, detaches, or leaves torch. "
-                "`hoglib.verify` names the line; mode='forward' does without."
-            )
+    if any(part is not None and not part.requires_grad for part in by_u):
+        raise _lost(call)  # J^T u is linear in u: a part without a graph has lost it
     used = [i for i, part in enumerate(by_u) if part is not None]
     parts = [part for part in by_u if part is not None]
     metric, value = split.metric(every, call), split.value(every, call)
@@ -123,11 +119,33 @@ def in_reverse(split: Split, leaves: Vector, call: Call) -> Linearised:
         tangents = [torch.zeros_like(y) for y in every]
         for i, part in zip(depends, along, strict=True):
             tangents[i] = tangents[i] if part is None else part
+        _same_both_ways(parts, [vector[i] for i in used], tangents, call)
         weighted = metric(tangents, keep)
         return value, _transposed(ys, own, [weighted[i] for i in depends], call, keep)
 
     unused = tuple(i for i, part in enumerate(by_u) if part is None)
     return Linearised(apply, tuple(parts), unused)
+
+
+def _same_both_ways(pulled: Vector, vector: Vector, tangents: Vector, call: Call) -> None:
+    """<J^T 1, v> = <1, J v>, unless a backward has lost its dependence on what it was given."""
+    terms = [g.detach() * v.detach() for g, v in zip(pulled, vector, strict=True)]
+    one, other = (sum(float(x.detach().sum()) for x in xs) for xs in (terms, tangents))
+    size = sum(float(x.detach().abs().sum()) for x in (*terms, *tangents))
+    length = float(_tree.norm([g.detach() for g in pulled]) * _tree.norm(vector).detach())
+    dtype = tangents[0].dtype
+    rounding = TOLERANCES[dtype].rtol * size + 100 * torch.finfo(dtype).eps * length
+    if abs(one - other) > rounding:
+        raise _lost(call)
+
+
+def _lost(call: Call) -> Exception:
+    return arguments.NoSecondDerivative(
+        f"{call.what}(mode='reverse'): expected a backward that can be differentiated, got one whose "
+        "gradient has lost its graph: it runs under no_grad, detaches, or leaves torch. "
+        "`hoglib.verify` of the custom Functions in the model names the line; mode='forward' does "
+        "without, where they have a jvp."
+    )
 
 
 def in_forward(split: Split, leaves: Vector, call: Call) -> Linearised:

@@ -26,6 +26,16 @@ Tree = Any
 LIMIT = 2 * 2**30
 
 
+class _Bound(NamedTuple):
+    """How much of their size v.Aw and w.Av may differ by, for random vectors and for any."""
+
+    random: float  # over sqrt(P), by which products with random vectors are smaller than their size
+    rounding: float
+
+
+ASYMMETRY = {torch.float64: _Bound(1e-6, 1e-10), torch.float32: _Bound(1e-2, 1e-5)}
+
+
 class _Kept(NamedTuple):
     """A matrix at one point whose graph stays."""
 
@@ -62,6 +72,8 @@ class _OverData(LinearOperator):
         self._origin: list[Any] = []
         self._unused: set[int] | None = None
         self._split_is_right = False
+        self._first_pairs: list[tuple[Tensor, Tensor]] = []  # a vector and its product
+        self._symmetry_seen = False
         self._part = 1.0  # of a pass, that the batch under way is
 
     def gradient(self) -> tuple[Tensor, Tree]:
@@ -106,7 +118,31 @@ class _OverData(LinearOperator):
                 f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
                 "where the loss is finite; look for a square root, norm or logarithm at zero."
             )
+        self._look_at_symmetry(rows, total)
         return total
+
+    def _look_at_symmetry(self, rows: Tensor, products: Tensor) -> None:
+        """v . A w = w . A v, for the first two vectors that come."""
+        bound = ASYMMETRY.get(self.dtype)
+        if self._symmetry_seen or bound is None:
+            return
+        self._first_pairs += [
+            (v.double(), Av.double()) for v, Av in zip(rows, products, strict=True)
+        ][:2]
+        if len(self._first_pairs) < 2:
+            return
+        (v, Av), (w, Aw), *_ = self._first_pairs
+        self._first_pairs, self._symmetry_seen = [], True
+        size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
+        gap = abs(float(v @ Aw - w @ Av))
+        if gap > size * max(bound.random / self._space.size**0.5, bound.rounding):
+            warnings.warn(
+                f"{type(self).__name__}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
+                f"{gap / size:.1g} of their size. Some backward in the loss is not the derivative that "
+                "it should be, or cannot be differentiated: `hoglib.verify` of its custom Functions "
+                "tells, and mode='finite-differences' gives the product to compare with.",
+                stacklevel=3,
+            )
 
     def _add_batch(
         self, vectors: list[Vector], total: Tensor, batch: Any, index: int, share: float
@@ -220,6 +256,7 @@ class _OverData(LinearOperator):
         origin = self._made_from()
         if origin != self._origin:
             self._origin, self._kept, self._split_is_right = origin, None, False
+            self._first_pairs, self._symmetry_seen = [], False
             self._seen.forget()
 
     def _made_from(self) -> list[Any]:

@@ -1,0 +1,135 @@
+"""Losses, parameters and batches of the curvature tests, and matrices to compare with, by differences."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hoglib as hog
+
+F64 = torch.float64
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+class TiedAndFrozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))) * self.frozen
+
+
+class LastOfLSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(2, 2, batch_first=True), nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x).mean(1))
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)
+    )
+
+
+# name -> (makes the model, the shape of an input); three outputs each
+MODELS = {
+    "layers of hoglib": (lambda: nn.Sequential(hog.nn.LinearAct(3, 4, act="tanh"), hog.nn.LinearAct(4, 4, act="swish"), hog.nn.Linear(4, 3)), (3,)),
+    "ReLU": (lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3)), (3,)),
+    "CNN with BatchNorm in eval": (lambda: cnn().eval(), (1, 3, 3)),
+    "CNN with BatchNorm in train": (cnn, (1, 3, 3)),
+    "LayerNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.SiLU(), nn.Linear(4, 3)), (3,)),
+    "GroupNorm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.GELU(), nn.Linear(4, 3)), (3,)),
+    "transformer block": (Block, (3, 2)),
+    "LSTM": (LastOfLSTM, (3, 2)),
+    "tied and frozen": (TiedAndFrozen, (3,)),
+}  # fmt: skip
+SMOOTH = [name for name in MODELS if name != "ReLU"]
+CRITERIA = {
+    "cross entropy": (F.cross_entropy, lambda n: torch.arange(n) % 3),
+    "mean square": (F.mse_loss, lambda n: draw(n, 3, seed=5)),
+    "binary cross entropy": (F.binary_cross_entropy_with_logits, lambda n: draw(n, 3, seed=6).sigmoid()),
+}  # fmt: skip
+
+
+def problem(name, criterion="cross entropy", n=7):
+    """(loss, params, batch) in float64, the same at every call."""
+    make, shape = MODELS[name]
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    model = make().double()
+    torch.set_rng_state(state)
+    function, targets = CRITERIA[criterion]
+    loss = hog.functional_loss(model, function)
+    return loss, hog.trainable_params(model), (draw(n, *shape, seed=3), targets(n))
+
+
+def flat(tree):
+    return torch.cat([leaf.detach().reshape(-1) for leaf in torch.utils._pytree.tree_leaves(tree)])
+
+
+def nested_to_matrix(H, params):
+    """The nested dict of `hessian` as [P, P]."""
+    return torch.cat([
+        torch.cat([H[a][b].detach().reshape(params[a].numel(), -1) for b in params], 1) for a in params
+    ])  # fmt: skip
+
+
+def columns(function, params, step=1e-4):
+    """d function / d params [M, P] by central differences of the fourth order, column by column."""
+    x = flat(params)
+
+    def at(vector):
+        parts = vector.split([p.numel() for p in params.values()])
+        return flat(function({n: part.reshape(p.shape) for (n, p), part in zip(params.items(), parts, strict=True)}))  # fmt: skip
+
+    found = []
+    for i in range(len(x)):
+        e = torch.zeros_like(x)
+        e[i] = step
+        near, far = at(x + e) - at(x - e), at(x + 2 * e) - at(x - 2 * e)
+        found.append((8 * near - far) / (12 * step))
+    return torch.stack(found, 1)
+
+
+def gradient(function):
+    def of(params):
+        leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
+        grads = torch.autograd.grad(function(leaves), list(leaves.values()), allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(leaves.values(), grads, strict=True)]  # fmt: skip
+
+    return of
+
+
+def dense_hessian(loss, params, batch):
+    return columns(gradient(lambda p: loss(p, batch)), params)
+
+
+def dense_ggn(loss, params, batch):
+    """J^T H J, J and H by differences."""
+    with torch.no_grad():
+        J = columns(lambda p: loss.outputs(p, batch), params)
+        outputs = loss.outputs(params, batch)
+    H = columns(gradient(lambda p: loss.criterion(p["outputs"], batch)), {"outputs": outputs})
+    return J.T @ H @ J
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
