@@ -80,7 +80,7 @@ def test_exact_equals_the_closed_form(name, route, reduction, dtype):
     assert_close(dense(M, f), expected)
 
 
-EXTREME = torch.tensor([[100.0, -100.0, 0.0, 99.0], [80.0, 80.0, -100.0, -30.0]])
+EXTREME = torch.tensor([[100.0, -100.0, 0.0, 99.0], [30.0, 80.0, -100.0, -30.0]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,7 +261,7 @@ SAMPLED = {
     "bernoulli": ("bernoulli", (2, 2)),
     "gaussian": ("gaussian", (2, 2)),
     "poisson": ("poisson", (2, 2)),
-    "a function": (lambda f: D.Normal(0.0, f.exp()), (2, 2)),
+    "a function": (lambda f: D.Normal(f, 2.0), (2, 2)),
     "without a divergence": (lambda f: D.NegativeBinomial(3.0, logits=f), (2, 2)),
     "one term": (lambda f: D.MultivariateNormal(f.reshape(-1), 2 * torch.eye(4).double()), (2, 2)),
     "terms that mix examples": (lambda f: D.Normal(f - 2 * f.mean(0), 1.0), (2, 2)),
@@ -281,14 +281,14 @@ def test_mc_is_unbiased(name):
     f = logits(*shape) * 0.5
     g = torch.Generator().manual_seed(0)
     draw = partial(metric, "mc", f, likelihood=likelihood, reduction="sum", generator=g)
-    estimates = torch.stack([dense(draw(), f) for _ in range(200)])
-    many = dense(draw(num_samples=2000), f)  # in one call
+    estimates = torch.stack([dense(draw(), f) for _ in range(150)])
+    many = dense(draw(num_samples=600), f)  # in one call
     if name in EXACT:
         expected = EXACT[name](f)
     else:
         expected = dense(metric("exact", f, likelihood=likelihood, reduction="sum"), f)
     # the largest of a few dozen normal numbers stays below 4.5 standard errors
-    for estimate, count in ((estimates.mean(0), 200), (many, 2000)):
+    for estimate, count in ((estimates.mean(0), 150), (many, 600)):
         error = 4.5 * estimates.std(0) / count**0.5 + 1e-12
         assert ((estimate - expected).abs() <= error).all()
     # and the estimate is sharp enough to tell: half of the matrix would be refused
