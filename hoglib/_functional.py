@@ -158,9 +158,18 @@ class FunctionalLoss:
                     + " `hoglib.trainable_params(model)` gives them all."
                 )
 
+    @property
+    def user_criterion(self) -> Criterion:
+        """The criterion as it was given to `functional_loss`."""
+        return self._criterion
+
+    def targets(self, batch: Any) -> Any:
+        """What the criterion is given of a batch, beside the outputs."""
+        return _pair("batch", batch)[1]
+
     def criterion(self, outputs: Any, batch: Any) -> Tensor:
         """The criterion of outputs and the batch's targets."""
-        value = self._criterion(outputs, _pair("batch", batch)[1])
+        value = self._criterion(outputs, self.targets(batch))
         return arguments.scalar("criterion(outputs, targets)", value)
 
     def __repr__(self) -> str:

@@ -1,0 +1,177 @@
+"""What Fisher matrices ask of torch.distributions: draws by a generator, scores, refusals."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch import distributions as D
+from torch.distributions import constraints
+
+from hoglib import _arguments as arguments
+from hoglib.curvature._likelihood import Likelihood
+
+Tree = Any
+
+
+def distribution(likelihood: Likelihood, outputs: Tree) -> D.Distribution:
+    found = likelihood.distribution(outputs)
+    if not isinstance(found, D.Distribution):
+        raise arguments.WrongType(
+            "likelihood: expected a function that makes a torch.distributions.Distribution of the "
+            f"outputs, got {arguments.describe(found)} from it."
+        )
+    return found
+
+
+def sample(p: D.Distribution, count: int, like: Tensor, generator: Generator | None) -> Tensor:
+    """Draws [count, *terms, *event]: from the generator, which advances as torch's own would, or from
+    torch's own without one. (The samplers of torch.distributions take none.)"""
+    if generator is None:
+        return _sample(p, count)
+    if not isinstance(generator, Generator):
+        raise arguments.WrongType(
+            f"generator: expected a torch.Generator or None, got {arguments.describe(generator)}."
+        )
+    device = like.device
+    if generator.device.type != device.type or generator.device.index not in (None, device.index):
+        raise arguments.WrongValue(
+            f"generator: expected one on the device of the outputs, {device}, got one on "
+            f"{generator.device}; make it with `torch.Generator({str(device)!r})`."
+        )
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(generator.get_state())
+            draws = _sample(p, count)
+            generator.set_state(torch.get_rng_state())
+        return draws
+    module = torch.get_device_module(device)
+    with torch.random.fork_rng(devices=[device.index], device_type=device.type):
+        module.set_rng_state(generator.get_state(), device)
+        draws = _sample(p, count)
+        generator.set_state(module.get_rng_state(device))
+    return draws
+
+
+def _sample(p: D.Distribution, count: int) -> Tensor:
+    try:
+        return p.sample(torch.Size([count]))
+    except NotImplementedError as error:
+        raise arguments.NotSupported(
+            f"kind='mc': expected a distribution that can be sampled, got {type(p).__name__}, which "
+            "torch cannot sample; use kind='exact' or 'empirical'."
+        ) from error
+
+
+def scores(q: D.Distribution, draws: Tensor, own: list[Tensor]) -> tuple[list[Tensor], bool]:
+    """d(-log p(y))/doutputs for each draw, summed over terms; and whether they separate by example.
+
+    They do if the terms, and every leaf, have one leading dimension, and the terms of an example
+    depend on the outputs of that example only.
+    """
+
+    def gradient(y: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
+        surprise = -q.log_prob(y)
+        if not surprise.requires_grad:
+            refuse_constant()
+        if weights is not None:
+            surprise = surprise.reshape(len(weights), -1) * weights.to(surprise).unsqueeze(1)
+        return torch.autograd.grad(
+            surprise.sum(), own, allow_unused=True, materialize_grads=True, retain_graph=True
+        )
+
+    each = [gradient(y) for y in draws]
+    stacked = [torch.stack(parts) for parts in zip(*each, strict=True)]
+    for part in stacked:
+        advice = "Use a named likelihood, which is in closed form, or bound what the model gives."
+        arguments.finite("the gradient of log p at a draw", part, advice)
+    examples = q.batch_shape[:1]
+    if not examples or not examples[0] or any(leaf.shape[:1] != examples for leaf in own):
+        return stacked, False
+    # No two weights are alike: what a term gives to another example's outputs has the wrong one.
+    order = torch.arange(examples[0], dtype=torch.float64, device=own[0].device)
+    weights = 1 + (order * 0.6180339887498949).frac()
+    for whole, weighted in zip(each[0], gradient(draws[0], weights), strict=True):
+        expected = whole * weights.to(whole).reshape(-1, *[1] * (whole.dim() - 1))
+        rounding = 1e3 * torch.finfo(whole.dtype).eps * whole.abs().amax()
+        if (weighted - expected).abs().amax() > rounding:
+            return stacked, False
+    return stacked, True
+
+
+def refuse_moving_support(q: D.Distribution) -> None:
+    """Where the support depends on the outputs there is no Fisher matrix: E[s] is not zero."""
+    try:
+        support = q.support
+    except NotImplementedError:
+        return
+    if _differentiable(support):
+        raise arguments.WrongValue(
+            f"likelihood: expected a distribution whose support does not depend on the outputs, got "
+            f"{type(q).__name__}, which has no Fisher matrix there; fix the bounds, or use the GGN."
+        )
+
+
+def refuse_wrong_divergence(q: D.Distribution) -> None:
+    """Where the second derivative that autograd finds of torch's KL(p || q) is not the Fisher matrix.
+
+    Of Laplace's it is zero by the location, because that of |x| is zero at 0. That of a
+    TransformedDistribution is the divergence of its bases, right only if the transforms are constant.
+    """
+    part: Any = q
+    while part is not None:
+        transforms = getattr(part, "transforms", ())
+        if isinstance(part, D.Laplace) or (
+            not isinstance(part, D.Gumbel) and any(map(_differentiable, transforms))
+        ):
+            raise arguments.NotSupported(
+                f"kind='exact': expected a KL divergence that autograd can differentiate twice, got "
+                f"that of {type(q).__name__}, whose second derivative is silently wrong"
+                + (
+                    " at equal locations"
+                    if isinstance(part, D.Laplace)
+                    else ": torch leaves out transforms that depend on the outputs"
+                )
+                + "; use kind='mc'."
+            )
+        part = getattr(part, "base_dist", None)
+
+
+@contextmanager
+def no_second_derivative(q: D.Distribution) -> Iterator[None]:
+    """What torch raises where it has no KL divergence, or none with a second derivative."""
+    try:
+        yield
+    except arguments.WrongValue:
+        raise
+    except arguments.NotFinite as error:
+        raise arguments.NotSupported(_cannot(q, str(error))) from error
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        raise arguments.NotSupported(_cannot(q, str(error).splitlines()[0])) from error
+
+
+def _cannot(q: D.Distribution, why: str) -> str:
+    return (
+        "kind='exact': expected a distribution with a KL divergence that is twice differentiable, got "
+        f"{type(q).__name__}: {why.rstrip('.')}. Use kind='mc', or a named likelihood, which is in "
+        "closed form."
+    )
+
+
+def refuse_constant() -> None:
+    raise arguments.WrongValue(
+        "likelihood: expected a distribution that depends on the outputs, got one that does not; look "
+        "for .detach(), .item() or a torch.no_grad() in the function."
+    )
+
+
+def _differentiable(value: Any) -> bool:
+    """Whether a tensor in a constraint or transform, or in the parts of one, requires grad."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, list | tuple):
+        return any(map(_differentiable, value))
+    if isinstance(value, constraints.Constraint | D.Transform):
+        return any(map(_differentiable, vars(value).values()))
+    return False
