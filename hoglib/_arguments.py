@@ -293,9 +293,14 @@ def scalar(what: str, value: Any) -> Tensor:
     """A real floating-point tensor with no dimensions."""
     tensor(what, value)
     if value.dim() != 0:
+        how = (
+            "take its one number with `.squeeze()`"
+            if value.numel() == 1
+            else ("reduce it, for instance with `.mean()`")
+        )
         raise WrongValue(
-            f"{what}: expected a scalar, got {describe(value)}; reduce it, for instance with "
-            f"`.mean()`, or use a criterion with reduction='mean'."
+            f"{what}: expected a scalar, got {describe(value)}; {how}, or use a "
+            "criterion with reduction='mean'."
         )
     if not value.is_floating_point():
         raise WrongType(f"{what}: expected a real floating-point scalar, got {describe(value)}.")

@@ -1,25 +1,27 @@
 """Modules as pure functions of their parameters."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import copy
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.modules.batchnorm import _NormBase
 
 from hoglib import _arguments as arguments
-from hoglib._functorch import transforms_active
-from hoglib._substitution import Places, places_that_linger, substitute
+from hoglib._batches import (
+    binding_error,
+    explaining_arguments,
+    explaining_devices,
+    inputs_of,
+    targets_of,
+)
+from hoglib._substitution import substituted
 
 Params = dict[str, Tensor]
-WITHOUT_STATISTICS = {
-    "track_running_stats": False, "running_mean": None, "running_var": None,
-    "num_batches_tracked": None,
-}  # fmt: skip
 Criterion = Callable[[Any, Any], Tensor]
+Forward = Callable[[nn.Module, Any], Any]
 
 
 def trainable_params(model: nn.Module) -> Params:
@@ -44,98 +46,78 @@ def trainable_params(model: nn.Module) -> Params:
 
 
 def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> Any:
-    """The output of a model with these parameters in the place of its own.
-
-    The model is left as it was: buffers that its forward changes are copies, and train-mode
-    normalisation layers use the statistics of the batch and do not update their running averages,
-    which torch could not do under functional transforms anyway. Inside `lingering()` the parameters
-    stay until the model is called again.
-    """
-    places = places_that_linger()
-    if places is not None:
-        places.restore(model)
-        substitute(places, model, _in_their_places(model, params))
-        _without_statistics(places, model)
+    """The output of a model with these parameters in the place of its own; see `substituted`."""
+    with substituted(model, params):
         return model(*args, **kwargs)
-    with batch_statistics(model):
-        return functional_call(
-            model, _in_their_places(model, params), args, kwargs, tie_weights=False
-        )
-
-
-def _in_their_places(model: nn.Module, params: Params) -> Params:
-    """Parameters, and copies of the buffers, for every place in the model that holds one.
-
-    Shared tensors are placed here: `functional_call` ties a module that stands under two names in a way
-    that leaves the substituted parameters in it.
-    """
-    substitutes: dict[int, Tensor] = {}
-    for name, value in params.items():
-        path, _, own_name = name.rpartition(".")
-        substitutes[id(getattr(model.get_submodule(path), own_name))] = value
-    places: Params = {}
-    for prefix, module in model.named_modules():  # each module once, under its first name
-        if isinstance(module, torch.jit.ScriptModule) and transforms_active():
-            raise arguments.NotSupported(
-                f"{type(model).__name__}: expected modules of Python inside of torch.func, "
-                f"got {prefix or 'itself'}, which is scripted: torch gives zero for its second "
-                "derivatives, without an error. Use the module that was scripted, or "
-                "mode='reverse-over-reverse'."
-            )
-        path = f"{prefix}." if prefix else ""
-        shrinks = getattr(module, "max_norm", None) is not None  # an embedding changes its weight
-        for name, own in module.named_parameters(recurse=False, remove_duplicate=False):
-            value = substitutes.get(id(own), own)
-            if value is not own or shrinks:
-                places[path + name] = value.clone() if shrinks else value
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if id(buffer) not in substitutes:  # a forward may change it
-                substitutes[id(buffer)] = buffer.clone()
-            places[path + name] = substitutes[id(buffer)]
-    return places
-
-
-@contextmanager
-def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Train-mode normalisation layers without running statistics."""
-    places = Places()
-    try:
-        _without_statistics(places, model)
-        yield
-    finally:
-        places.restore()
-
-
-def _without_statistics(places: Places, model: nn.Module) -> None:
-    for layer in model.modules():
-        if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
-            for name, value in WITHOUT_STATISTICS.items():
-                places.put(layer, name, value)
 
 
 class FunctionalLoss:
     """The loss of a model as a function of parameters and batch; made by `functional_loss`."""
 
-    def __init__(self, model: nn.Module, criterion: Criterion) -> None:
+    def __init__(
+        self, model: nn.Module, criterion: Criterion, forward: Forward | None = None
+    ) -> None:
         _module(model)
         self.model = model
-        self._criterion = arguments.function("criterion", criterion)
-        if isinstance(criterion, type):
+        self._criterion = _instance("criterion", criterion)
+        self._forward = None if forward is None else _instance("forward", forward)
+        reason = None if forward is None else binding_error(forward, (model, None))
+        if reason is not None:
             raise arguments.WrongType(
-                f"criterion: expected a function or module, got the class {criterion.__name__}; "
-                f"make one: `{criterion.__name__}()`."
+                f"forward: expected a function of two arguments, (model, batch), got "
+                f"{arguments.describe(forward)} ({reason}); for instance "
+                "`forward=lambda model, batch: model(**batch)`."
             )
+        self._dtype: torch.dtype | None = None
         self._names: set[str] = set()
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
         return self.criterion(self.outputs(params, batch), batch)
 
     def outputs(self, params: Params, batch: Any) -> Any:
-        """The model's outputs on the inputs of the batch, (inputs, targets)."""
-        return self.call(params, _pair("batch", batch)[0])
+        """The model's outputs on a batch, as they are: a tensor, tuple, dict or anything else."""
+        home = params or list(self.model.parameters())
+        with self._with(params), explaining_devices(batch, home):
+            if self._forward is not None:
+                return self._forward(self.model, batch)
+            args = inputs_of(batch)
+            with explaining_arguments(self.model, args, batch):
+                return self.model(*args)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output for any arguments, with these parameters."""
+        with self._with(params):
+            return self.model(*args, **kwargs)
+
+    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+        """The criterion of outputs and the targets of the batch, or the whole batch."""
+        targets = self.targets(batch)
+        with explaining_devices(batch, outputs):
+            if self._dtype is not None and isinstance(self._criterion, nn.Module):
+                with substituted(self._criterion, {}, self._dtype):
+                    value = self._criterion(outputs, targets)
+            else:
+                value = self._criterion(outputs, targets)
+        second = "batch" if targets is batch else "targets"
+        return arguments.scalar(f"criterion(outputs, {second})", value)
+
+    def double(self) -> "FunctionalLoss":
+        """This loss with the model's own parameters and buffers in float64, for parameters in float64.
+
+        For differences of values or gradients, which need the digits. What `params` does not hold
+        (frozen parameters, buffers), and those of a criterion that is a module, are converted at each
+        call: complex ones to complex128, integers not at all. So it follows the model, which is not
+        changed, takes no copy of its other attributes (a deepcopy fails on a model that keeps an
+        output), and `forward` may reach modules by other ways than its argument. Parameters and batch
+        are the caller's to convert.
+        Tensors that are plain attributes, and dtypes that forward names, stay as they are: where they
+        do not go together with float64, torch raises.
+        """
+        loss = copy(self)
+        loss._dtype = torch.float64
+        return loss
+
+    def _with(self, params: Params) -> AbstractContextManager[None]:
         if not isinstance(params, dict):
             raise arguments.WrongType(
                 f"params: expected a dict of tensors by qualified name, got "
@@ -143,7 +125,7 @@ class FunctionalLoss:
             )
         if not params.keys() <= self._names:
             self._check_names(params)
-        return call_with(self.model, params, *args, **kwargs)
+        return substituted(self.model, params, self._dtype)
 
     def _check_names(self, params: Params) -> None:
         parameters = self.model.named_parameters(remove_duplicate=False)
@@ -165,31 +147,40 @@ class FunctionalLoss:
 
     def targets(self, batch: Any) -> Any:
         """What the criterion is given of a batch, beside the outputs."""
-        return _pair("batch", batch)[1]
-
-    def criterion(self, outputs: Any, batch: Any) -> Tensor:
-        """The criterion of outputs and the batch's targets."""
-        value = self._criterion(outputs, self.targets(batch))
-        return arguments.scalar("criterion(outputs, targets)", value)
+        return batch if self._forward is not None else targets_of(batch)
 
     def __repr__(self) -> str:
-        criterion = getattr(self._criterion, "__name__", repr(self._criterion))
-        return f"functional_loss({type(self.model).__name__}, {criterion})"
+        parts = [type(self.model).__name__, _name(self._criterion)]
+        if self._forward is not None:
+            parts.append(f"forward={_name(self._forward)}")
+        return f"functional_loss({', '.join(parts)})" + (".double()" if self._dtype else "")
 
 
-def functional_loss(model: nn.Module, criterion: Criterion) -> FunctionalLoss:
-    """The loss of an unmodified module as a pure function.
+def functional_loss(
+    model: nn.Module, criterion: Criterion, *, forward: Forward | None = None
+) -> FunctionalLoss:
+    """The loss of an unmodified module as a pure function of parameters and a batch of any kind.
 
-        loss(params, (x, y)) = criterion(model(x; params), y), a scalar
+        batch                              loss(params, batch), a scalar
+        (x, y)                             criterion(model(x), y)
+        (x1, x2, ..., y)                   criterion(model(x1, x2, ...), y)
+        anything else                      criterion(model(batch), batch)
+        anything, with forward=f           criterion(f(model, batch), batch)
+
+    The first two are tuples (named ones too) and lists; x may be a tuple or dict, and is handed over
+    as it is. Anything else is a tensor, a dict, a dataclass, a graph, any object. `f` calls the model
+    as it likes: `lambda model, batch: model(**batch)`, several calls, its parts (`model.encoder(x)`),
+    in the mode that the model is in. Outputs may be anything that the criterion takes.
 
     `params` is a dict by qualified name, as `trainable_params` gives it; parameters that are not in
     it keep the model's own values. The model is called in the mode it is in (train or eval) and is
     not changed. The parts are there too: `loss.outputs(params, batch)` and
-    `loss.criterion(outputs, batch)`.
-    Raises TypeError for what is no module or function; ValueError, when called, for a criterion whose
-    value is not a scalar or a batch that is not (inputs, targets).
+    `loss.criterion(outputs, batch)`; and `loss.double()`, the same in float64.
+    Raises TypeError for what is no module or function and, when called, for arguments that the model
+    does not take; ValueError, when called, for a criterion whose value is not a scalar, a tuple or list
+    of fewer than two, or a batch on another device than the parameters.
     """
-    return FunctionalLoss(model, criterion)
+    return FunctionalLoss(model, criterion, forward)
 
 
 def _module(model: Any) -> None:
@@ -202,14 +193,23 @@ def _module(model: Any) -> None:
         raise arguments.WrongType(
             f"model: expected a torch.nn.Module, got {arguments.describe(model)}."
         )
-
-
-def _pair(what: str, batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        came = (
-            f"{type(batch).__name__} of {len(batch)}"
-            if isinstance(batch, tuple | list)
-            else arguments.describe(batch)
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise arguments.WrongType(
+            "model: expected one that runs where it is, got a DataParallel, whose replicas run in "
+            "other threads, with copies of the parameters; pass `model.module`."
         )
-        raise arguments.WrongValue(f"{what}: expected a pair (inputs, targets), got {came}.")
-    return batch[0], batch[1]
+
+
+def _instance(what: str, value: Any) -> Any:
+    """A function or module, not the class that one is made from."""
+    arguments.function(what, value)
+    if isinstance(value, type):
+        raise arguments.WrongType(
+            f"{what}: expected a function or module, got the class {value.__name__}; "
+            f"make one: `{value.__name__}()`."
+        )
+    return value
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", repr(function)))

@@ -1,16 +1,28 @@
-"""Parameters that stay in a module's places until its derivatives have been taken.
+"""Other tensors in the places of a module's parameters and buffers, around anything that calls it.
 
-`torch.func.functional_call` puts a module's own parameters back when the call returns. What backward
-runs again (a checkpointed block, a reversible layer, a solver that has the module on ctx) would then
-find those, and differentiate by the wrong ones without an error.
+`torch.func.functional_call` does this around one call, and puts a module's own parameters back when
+the call returns. What backward runs again (a checkpointed block, a reversible layer, a solver that has
+the module on ctx) would then find those, and differentiate by the wrong ones without an error: inside
+`lingering()` the substitutes stay until derivatives have been taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from hoglib import _arguments as arguments
+from hoglib._functorch import transforms_active
+
+WITHOUT_STATISTICS = {
+    "track_running_stats": False, "running_mean": None, "running_var": None,
+    "num_batches_tracked": None,
+}  # fmt: skip
+LISTS_OF_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # a recurrent layer's, beside its places
 
 
 class Places:
@@ -18,6 +30,7 @@ class Places:
 
     def __init__(self) -> None:
         self._was: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._busy: list[nn.Module] = []
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
         for store in (module._parameters, module._buffers, vars(module)):
@@ -42,6 +55,22 @@ class Places:
     def standing(self) -> "Standing":
         """What stands in the places now."""
         return [(store, name, store[name]) for (_, name), (store, _) in self._was.items()]
+
+    def in_use(self, model: nn.Module) -> bool:
+        """Whether a module of this model runs with what stands in its places now."""
+        if not self._busy:
+            return False
+        ours = {id(module) for module in model.modules()}
+        return any(id(module) in ours for busy in self._busy for module in busy.modules())
+
+    @contextmanager
+    def using(self, model: nn.Module) -> Iterator[None]:
+        self._busy.append(model)
+        try:
+            yield
+        finally:
+            self._busy.pop()
+
 
 
 Standing = list[tuple[dict[str, Any], str, Any]]
@@ -77,12 +106,96 @@ def standing_again(standing: Standing) -> Iterator[None]:
             store[name] = value
 
 
-def places_that_linger() -> Places | None:
-    return _LINGERING.get()
+@contextmanager
+def substituted(
+    model: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> Iterator[None]:
+    """The model with these parameters in the place of its own, whatever calls it inside.
+
+    The model is left as it was: buffers that a forward changes are copies, and train-mode normalisation
+    layers use the statistics of the batch and do not update their running averages, which torch could
+    not do under functional transforms anyway. With `dtype`, the model's other floating-point parameters
+    and buffers are in it too (complex ones in the complex one). Inside `lingering()` everything stays
+    until the next substitution in the model; but one that is inside of another's ends with its block,
+    so that the outer one goes on with its own.
+    """
+    lasting = _LINGERING.get()
+    if lasting is not None and not lasting.in_use(model):
+        lasting.restore(model)
+        with lasting.using(model):
+            _substitute(lasting, model, params, dtype)
+            yield
+        return
+    places = Places()
+    try:
+        _substitute(places, model, params, dtype)
+        yield
+    finally:
+        places.restore()
 
 
-def substitute(places: Places, model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Put tensors in the places that their qualified names say."""
-    for name, value in values.items():
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Train-mode normalisation layers without running statistics."""
+    places = Places()
+    try:
+        for module in model.modules():
+            _without_statistics(places, module)
+        yield
+    finally:
+        places.restore()
+
+
+def _substitute(
+    places: Places, model: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> None:
+    """Parameters, and copies of the buffers, in every place in the model that holds one.
+
+    What is shared is told by its identity: one tensor under two names gets one substitute, except in
+    an embedding with max_norm, which changes its weight in place and so gets a copy.
+    """
+    substitutes: dict[int, Tensor] = {}
+    for name, value in params.items():
         path, _, own_name = name.rpartition(".")
-        places.put(model.get_submodule(path), own_name, value)
+        substitutes[id(getattr(model.get_submodule(path), own_name))] = value
+    for prefix, module in model.named_modules():  # each module once, under its first name
+        if isinstance(module, torch.jit.ScriptModule) and transforms_active():
+            raise arguments.NotSupported(
+                f"{type(model).__name__}: expected modules of Python inside of torch.func, "
+                f"got {prefix or 'itself'}, which is scripted: torch gives zero for its second "
+                "derivatives, without an error. Use the module that was scripted, or "
+                "mode='reverse-over-reverse'."
+            )
+        shrinks = getattr(module, "max_norm", None) is not None
+        for name, own in list(module._parameters.items()):
+            if own is None:
+                continue
+            if id(own) not in substitutes:
+                substitutes[id(own)] = _in_dtype(own, dtype)
+            value = substitutes[id(own)]
+            if value is not own or shrinks:
+                places.put(module, name, value.clone() if shrinks else value)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if id(buffer) not in substitutes:
+                copy = _in_dtype(buffer, dtype)
+                substitutes[id(buffer)] = buffer.clone() if copy is buffer else copy
+            places.put(module, name, substitutes[id(buffer)])
+        if isinstance(module, nn.RNNBase):
+            for name in LISTS_OF_WEIGHTS:  # which its forward makes anew
+                if name in vars(module):
+                    places.put(module, name, vars(module)[name])
+        _without_statistics(places, module)
+
+
+def _in_dtype(own: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not (own.is_floating_point() or own.is_complex()):
+        return own
+    return own.to(dtype.to_complex() if own.is_complex() else dtype)
+
+
+def _without_statistics(places: Places, layer: nn.Module) -> None:
+    if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
+        for name, value in WITHOUT_STATISTICS.items():
+            places.put(layer, name, value)

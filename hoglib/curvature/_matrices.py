@@ -14,8 +14,8 @@ from hoglib import _arguments as arguments
 from hoglib import _functorch
 from hoglib.curvature import _differences as differences
 from hoglib.curvature import _gauss_newton as gauss_newton
+from hoglib.curvature._fisher_metric import fisher_metric
 from hoglib.curvature._gauss_newton import Split
-from hoglib.curvature._likelihood import fisher_metric
 from hoglib.curvature._routes import (
     Call,
     Linearised,

@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
-from hoglib._functional import batch_statistics
+from hoglib._substitution import batch_statistics
 from hoglib.ops import _captured
 from hoglib.ops._surroundings import Autocast, Surroundings
 

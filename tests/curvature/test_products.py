@@ -375,8 +375,8 @@ ERRORS = {
             lambda v: hog.hvp(rosenbrock, X, v, mode="reverse-over-reverse")[1]
         )(X.expand(2, 3)), NotImplementedError, "inside torch.func",
     ),
-    "batch is one tensor": (
-        lambda: hog.functional_loss(nn.Linear(3, 1), F.mse_loss)({}, X), ValueError, "pair",
+    "batch is a list of one": (
+        lambda: hog.functional_loss(nn.Linear(3, 1), F.mse_loss)({}, [X]), ValueError, "pair",
     ),
     "model is a function": (
         lambda: hog.functional_loss(rosenbrock, F.mse_loss), TypeError, "expected a torch.nn.Module",

@@ -1,0 +1,611 @@
+"""functional_loss with any module and any batch, against copies of the model called plainly."""
+
+import copy
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import hoglib as hog
+from hoglib._substitution import lingering
+from tests.models import Tied
+from tests.oracles import random_like, relative
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def mean_square(outputs, targets):
+    return (outputs - targets).square().mean()
+
+
+def net():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+class Of(nn.Module):
+    """A net whose forward is given."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.net = net()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self._given = forward
+
+    def forward(self, x):
+        return self._given(self, x)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = net(), net()
+
+    def forward(self, a, b):
+        return self.left(a) * self.right(b)
+
+
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.scale = net(), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        raise AssertionError("only its encoder is called")
+
+
+class Remembers(nn.Module):
+    """Adds an average of its inputs, that of this call included, which it keeps by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.register_buffer("average", torch.zeros(2))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.average = self.average + x.mean(0).detach()
+        self.calls += 1
+        return self.net(x) * self.average * self.calls.clone()
+
+
+class Looks(nn.Module):
+    def __init__(self, max_norm=None):
+        super().__init__()
+        self.table = nn.Embedding(5, 2, max_norm=max_norm)
+        self.head = nn.Linear(2, 5, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return torch.tanh(self.head(self.table(tokens) + 1))
+
+
+class ModelOutput(OrderedDict):
+    """As Hugging Face's: a dict whose entries are attributes."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Graph:
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+
+Three = namedtuple("Three", ["a", "b", "target"])
+X, Y, Z = (torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))  # fmt: skip
+TOKENS = torch.tensor([0, 1, 3, 1])
+
+
+class Case(NamedTuple):
+    """A model, a batch, the loss, and the same number from a plain call of the model."""
+
+    build: object
+    batch: object
+    criterion: object
+    plain: object
+    forward: object = None
+    transforms: bool = True  # whether torch.func can run it
+    vmaps: bool = True
+
+    def problem(self):
+        torch.manual_seed(3)
+        model = self.build().double()
+        params = hog.trainable_params(model)
+        return model, params, hog.functional_loss(model, self.criterion, forward=self.forward)
+
+
+def both(model, batch):
+    """Two calls of a part, and a parameter of the model itself."""
+    return model.encoder(batch["a"]) * model.encoder(batch["b"]) * model.scale
+
+
+def twice(model, batch):
+    return model(batch) + 0.5 * model(batch.flip(0))
+
+
+def checkpointed(model, batch):
+    x = checkpoint(model[0], batch, use_reentrant=False)
+    return checkpoint(model[2], torch.tanh(x), use_reentrant=False)
+
+
+def to_itself(outputs, batch):
+    return mean_square(outputs, batch)
+
+
+def by_entry(outputs, batch):
+    return mean_square(outputs, batch["y"])
+
+
+CASES = {
+    "a pair": Case(net, (X, Y), mean_square, lambda m: mean_square(m(X), Y)),
+    "a list of two": Case(net, [X, Y], mean_square, lambda m: mean_square(m(X), Y)),
+    "a pair with a tuple as input": Case(
+        lambda: Of(lambda self, x: self.net(x[0]) * x[1]), ((X, Z), Y), mean_square,
+        lambda m: mean_square(m.net(X) * Z, Y),
+    ),
+    "a pair with a dict as input": Case(
+        lambda: Of(lambda self, x: self.net(x["x"])), ({"x": X}, Y), mean_square,
+        lambda m: mean_square(m.net(X), Y),
+    ),
+    "a pair with a dict as targets": Case(
+        net, (X, {"y": Y}), by_entry, lambda m: mean_square(m(X), Y),
+    ),
+    "a tuple of three": Case(TwoInputs, (X, Y, Z), mean_square, lambda m: mean_square(m(X, Y), Z)),
+    "a list of three": Case(TwoInputs, [X, Y, Z], mean_square, lambda m: mean_square(m(X, Y), Z)),
+    "a named tuple": Case(TwoInputs, Three(X, Y, Z), mean_square, lambda m: mean_square(m(X, Y), Z)),
+    "a tensor": Case(net, X, to_itself, lambda m: mean_square(m(X), X)),
+    "a dict": Case(
+        lambda: Of(lambda self, x: self.net(x["x"])), {"x": X, "y": Y}, by_entry,
+        lambda m: mean_square(m.net(X), Y),
+    ),
+    "a mapping that is no dict": Case(
+        lambda: Of(lambda self, x: self.net(x["x"])), UserDict(x=X, y=Y), by_entry,
+        lambda m: mean_square(m.net(X), Y),
+    ),
+    "a dataclass": Case(
+        lambda: Of(lambda self, x: self.net(x.x)), Sample(X, Y),
+        lambda outputs, batch: mean_square(outputs, batch.y), lambda m: mean_square(m.net(X), Y),
+    ),
+    "a graph": Case(
+        lambda: Of(lambda self, g: self.net(g.x[g.edges]).sum(0)), Graph(x=X, edges=TOKENS, y=Y[0]),
+        lambda outputs, batch: mean_square(outputs, batch.y),
+        lambda m: mean_square(m.net(X[TOKENS]).sum(0), Y[0]),
+    ),
+    "a packed sequence": Case(
+        lambda: nn.GRU(2, 3), pack_sequence([X, Y[:2]]),
+        lambda outputs, batch: outputs[1].square().mean() * batch.data.square().mean(),
+        lambda m: m(pack_sequence([X, Y[:2]]))[1].square().mean() * torch.cat([X, Y[:2]]).square().mean(),
+        transforms=False,  # the kernel reads the lengths' memory, which a wrapped tensor has not
+    ),
+    "forward= of keywords": Case(
+        TwoInputs, {"b": Y, "a": X}, lambda outputs, batch: mean_square(outputs, batch["a"]),
+        lambda m: mean_square(m(X, Y), X), lambda model, batch: model(**batch),
+    ),
+    "forward= of a pair": Case(
+        TwoInputs, (X, Y), lambda outputs, batch: mean_square(outputs, batch[1]),
+        lambda m: mean_square(m(X, Y), Y), lambda model, batch: model(*batch),
+    ),
+    "forward= of a list of one": Case(
+        net, [X], lambda outputs, batch: mean_square(outputs, batch[0]),
+        lambda m: mean_square(m(X), X), lambda model, batch: model(batch[0]),
+    ),
+    "forward= calls a part twice": Case(
+        Siamese, {"a": X, "b": Y}, lambda outputs, batch: outputs.square().mean(),
+        lambda m: (m.encoder(X) * m.encoder(Y) * m.scale).square().mean(), both,
+    ),
+    "forward= of a model without forward": Case(
+        lambda: nn.ModuleDict({"f": net(), "g": net()}), X, to_itself,
+        lambda m: mean_square(m["g"](m["f"](X)), X), lambda model, x: model["g"](model["f"](x)),
+    ),
+    "forward= with tied weights": Case(
+        Tied, X, to_itself,
+        lambda m: mean_square(m.second(m.first(X).sin()), X),
+        lambda model, x: model.second(model.first(x).sin()),
+    ),
+    "forward= with BatchNorm in train mode": Case(
+        lambda: nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)),
+        X, to_itself, lambda m: mean_square(twice(m, X), X), twice,
+    ),
+    "forward= with buffers that change": Case(
+        Remembers, X, to_itself, lambda m: mean_square(twice(m, X), X), twice,
+    ),
+    "forward= with checkpoints": Case(
+        net, X, to_itself, lambda m: mean_square(m(X), X), checkpointed, transforms=False,
+    ),
+    "weights that are computed": Case(
+        lambda: nn.utils.parametrizations.orthogonal(nn.Linear(2, 2), orthogonal_map="cayley"),
+        X, to_itself, lambda m: mean_square(m(X), X),
+    ),
+    "a tied embedding": Case(
+        Looks, TOKENS, lambda outputs, tokens: F.cross_entropy(outputs, tokens),
+        lambda m: F.cross_entropy(m(TOKENS), TOKENS),
+    ),
+    "an LSTM, which returns a tuple": Case(
+        lambda: nn.LSTM(2, 2), (X, Y), lambda outputs, y: mean_square(outputs[0], y) + outputs[1][1].sum(),
+        lambda m: mean_square(m(X)[0], Y) + m(X)[1][1].sum(),
+    ),
+    "an LSTM with its state as second input": Case(
+        lambda: nn.LSTM(2, 2), (X, (Y[:1], Z[:1]), Y), lambda outputs, y: mean_square(outputs[0], y),
+        lambda m: mean_square(m(X, (Y[:1], Z[:1]))[0], Y),
+    ),
+    "a transformer encoder": Case(
+        lambda: nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0), (X[:, None], Y[:, None]), mean_square,
+        lambda m: mean_square(m(X[:, None]), Y[:, None]), vmaps=False,  # of attention torch warns
+    ),
+    "a model that returns a dict": Case(
+        lambda: Of(lambda self, x: {"y": self.net(x), "x": x}), (X, Y),
+        lambda outputs, y: mean_square(outputs["y"], y), lambda m: mean_square(m.net(X), Y),
+    ),
+    "a model that returns a ModelOutput": Case(
+        lambda: Of(lambda self, batch: ModelOutput(loss=self.net(batch["x"]).square().mean())), {"x": X},
+        lambda outputs, batch: outputs.loss, lambda m: m.net(X).square().mean(),
+    ),
+}  # fmt: skip
+TRANSFORMED = [name for name, case in CASES.items() if case.transforms]
+
+
+def at(model, params):
+    """A copy of the model that has these parameters as its own."""
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            if name in params:
+                parameter.copy_(params[name])
+    return twin
+
+
+def plain_gradient(case, model, params):
+    twin = at(model, params)
+    own = [dict(twin.named_parameters())[name] for name in params]
+    grads = torch.autograd.grad(case.plain(twin), own, allow_unused=True, materialize_grads=True)
+    return dict(zip(params, grads, strict=True))
+
+
+def plain_hvp(case, model, params, v, eps=1e-5):
+    above, below = (
+        plain_gradient(case, model, {n: p + sign * eps * v[n] for n, p in params.items()})
+        for sign in (1, -1)
+    )
+    return {n: (above[n] - below[n]) / (2 * eps) for n in params}
+
+
+def shifted(params):
+    return {n: (p + 0.1 * torch.randn_like(p)).detach() for n, p in params.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradient_are_those_of_a_plain_call(name):
+    case = CASES[name]
+    model, params, loss = case.problem()
+    before = copy.deepcopy(model.state_dict())
+    other = shifted(params)
+    assert_close(loss({}, case.batch), case.plain(at(model, {})))
+    assert_close(loss(other, case.batch), case.plain(at(model, other)))
+    outputs = loss.outputs(other, case.batch)
+    assert_close(loss.criterion(outputs, case.batch), case.plain(at(model, other)))
+    value = loss(params, case.batch)
+    if (
+        name != "forward= with checkpoints"
+    ):  # whose backward comes after the model has its own again
+        other = {n: p.requires_grad_() for n, p in other.items()}
+        value = loss(other, case.batch)
+        grads = torch.autograd.grad(
+            value, list(other.values()), allow_unused=True, materialize_grads=True
+        )
+        assert_close(dict(zip(other, grads, strict=True)), plain_gradient(case, model, other))
+    assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert all(p is params[n] for n, p in hog.trainable_params(model).items())
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", CASES)
+def test_hvp_equals_differences_of_plain_gradients(name, context):
+    case = CASES[name]
+    model, params, loss = case.problem()
+    before = copy.deepcopy(model.state_dict())
+    other, v = shifted(params), random_like(params)  # not those that the model has
+    with context():
+        value, product = hog.hvp(loss, other, v, case.batch)
+        assert_close(loss(other, case.batch), value)
+    assert relative(product, plain_hvp(case, model, other, v)) < 1e-6
+    assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_inside_grad_and_vmap(name):
+    case = CASES[name]
+    model, params, loss = case.problem()
+    others = [shifted(params) for _ in range(3)]
+    for other in others:
+        assert_close(torch.func.grad(loss)(other, case.batch), plain_gradient(case, model, other))
+    if case.vmaps:
+        stacked = {n: torch.stack([other[n] for other in others]) for n in params}
+        over = torch.func.vmap(lambda p: torch.func.grad(loss)(p, case.batch))
+        for i, other in enumerate(others):
+            ours = {n: g[i] for n, g in over(stacked).items()}
+            assert_close(ours, plain_gradient(case, model, other))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_float64_it_is_the_model_converted(name):
+    case = CASES[name]
+    model, _, _ = case.problem()
+    exact = at(model.float(), {}).double()  # what a float32 model is in float64
+    loss = hog.functional_loss(model, case.criterion, forward=case.forward)
+    before, batch = copy.deepcopy(model.state_dict()), case.batch
+    some = dict(list(hog.trainable_params(model).items())[1:])  # the first is the model's own
+    some = {n: p.double() for n, p in some.items()}
+    assert_close(loss.double()(some, batch), case.plain(copy.deepcopy(exact)), rtol=1e-13, atol=0)
+    if some:
+        v = random_like(some)
+        _, product = hog.hvp(loss.double(), some, v, batch)
+        some = {n: p.detach() for n, p in some.items()}
+        assert relative(product, plain_hvp(case, exact, some, v)) < 1e-6
+    assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    assert "double" not in repr(loss)
+    assert repr(loss.double()).endswith(".double()")
+
+
+class Signals(nn.Module):
+    """Half-precision, complex and integer state, frozen and not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.frozen = nn.Parameter(torch.rand(2), requires_grad=False)
+        self.register_buffer("phase", torch.randn(2, dtype=torch.complex64))
+        self.register_buffer("low", torch.rand(2, dtype=torch.bfloat16))
+        self.register_buffer("index", torch.tensor([1, 0]))
+
+    def forward(self, x):
+        parts = [self.frozen, self.phase, self.low, self.index]
+        self.seen = [t.dtype for t in (self.linear.weight, *parts)]
+        return (self.linear(x)[:, self.index] * self.frozen * self.phase * self.low).abs()
+
+
+def test_dtypes_in_float64():
+    model = Signals()
+    loss = hog.functional_loss(model, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])))
+    target = torch.tensor([0, 1, 0, 1, 1])
+    value = loss.double()({}, (X, target))
+    assert model.seen == [
+        torch.float64,
+        torch.float64,
+        torch.complex128,
+        torch.float64,
+        torch.int64,
+    ]
+    assert value.dtype is torch.float64
+    loss({}, (X.float(), target))  # the loss that it was made of is as before
+    assert model.seen == [
+        torch.float32,
+        torch.float32,
+        torch.complex64,
+        torch.bfloat16,
+        torch.int64,
+    ]
+    frozen = model.frozen
+    before = loss.double()({}, (X, target))
+    with torch.no_grad():
+        frozen += 1
+    assert not torch.equal(before, loss.double()({}, (X, target)))  # it follows the model
+
+
+def test_float64_of_a_model_with_an_output_of_its_own():
+    model = Of(lambda self, x: self.net(x * self.kept.detach().mean()))
+    model.kept = model.net(X.float())  # deepcopy refuses
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)
+    assert hog.functional_loss(model, to_itself).double()({}, X).dtype is torch.float64
+
+
+def test_a_float32_attribute_is_not_hidden():
+    model = Of(lambda self, x: F.linear(self.net(x), self.fixed))
+    model.fixed = torch.eye(2)
+    with pytest.raises(RuntimeError, match="dtype"):
+        hog.functional_loss(model, to_itself).double()({}, X)
+
+
+def test_a_checkpoint_in_forward_sees_the_substitutes_while_they_linger():
+    case = CASES["forward= with checkpoints"]
+    model, params, loss = case.problem()
+    other = {n: p.requires_grad_() for n, p in shifted(params).items()}
+    with lingering():
+        grads = torch.autograd.grad(loss(other, X), list(other.values()))
+    assert_close(dict(zip(other, grads, strict=True)), plain_gradient(case, model, other))
+    stale = torch.autograd.grad(loss(other, X), list(other.values()))  # without: the model's own
+    assert relative(stale, grads) > 1e-3
+    assert all(p is params[n] for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("within", ["lingering", "not lingering"])
+def test_a_loss_of_the_same_model_inside_forward(within):
+    model = net().double()
+    own, a, b = (shifted(hog.trainable_params(model)) for _ in range(3))
+    inner = hog.functional_loss(model, to_itself)
+
+    def forward(model, x):
+        return model(x) * inner(b, x) + model(x)  # the second call again has the outer parameters
+
+    loss = hog.functional_loss(model, to_itself, forward=forward)
+    y = at(model, a)(X)
+    expected = mean_square(y * mean_square(at(model, b)(X), X) + y, X)
+    own = dict(model.named_parameters())
+    if within == "lingering":
+        with lingering():
+            assert_close(loss(a, X), expected)
+            assert_close(loss(a, X), expected)
+    else:
+        assert_close(loss(a, X), expected)
+    assert all(p is own[n] for n, p in model.named_parameters())
+
+
+def test_an_embedding_with_max_norm_is_left_alone():
+    model = Looks(max_norm=0.1).double()
+    before = model.table.weight.clone()
+    loss = hog.functional_loss(
+        model, lambda outputs, tokens: outputs.square().sum(), forward=lambda m, t: m.table(t)
+    )
+    rows = before[TOKENS]
+    shrunk = rows / rows.norm(dim=1, keepdim=True) * 0.1
+    given = {"table.weight": before.clone()}
+    assert_close(loss(given, TOKENS), shrunk.square().sum(), rtol=1e-4, atol=0)
+    assert torch.equal(model.table.weight, before)
+    assert torch.equal(given["table.weight"], before)
+
+
+def test_after_an_error_in_forward_the_model_has_its_own():
+    model = net().double()
+    params = hog.trainable_params(model)
+
+    def forward(model, batch):
+        raise KeyError("mine")
+
+    loss = hog.functional_loss(model, to_itself, forward=forward)
+    with pytest.raises(KeyError, match="mine"):
+        loss(shifted(params), X)
+    assert all(p is params[n] for n, p in model.named_parameters())
+
+
+def test_a_recurrent_layer_does_not_keep_the_substitutes():
+    model = nn.LSTM(2, 2).double()
+    own = [id(p) for p in model._flat_weights]
+    hog.functional_loss(model, lambda outputs, y: outputs[0].sum())(
+        shifted(hog.trainable_params(model)), (X, Y)
+    )
+    assert [id(p) for p in model._flat_weights] == own == [id(p) for p in model.parameters()]
+
+
+def test_parts_of_the_loss_with_forward():
+    model = TwoInputs().double()
+    loss = hog.functional_loss(
+        model, lambda outputs, batch: mean_square(outputs, batch[1]), forward=lambda m, b: m(*b)
+    )
+    assert_close(loss.outputs({}, (X, Y)), model(X, Y))
+    assert_close(loss.call({}, X, b=Y), model(X, Y))
+    assert_close(loss.criterion(model(X, Y), (X, Y)), mean_square(model(X, Y), Y))
+    assert "forward=<lambda>" in repr(loss)
+
+
+def of(model, batch, criterion=to_itself, **options):
+    return partial(hog.functional_loss(model.double(), criterion, **options), {}, batch)
+
+
+def fails_inside(self, x):
+    return self.net(x, x)  # a binding error, but not of the model's own call
+
+
+class Wrapped(TwoInputs):
+    forward = torch.autocast("cpu", enabled=False)(TwoInputs.forward)
+
+
+class Hooked(nn.Module):
+    """Its pre-hook makes the call bind; forward then has a TypeError of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+        self.register_forward_pre_hook(lambda module, args: (*args, 1))
+
+    def forward(self, x, number):
+        return self.net(x) + None
+
+
+ELSEWHERE = torch.empty(5, 2, dtype=torch.float64, device="meta")
+ERRORS = {
+    "a tuple of none": (of(net(), ()), ValueError, r"expected a pair .*, got a tuple of 0"),
+    "a list of one": (of(net(), [X]), ValueError, r"got a list of 1; .* pass its one element"),
+    "too many arguments": (
+        of(net(), (X, Y, Z)), TypeError,
+        r"Sequential\.forward\(input\), got 2 .* a float64 tensor of shape \(5, 2\), a .*too many .*model\(batch\[0\]\)",
+    ),
+    "a dict for a model with two inputs": (
+        of(TwoInputs(), {"a": X, "b": Y}), TypeError,
+        r"TwoInputs\.forward\(a, b\), got 1 .*: dict with 'a', 'b' \(missing .*'b'.*forward=lambda model, batch: model\(\*\*batch\)",
+    ),
+    "a pair for a model with two inputs": (of(TwoInputs(), (X, Y)), TypeError, r"model\(\*batch\)"),
+    "inputs as a tuple": (of(TwoInputs(), ((X, Y), Z)), TypeError, r"model\(\*batch\[0\]\)"),
+    "inputs as a dict": (of(TwoInputs(), ({"a": X}, Z)), TypeError, r"model\(\*\*batch\[0\]\)"),
+    "an object": (of(TwoInputs(), Sample(X, Y)), TypeError, r"model\(batch\.x, batch\.y\)"),
+    "a decorated forward": (of(Wrapped(), (X, Y)), TypeError, r"Wrapped\.forward\(a, b\), got 1"),
+    "a TypeError deep inside": (
+        of(Of(fails_inside), X), TypeError, r"^Sequential\.forward\(\) takes 2 positional arguments",
+    ),
+    "a TypeError after a hook": (of(Hooked(), X), TypeError, "^unsupported operand"),
+    "forward of one argument": (
+        lambda: hog.functional_loss(net(), to_itself, forward=lambda batch: batch), TypeError,
+        r"forward: expected a function of two arguments, \(model, batch\)",
+    ),
+    "forward is a name": (
+        lambda: hog.functional_loss(net(), to_itself, forward="encoder"), TypeError, "forward: expected a function",
+    ),
+    "forward is a class": (
+        lambda: hog.functional_loss(net(), to_itself, forward=Case), TypeError, r"make one: `Case\(\)`",
+    ),
+    "a loss per sample": (
+        of(net(), X, lambda o, b: (o - b).square().mean(1)), ValueError,
+        r"criterion\(outputs, batch\): expected a scalar, got .*\(5,\).*\.mean\(\)",
+    ),
+    "a loss of shape (1,)": (
+        of(net(), X, lambda o, b: (o - b).square().mean().reshape(1)), ValueError,
+        r"expected a scalar, got .*\(1,\).*\.squeeze\(\).*reduction='mean'",
+    ),
+    "a number as loss": (of(net(), X, lambda o, b: 1.0), TypeError, "torch.Tensor, got float 1.0"),
+    "a batch elsewhere": (
+        of(net(), ELSEWHERE), ValueError, r"batch: expected a tensor on cpu, .* on meta; .*\.to\('cpu'\)",
+    ),
+    "one tensor of a dict elsewhere": (
+        of(TwoInputs(), {"a": X, "b": [ELSEWHERE]}, forward=lambda m, b: m(b["a"], b["b"][0])), ValueError,
+        r"batch\['b'\]\[0\]: expected a tensor on cpu",
+    ),
+    "a dataclass elsewhere": (
+        of(net(), Sample(ELSEWHERE, Y), forward=lambda m, b: m(b.x)), ValueError, r"batch\.x: expected a tensor on cpu",
+    ),
+    "targets elsewhere": (
+        of(net(), (X, ELSEWHERE), mean_square), ValueError, r"batch\[1\]: expected a tensor on cpu, .* on meta",
+    ),
+    "an error of another kind with a tensor elsewhere": (
+        of(net(), (X[:, :1], {"unused": ELSEWHERE}), mean_square), RuntimeError, "shapes cannot be multiplied",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors(error):
+    call, kind, message = ERRORS[error]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_a_data_parallel_of_several_devices_is_refused():
+    model = nn.DataParallel(net())
+    hog.functional_loss(model, to_itself)
+    model.device_ids = [0, 1]
+    with pytest.raises(TypeError, match=r"pass `model\.module`"):
+        hog.functional_loss(model, to_itself)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Conv1d(5, 2, 1), nn.LSTM(2, 2)])
+def test_a_batch_on_the_cpu_for_a_model_on_a_gpu(layer):
+    loss = hog.functional_loss(copy.deepcopy(layer).double().cuda(), lambda o, b: o.sum())
+    with pytest.raises(ValueError, match=r"on cuda:0, .* on cpu; move .*\.to\('cuda:0'\)"):
+        loss({}, X)
