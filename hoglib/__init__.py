@@ -3,7 +3,7 @@
 from hoglib import curvature, meta, nn, ops, testing
 from hoglib._functional import functional_loss, trainable_params
 from hoglib._version import __version__
-from hoglib.curvature import hessian, hvp
+from hoglib.curvature import hessian, hvp, laplacian
 from hoglib.meta import MAML
 from hoglib.stand_ins import second_order
 from hoglib.verification import Report, VerificationError, verify
@@ -17,6 +17,7 @@ __all__ = [
     "functional_loss",
     "hessian",
     "hvp",
+    "laplacian",
     "meta",
     "nn",
     "ops",
