@@ -129,7 +129,8 @@ def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool)
 def _along(vectors: Tensor, probe: Probe, points: int) -> Tensor:
     """The component of each point's vector that a probe asks for: [N]."""
     if isinstance(probe, int):
-        return (vectors if vectors.dim() == 2 else vectors.reshape(points, -1))[:, probe]
+        flat = vectors.dim() == 2 and len(vectors) == points
+        return (vectors if flat else vectors.reshape(points, -1))[:, probe]
     return (vectors * probe).reshape(points, -1).sum(1)
 
 
