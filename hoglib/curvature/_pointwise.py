@@ -35,7 +35,9 @@ def by_reverse(
     keep = keep and (always or x.requires_grad or _has_other_leaves(value, own))
     points, outputs, probes = _sizes(x, value, signs)
     y = value.reshape(points, outputs)
-    result = _of_all_outputs(y, own, probes, keep) if outputs > 1 and y.dtype == x.dtype else None
+    # all at once takes twice the passes where none is kept, which pays from four outputs on
+    together = outputs > (1 if keep else 3) and y.dtype == x.dtype
+    result = _of_all_outputs(y, own, probes, keep) if together else None
     if result is None:
         found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
         result = torch.stack(found, 1) if found else torch.zeros_like(y)

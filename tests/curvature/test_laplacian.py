@@ -216,7 +216,7 @@ GRADS = {
 
 
 @pytest.mark.parametrize(("context", "create_graph"), GRADS)
-@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("outputs", [1, 3, 4])
 def test_create_graph_follows_the_caller(context, create_graph, outputs):
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
     x = points(4, 2)
@@ -391,6 +391,9 @@ def test_a_function_that_cannot_give_all_outputs_at_once_gives_one_after_another
     func = lambda x: torch.cat([CutAtThird.apply(x), x.pow(3)], 1)  # noqa: E731
     _, lap = hog.laplacian(func, x)
     assert_close(lap, torch.cat([12 * x**2, 6 * x], 1))
+    x[1] = math.nan  # also beside a point that is none
+    keep = [0, 2, 3]
+    assert_close(hog.laplacian(func, x)[1][keep], lap[keep])
 
 
 @pytest.mark.parametrize(("outputs", "passes"), [(1, 4), (5, 5)])
