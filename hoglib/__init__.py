@@ -12,6 +12,7 @@ from hoglib.curvature import (
     ggn_vp,
     hessian,
     hvp,
+    laplacian,
 )
 from hoglib.meta import MAML
 from hoglib.stand_ins import second_order
@@ -32,6 +33,7 @@ __all__ = [
     "ggn_vp",
     "hessian",
     "hvp",
+    "laplacian",
     "meta",
     "nn",
     "ops",

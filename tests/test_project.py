@@ -27,6 +27,7 @@ def test_public_names():
         "functional_loss",
         "hessian",
         "hvp",
+        "laplacian",
         "meta",
         "nn",
         "ops",

@@ -1,5 +1,6 @@
 """Curvature of scalar functions of parameters: products with vectors, whole matrices, operators."""
 
+from hoglib.curvature._laplacian import laplacian
 from hoglib.curvature._linear import LinearOperator
 from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.operator import FisherOperator, GGNOperator, HessianOperator
@@ -23,4 +24,5 @@ __all__ = [
     "hutchinson_frobenius",
     "hutchinson_trace",
     "hvp",
+    "laplacian",
 ]

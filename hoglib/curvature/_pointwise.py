@@ -1,0 +1,199 @@
+"""Second derivatives of many values, each by its own point: the routes of `laplacian`.
+
+A probe is the number i of an element of a point, and asks for d^2 f / dx_i^2; or a tensor v like x, and
+asks for v^T H v at each point. The routes give values and sums over the probes.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib._explaining import explaining
+from hoglib._graph import check_functions, nodes, telling_of_cuts
+
+Probe = int | Tensor
+Function = Callable[[Tensor], Tensor]
+WHAT = "laplacian"
+
+
+def by_reverse(
+    func: Function, x: Tensor, signs: Sequence[Tensor] | None, keep: bool, always: bool
+) -> tuple[Tensor, Tensor]:
+    """Reverse-over-reverse: one run of func, one gradient, and a backward pass for each probe.
+
+    keep: the results can be differentiated, if there is something to differentiate by; always: even
+    if there is nothing.
+    """
+    own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
+    value = func(own)
+    check_functions(value, WHAT)
+    keep = keep and (always or x.requires_grad or _has_other_leaves(value, own))
+    points, outputs, probes = _sizes(x, value, signs)
+    y = value.reshape(points, outputs)
+    # all at once takes twice the passes where none is kept, which pays from four outputs on
+    together = outputs > (1 if keep else 3) and y.dtype == x.dtype
+    result = _of_all_outputs(y, own, probes, keep) if together else None
+    if result is None:
+        found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
+        result = torch.stack(found, 1) if found else torch.zeros_like(y)
+    result = result.reshape(value.shape)
+    if not keep:
+        return value.detach().clone(), result.detach()
+    if not result.requires_grad:  # linear in x: zeros, from which a loss can still go backward
+        result = value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
+    return value, result
+
+
+def _of_one_output(f: Tensor, own: Tensor, probes: Sequence[Probe], keep: bool) -> Tensor:
+    gradient = _gradient(f, own, torch.ones_like(f))
+    total = torch.zeros_like(f, requires_grad=False)
+    ones = torch.ones_like(total, dtype=own.dtype)
+    for probe in probes:
+        term = _term(gradient, own, probe, ones, keep)
+        if term is not None:
+            total = total + term
+    return total
+
+
+def _of_all_outputs(y: Tensor, own: Tensor, probes: Sequence[Probe], keep: bool) -> Tensor | None:
+    """All outputs in the passes of one.
+
+        S(u)_n = sum_c u_nc L_nc, computed with the cotangents u; linear in them, so L = dS/du
+
+    None where that last derivative is not right, because torch lacks it or somebody's Function cuts
+    it: then sum_c u_nc dS/du_nc is not S.
+    """
+    # different for each output: those of a softmax, whose sum is constant, would cancel
+    weights = torch.linspace(1, 2, y.shape[1], dtype=y.dtype, device=y.device)
+    u = weights.expand_as(y).clone().requires_grad_()
+    gradient = _gradient(y, own, u)
+    S = size = torch.zeros_like(y[:, 0], requires_grad=False)
+    L = torch.zeros_like(y, requires_grad=False)
+    ones = torch.ones_like(S)
+    try:
+        for probe in probes:
+            term = _term(gradient, own, probe, ones, keep=True)
+            if term is None:
+                continue
+            size = size + term.detach().abs()
+            S = S + (term if keep else term.detach())
+            if term.requires_grad and not keep:  # what a pass holds goes with it
+                L = L + torch.autograd.grad(term, u, ones, retain_graph=True)[0]
+        if S.requires_grad:
+            (L,) = torch.autograd.grad(S, u, ones, create_graph=True)
+    except RuntimeError:
+        return None
+    if len(y):
+        gap = ((L * u).detach().sum(1) - S.detach()).abs()
+        rounding = torch.finfo(y.dtype).eps ** 0.5 * size.nan_to_num(0, 0, 0).amax()
+        if bool((gap > rounding).any()):
+            return None
+    return L
+
+
+def _gradient(y: Tensor, own: Tensor, cotangents: Tensor) -> Tensor:
+    gradient = None
+    if y.requires_grad:
+        with explaining(WHAT), telling_of_cuts(y, WHAT):
+            (gradient,) = torch.autograd.grad(
+                y, own, cotangents, create_graph=True, allow_unused=True
+            )
+    return _dependent(gradient)
+
+
+def _dependent(gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        raise arguments.NoSecondDerivative(
+            "func(x, *args): expected a value that depends on x, got one that does not; look for "
+            ".detach(), .item(), .data or a torch.no_grad() in func, and for a func that uses other "
+            "points than those it is given."
+        )
+    return gradient
+
+
+def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool) -> Tensor | None:
+    """[N], or None where the gradient does not depend on the points."""
+    along = _along(gradient, probe, len(ones))
+    if not along.requires_grad:
+        return None
+    with explaining(WHAT):
+        (product,) = torch.autograd.grad(
+            along, own, ones, retain_graph=True, create_graph=keep, allow_unused=True
+        )
+    return None if product is None else _along(product, probe, len(ones))
+
+
+def _along(vectors: Tensor, probe: Probe, points: int) -> Tensor:
+    """The component of each point's vector that a probe asks for: [N]."""
+    if isinstance(probe, int):
+        flat = vectors.dim() == 2 and len(vectors) == points
+        return (vectors if flat else vectors.reshape(points, -1))[:, probe]
+    return (vectors * probe).reshape(points, -1).sum(1)
+
+
+def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Forward-over-reverse: a run of func for each probe, without vmap, which not every func stands.
+
+    All runs see the same random numbers, and those move on as by one run.
+    """
+
+    def watched(own: Tensor) -> Tensor:
+        value = func(own)
+        check_functions(value, WHAT)
+        if not value.requires_grad:
+            _dependent(None)
+        return value
+
+    with _same_random_numbers(x):
+        value = func(x)
+    points, outputs, probes = _sizes(x, value, signs)
+    total = torch.zeros_like(value).reshape(points, outputs)
+    for k, probe in enumerate(probes):
+
+        def derivatives(own: Tensor, probe: Probe = probe) -> tuple[Tensor, ...]:
+            pulling: Any = torch.func.vjp(watched, own)
+            y, pull = pulling
+            chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
+            gradients = (pull(row.expand(points, outputs).reshape(y.shape))[0] for row in chosen)
+            return tuple(_along(gradient, probe, points) for gradient in gradients)
+
+        last = k == len(probes) - 1
+        with nullcontext() if last else _same_random_numbers(x), explaining(WHAT):
+            output: Any = torch.func.jvp(derivatives, (x,), (_tangent(x, probe, points),))
+        total = total + torch.stack(output[1], 1)
+    return value, total.reshape(value.shape)
+
+
+def _same_random_numbers(x: Tensor) -> AbstractContextManager[None]:
+    devices = [x.device] if x.device.type == "cuda" else []
+    return torch.random.fork_rng(devices)
+
+
+def _tangent(x: Tensor, probe: Probe, points: int) -> Tensor:
+    if isinstance(probe, Tensor):
+        return probe
+    one = torch.zeros(x.numel() // points, dtype=x.dtype, device=x.device)
+    one[probe] = 1
+    return one.expand(points, -1).reshape(x.shape)
+
+
+def _sizes(
+    x: Tensor, value: Tensor, signs: Sequence[Tensor] | None
+) -> tuple[int, int, Sequence[Probe]]:
+    """Points, outputs of each, and the probes: signs, or the elements of a point."""
+    points = value.shape[0] if value.dim() else 1
+    outputs = prod(value.shape[1:])
+    if not (x.numel() and value.numel()):
+        return points, outputs, ()
+    return points, outputs, range(x.numel() // points) if signs is None else signs
+
+
+def _has_other_leaves(value: Tensor, own: Tensor) -> bool:
+    """Whether the value was computed from something that needs a gradient, besides the points."""
+    leaves = (n.variable for n in nodes([value]) if type(n).__name__ == "AccumulateGrad")
+    return any(leaf is not own for leaf in leaves)
