@@ -72,7 +72,6 @@ class Places:
             self._busy.pop()
 
 
-
 Standing = list[tuple[dict[str, Any], str, Any]]
 _LINGERING: ContextVar[Places | None] = ContextVar("lingering", default=None)
 

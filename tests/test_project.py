@@ -20,11 +20,17 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_public_names():
     assert hog.__all__ == [
         "MAML",
+        "FisherOperator",
+        "GGNOperator",
+        "HessianOperator",
         "Report",
         "VerificationError",
         "__version__",
         "curvature",
+        "fisher_vp",
         "functional_loss",
+        "ggn",
+        "ggn_vp",
         "hessian",
         "hvp",
         "laplacian",
@@ -117,6 +123,23 @@ def test_public_names():
         "StraightThrough",
         "Swish",
         "Tanh",
+    ]
+    assert hog.curvature.__all__ == [
+        "FisherOperator",
+        "GGNOperator",
+        "HessianOperator",
+        "LinearOperator",
+        "cg",
+        "eigsh",
+        "fisher_vp",
+        "ggn",
+        "ggn_vp",
+        "hessian",
+        "hutchinson_diagonal",
+        "hutchinson_frobenius",
+        "hutchinson_trace",
+        "hvp",
+        "laplacian",
     ]
     assert hog.meta.__all__ == ["MAML", "Rule", "adapt", "inner_step", "sgd"]
     for module in (hog, hog.ops, hog.nn, hog.meta, hog.curvature):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointError
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
@@ -164,7 +165,10 @@ def in_forward(split: Split, leaves: Vector, call: Call) -> Linearised:
         check_functions([every[i] for i in depends], call.what)
         weighted = split.metric(every, call)(tangents, False)
         ys, us = [every[i] for i in depends], [weighted[i] for i in depends]
-        return split.value(every, call), _transposed(ys, own, us, call, False)
+        try:
+            return split.value(every, call), _transposed(ys, own, us, call, False)
+        except CheckpointError as error:  # what is run again has no tangents
+            raise no_forward_mode(call.what, "mode='forward'", error) from error
 
     return Linearised(apply)
 

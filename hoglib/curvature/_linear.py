@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib._recording import recordable
 from hoglib.curvature import solve as solving
 from hoglib.curvature import spectrum, trace
 from hoglib.curvature._progress import Bar
@@ -35,7 +36,9 @@ class LinearOperator(ABC):
     def apply(self, rows: Tensor) -> Tensor:
         """A times each row of [k, P], as rows; counted."""
         self.count += len(rows)
-        return self._products(rows) if len(rows) else rows
+        with torch.inference_mode(False), torch.no_grad():
+            rows = recordable(rows)
+            return self._products(rows) if len(rows) else rows
 
     @property
     def params(self) -> Tree:

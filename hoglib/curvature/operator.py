@@ -124,7 +124,7 @@ class _OverData(LinearOperator):
     def _look_at_symmetry(self, rows: Tensor, products: Tensor) -> None:
         """v . A w = w . A v, for the first two vectors that come."""
         bound = ASYMMETRY.get(self.dtype)
-        if self._symmetry_seen or bound is None:
+        if self._symmetry_seen or bound is None or not self._check:
             return
         self._first_pairs += [
             (v.double(), Av.double()) for v, Av in zip(rows, products, strict=True)
@@ -288,7 +288,8 @@ class HessianOperator(_OverData):
     gradient graph holds less than so many bytes (estimated from the sizes of what its operations put
     out), the graph is kept between products, which then cost half; 0 keeps none.
     check_deterministic: the losses of a pass are compared with those of the first, and what differs
-    raises, naming dropout, shuffling or augmentation. stand_ins: as in `hvp`. progress: a bar that
+    raises, naming dropout, shuffling or augmentation; and the first two products are looked at for
+    symmetry, v.Hw = w.Hv, without which a warning says so. stand_ins: as in `hvp`. progress: a bar that
     counts products (needs tqdm).
 
     See `LinearOperator` for `@` and the algebra; `.gradient()`, `.to_dense()`, `.to_scipy()`,

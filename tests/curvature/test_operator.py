@@ -1,0 +1,678 @@
+"""Operators over data against dense matrices by differences; what they keep, notice and refuse."""
+
+import copy
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import hoglib as hog
+from hoglib.curvature import _determinism
+from tests.curvature.problems import (
+    F64,
+    MODELS,
+    dense_ggn,
+    dense_hessian,
+    draw,
+    flat,
+    nested_to_matrix,
+    problem,
+    relative,
+)
+
+OPERATORS = {
+    "Hessian": (hog.HessianOperator, dense_hessian),
+    "Gauss-Newton": (hog.GGNOperator, dense_ggn),
+    "Fisher": (partial(hog.FisherOperator, kind="exact"), dense_ggn),
+}
+
+
+def loader(batch, **options):
+    return DataLoader(TensorDataset(*batch), **{"batch_size": 3, **options})
+
+
+# name -> what the operator is given in the place of one batch of 7, and how
+DATA = {
+    "one batch": lambda b: (b, {}),
+    "one batch, nothing kept": lambda b: (b, {"memory_limit": 0}),
+    "a loader with an uneven last batch": lambda b: (loader(b), {}),
+    "a list of batches": lambda b: ([(b[0][:2], b[1][:2]), (b[0][2:], b[1][2:])], {}),
+    "micro-batches": lambda b: (b, {"micro_batch": 2}),
+    "micro-batches of a loader": lambda b: (loader(b, batch_size=5), {"micro_batch": 3}),
+    "shuffled": lambda b: (loader(b, shuffle=True), {}),
+}
+MIXES = "CNN with BatchNorm in train"
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("kind", OPERATORS)
+@pytest.mark.parametrize("name", ["layers of hoglib", "LayerNorm", "tied and frozen"])
+def test_every_way_of_giving_the_data_is_the_same_matrix(name, kind, data):
+    loss, params, batch = problem(name)
+    make, oracle = OPERATORS[kind]
+    given, options = DATA[data](batch)
+    operator = make(loss, params, given, **options)
+    A = oracle(loss, params, batch)
+    v, V = draw(len(A)), draw(len(A), 3, seed=1)
+    assert relative(operator @ v, A @ v) < 1e-7
+    assert relative(operator @ V, A @ V) < 1e-7
+    assert relative(operator @ v, A @ v) < 1e-7
+
+
+@pytest.mark.parametrize("kind", OPERATORS)
+@pytest.mark.parametrize("name", MODELS)
+def test_dense(name, kind):
+    loss, params, batch = problem(name)
+    make, oracle = OPERATORS[kind]
+    operator = make(loss, params, batch)
+    A = operator.to_dense()
+    assert relative(A, oracle(loss, params, batch)) < 1e-7
+    assert relative(A, A.T) < 1e-12
+    assert operator.shape == A.shape
+    assert (operator.dtype, operator.device) == (A.dtype, A.device)
+    assert operator.T is operator
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_sums_are_not_means(data):
+    loss, params, batch = problem("LayerNorm")
+    summed = hog.functional_loss(loss.model, partial(F.cross_entropy, reduction="sum"))
+    given, options = DATA[data](batch)
+    operator = hog.HessianOperator(summed, params, given, reduction="sum", **options)
+    v = draw(operator.shape[0])
+    assert relative(operator @ v, dense_hessian(summed, params, batch) @ v) < 1e-7
+
+
+def test_the_weight_of_a_batch_can_be_given():
+    # two batches whose mean loss is over tokens that count, not over rows
+    loss, params, (x, y) = problem("layers of hoglib")
+    y = y.clone()
+    y[[0, 1, 5]] = -100
+    counted = hog.HessianOperator(
+        loss, params, loader((x, y), batch_size=4), batch_size=lambda b: (b[1] >= 0).sum()
+    )
+    v = draw(counted.shape[0])
+    assert relative(counted @ v, dense_hessian(loss, params, (x, y)) @ v) < 1e-7
+    uncounted = hog.HessianOperator(loss, params, loader((x, y), batch_size=4))
+    assert relative(uncounted @ v, counted @ v) > 0.01
+
+
+def test_forms_of_a_vector():
+    loss, params, batch = problem("LayerNorm")
+    operator = hog.HessianOperator(loss, params, batch)
+    A = operator.to_dense()
+    tree = {n: draw(*p.shape, seed=i) for i, (n, p) in enumerate(params.items())}
+    block = {n: draw(*p.shape, 2, seed=i) for i, (n, p) in enumerate(params.items())}
+    product, products = operator @ tree, operator @ block
+    assert list(product) == list(params)
+    assert all(product[n].shape == p.shape for n, p in params.items())
+    assert_close(flat(product), A @ flat(tree))
+    columns = torch.cat([b.reshape(-1, 2) for b in block.values()])
+    assert_close(torch.cat([b.reshape(-1, 2) for b in products.values()]), A @ columns)
+    assert (operator @ columns).shape == columns.shape
+    assert (operator @ columns[:, :0]).shape == (len(A), 0)
+    assert (operator @ tree["0.weight"].new_zeros(len(A))).abs().sum() == 0
+    assert not (operator @ columns.requires_grad_()).requires_grad
+
+
+def test_parameters_of_any_structure():
+    x = draw(4)
+    quadratic = lambda p, b: b * p.pow(3).sum()  # noqa: E731
+    operator = hog.HessianOperator(
+        quadratic, x, torch.tensor(2.0, dtype=F64), batch_size=lambda b: 1
+    )
+    assert_close(operator @ torch.ones(4, dtype=F64), 12 * x)
+    nested = {"a": [x, (x[:2] * 2)]}
+    func = lambda p, b: (p["a"][0].pow(3).sum() + p["a"][1].pow(4).sum()) * b.mean()  # noqa: E731
+    operator = hog.HessianOperator(func, nested, torch.ones(5, dtype=F64))
+    product = operator @ {"a": [torch.ones_like(x), torch.ones_like(x[:2])]}
+    assert_close(product["a"], [6 * x, 12 * (2 * x[:2]) ** 2])
+
+
+def test_algebra():
+    loss, params, batch = problem("layers of hoglib")
+    H, G = hog.HessianOperator(loss, params, batch), hog.GGNOperator(loss, params, batch)
+    A, B = H.to_dense(), G.to_dense()
+    eye = torch.eye(len(A), dtype=F64)
+    cases = {
+        "H + G": A + B, "H - G": A - B, "2 * H": 2 * A, "H * 2": 2 * A, "H / 4": A / 4, "-H": -A,
+        "H.damped(0.5)": A + 0.5 * eye, "3 * (H - 2 * G).damped(0.1)": 3 * (A - 2 * B + 0.1 * eye),
+        "(H + G).T": A + B, "H * torch.tensor(2.0)": 2 * A,
+    }  # fmt: skip
+    for text, expected in cases.items():
+        assert_close(eval(text).to_dense(), expected)
+    other = hog.HessianOperator(*problem("LayerNorm"))
+    for call, kind, message in [
+        (lambda: H + other, ValueError, "same names"),
+        (lambda: H + 1, TypeError, r"damped\(number\)"),
+        (lambda: H @ G, TypeError, "not symmetric"),
+        (lambda: H * "2", TypeError, "factor"),
+    ]:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def test_the_gradient():
+    loss, params, batch = problem("LayerNorm")
+    expected = torch.autograd.grad(loss(params, batch), list(params.values()))
+    for given, options in (DATA[name](batch) for name in DATA):
+        value, gradient = hog.HessianOperator(loss, params, given, **options).gradient()
+        assert_close(value, loss(params, batch).detach())
+        assert_close(list(gradient.values()), list(expected))
+
+
+def test_a_float32_operator_is_close():
+    loss, params, batch = problem("transformer block")
+    A = dense_hessian(loss, params, batch)
+    loss.model.float()
+    operator = hog.HessianOperator(
+        loss, hog.trainable_params(loss.model), (batch[0].float(), batch[1])
+    )
+    v = draw(len(A)).float()
+    assert (operator @ v).dtype == torch.float32
+    assert relative((operator @ v).double(), A @ v.double()) < 1e-4
+
+
+# What is kept between products, and when it is not
+
+
+class Counts(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.model(x)
+
+
+def counted(name="layers of hoglib", **options):
+    loss, params, batch = problem(name)
+    model = Counts(loss.model)
+    loss = hog.functional_loss(model, F.cross_entropy)
+    params = hog.trainable_params(model)
+    return (
+        hog.HessianOperator(loss, params, batch, check_deterministic=False, **options),
+        params,
+        batch,
+    )
+
+
+def test_one_batch_is_run_once():
+    operator, _, _ = counted()
+    v = draw(operator.shape[0])
+    first = operator @ v
+    for _ in range(3):
+        assert_close(operator @ v, first)
+    assert operator._loss.model.calls == 1
+    fresh, _, _ = counted(memory_limit=0)
+    for _ in range(3):
+        assert_close(fresh @ v, first)
+    assert fresh._loss.model.calls == 3
+
+
+def change_in_place(model, params, batch):
+    with torch.no_grad():
+        params["model.0.weight"].mul_(1.5)
+
+
+def change_frozen(model, params, batch):
+    model.model.eval()
+
+
+def change_data(model, params, batch):
+    batch[0].mul_(2)
+
+
+def load_state(model, params, batch):
+    state = {n: 1.3 * t for n, t in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def replace_data_pointer(model, params, batch):
+    params["model.0.weight"].data = params["model.0.weight"].data * 2
+
+
+def replace_in_the_dict(model, params, batch):
+    params["model.0.weight"] = 2 * params["model.0.weight"].detach()
+
+
+CHANGES = [
+    change_in_place,
+    change_frozen,
+    change_data,
+    load_state,
+    replace_data_pointer,
+    replace_in_the_dict,
+]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one batch", "batches"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kept_graph_is_let_go_when_something_changes(change, several):
+    name = "CNN with BatchNorm in train" if change is change_frozen else "layers of hoglib"
+    loss, params, batch = problem(name)
+    model = Counts(loss.model)
+    loss = hog.functional_loss(model, F.cross_entropy)
+    params = hog.trainable_params(model)
+    given = [batch] if several else batch
+    operator = hog.HessianOperator(loss, params, given, check_deterministic=not several or change is not change_data)  # fmt: skip
+    v = draw(operator.shape[0])
+    before = operator @ v
+    change(model, params, batch)
+    fresh = hog.HessianOperator(loss, params, batch) @ v
+    assert_close(operator @ v, fresh)
+    assert relative(before, fresh) > 1e-3
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
+
+
+@pytest.mark.parametrize("kind", ["Hessian", "Gauss-Newton"])
+def test_a_kept_graph_through_a_checkpoint(kind):
+    # what backward runs again must find the parameters of the point, not the model's own
+    make, oracle = OPERATORS[kind]
+    there, here = Checkpointed().double(), Checkpointed().double()
+    params = {n: p.detach().clone() for n, p in there.named_parameters()}
+    batch = (draw(5, 3), torch.arange(5) % 3)
+    plain = hog.functional_loss(WithoutCheckpoint(there), F.cross_entropy)
+    A = oracle(plain, {f"inner.{n}": p for n, p in params.items()}, batch)
+    loss = hog.functional_loss(here, F.cross_entropy)
+    operator, own = make(loss, params, batch), dict(here.named_parameters())
+    for seed in range(3):
+        v = draw(len(A), seed=seed)
+        assert relative(operator @ v, A @ v) < 1e-7
+        assert all(p is own[n] for n, p in here.named_parameters())
+    if kind == "Gauss-Newton":
+        tree = operator._space.tree(v)
+        assert relative(flat(hog.ggn_vp(loss, params, tree, batch)[1]), A @ v) < 1e-7
+
+
+class WithoutCheckpoint(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner.last(self.inner.block(self.inner.first(x)))
+
+
+def test_the_memory_limit_is_in_bytes_of_the_graph():
+    held = hog.HessianOperator(*problem("layers of hoglib"), memory_limit=10**6)
+    let_go = hog.HessianOperator(*problem("layers of hoglib"), memory_limit=10**2)
+    for operator, kept in ((held, True), (let_go, False)):
+        operator @ draw(operator.shape[0])
+        assert (operator._kept is not None) == kept
+
+
+def test_what_is_kept_goes_with_the_operator():
+    seen = []
+
+    class Watches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3, dtype=F64)
+
+        def forward(self, x):
+            y = self.linear(x).sin()
+            seen.append(weakref.ref(y))
+            return y
+
+    loss = hog.functional_loss(Watches(), F.cross_entropy)
+    operator = hog.HessianOperator(
+        loss, hog.trainable_params(loss.model), (draw(5, 3), torch.arange(5) % 3)
+    )
+    operator @ draw(12)
+    del operator
+    gc.collect()
+    assert all(ref() is None for ref in seen)
+
+
+# What is noticed
+
+
+def random_model(layer):
+    return nn.Sequential(nn.Linear(3, 8), layer, nn.Linear(8, 3)).double()
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+def repeat(operator, times):
+    for seed in range(times):
+        operator @ draw(operator.shape[0], seed=seed)
+
+
+BATCH = (draw(8, 3), torch.arange(8) % 3)
+PASSES = {"one batch": BATCH, "a loader": loader(BATCH), "micro-batches": BATCH}
+
+
+@pytest.mark.parametrize("given", PASSES)
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [(partial(nn.Dropout, 0.5), r"1 \(Dropout\) draws at random in train mode.*model.eval"), (Noise, r"draws at random.*check_deterministic=False")],
+    ids=["dropout", "noise"],
+)  # fmt: skip
+def test_a_random_model_is_noticed(layer, message, given):
+    loss = hog.functional_loss(random_model(layer()), F.cross_entropy)
+    options = {"micro_batch": 3} if given == "micro-batches" else {}
+    operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), PASSES[given], **options)
+    v = draw(operator.shape[0])
+    with pytest.raises(
+        (RuntimeError, ValueError), match="micro_batch: expected" if options else message
+    ):
+        repeat(operator, 2)
+    loss.model.eval()
+    if layer is not Noise:
+        assert_close(operator @ v, operator @ v)
+
+
+def test_a_random_model_is_let_be_if_that_is_asked_for():
+    loss = hog.functional_loss(random_model(nn.Dropout(0.5)), F.cross_entropy)
+    params = hog.trainable_params(loss.model)
+    operator = hog.HessianOperator(loss, params, loader(BATCH), check_deterministic=False)
+    v = draw(operator.shape[0])
+    assert relative(operator @ v, operator @ v) > 1e-3
+
+
+def test_shuffled_batches_through_batch_norm_are_noticed():
+    loss = hog.functional_loss(random_model(nn.BatchNorm1d(8)), F.cross_entropy)
+    params = hog.trainable_params(loss.model)
+    random = torch.Generator().manual_seed(0)
+    operator = hog.HessianOperator(loss, params, loader(BATCH, shuffle=True, generator=random))
+    with pytest.raises(
+        RuntimeError, match=r"same examples, shuffled.*1 \(BatchNorm1d\) in train mode"
+    ):
+        repeat(operator, 5)
+
+
+class Augmented:
+    """A loader whose batches are different at every pass."""
+
+    def __iter__(self):
+        yield BATCH[0] + 0.1 * torch.randn(8, 3, dtype=F64), BATCH[1]
+
+
+def test_data_that_changes_is_noticed():
+    loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
+    operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), Augmented())
+    with pytest.raises(RuntimeError, match=r"data differs from pass to pass.*augmentation"):
+        repeat(operator, 2)
+
+
+def test_dropped_examples_are_noticed():
+    loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
+    given = loader(BATCH, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
+    operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), given)
+    with pytest.raises(RuntimeError, match="shuffle=True with drop_last=True"):
+        repeat(operator, 9)
+
+
+def test_micro_batches_are_refused_where_examples_mix():
+    loss = hog.functional_loss(random_model(nn.BatchNorm1d(8)), F.cross_entropy)
+    operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), BATCH, micro_batch=4)
+    with pytest.raises(ValueError, match="BatchNorm in train mode mixes examples"):
+        operator @ draw(operator.shape[0])
+    summed = hog.functional_loss(random_model(nn.Tanh()), partial(F.cross_entropy, reduction="sum"))
+    operator = hog.HessianOperator(summed, hog.trainable_params(summed.model), BATCH, micro_batch=4)
+    with pytest.raises(ValueError, match="its reduction is not the operator's"):
+        operator @ draw(operator.shape[0])
+
+
+class Halved(torch.autograd.Function):
+    """sin, whose backward makes the second derivative of half the size, and only in one order."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return torch.sin(x) * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * torch.cos(x) * w.detach(), g * torch.sin(x)
+
+
+def test_an_asymmetric_matrix_is_noticed():
+    params = {"x": draw(4), "w": draw(4, seed=1)}
+    func = lambda p, b: (Halved.apply(p["x"], p["w"]) * b).sum()  # noqa: E731
+    operator = hog.HessianOperator(func, params, draw(4, seed=2))
+    with pytest.warns(UserWarning, match=r"expected a symmetric matrix.*hoglib\.verify"):
+        repeat(operator, 2)
+
+
+def test_parameters_that_the_loss_does_not_use_are_named():
+    params = {"used": draw(3), "idle": draw(2), "late": draw(2)}
+    func = lambda p, b: p["used"].pow(3).sum() * b[0].mean() + (p["late"].pow(2).sum() if len(b[0]) == 2 else 0)  # noqa: E731  # fmt: skip
+    operator = hog.HessianOperator(
+        func, params, [(torch.ones(3, 1, dtype=F64),), (torch.ones(2, 1, dtype=F64),)]
+    )
+    with pytest.warns(UserWarning, match="does not depend on idle;.*singular"):
+        product = operator @ torch.ones(7, dtype=F64)
+    assert_close(product[3:5], torch.zeros(2, dtype=F64))
+    operator @ torch.ones(7, dtype=F64)  # once is enough
+
+
+# What is refused
+
+
+def at_second_batch(x):
+    return [(draw(3, 3), torch.arange(3)), (x, torch.arange(3))]
+
+
+NAN = draw(3, 3).index_fill(0, torch.tensor([1]), torch.nan)
+REFUSED = {
+    "an empty loader": (lambda loss, p: hog.HessianOperator(loss, p, []), ValueError, "at least one batch, got none"),
+    "an empty batch": (lambda loss, p: hog.HessianOperator(loss, p, (draw(0, 3), torch.arange(0))), ValueError, "at least one example"),
+    "NaN in the data": (lambda loss, p: hog.HessianOperator(loss, p, at_second_batch(NAN)), FloatingPointError, "at batch 1, which holds NaN"),
+    "NaN in the parameters": (lambda loss, p: hog.HessianOperator(loss, {**p, "0.weight": p["0.weight"] * torch.nan}, BATCH), FloatingPointError, "got nan at batch 0. Look"),
+    "a loader used up": (lambda loss, p: hog.HessianOperator(loss, p, iter(loader(BATCH))), TypeError, r"gone through again.*list\(\.\.\.\)"),
+    "a dataset": (lambda loss, p: hog.HessianOperator(loss, p, TensorDataset(*BATCH)), TypeError, "DataLoader"),
+    "a number": (lambda loss, p: hog.HessianOperator(loss, p, 3), TypeError, "expected a batch"),
+    "a batch of no size": (lambda loss, p: hog.HessianOperator(loss, p, [{"size": 3}]), TypeError, "batch_size="),
+    "an unknown reduction": (lambda loss, p: hog.HessianOperator(loss, p, BATCH, reduction="none"), ValueError, "mean, sum"),
+    "no micro-batch": (lambda loss, p: hog.HessianOperator(loss, p, BATCH, micro_batch=0), ValueError, "at least 1"),
+    "complex parameters": (lambda loss, p: hog.HessianOperator(loss, {"w": draw(2).cfloat()}, BATCH), TypeError, "real"),
+    "parameters on two devices": (lambda loss, p: hog.HessianOperator(loss, {"a": draw(2), "b": torch.ones(2, device="meta")}, BATCH), ValueError, "expected device cpu"),
+    "a loss in one piece": (lambda loss, p: hog.GGNOperator(lambda p, b: 0, p, BATCH), TypeError, "functional_loss"),
+    "an unknown kind": (lambda loss, p: hog.FisherOperator(loss, p, BATCH, kind="true"), ValueError, "exact, mc, empirical"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_says_what_to_do(case):
+    make, kind, message = REFUSED[case]
+    loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
+    with pytest.raises(kind, match=message):
+        repeat(make(loss, hog.trainable_params(loss.model)), 1)
+
+
+VECTORS = {
+    "too short": (lambda n: draw(n - 1), ValueError, r"expected \(59,\), \(59, k\).*got \(58,\)"),
+    "a row": (lambda n: draw(1, n), ValueError, r"got \(1, 59\)"),
+    "float32": (lambda n: draw(n).float(), TypeError, r"\.to\(torch\.float64\)"),
+    "a list": (lambda n: [1.0] * n, ValueError, "structure of params"),
+    "a leaf transposed": (lambda n: {"0.weight": draw(3, 8), "0.bias": draw(8), "2.weight": draw(3, 8), "2.bias": draw(3)}, ValueError, r"v\['0.weight'\]: expected \(8, 3\), got \(3, 8\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VECTORS)
+def test_vectors_that_do_not_fit(case):
+    make, kind, message = VECTORS[case]
+    loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
+    operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), BATCH)
+    with pytest.raises(kind, match=message):
+        operator @ make(operator.shape[0])
+
+
+def test_a_product_that_is_not_finite_names_the_parameter():
+    params = {"a": draw(2), "b": torch.zeros(2, dtype=F64)}
+    func = lambda p, x: (p["a"].pow(2).sum() + p["b"].abs().pow(1.5).sum()) * x.mean()  # noqa: E731
+    operator = hog.HessianOperator(func, params, draw(3))
+    with pytest.raises(FloatingPointError, match="NaN or infinity in b, where the loss is finite"):
+        operator @ torch.ones(4, dtype=F64)
+
+
+def test_inside_a_transform_it_refers_to_the_function():
+    operator = hog.HessianOperator(*problem("LayerNorm"))
+    block = draw(3, operator.shape[0])
+    with pytest.raises(NotImplementedError, match="hvp, ggn_vp or fisher_vp"):
+        torch.func.vmap(lambda v: operator @ v)(block)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_error_leaves_everything_as_it_was(kept):
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.left = nn.Linear(3, 3, dtype=F64), 1
+
+        def forward(self, x):
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            return self.linear(x)
+
+    model = Breaks()
+    own = dict(model.named_parameters())
+    loss = hog.functional_loss(model, F.cross_entropy)
+    operator = hog.HessianOperator(
+        loss, hog.trainable_params(model), BATCH if kept else loader(BATCH)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        repeat(operator, 3)
+    assert dict(model.named_parameters()) == own
+    assert all(p.requires_grad and p.grad is None for p in own.values())
+    model.left = 100
+    assert relative(operator @ draw(12), dense_hessian(loss, hog.trainable_params(model), BATCH) @ draw(12)) < 1e-7  # fmt: skip
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("data", DATA)
+def test_works_where_gradients_are_off(data, context):
+    loss, params, batch = problem("LayerNorm")
+    A = dense_hessian(loss, params, batch)
+    with context():
+        given, options = DATA[data](batch)
+        operator = hog.HessianOperator(loss, params, given, **options)
+        products = [operator @ draw(len(A), seed=seed) for seed in range(2)]
+    for seed, product in enumerate(products):
+        assert relative(product, A @ draw(len(A), seed=seed)) < 1e-7
+
+
+def test_the_model_is_left_alone():
+    loss, params, batch = problem(MIXES)
+    model = loss.model
+    before = copy.deepcopy(model.state_dict())
+    rng = torch.get_rng_state()
+    for make, _ in OPERATORS.values():
+        for given, options in (DATA["one batch"](batch), DATA["a list of batches"](batch)):
+            make(loss, params, given, **options) @ draw(sum(p.numel() for p in params.values()))
+    assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert model.training
+
+
+def test_sampled_fisher_matrices_are_one_matrix():
+    loss, params, batch = problem("layers of hoglib")
+    options = {"kind": "mc", "num_samples": 3}
+    for given in (batch, loader(batch)):
+        random = torch.Generator().manual_seed(4)
+        operator = hog.FisherOperator(loss, params, given, generator=random, **options)
+        A = operator.to_dense()
+        v = draw(len(A))
+        assert_close(operator @ v, A @ v)
+        again = hog.FisherOperator(loss, params, given, generator=random.manual_seed(4), **options)
+        assert_close(again.to_dense(), A)
+        other = hog.FisherOperator(loss, params, given, generator=random.manual_seed(5), **options)
+        assert relative(other.to_dense(), A) > 0.01
+
+
+def test_sampled_fisher_matrices_are_the_exact_one_on_average():
+    loss, params, batch = problem("layers of hoglib")
+    exact = hog.FisherOperator(loss, params, batch).to_dense()
+    random = torch.Generator().manual_seed(0)
+    sampled = hog.FisherOperator(loss, params, batch, kind="mc", num_samples=4000, generator=random)
+    assert relative(sampled.to_dense(), exact) < 0.05
+
+
+def test_the_empirical_fisher_matrix_is_that_of_the_gradients():
+    loss, params, batch = problem("LayerNorm")
+    gradients = [
+        flat(torch.autograd.grad(loss(params, (batch[0][i : i + 1], batch[1][i : i + 1])), list(params.values())))
+        for i in range(7)
+    ]  # fmt: skip
+    expected = sum(torch.outer(g, g) for g in gradients) / 7
+    for data in DATA:
+        given, options = DATA[data](batch)
+        operator = hog.FisherOperator(loss, params, given, kind="empirical", **options)
+        assert relative(operator.to_dense(), expected) < 1e-10, data
+
+
+def test_a_bar_counts_products(capsys):
+    loss, params, batch = problem("layers of hoglib")
+    operator = hog.HessianOperator(loss, params, loader(batch), progress=True)
+    operator @ draw(operator.shape[0], 4)
+    operator.trace(3, generator=torch.Generator().manual_seed(0))
+    shown = capsys.readouterr().err
+    assert "HessianOperator @:" in shown
+    assert "HessianOperator trace:" in shown
+    hog.HessianOperator(loss, params, batch) @ draw(operator.shape[0])
+    assert not capsys.readouterr().err
+
+
+def test_the_layers_that_draw_at_random_are_known_to_torch():
+    assert issubclass(nn.Dropout2d, _determinism.RANDOM)
+    assert issubclass(nn.AlphaDropout, _determinism.RANDOM)
+
+
+def test_properties():
+    loss, params, batch = problem("transformer block", n=6)
+    operator = hog.HessianOperator(loss, params, batch)
+    v, w = draw(operator.shape[0]), draw(operator.shape[0], seed=1)
+    assert_close(v @ (operator @ w), w @ (operator @ v))
+    assert_close(operator @ (2 * v - 3 * w), 2 * (operator @ v) - 3 * (operator @ w))
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    permuted = hog.HessianOperator(loss, params, tuple(t[order] for t in batch))
+    assert_close(permuted @ v, operator @ v)
+    for size in (1, 2, 4, 6):
+        split = hog.HessianOperator(loss, params, batch, micro_batch=size)
+        assert_close(split @ v, operator @ v)
+
+
+def test_blocks_are_those_of_the_dense_matrix():
+    loss, params, batch = problem("LayerNorm")
+    H = hog.hessian(loss, params, batch)
+    assert_close(hog.HessianOperator(loss, params, batch).to_dense(), nested_to_matrix(H, params))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("data", [name for name in DATA if name != "shuffled"])
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_on_a_gpu_with_data_on_the_cpu(kind, data):
+    loss, params, batch = problem("LayerNorm")
+    make, oracle = OPERATORS[kind]
+    A = oracle(loss, params, batch)
+    loss.model.cuda()
+    given, options = DATA[data](batch)
+    operator = make(loss, hog.trainable_params(loss.model), given, **options)
+    v = draw(len(A))
+    for _ in range(2):
+        assert relative((operator @ v.cuda()).cpu(), A @ v) < 1e-7
