@@ -127,8 +127,9 @@ class _OverData(LinearOperator):
         if self._symmetry_seen or bound is None or not self._check:
             return
         self._first_pairs += [
-            (v.double(), Av.double()) for v, Av in zip(rows, products, strict=True)
-        ][:2]
+            (v.to(torch.float64, copy=True), Av.to(torch.float64, copy=True))
+            for v, Av in list(zip(rows, products, strict=True))[:2]
+        ]
         if len(self._first_pairs) < 2:
             return
         (v, Av), (w, Aw), *_ = self._first_pairs

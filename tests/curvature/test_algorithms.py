@@ -1,0 +1,299 @@
+"""Systems, eigenvalues, traces and diagonals of operators against dense linear algebra."""
+
+import warnings
+
+import pytest
+import scipy.sparse.linalg
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from tests.curvature.problems import F64, draw, problem, relative
+
+
+def matrix(eigenvalues, seed=0):
+    Q, _ = torch.linalg.qr(draw(len(eigenvalues), len(eigenvalues), seed=seed))
+    return Q @ torch.diag(torch.as_tensor(eigenvalues, dtype=F64)) @ Q.T
+
+
+def quadratic(A, dtype=F64):
+    """An operator whose matrix is A: the Hessian of x A x / 2."""
+    A = A.to(dtype)
+    func = lambda p, b: p @ A @ p / 2 * b.mean()  # noqa: E731
+    return hog.HessianOperator(func, torch.zeros(len(A), dtype=dtype), torch.ones(1, dtype=dtype))
+
+
+POSITIVE = matrix([10.0 ** (-k / 6) for k in range(30)])
+
+
+@pytest.mark.parametrize("tol", [1e-3, 1e-6, 1e-10])
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_a_system_is_solved_to_the_residual_that_is_said(damping, tol):
+    A, b = POSITIVE, draw(30)
+    x, info = quadratic(A).solve(b, damping=damping, tol=tol, return_info=True)
+    residual = relative(A @ x + damping * x, b)
+    assert residual <= tol
+    assert_close(info.residual, torch.tensor(residual, dtype=F64), rtol=1e-2, atol=1e-14)
+    assert bool(info.converged)
+    assert info.iterations <= info.products
+    if tol == 1e-10:
+        assert_close(
+            x, torch.linalg.solve(A + damping * torch.eye(30, dtype=F64), b), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_columns_of_a_block_are_solved_each_to_its_residual():
+    easy, hard = torch.zeros(30, dtype=F64), draw(30)
+    B = torch.stack([hard, easy, 1e3 * draw(30, seed=1)], 1)
+    x, info = quadratic(POSITIVE).solve(B, tol=1e-8, return_info=True)
+    assert x.shape == B.shape
+    assert_close(POSITIVE @ x, B, rtol=1e-6, atol=1e-5)
+    assert float(x[:, 1].abs().max()) == 0
+    assert info.residual.shape == (3,)
+    alone = quadratic(POSITIVE).solve(hard, tol=1e-8, return_info=True)
+    assert_close(x[:, 0], alone[0])
+
+
+def test_a_system_in_the_structure_of_the_parameters():
+    loss, params, batch = problem("LayerNorm")
+    operator = hog.GGNOperator(loss, params, batch)
+    b = {n: draw(*p.shape, seed=i) for i, (n, p) in enumerate(params.items())}
+    x = operator.solve(b, damping=0.1)
+    for n, product in (operator.damped(0.1) @ x).items():
+        assert_close(product, b[n], rtol=1e-6, atol=1e-6)
+
+
+PRECONDITIONERS = {
+    "a diagonal": lambda A: A.diagonal(),
+    "a function": lambda A: lambda r: r / A.diagonal(),
+    "an operator": lambda A: quadratic(torch.diag(1 / A.diagonal())),
+}
+
+
+@pytest.mark.parametrize("name", PRECONDITIONERS)
+def test_a_preconditioner_saves_products(name):
+    A = torch.diag(10.0 ** -torch.linspace(0, 4, 60, dtype=F64)) + 1e-6 * matrix([1.0] * 60)
+    b = draw(60)
+    plain, before = quadratic(A).solve(b, tol=1e-8, return_info=True)
+    better, after = quadratic(A).solve(b, tol=1e-8, preconditioner=PRECONDITIONERS[name](A), return_info=True)  # fmt: skip
+    assert relative(A @ better, b) <= 1e-8
+    assert after.products < before.products / 3
+    assert_close(plain, better, rtol=1e-3, atol=1e-3)
+
+
+def test_a_good_start_saves_products():
+    b, operator = draw(30), quadratic(POSITIVE)
+    x = operator.solve(b, tol=1e-6)
+    _, info = operator.solve(b, tol=1e-6, x0=x, return_info=True)
+    assert info.iterations == 0
+    assert info.products == 1
+
+
+def test_float32_reaches_what_float32_can():
+    A, b = matrix([10.0 ** (-k / 10) for k in range(30)]), draw(30)
+    x, info = quadratic(A, torch.float32).solve(b.float(), return_info=True)
+    assert bool(info.converged)
+    assert relative(A @ x.double(), b) < 2e-5
+    with pytest.warns(UserWarning, match="expected a residual"):
+        quadratic(A, torch.float32).solve(b.float(), tol=1e-12)
+
+
+def test_too_few_iterations_are_told_of():
+    b = draw(30)
+    with pytest.warns(UserWarning, match=r"got [\d.]+ \|b\| after 2 iterations"):
+        quadratic(POSITIVE).solve(b, max_iter=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, info = quadratic(POSITIVE).solve(b, max_iter=2, return_info=True)
+    assert not bool(info.converged)
+    assert_close(info.residual, (POSITIVE @ x - b).norm() / b.norm())
+
+
+def test_negative_curvature_is_refused():
+    operator = quadratic(matrix([-0.5, 1.0, 2.0, 3.0]))
+    with pytest.raises(ArithmeticError, match=r"p\^T A p = -.*damping larger than.*GGNOperator"):
+        operator.solve(draw(4))
+    x = operator.solve(draw(4), damping=0.6)
+    assert relative(operator.damped(0.6) @ x, draw(4)) < 1e-7
+
+
+SOLVE_ERRORS = {
+    "b of another size": (lambda A: A.solve(draw(3)), ValueError, r"b: expected \(30,\)"),
+    "a preconditioner with a zero": (lambda A: A.solve(draw(30), preconditioner=torch.zeros(30, dtype=F64)), ValueError, "positive numbers"),
+    "x0 for fewer systems": (lambda A: A.solve(draw(30, 2), x0=draw(30)), ValueError, "x0"),
+    "a negative tolerance": (lambda A: A.solve(draw(30), tol=-1.0), ValueError, "tol"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SOLVE_ERRORS)
+def test_solve_errors(case):
+    call, kind, message = SOLVE_ERRORS[case]
+    with pytest.raises(kind, match=message):
+        call(quadratic(POSITIVE))
+
+
+SPECTRUM = [-3.0, -0.2, 0.0, 0.1, 0.4, 0.9, 1.5, 2.5, *([0.05] * 30)]
+WANTED = {
+    "LM": [-3.0, 1.5, 2.5],
+    "LA": [0.9, 1.5, 2.5],
+    "SA": [-3.0, -0.2, 0.0],
+    "BE": [-3.0, 1.5, 2.5],
+}
+
+
+@pytest.mark.parametrize("which", WANTED)
+def test_eigenvalues_and_vectors(which):
+    A = matrix(SPECTRUM)
+    pairs = quadratic(A).eigsh(3, which=which)
+    values, vectors = pairs
+    assert_close(values, torch.tensor(WANTED[which], dtype=F64), rtol=1e-8, atol=1e-8)
+    assert_close(vectors.T @ vectors, torch.eye(3, dtype=F64))
+    assert_close(
+        pairs.residuals, (A @ vectors - vectors * values).norm(dim=0), rtol=1e-2, atol=1e-12
+    )
+    assert float(pairs.residuals.max()) < 1e-8
+    assert pairs.products > 3
+
+
+@pytest.mark.parametrize("which", ["LM", "LA", "SA", "BE", "SM"])
+def test_all_or_nearly_all_eigenvalues_are_dense_ones(which):
+    A = matrix([-2.0, 0.5, 1.0, 3.0])
+    for k in (3, 4):
+        pairs = quadratic(A).eigsh(k, which=which)
+        every = torch.tensor([-2.0, 0.5, 1.0, 3.0], dtype=F64)
+        expected = {
+            "LM": every.abs().argsort(descending=True)[:k].sort().values, "SM": every.abs().argsort()[:k].sort().values,
+            "LA": torch.arange(4 - k, 4), "SA": torch.arange(k), "BE": torch.tensor([0, 2, 3] if k == 3 else [0, 1, 2, 3]),
+        }[which]  # fmt: skip
+        assert_close(pairs.values, every[expected])
+        assert float(pairs.residuals.max()) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [hog.HessianOperator, hog.GGNOperator])
+@pytest.mark.parametrize("name", ["LayerNorm", "transformer block", "LSTM"])
+def test_eigenvalues_of_networks(name, kind):
+    operator = kind(*problem(name))
+    every = torch.linalg.eigvalsh(operator.to_dense())
+    largest = every[every.abs().argsort(descending=True)[:4]].sort().values
+    pairs = operator.eigsh(4)
+    assert_close(pairs.values, largest, rtol=1e-7, atol=1e-9)
+    assert_close(kind(*problem(name)).eigsh(4).vectors, pairs.vectors)  # the same start
+    other = operator.eigsh(4, generator=torch.Generator().manual_seed(7))
+    assert_close(other.values, largest, rtol=1e-7, atol=1e-9)
+
+
+def test_eigenvalues_in_float32():
+    pairs = quadratic(matrix(SPECTRUM), torch.float32).eigsh(3)
+    assert pairs.values.dtype == pairs.vectors.dtype == torch.float32
+    assert_close(pairs.values, torch.tensor(WANTED["LM"]), rtol=1e-5, atol=1e-5)
+    assert float(pairs.residuals.max()) < 1e-4
+
+
+def test_eigenvalues_that_are_not_found_are_told_of():
+    operator = quadratic(matrix([1 + 1e-3 * k for k in range(60)]))
+    with pytest.raises(RuntimeError, match=r"expected 5 eigenvalues, got \d after \d+ products"):
+        operator.eigsh(5, max_iter=1)
+    with pytest.raises(ValueError, match="at most 60"):
+        operator.eigsh(61)
+    with pytest.raises(ValueError, match="LM, LA, SA, BE, SM"):
+        operator.eigsh(3, which="largest")
+
+
+def test_scipy_takes_it():
+    loss, params, batch = problem("LayerNorm")
+    operator = hog.GGNOperator(loss, params, batch)
+    A, linear = operator.to_dense(), operator.to_scipy()
+    assert linear.shape == A.shape
+    v, V = draw(len(A)), draw(len(A), 3)
+    assert_close(torch.from_numpy(linear @ v.numpy()), A @ v)
+    assert_close(torch.from_numpy(linear.T @ v.numpy()), A @ v)
+    assert_close(torch.from_numpy(linear @ V.numpy()), A @ V)
+    values = scipy.sparse.linalg.eigsh(linear, 3, return_eigenvectors=False)
+    assert_close(torch.from_numpy(values), torch.linalg.eigvalsh(A)[-3:])
+    x, status = scipy.sparse.linalg.minres(operator.damped(0.1).to_scipy(), v.numpy(), rtol=1e-10)
+    assert status == 0
+    assert_close(A @ torch.from_numpy(x) + 0.1 * torch.from_numpy(x), v, rtol=1e-5, atol=1e-5)
+    assert quadratic(A, torch.float32).to_scipy().dtype == "float32"
+    assert quadratic(A, torch.float32).to_scipy("float64").dtype == "float64"
+
+
+def off_diagonal(A):
+    return (A - torch.diag(A.diagonal())).square()
+
+
+def test_the_trace_and_its_error():
+    A = matrix(SPECTRUM)
+    random = torch.Generator().manual_seed(0)
+    estimates = torch.stack([quadratic(A).trace(8, generator=random) for _ in range(400)])
+    variance = 2 * off_diagonal(A).sum() / 8
+    assert abs(estimates.mean() - A.trace()) < 4 * (variance / 400) ** 0.5
+    assert_close(estimates.var(), variance, rtol=0.3, atol=0)
+    value, error = quadratic(A).trace(20000, generator=random, return_error=True)
+    assert_close(error, (2 * off_diagonal(A).sum() / 20000) ** 0.5, rtol=0.05, atol=0)
+    assert abs(value - A.trace()) < 4 * error
+    assert float(quadratic(A).trace(1, return_error=True)[1]) == torch.inf
+
+
+def test_the_diagonal_and_its_error():
+    A = matrix(SPECTRUM)
+    random = torch.Generator().manual_seed(0)
+    value, error = quadratic(A).diagonal(20000, generator=random, return_error=True)
+    assert_close(error, (off_diagonal(A).sum(1) / 20000) ** 0.5, rtol=0.1, atol=0)
+    assert float(((value - A.diagonal()) / error).abs().max()) < 5
+    diagonal = torch.diag(draw(5))
+    assert_close(
+        quadratic(diagonal).diagonal(1), diagonal.diagonal()
+    )  # exact where there is no other
+
+
+def test_the_frobenius_norm():
+    A = matrix(SPECTRUM)
+    random = torch.Generator().manual_seed(0)
+    value, error = hog.curvature.hutchinson_frobenius(quadratic(A), 20000, generator=random, return_error=True)  # fmt: skip
+    assert abs(value - A.square().sum()) < 4 * error
+    assert error < 0.05 * value
+
+
+def test_estimates_are_reproduced_by_the_generator_alone():
+    operator = quadratic(matrix(SPECTRUM))
+    state = torch.get_rng_state()
+    for call in (operator.trace, operator.diagonal):
+        first = call(5, generator=torch.Generator().manual_seed(3))
+        assert_close(call(5, generator=torch.Generator().manual_seed(3)), first, rtol=0, atol=0)
+        assert not torch.equal(call(5, generator=torch.Generator().manual_seed(4)), first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_many_samples_are_multiplied_some_at_a_time(monkeypatch):
+    whole = quadratic(POSITIVE).trace(
+        10, generator=torch.Generator().manual_seed(0), return_error=True
+    )
+    monkeypatch.setattr(hog.curvature.trace, "AT_ONCE", 3 * 30 * 8)
+    operator = quadratic(POSITIVE)
+    parts = operator.trace(10, generator=torch.Generator().manual_seed(0), return_error=True)
+    assert_close(parts, whole)
+    assert operator.count == 10
+
+
+def test_damping_that_the_regularised_network_has_as_well():
+    # (H + d I) x = b is the system of the same network with weight decay d
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    loss = hog.functional_loss(model, F.mse_loss)
+    params, batch = hog.trainable_params(model), (draw(9, 3), draw(9, 1, seed=2))
+    decayed = lambda p, b: loss(p, b) + 2 * sum(t.square().sum() for t in p.values()) / 2  # noqa: E731
+    b = draw(16)
+    x = hog.HessianOperator(loss, params, batch).solve(b, damping=2)
+    assert relative(hog.HessianOperator(decayed, params, batch) @ x, b) < 1e-7
+
+
+def test_without_scipy_and_tqdm_it_says_what_to_install(monkeypatch):
+    import sys
+
+    for name in ("scipy", "scipy.sparse", "scipy.sparse.linalg", "tqdm", "tqdm.auto"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match="pip install scipy"):
+        quadratic(POSITIVE).eigsh(3)
+    with pytest.raises(ImportError, match="pip install tqdm"):
+        hog.HessianOperator(*problem("LayerNorm"), progress=True) @ draw(39)
