@@ -65,6 +65,56 @@ def training_curve(metrics: Path, file: Path) -> Path:
     return _save(figure, file)
 
 
+def benchmarks(titles: dict[str, dict[str, Any]], file: Path) -> Path:
+    """Bars of the time in plain gradients: a row of axes a workload, a column a network.
+
+    titles: {title: {network: a measurement of experiments.benchmarks}}. What has no time says why.
+    """
+    shapes = [max(len(m["methods"]) for m in networks.values()) for networks in titles.values()]
+    wide = max((len(networks) for networks in titles.values()), default=1)
+    figure, axes = plt.subplots(
+        len(titles) or 1,
+        wide,
+        squeeze=False,
+        figsize=(4 + 3.2 * wide, sum(shapes) * 0.24 + 0.75 * len(shapes) + 0.8),
+        gridspec_kw={"height_ratios": shapes or [1]},
+    )
+    for row, (title, networks) in zip(axes, titles.items(), strict=False):
+        for axis, (network, measured) in zip(row, networks.items(), strict=False):
+            _bars(axis, measured["methods"])
+            axis.set_title(network, fontsize=9)
+            if axis is row[0]:
+                axis.set_title(f"{title}\n{network}", fontsize=9)
+            else:
+                axis.tick_params(labelleft=False)
+        for axis in row[len(networks) :]:
+            axis.set_visible(False)
+    figure.supxlabel("time in plain gradients of the same network, one core", fontsize=9)
+    figure.tight_layout()
+    return _save(figure, file)
+
+
+def _bars(axis: Any, methods: dict[str, Any]) -> None:
+    names = list(methods)
+    ratios = [methods[name].get("ratio", {"median": 0, "low": 0, "high": 0}) for name in names]
+    medians = [ratio["median"] for ratio in ratios]
+    colours = [TEN if methods[name]["ours"] else BEFORE for name in names]
+    spread = [
+        [ratio["median"] - ratio["low"] for ratio in ratios],
+        [ratio["high"] - ratio["median"] for ratio in ratios],
+    ]
+    axis.barh(names, medians, color=colours, xerr=spread, ecolor=TRUTH)
+    end = max([*(ratio["high"] for ratio in ratios), 1]) * 1.25
+    for i, name in enumerate(names):
+        row = methods[name]
+        short = f"{medians[i]:.2f}" if row["status"] == "ok" else row["message"].partition(":")[0]
+        axis.text(ratios[i]["high"] + end / 60, i, short, va="center", fontsize=7, color=INK)
+    axis.set(xlim=(0, end))
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def _save(figure: Figure, file: Path) -> Path:
     figure.savefig(file, dpi=150)
     plt.close(figure)
