@@ -1,6 +1,6 @@
 """One workload on one network in this process: check every method, then time those that are right.
 
-    python -m experiments.benchmarks.measure --workload hvp --problem MLP --json result.json
+python -m experiments.benchmarks.measure --workload hvp --problem MLP --json result.json
 """
 
 import argparse
@@ -95,7 +95,7 @@ def _checked(
         few = isinstance(result, list)
         found = columns(result, width)
     except Missing as error:
-        return row | {"status": "missing", "message": f"missing: {error}"}, None
+        return row | {"status": "missing", "message": str(error)}, None
     except Exception as error:
         return row | {"status": "raises", "message": f"raises: {first_line(error)}"}, None
     if few:
@@ -120,7 +120,9 @@ def _with_peak(call: Callable[[], Any]) -> tuple[Any, int]:
 
 def _error(result: torch.Tensor, truth: torch.Tensor) -> float:
     if result.shape != truth.shape:
-        raise ValueError(f"expected a result of shape {list(truth.shape)}, got {list(result.shape)}")
+        raise ValueError(
+            f"expected a result of shape {list(truth.shape)}, got {list(result.shape)}"
+        )
     error = float((result - truth).norm() / truth.norm())
     return error if math.isfinite(error) else math.inf
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -65,9 +66,7 @@ class Network(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         widths = [3, *[channels] * 4]
-        self.convs = nn.ModuleList(
-            nn.Conv2d(a, b, 3, padding=1) for a, b in zip(widths, widths[1:], strict=False)
-        )
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(widths))
         self.head = nn.Linear(channels, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +76,7 @@ class Network(nn.Module):
 
 
 class Encoder(nn.Module):
-    """4 layers of torch's transformer encoder with GELU, the mean over the sequence, one linear layer."""
+    """4 layers of torch's transformer encoder with GELU, the mean over the sequence, a linear layer."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -93,9 +92,7 @@ class Encoder(nn.Module):
 
 def mlp(small: bool, width: int = 1024) -> tuple[nn.Module, Tensor]:
     a, b, rows = (12, 16, 8) if small else (784, width, 256)
-    model = nn.Sequential(
-        nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b), nn.Tanh(), nn.Linear(b, 10)
-    )
+    model = nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b), nn.Tanh(), nn.Linear(b, 10))
     return model, torch.randn(rows, a)
 
 

@@ -1,6 +1,7 @@
 """Results as a Markdown table, and their place in docs/benchmarks.md."""
 
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,7 @@ def by_title(results: Results) -> dict[str, dict[str, Row]]:
 
 def _cells(networks: dict[str, Row]) -> dict[str, list[str]]:
     names = dict.fromkeys(name for m in networks.values() for name in m["methods"])
-    return {
-        name: [cell(m["methods"].get(name)) for m in networks.values()] for name in names
-    }
+    return {name: [cell(m["methods"].get(name)) for m in networks.values()] for name in names}
 
 
 def cell(row: Row | None) -> str:
@@ -48,7 +47,8 @@ def cell(row: Row | None) -> str:
     if row is None:
         return ""
     if row["status"] != "ok":
-        return str(row["message"]).replace("|", "/")
+        said = "missing" if row["message"].startswith("missing:") else row["message"]
+        return textwrap.shorten(said.replace("|", "/"), 70, placeholder=" …")
     ratio = row["ratio"]
     return ", ".join([f"{short(ratio['median'])} ({_spread(ratio)})", *_extras(row)])
 

@@ -31,9 +31,7 @@ def hvp_of_block(problem: Problem) -> Call:
 
 def operator(problem: Problem, kind: str = "HessianOperator", **options: Any) -> Callable[[], Any]:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
-    return partial(
-        ours(kind), loss, params, problem.batch, check_deterministic=False, **options
-    )
+    return partial(ours(kind), loss, params, problem.batch, check_deterministic=False, **options)
 
 
 def products(problem: Problem) -> Call:

@@ -75,7 +75,7 @@ def network(problem: Problem) -> Callable[[Params, Array], Array]:
 
 
 class Translated:
-    """A problem in JAX: weights and vectors as tuples in torch's order, and functions of the weights."""
+    """A problem in JAX: weights and vectors as tuples in torch's order, functions of the weights."""
 
     def __init__(self, problem: Problem) -> None:
         self.jax, self.jnp = peer("jax"), peer("jax.numpy")

@@ -111,12 +111,12 @@ def eigenthings_gauss_newton(problem: Problem) -> Call:
 def eigenthings_empirical_fisher(problem: Problem) -> Call:
     library, v = peer("hessian_eigenthings"), problem.vectors[:, 0].contiguous()
     loss = library.supervised_per_sample_loss(F.cross_entropy)
-    return lambda: library.EmpiricalFisherOperator(
-        problem.model, [problem.batch], loss
-    ).matvec(v)
+    return lambda: library.EmpiricalFisherOperator(problem.model, [problem.batch], loss).matvec(v)
 
 
-LANCZOS_STEPS = 160  # it has no restarts and ends after these; its default of 10 is far from converged
+LANCZOS_STEPS = (
+    160  # it has no restarts and ends after these; its default of 10 is far from converged
+)
 
 
 @with_plain_attention

@@ -161,8 +161,8 @@ def gauss_newton(problem: Problem) -> Call:
         return functional_call(problem.model, params, (problem.x,))
 
     def run() -> Params:
-        _, jv = torch.func.jvp(outputs, (params,), (v,))
-        logits, back = torch.func.vjp(outputs, params)
+        jv = torch.func.jvp(outputs, (params,), (v,))[1]
+        logits, back, *_ = torch.func.vjp(outputs, params)
         by_logits = torch.func.grad(lambda f: F.cross_entropy(f, problem.y))
         (product,) = back(torch.func.jvp(by_logits, (logits,), (jv,))[1])
         return product
@@ -180,8 +180,8 @@ def empirical_fisher(problem: Problem) -> Call:
         return F.cross_entropy(outputs, problem.y, reduction="none")
 
     def run() -> Params:
-        _, by_v = torch.func.jvp(losses, (params,), (v,))
-        _, back = torch.func.vjp(losses, params)
+        by_v = torch.func.jvp(losses, (params,), (v,))[1]
+        _, back, *_ = torch.func.vjp(losses, params)
         (product,) = back(by_v / len(by_v))
         return product
 

@@ -15,7 +15,7 @@ from experiments.benchmarks.problems import Problem
 
 
 class Missing(Exception):
-    """A method needs what is not here; the text says what."""
+    """A method needs what is not here; the text is what to report."""
 
 
 class Eigenvalues(NamedTuple):
@@ -75,17 +75,17 @@ def peer(name: str) -> Any:
     """A module of another library. Raises Missing where it is not installed or does not import."""
     root = name.partition(".")[0]
     if importlib.util.find_spec(root) is None:
-        raise Missing(f"{root} is not installed")
+        raise Missing(f"missing: {root} is not installed")
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise Missing(f"{root} does not import: {first_line(error)}") from error
+        raise Missing(f"does not import: {first_line(error)}") from error
 
 
 def ours(name: str) -> Any:
     """A public name of hoglib. Raises Missing where this hoglib does not have it."""
     if not hasattr(hog, name):
-        raise Missing(f"no hoglib.{name}")
+        raise Missing(f"missing: no hoglib.{name}")
     return getattr(hog, name)
 
 

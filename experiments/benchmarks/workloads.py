@@ -8,10 +8,10 @@ from experiments.benchmarks.workload import Method, Workload
 ALL = ("MLP", "CNN", "TRF")
 JAX = "JAX jit(grad)"
 JAX_GRADIENT = {JAX: Method(with_jax.gradient, truth="gradient")}
-GGN = {"truth": "gauss-newton"}
-EMPIRICAL = {"truth": "empirical fisher"}
-SAMPLED = {"truth": "sampled fisher"}
-TOP = {"truth": "eigenvalues"}
+ggn = partial(Method, truth="gauss-newton")
+empirical = partial(Method, truth="empirical fisher")
+sampled = partial(Method, truth="sampled fisher")
+top = partial(Method, truth="eigenvalues")
 
 WORKLOADS: dict[str, Workload] = {
     "hvp": Workload(
@@ -84,48 +84,42 @@ WORKLOADS: dict[str, Workload] = {
         "one Gauss-Newton product",
         ALL,
         {
-            "hoglib.ggn_vp": Method(with_hoglib.gauss_newton, ours=True, **GGN),
-            "hoglib.GGNOperator": Method(
-                partial(with_hoglib.one_product, kind="GGNOperator"), ours=True, **GGN
+            "hoglib.ggn_vp": ggn(with_hoglib.gauss_newton, ours=True),
+            "hoglib.GGNOperator": ggn(
+                partial(with_hoglib.one_product, kind="GGNOperator"), ours=True
             ),
-            "jvp and vjp by hand": Method(with_torch.gauss_newton, **GGN),
-            "curvlinops": Method(with_peers.curvlinops_product("GGNLinearOperator"), **GGN),
-            "hessian-eigenthings": Method(with_peers.eigenthings_gauss_newton, **GGN),
+            "jvp and vjp by hand": ggn(with_torch.gauss_newton),
+            "curvlinops": ggn(with_peers.curvlinops_product("GGNLinearOperator")),
+            "hessian-eigenthings": ggn(with_peers.eigenthings_gauss_newton),
             **JAX_GRADIENT,
-            "JAX jit(jvp and vjp)": Method(with_jax.gauss_newton, beside=JAX, **GGN),
+            "JAX jit(jvp and vjp)": ggn(with_jax.gauss_newton, beside=JAX),
         },
     ),
     "fisher": Workload(
         "one product with a Fisher matrix",
         ("MLP", "CNN"),
         {
-            "hoglib.fisher_vp, empirical": Method(
-                partial(with_hoglib.fisher, kind="empirical"), ours=True, **EMPIRICAL
+            "hoglib.fisher_vp, empirical": empirical(
+                partial(with_hoglib.fisher, kind="empirical"), ours=True
             ),
-            "jvp and vjp by hand, empirical": Method(with_torch.empirical_fisher, **EMPIRICAL),
-            "curvlinops, empirical": Method(
-                with_peers.curvlinops_product("EFLinearOperator"), **EMPIRICAL
-            ),
-            "hessian-eigenthings, empirical": Method(
-                with_peers.eigenthings_empirical_fisher, **EMPIRICAL
-            ),
-            "hoglib.fisher_vp, sampled": Method(
-                partial(with_hoglib.fisher, kind="mc"), ours=True, **SAMPLED
-            ),
-            "curvlinops, sampled": Method(
-                with_peers.curvlinops_product("FisherMCLinearOperator"), **SAMPLED
-            ),
+            "jvp and vjp by hand, empirical": empirical(with_torch.empirical_fisher),
+            "curvlinops, empirical": empirical(with_peers.curvlinops_product("EFLinearOperator")),
+            "hessian-eigenthings, empirical": empirical(with_peers.eigenthings_empirical_fisher),
+            "hoglib.fisher_vp, sampled": sampled(partial(with_hoglib.fisher, kind="mc"), ours=True),
+            "curvlinops, sampled": sampled(with_peers.curvlinops_product("FisherMCLinearOperator")),
         },
     ),
     "eigenvalues": Workload(
         "five largest eigenvalues of the Hessian",
         ("MLP-128",),
         {
-            "hoglib.HessianOperator.eigsh": Method(with_hoglib.top_five, ours=True, **TOP),
-            "SciPy, graph kept by hand": Method(with_torch.arpack, **TOP),
-            "curvlinops, SciPy": Method(with_peers.curvlinops_top_five, **TOP),
-            "hessian-eigenthings": Method(with_peers.eigenthings_top_five, **TOP),
-            "PyHessian": Method(with_peers.pyhessian_top_five, **TOP),
+            "hoglib.HessianOperator.eigsh": top(with_hoglib.top_five, ours=True),
+            "SciPy, graph kept by hand": top(with_torch.arpack),
+            "curvlinops, SciPy": top(with_peers.curvlinops_top_five),
+            "hessian-eigenthings": top(with_peers.eigenthings_top_five),
+            "PyHessian, largest in magnitude": Method(
+                with_peers.pyhessian_top_five, truth="eigenvalues by magnitude"
+            ),
         },
     ),
 }
