@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from experiments import plots
 from experiments.benchmarks import report
+from experiments.benchmarks.problems import MODELS
 from experiments.benchmarks.timing import ONE_THREAD, environment
 from experiments.benchmarks.workloads import PEERS, WORKLOADS
 
@@ -33,10 +34,9 @@ PICTURE = ROOT / "docs" / "images" / "benchmarks.png"
 
 
 def run(
-    names: list[str], options: list[str], cores: list[int]
+    jobs: list[tuple[str, str]], options: list[str], cores: list[int]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The measurements of these workloads, one process each, and what went wrong in the others."""
-    jobs = [(name, problem) for name in names for problem in WORKLOADS[name].problems]
+    """A measurement for each (workload, network), and what went wrong in the others."""
     free: queue.SimpleQueue[int] = queue.SimpleQueue()
     for core in cores:
         free.put(core)
@@ -97,6 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--smoke", action="store_true", help="tiny networks, one repeat")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--problem", nargs="+", choices=MODELS, help="on these networks only")
     parser.add_argument("--repeats", type=int, help="at most this many rounds (20)")
     parser.add_argument("--seconds", type=float, help="no new round beyond this, a process (10)")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
@@ -115,7 +116,13 @@ def main(arguments: list[str] | None = None) -> int:
         options = ["--repeats", str(given.repeats or (1 if given.smoke else 20))]
         options += ["--seconds", str(given.seconds or 10)]
         options += ["--smoke"] * given.smoke
-        found, problems = run(given.workload, options, cores()[: max(1, given.jobs)])
+        jobs = [
+            (name, problem)
+            for name in given.workload
+            for problem in WORKLOADS[name].problems
+            if given.problem is None or problem in given.problem
+        ]
+        found, problems = run(jobs, options, cores()[: max(1, given.jobs)])
         results = {"machine": environment(PEERS), "smoke": given.smoke, "workloads": found}
     picture = save(results, given.output)
     print(f"{report.measured_on(results)}\n\n{report.table(results)}\n")
