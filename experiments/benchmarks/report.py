@@ -101,6 +101,8 @@ def write(page: Path, results: Results) -> None:
     text = page.read_text()
     if START not in text or END not in text:
         raise ValueError(f"{page}: expected the marks {START!r} and {END!r}; write them in.")
-    region = f"{START}\n\n{measured_on(results)}\n\n{table(results)}\n\n{END}"
+    picture = "![Times in plain gradients, hoglib in blue](images/benchmarks.png)"
+    parts = [START, measured_on(results), table(results), picture, END]
+    region = "\n\n".join(parts)
     pattern = re.escape(START) + ".*?" + re.escape(END)
     page.write_text(re.sub(pattern, lambda _: region, text, flags=re.DOTALL))
