@@ -1,6 +1,7 @@
 """Every picture: one function each, which returns the file it wrote. No screen is needed."""
 
 import csv
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,8 @@ def training_curve(metrics: Path, file: Path) -> Path:
 def benchmarks(titles: dict[str, dict[str, Any]], file: Path) -> Path:
     """Bars of the time in plain gradients: a row of axes a workload, a column a network.
 
-    titles: {title: {network: a measurement of experiments.benchmarks}}. What has no time says why.
+    titles: {title: {network: a measurement of experiments.benchmarks}}. What has no time says why;
+    a bar that is far longer than the others is cut.
     """
     shapes = [max(len(m["methods"]) for m in networks.values()) for networks in titles.values()]
     wide = max((len(networks) for networks in titles.values()), default=1)
@@ -104,11 +106,17 @@ def _bars(axis: Any, methods: dict[str, Any]) -> None:
         [ratio["high"] - ratio["median"] for ratio in ratios],
     ]
     axis.barh(names, medians, color=colours, xerr=spread, ecolor=TRUTH)
-    end = max([*(ratio["high"] for ratio in ratios), 1]) * 1.25
+    # One bar that is far longer than the others is cut, so that those can be read.
+    typical = statistics.median([m for m in medians if m] or [1])
+    end = 1.3 * min(max(ratio["high"] for ratio in ratios) or 1, 4 * typical)
     for i, name in enumerate(names):
         row = methods[name]
-        short = f"{medians[i]:.2f}" if row["status"] == "ok" else row["message"].partition(":")[0]
-        axis.text(ratios[i]["high"] + end / 60, i, short, va="center", fontsize=7, color=INK)
+        ratio = f"{medians[i]:.{2 if medians[i] < 10 else 0}f}"
+        short = ratio if row["status"] == "ok" else row["message"].partition(":")[0]
+        at = min(ratios[i]["high"] + end / 60, end * 0.88)
+        axis.text(at, i, short, va="center", fontsize=7, color=INK)
+    for label, name in zip(axis.get_yticklabels(), names, strict=True):
+        label.set(color=TEN if methods[name]["ours"] else INK)
     axis.set(xlim=(0, end))
     axis.invert_yaxis()
     axis.tick_params(labelsize=7)

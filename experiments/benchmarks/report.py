@@ -50,7 +50,8 @@ def cell(row: Row | None) -> str:
         said = "missing" if row["message"].startswith("missing:") else row["message"]
         return textwrap.shorten(said.replace("|", "/"), 70, placeholder=" …")
     ratio = row["ratio"]
-    return ", ".join([f"{short(ratio['median'])} ({_spread(ratio)})", *_extras(row)])
+    spread = f" ({short(ratio['low'])} to {short(ratio['high'])})" if row["repeats"] > 1 else ""
+    return ", ".join([short(ratio["median"]) + spread, *_extras(row)])
 
 
 def _extras(row: Row) -> Iterator[str]:
@@ -63,11 +64,7 @@ def _extras(row: Row) -> Iterator[str]:
 
 
 def _kind(name: str) -> str:
-    return "JAX's gradient" if name.startswith("JAX") else name.rpartition(", ")[2]
-
-
-def _spread(ratio: dict[str, float]) -> str:
-    return f"{short(ratio['low'])} to {short(ratio['high'])}"
+    return "JAX's gradients" if name.startswith("JAX") else name.rpartition(", ")[2]
 
 
 def short(value: float) -> str:

@@ -42,8 +42,8 @@ def beside(
 
     The functions take turns, and the unit runs again right before and right after each, so that a
     ratio is one of neighbours in time. Ends after `repeats` rounds, or early when one more round would
-    go beyond `budget` seconds; one round there always is. The functions are called as they are: warm
-    them up before.
+    go beyond `budget` seconds, but not before three, unless a single round is beyond it. The functions
+    are called as they are: warm them up before.
     """
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
     unit()
@@ -55,7 +55,8 @@ def beside(
             before, seconds = units[-1], once(function)
             units.append(once(unit))
             pairs[name].append((seconds, seconds / math.sqrt(before * units[-1])))
-        if (time.perf_counter() - start) * (done + 1) / done > budget:
+        took = time.perf_counter() - start
+        if (done >= 3 and took * (done + 1) / done > budget) or took / done > budget:
             break
     return units, pairs
 

@@ -199,19 +199,25 @@ def test_a_peer_that_does_not_import_says_why(tmp_path, monkeypatch):
 
 
 def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
-    clock = {"unit": iter([1.0, 2.0, 4.0, 8.0, 16.0] * 10), "call": iter([10.0] * 40)}
+    clock = {"unit": iter([1.0, 2.0, 4.0, 8.0] * 10), "call": iter([10.0] * 40)}
     monkeypatch.setattr(timing, "once", lambda function: next(clock[function]))
-    monkeypatch.setattr(timing.time, "perf_counter", iter(range(0, 1000, 10)).__next__)
 
     class Named(str):
         def __call__(self):
             pass
 
-    units, pairs = timing.beside(Named("unit"), {"a": Named("call")}, repeats=10, budget=45)
+    def rounds_of_ten_seconds(budget):
+        monkeypatch.setattr(timing.time, "perf_counter", iter(range(0, 1000, 10)).__next__)
+        return timing.beside(Named("unit"), {"a": Named("call")}, repeats=10, budget=budget)
+
+    units, pairs = rounds_of_ten_seconds(45)
     assert units[:3] == [1.0, 2.0, 4.0]
     assert pairs["a"][0] == (10.0, 10.0 / 2**0.5)
     assert pairs["a"][1] == (10.0, 10.0 / 8**0.5)
-    assert len(pairs["a"]) == 4  # a round takes 10 s, and a fifth would end beyond 45 s
+    assert len(pairs["a"]) == 4  # a fifth would end beyond 45 s
+    assert len(rounds_of_ten_seconds(15)[1]["a"]) == 3
+    assert len(rounds_of_ten_seconds(5)[1]["a"]) == 1
+    assert len(rounds_of_ten_seconds(1000)[1]["a"]) == 10
 
 
 def results(behaviours):
