@@ -1,15 +1,18 @@
-# make run: the main job.  make test: lint, format, types and tests.  Both install what they need, once.
+# make run: the main job.  make test: lint, format, types and tests.  Each installs what it needs, once.
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
+BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help run smoke test clean
+.PHONY: help run smoke bench bench-peers test clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make run    train MAML and its baseline on sinusoids; ends with a table and pictures"
 	@echo "make smoke  every experiment for a few seconds"
+	@echo "make bench  hoglib beside torch by hand and beside other libraries; ends with a table and a picture"
+	@echo "make bench-peers  the same, after installing the other libraries into .venv"
 	@echo "make test   lint, format check, types, tests"
 	@echo "make clean  remove the environment and caches (runs/ stays)"
 
@@ -28,6 +31,13 @@ run: $(READY)
 smoke: $(READY)
 	@set -e; for config in $$(find configs/smoke -name '*.yaml' | sort); do \
 		echo "== $$config"; $(PY) -m experiments fit --config $$config; done
+
+bench: $(READY)
+	@$(PY) -m experiments.benchmarks $(BENCH)
+
+bench-peers: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint constraints-peers.txt --no-build-isolation --editable '.[peers]'
+	@$(PY) -m experiments.benchmarks $(BENCH)
 
 test: $(READY)
 	@$(PY) -m ruff check .

@@ -1,6 +1,7 @@
 """Every picture: one function each, which returns the file it wrote. No screen is needed."""
 
 import csv
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,63 @@ def training_curve(metrics: Path, file: Path) -> Path:
         axis.legend(frameon=False)
     figure.tight_layout()
     return _save(figure, file)
+
+
+def benchmarks(titles: dict[str, dict[str, Any]], file: Path) -> Path:
+    """Bars of the time in plain gradients: a row of axes a workload, a column a network.
+
+    titles: {title: {network: a measurement of experiments.benchmarks}}. What has no time says why;
+    a bar that is far longer than the others is cut.
+    """
+    shapes = [max(len(m["methods"]) for m in networks.values()) for networks in titles.values()]
+    wide = max((len(networks) for networks in titles.values()), default=1)
+    figure, axes = plt.subplots(
+        len(titles) or 1,
+        wide,
+        squeeze=False,
+        figsize=(4 + 3.2 * wide, sum(shapes) * 0.24 + 0.75 * len(shapes) + 0.8),
+        gridspec_kw={"height_ratios": shapes or [1]},
+    )
+    for row, (title, networks) in zip(axes, titles.items(), strict=False):
+        for axis, (network, measured) in zip(row, networks.items(), strict=False):
+            _bars(axis, measured["methods"])
+            axis.set_title(network, fontsize=9)
+            if axis is row[0]:
+                axis.set_title(f"{title}\n{network}", fontsize=9)
+            else:
+                axis.tick_params(labelleft=False)
+        for axis in row[len(networks) :]:
+            axis.set_visible(False)
+    figure.supxlabel("time in plain gradients of the same network, one core", fontsize=9)
+    figure.tight_layout()
+    return _save(figure, file)
+
+
+def _bars(axis: Any, methods: dict[str, Any]) -> None:
+    names = list(methods)
+    ratios = [methods[name].get("ratio", {"median": 0, "low": 0, "high": 0}) for name in names]
+    medians = [ratio["median"] for ratio in ratios]
+    colours = [TEN if methods[name]["ours"] else BEFORE for name in names]
+    spread = [
+        [ratio["median"] - ratio["low"] for ratio in ratios],
+        [ratio["high"] - ratio["median"] for ratio in ratios],
+    ]
+    axis.barh(names, medians, color=colours, xerr=spread, ecolor=TRUTH)
+    # One bar that is far longer than the others is cut, so that those can be read.
+    typical = statistics.median([m for m in medians if m] or [1])
+    end = 1.3 * min(max(ratio["high"] for ratio in ratios) or 1, 4 * typical)
+    for i, name in enumerate(names):
+        row = methods[name]
+        ratio = f"{medians[i]:.{2 if medians[i] < 10 else 0}f}"
+        short = ratio if row["status"] == "ok" else row["message"].partition(":")[0]
+        at = min(ratios[i]["high"] + end / 60, end * 0.88)
+        axis.text(at, i, short, va="center", fontsize=7, color=INK)
+    for label, name in zip(axis.get_yticklabels(), names, strict=True):
+        label.set(color=TEN if methods[name]["ours"] else INK)
+    axis.set(xlim=(0, end))
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _save(figure: Figure, file: Path) -> Path:

@@ -197,16 +197,28 @@ def requirements(names):
     return {name: version for (name, _), version in found.items()}
 
 
+def pins(file):
+    lines = (ROOT / file).read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pairs}
+
+
+def test_each_peer_is_pinned_once():
+    from packaging.requirements import Requirement
+
+    peers = pins("constraints-peers.txt")
+    assert not set(peers) & set(pins("constraints.txt"))
+    for text in PYPROJECT["project"]["optional-dependencies"]["peers"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(peers[requirement.name.lower()], prereleases=True)
+
+
 def test_constraints_pin_every_package_that_an_install_brings():
     project = PYPROJECT["project"]
     wanted = [*project["dependencies"], *PYPROJECT["build-system"]["requires"]]
     for extra in project["optional-dependencies"].values():
         wanted += extra
-    pinned = {}
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            name, _, version = line.partition("==")
-            pinned[re.sub(r"[-_.]+", "-", name).lower()] = version
+    pinned = pins("constraints.txt") | pins("constraints-peers.txt")
     brought = requirements(wanted)
     assert "torch" in brought
     missing = {

@@ -1,32 +1,124 @@
 """How the benchmarks measure: in turn, on one thread, after a warm-up; and by medians."""
 
+import gc
+import math
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from datetime import date
+from importlib import metadata
+from typing import Any
 
 import torch
 
+import hoglib as hog
 
-def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+Call = Callable[[], object]
+# What these say is heard by the libraries when they are loaded.
+ONE_THREAD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+def interleaved(functions: Mapping[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds a call of each function, the functions taking turns at every repeat."""
     for function in functions.values():
         function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(once(function))
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def beside(
+    unit: Call, functions: Mapping[str, Call], repeats: int, budget: float
+) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
+    """Seconds of the unit, and for each function its pairs (seconds, that many units).
+
+    The functions take turns, and the unit runs again right before and right after each, so that a
+    ratio is one of neighbours in time. Ends after `repeats` rounds, or early when one more round would
+    go beyond `budget` seconds, but not before three, unless a single round is beyond it. The functions
+    are called as they are: warm them up before.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
+    unit()
+    units = [once(unit)]
+    start = time.perf_counter()
+    for done in range(1, repeats + 1):
+        gc.collect()
+        for name, function in functions.items():
+            before, seconds = units[-1], once(function)
+            units.append(once(unit))
+            pairs[name].append((seconds, seconds / math.sqrt(before * units[-1])))
+        took = time.perf_counter() - start
+        if (done >= 3 and took * (done + 1) / done > budget) or took / done > budget:
+            break
+    return units, pairs
+
+
+def once(function: Call) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """Median and both quartiles; of one value, that value three times."""
+    low, median, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    )
+    return {"median": median, "low": low, "high": high}
+
+
+def processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
 
 
 def machine() -> str:
     """A line on what was measured on."""
-    model = platform.processor() or platform.machine()
-    with open("/proc/cpuinfo") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return f"{model}, {torch.get_num_threads()} torch thread, torch {torch.__version__}"
+    return f"{processor()}, {torch.get_num_threads()} torch thread, torch {torch.__version__}"
+
+
+def versions(packages: list[str]) -> dict[str, str | None]:
+    """What is installed of each distribution, None where it is not."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def environment(peers: list[str]) -> dict[str, Any]:
+    """What was measured on, for a file of results."""
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "threads": 1,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "hoglib": hog.__version__,
+        "peers": versions(peers),
+        "date": date.today().isoformat(),
+    }
+
+
+def single_threaded(core: int | None = None) -> None:
+    """One thread for torch; with a core, the whole process stays on it, JAX's threads included."""
+    torch.set_num_threads(1)
+    if core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})

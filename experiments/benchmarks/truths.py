@@ -1,0 +1,110 @@
+"""Products by hand in float64, reverse-over-reverse, against which every method is held."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.benchmarks.problems import Problem, plain_attention
+from experiments.benchmarks.workload import Truth
+
+
+def flat(parts: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def gradient(problem: Problem) -> Tensor:
+    exact = problem.double()
+    with plain_attention():
+        return flat(torch.autograd.grad(exact.loss(), list(exact.params.values())))[:, None]
+
+
+def hessian(problem: Problem) -> Tensor:
+    """H v for each vector."""
+    exact = problem.double()
+    leaves = list(exact.params.values())
+    with plain_attention():
+        grads = torch.autograd.grad(exact.loss(), leaves, create_graph=True)
+        products = [
+            flat(torch.autograd.grad(grads, leaves, exact.vector(i), retain_graph=True))
+            for i in range(exact.vectors.shape[1])
+        ]
+    return torch.stack(products, 1)
+
+
+def _jacobian_product(exact: Problem) -> tuple[Tensor, Tensor]:
+    """The logits f [N, C] with their graph, and J v, by differentiating u -> u'J twice."""
+    leaves = list(exact.params.values())
+    logits = exact.model(exact.x)
+    u = torch.zeros_like(logits, requires_grad=True)
+    back = torch.autograd.grad(logits, leaves, u, create_graph=True)
+    (product,) = torch.autograd.grad(back, u, exact.vector())
+    return logits, product
+
+
+def gauss_newton(problem: Problem) -> Tensor:
+    """G v = J' (diag(p) - p p') J v / N, with p the softmax of the logits."""
+    exact = problem.double()
+    with plain_attention():
+        logits, jv = _jacobian_product(exact)
+        p = logits.detach().softmax(1)
+        h = (p * jv - p * (p * jv).sum(1, keepdim=True)) / len(p)
+        return flat(torch.autograd.grad(logits, list(exact.params.values()), h))[:, None]
+
+
+def empirical_fisher(problem: Problem) -> Tensor:
+    """E v = sum_n g_n (g_n' v) / N, with g_n = J_n' (p_n - onehot(y_n)) the gradient of one sample."""
+    exact = problem.double()
+    with plain_attention():
+        logits, jv = _jacobian_product(exact)
+        r = logits.detach().softmax(1) - F.one_hot(exact.y, logits.shape[1])
+        h = r * (r * jv).sum(1, keepdim=True) / len(r)
+        return flat(torch.autograd.grad(logits, list(exact.params.values()), h))[:, None]
+
+
+def quadratic_form(problem: Problem, product: Tensor) -> Tensor:
+    """v' A v, what is left to compare when A is drawn at random."""
+    return (problem.vectors[:, 0].double() @ product).reshape(1, 1)
+
+
+def sampling_error(problem: Problem) -> float:
+    """Five standard errors of v' F v, the mean of N squares of which each is about a chi-square."""
+    return 5 * math.sqrt(2 / len(problem.x))
+
+
+def eigenvalues(problem: Problem, which: str = "LA") -> Tensor:
+    """The five largest eigenvalues of H, or with "LM" in magnitude, by ARPACK on float64 products."""
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    exact = problem.double()
+    leaves = list(exact.params.values())
+    with plain_attention():
+        grads = torch.autograd.grad(exact.loss(), leaves, create_graph=True)
+    size = len(exact.vectors)
+
+    def product(v: Any) -> Any:
+        parts = exact.split(torch.as_tensor(v).reshape(-1))
+        return flat(torch.autograd.grad(grads, leaves, parts, retain_graph=True)).numpy()
+
+    start = exact.vectors[:, 0].numpy()
+    operator = LinearOperator((size, size), matvec=product, dtype=start.dtype)
+    values = eigsh(operator, k=5, which=which, tol=1e-6, v0=start, return_eigenvectors=False)
+    return torch.as_tensor(values).sort(descending=True).values[:, None]
+
+
+TRUTHS = {
+    "gradient": Truth(gradient),
+    "hessian": Truth(hessian),
+    "gauss-newton": Truth(gauss_newton),
+    "empirical fisher": Truth(empirical_fisher),
+    "sampled fisher": Truth(
+        lambda problem: quadratic_form(problem, gauss_newton(problem)),
+        sampling_error,
+        quadratic_form,
+    ),
+    "eigenvalues": Truth(eigenvalues, lambda _: 1e-3),
+    "eigenvalues by magnitude": Truth(partial(eigenvalues, which="LM"), lambda _: 1e-3),
+}

@@ -1,0 +1,88 @@
+"""The same by hoglib. Operators are made inside of what is timed: their set-up is part of the price."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hoglib as hog
+from experiments.benchmarks.problems import Problem
+from experiments.benchmarks.with_torch import quarters
+from experiments.benchmarks.workload import Eigenvalues, ours
+
+Call = Callable[[], Any]
+
+
+def hvp(problem: Problem) -> Call:
+    loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
+    v = problem.named(problem.vectors[:, 0])
+    return lambda: hog.hvp(loss, params, v, problem.batch)[1]
+
+
+def hvp_of_block(problem: Problem) -> Call:
+    """All vectors in one call: leaves with a trailing dimension of columns."""
+    loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
+    block = problem.named(problem.vectors)
+    return lambda: hog.hvp(loss, params, block, problem.batch)[1]
+
+
+def operator(problem: Problem, kind: str = "HessianOperator", **options: Any) -> Callable[[], Any]:
+    loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
+    return partial(ours(kind), loss, params, problem.batch, check_deterministic=False, **options)
+
+
+def products(problem: Problem) -> Call:
+    make, vectors = operator(problem), [v.contiguous() for v in problem.vectors.unbind(1)]
+
+    def run() -> Iterator[Tensor]:
+        op = make()
+        for v in vectors:
+            yield op @ v
+
+    return run
+
+
+def block(problem: Problem) -> Call:
+    make = operator(problem)
+    return lambda: make() @ problem.vectors
+
+
+def one_product(problem: Problem, kind: str = "HessianOperator") -> Call:
+    make, v = operator(problem, kind), problem.vectors[:, 0].contiguous()
+    return lambda: make() @ v
+
+
+def micro_batches(problem: Problem) -> Call:
+    make, v = operator(problem, micro_batch=quarters(problem)), problem.vectors[:, 0].contiguous()
+    return lambda: make() @ v
+
+
+def gauss_newton(problem: Problem) -> Call:
+    loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
+    v, ggn_vp = problem.named(problem.vectors[:, 0]), ours("ggn_vp")
+    return lambda: ggn_vp(loss, params, v, problem.batch)[1]
+
+
+def fisher(problem: Problem, kind: str) -> Call:
+    loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
+    v, fisher_vp = problem.named(problem.vectors[:, 0]), ours("fisher_vp")
+    # Only what is drawn at random takes a generator.
+    options = {"generator": torch.Generator().manual_seed(0)} if kind == "mc" else {}
+    return lambda: fisher_vp(loss, params, v, problem.batch, kind=kind, **options)[1]
+
+
+def top_five(problem: Problem) -> Call:
+    make = operator(problem)
+
+    def run() -> Eigenvalues:
+        found = make().eigsh(k=5)
+        values, _ = found
+        count = next(
+            (getattr(found, name) for name in ("products", "matvecs") if hasattr(found, name)), None
+        )
+        return Eigenvalues(values.sort(descending=True).values, count)
+
+    return run

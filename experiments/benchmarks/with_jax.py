@@ -1,0 +1,147 @@
+"""The same networks and products in JAX, jitted; compiling is not part of what is timed."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from experiments.benchmarks.problems import Encoder, Network, Problem
+from experiments.benchmarks.workload import peer
+
+Call = Callable[[], Any]
+Array = Any
+Params = dict[str, Array]
+
+
+def to_jax(tensor: Tensor) -> Array:
+    return peer("jax.numpy").asarray(tensor.detach().numpy())
+
+
+def mlp(p: Params, x: Array) -> Array:
+    jnp = importlib.import_module("jax.numpy")
+    x = jnp.tanh(x @ p["0.weight"].T + p["0.bias"])
+    x = jnp.tanh(x @ p["2.weight"].T + p["2.bias"])
+    return x @ p["4.weight"].T + p["4.bias"]
+
+
+def cnn(p: Params, x: Array) -> Array:
+    jnp, lax = importlib.import_module("jax.numpy"), importlib.import_module("jax.lax")
+    for i in range(4):
+        x = lax.conv_general_dilated(x, p[f"convs.{i}.weight"], (1, 1), "SAME")
+        x = jnp.tanh(x + p[f"convs.{i}.bias"][:, None, None])
+    return x.mean((2, 3)) @ p["head.weight"].T + p["head.bias"]
+
+
+def encoder(heads: int) -> Callable[[Params, Array], Array]:
+    jax, jnp = importlib.import_module("jax"), importlib.import_module("jax.numpy")
+
+    def norm(p: Params, x: Array) -> Array:
+        centred = x - x.mean(-1, keepdims=True)
+        scale = (centred**2).mean(-1, keepdims=True) + 1e-5
+        return centred / jnp.sqrt(scale) * p["weight"] + p["bias"]
+
+    def linear(p: Params, x: Array) -> Array:
+        return x @ p["weight"].T + p["bias"]
+
+    def attention(p: Params, x: Array) -> Array:
+        rows, length, width = x.shape
+        q, k, v = (
+            part.reshape(rows, length, heads, width // heads).swapaxes(1, 2)
+            for part in jnp.split(x @ p["in_proj_weight"].T + p["in_proj_bias"], 3, -1)
+        )
+        weights = jax.nn.softmax(q @ k.swapaxes(-1, -2) / (width // heads) ** 0.5, axis=-1)
+        return linear(below(p, "out_proj"), (weights @ v).swapaxes(1, 2).reshape(x.shape))
+
+    def below(p: Params, name: str) -> Params:
+        start = name + "."
+        return {key.removeprefix(start): p[key] for key in p if key.startswith(start)}
+
+    def run(p: Params, x: Array) -> Array:
+        for i in range(4):
+            layer = below(p, f"encoder.layers.{i}")
+            x = norm(below(layer, "norm1"), x + attention(below(layer, "self_attn"), x))
+            hidden = jax.nn.gelu(linear(below(layer, "linear1"), x), approximate=False)
+            x = norm(below(layer, "norm2"), x + linear(below(layer, "linear2"), hidden))
+        return linear(below(p, "head"), x.mean(1))
+
+    return run
+
+
+def network(problem: Problem) -> Callable[[Params, Array], Array]:
+    if isinstance(problem.model, Encoder):
+        return encoder(problem.model.encoder.layers[0].self_attn.num_heads)
+    return cnn if isinstance(problem.model, Network) else mlp
+
+
+class Translated:
+    """A problem in JAX: weights and vectors as tuples in torch's order, functions of the weights."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.jax, self.jnp = peer("jax"), peer("jax.numpy")
+        self.names = list(problem.params)
+        self.params = tuple(to_jax(p) for p in problem.params.values())
+        self.x, self.y = to_jax(problem.x), to_jax(problem.y)
+        self.vectors = [
+            tuple(to_jax(part) for part in problem.vector(i))
+            for i in range(problem.vectors.shape[1])
+        ]
+        self.network = network(problem)
+
+    def outputs(self, params: tuple[Array, ...]) -> Array:
+        return self.network(dict(zip(self.names, params, strict=True)), self.x)
+
+    def criterion(self, logits: Array) -> Array:
+        chosen = self.jax.nn.log_softmax(logits)[self.jnp.arange(len(self.y)), self.y]
+        return -chosen.mean()
+
+    def loss(self, params: tuple[Array, ...]) -> Array:
+        return self.criterion(self.outputs(params))
+
+
+def gradient(problem: Problem) -> Call:
+    t = Translated(problem)
+    grad = t.jax.jit(t.jax.grad(t.loss))
+    return lambda: t.jax.block_until_ready(grad(t.params))
+
+
+def jvp_of_grad(problem: Problem) -> Call:
+    t = Translated(problem)
+    product = t.jax.jit(lambda p, v: t.jax.jvp(t.jax.grad(t.loss), (p,), (v,))[1])
+    return lambda: t.jax.block_until_ready(product(t.params, t.vectors[0]))
+
+
+def linearized(problem: Problem) -> Call:
+    t = Translated(problem)
+    start = t.jax.jit(lambda p: t.jax.linearize(t.jax.grad(t.loss), p)[1])
+    apply = t.jax.jit(lambda product, v: product(v))
+
+    def run() -> Iterator[tuple[Array, ...]]:
+        product = start(t.params)
+        for v in t.vectors:
+            yield t.jax.block_until_ready(apply(product, v))
+
+    return run
+
+
+def vmapped(problem: Problem) -> Call:
+    t = Translated(problem)
+    stacked = tuple(to_jax(part) for part in problem.split(problem.vectors))
+
+    def one(p: Any, v: Any) -> Any:
+        return t.jax.jvp(t.jax.grad(t.loss), (p,), (v,))[1]
+
+    many = t.jax.jit(t.jax.vmap(one, in_axes=(None, -1), out_axes=-1))
+    return lambda: t.jax.block_until_ready(many(t.params, stacked))
+
+
+def gauss_newton(problem: Problem) -> Call:
+    t = Translated(problem)
+
+    def one(p: Any, v: Any) -> Any:
+        _, jv = t.jax.jvp(t.outputs, (p,), (v,))
+        logits, back = t.jax.vjp(t.outputs, p)
+        return back(t.jax.jvp(t.jax.grad(t.criterion), (logits,), (jv,))[1])[0]
+
+    product = t.jax.jit(one)
+    return lambda: t.jax.block_until_ready(product(t.params, t.vectors[0]))

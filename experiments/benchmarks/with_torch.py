@@ -1,0 +1,224 @@
+"""Curvature by torch alone: what one writes without a library. Each makes a call from a problem."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from experiments.benchmarks.problems import Problem, plain_attention
+from experiments.benchmarks.workload import Eigenvalues
+
+Call = Callable[[], Any]
+Params = dict[str, Tensor]
+
+
+def with_plain_attention(make: Callable[[Problem], Call]) -> Callable[[Problem], Call]:
+    def made(problem: Problem) -> Call:
+        call = make(problem)
+
+        def run() -> Any:
+            with plain_attention():
+                result = call()
+            return _within(result) if isinstance(result, Iterator) else result
+
+        return run
+
+    return made
+
+
+def _within(products: Iterator[Any]) -> Iterator[Any]:
+    with plain_attention():
+        yield from products
+
+
+def pure_loss(problem: Problem) -> Callable[[Params], Tensor]:
+    return lambda params: F.cross_entropy(
+        functional_call(problem.model, params, (problem.x,)), problem.y
+    )
+
+
+def detached(problem: Problem) -> Params:
+    return {name: p.detach() for name, p in problem.params.items()}
+
+
+@with_plain_attention
+def gradient(problem: Problem) -> Call:
+    leaves = list(problem.params.values())
+    return lambda: torch.autograd.grad(problem.loss(), leaves)
+
+
+@with_plain_attention
+def double_backward(problem: Problem) -> Call:
+    leaves, v = list(problem.params.values()), problem.vector()
+
+    def run() -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(problem.loss(), leaves, create_graph=True)
+        return torch.autograd.grad(grads, leaves, v)
+
+    return run
+
+
+@with_plain_attention
+def jvp_of_grad(problem: Problem) -> Call:
+    grad, params = torch.func.grad(pure_loss(problem)), detached(problem)
+    v = problem.named(problem.vectors[:, 0])
+    return lambda: torch.func.jvp(grad, (params,), (v,))[1]
+
+
+@with_plain_attention
+def autograd_functional(problem: Problem) -> Call:
+    loss, params = pure_loss(problem), detached(problem)
+
+    def of_leaves(*leaves: Tensor) -> Tensor:
+        return loss(dict(zip(params, leaves, strict=True)))
+
+    inputs, v = tuple(params.values()), problem.vector()
+    return lambda: torch.autograd.functional.hvp(of_leaves, inputs, v)[1]
+
+
+@with_plain_attention
+def rebuilt(problem: Problem) -> Call:
+    """The graph of the gradient again for each vector."""
+    leaves = list(problem.params.values())
+    vectors = [problem.vector(i) for i in range(problem.vectors.shape[1])]
+
+    def run() -> Iterator[tuple[Tensor, ...]]:
+        for v in vectors:
+            grads = torch.autograd.grad(problem.loss(), leaves, create_graph=True)
+            yield torch.autograd.grad(grads, leaves, v)
+
+    return run
+
+
+@with_plain_attention
+def graph_kept(problem: Problem) -> Call:
+    """The graph of the gradient once, and one backward pass through it for each vector."""
+    leaves = list(problem.params.values())
+    vectors = [problem.vector(i) for i in range(problem.vectors.shape[1])]
+
+    def run() -> Iterator[tuple[Tensor, ...]]:
+        grads = torch.autograd.grad(problem.loss(), leaves, create_graph=True)
+        for v in vectors:
+            yield torch.autograd.grad(grads, leaves, v, retain_graph=True)
+
+    return run
+
+
+@with_plain_attention
+def linearized(problem: Problem) -> Call:
+    """The derivative of the gradient traced once, and run for each vector."""
+    grad, params = torch.func.grad(pure_loss(problem)), detached(problem)
+    vectors = [problem.named(v) for v in problem.vectors.unbind(1)]
+
+    def run() -> Iterator[Params]:
+        _, product = torch.func.linearize(grad, params)
+        for v in vectors:
+            yield product(v)
+
+    return run
+
+
+@with_plain_attention
+def vmapped(problem: Problem) -> Call:
+    grad, params = torch.func.grad(pure_loss(problem)), detached(problem)
+    block = problem.named(problem.vectors)
+    many = torch.func.vmap(
+        lambda v: torch.func.jvp(grad, (params,), (v,))[1], in_dims=-1, out_dims=-1
+    )
+    return lambda: many(block)
+
+
+def quarters(problem: Problem) -> int:
+    """The rows of a micro-batch: a quarter of the batch."""
+    return len(problem.x) // 4
+
+
+@with_plain_attention
+def micro_batches(problem: Problem) -> Call:
+    leaves, v, rows = list(problem.params.values()), problem.vector(), quarters(problem)
+
+    def run() -> tuple[Tensor, ...]:
+        total = [torch.zeros_like(leaf) for leaf in leaves]
+        for x, y in zip(problem.x.split(rows), problem.y.split(rows), strict=True):
+            loss = F.cross_entropy(problem.model(x), y) * (len(x) / len(problem.x))
+            grads = torch.autograd.grad(loss, leaves, create_graph=True)
+            for part, more in zip(total, torch.autograd.grad(grads, leaves, v), strict=True):
+                part.add_(more)
+        return tuple(total)
+
+    return run
+
+
+@with_plain_attention
+def gauss_newton(problem: Problem) -> Call:
+    """Forward mode through the network, the Hessian of the loss, and back."""
+    params, v = detached(problem), problem.named(problem.vectors[:, 0])
+
+    def outputs(params: Params) -> Tensor:
+        return functional_call(problem.model, params, (problem.x,))
+
+    def run() -> Params:
+        jv = torch.func.jvp(outputs, (params,), (v,))[1]
+        logits, back, *_ = torch.func.vjp(outputs, params)
+        by_logits = torch.func.grad(lambda f: F.cross_entropy(f, problem.y))
+        (product,) = back(torch.func.jvp(by_logits, (logits,), (jv,))[1])
+        return product
+
+    return run
+
+
+@with_plain_attention
+def empirical_fisher(problem: Problem) -> Call:
+    """Forward mode through the losses of the samples, weighted by it back."""
+    params, v = detached(problem), problem.named(problem.vectors[:, 0])
+
+    def losses(params: Params) -> Tensor:
+        outputs = functional_call(problem.model, params, (problem.x,))
+        return F.cross_entropy(outputs, problem.y, reduction="none")
+
+    def run() -> Params:
+        by_v = torch.func.jvp(losses, (params,), (v,))[1]
+        _, back, *_ = torch.func.vjp(losses, params)
+        (product,) = back(by_v / len(by_v))
+        return product
+
+    return run
+
+
+@with_plain_attention
+def arpack(problem: Problem) -> Call:
+    """SciPy's eigsh on products through a graph that is kept."""
+    leaves = list(problem.params.values())
+    size = len(problem.vectors)
+
+    def run() -> Eigenvalues:
+        grads = torch.autograd.grad(problem.loss(), leaves, create_graph=True)
+
+        def product(v: Tensor) -> Tensor:
+            parts = torch.autograd.grad(grads, leaves, problem.split(v), retain_graph=True)
+            return torch.cat([part.reshape(-1) for part in parts])
+
+        return top_five(product, size)
+
+    return run
+
+
+def top_five(product: Callable[[Tensor], Tensor], size: int) -> Eigenvalues:
+    """The five largest eigenvalues by SciPy, to a relative 1e-4, counting products."""
+    import numpy as np
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    count = 0
+
+    def matvec(v: Any) -> Any:
+        nonlocal count
+        count += 1
+        return product(torch.from_numpy(np.ascontiguousarray(v.reshape(-1)))).numpy()
+
+    operator = LinearOperator((size, size), matvec=matvec, dtype=np.dtype("float32"))
+    start = np.random.default_rng(0).standard_normal(size).astype("float32")
+    values = eigsh(operator, k=5, which="LA", tol=1e-4, v0=start, return_eigenvectors=False)
+    return Eigenvalues(torch.from_numpy(values).sort(descending=True).values, count)
