@@ -78,7 +78,7 @@ def top_five(problem: Problem) -> Call:
     make = operator(problem)
 
     def run() -> Eigenvalues:
-        found = make().eigsh(k=5)
+        found = make().eigsh(k=5, which="LA")
         values, _ = found
         count = next(
             (getattr(found, name) for name in ("products", "matvecs") if hasattr(found, name)), None

@@ -10,6 +10,7 @@ from hoglib import _arguments as arguments
 from hoglib._recording import recordable
 from hoglib.curvature import solve as solving
 from hoglib.curvature import spectrum, trace
+from hoglib.curvature._blocks import Blocks, groups_of
 from hoglib.curvature._progress import Bar
 from hoglib.curvature._space import Space
 
@@ -101,6 +102,15 @@ class LinearOperator(ABC):
     def damped(self, damping: float) -> "LinearOperator":
         """A + damping I."""
         return Sum([(1.0, self)], _factor(damping))
+
+    def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
+        """The blocks on the diagonal alone, one product of A for each; `blocks` as in `hessian`."""
+        groups = groups_of(blocks, self.params)
+        owners = torch.cat([
+            torch.full((leaf.numel(),), next(g for g, group in enumerate(groups) if i in group))
+            for i, leaf in enumerate(self._space.leaves())
+        ]).to(self.device)  # fmt: skip
+        return Blocked(self, [(owners == g).to(self.dtype) for g in range(len(groups))])
 
     def to_dense(self) -> Tensor:
         """The matrix [P, P], one product a column."""
@@ -202,7 +212,7 @@ class Sum(LinearOperator):
         return total
 
 
-class Blocks(LinearOperator):
+class Blocked(LinearOperator):
     """The blocks on the diagonal of an operator, one product of it for each block."""
 
     def __init__(self, operator: LinearOperator, masks: list[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Whole matrices, or their blocks, for networks small enough to hold them."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,12 +11,12 @@ from hoglib import _functorch, _tree
 from hoglib._explaining import explaining
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
+from hoglib.curvature._blocks import Blocks, groups_of
 from hoglib.curvature._matrices import GaussNewton
 from hoglib.curvature._routes import Call, OfLeaves, Vector, gradient_graph
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
-Blocks = str | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
 
 def hessian(
@@ -48,7 +48,7 @@ def hessian(
     """
     arguments.function("func", func)
     leaves, structure = _real_leaves(params)
-    groups = _groups(blocks, params)
+    groups = groups_of(blocks, params)
     call = Call("hessian", create_graph)
     with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, inputs = recordable((leaves, args))
@@ -77,7 +77,7 @@ def ggn(
     matrix = GaussNewton("auto")
     matrix.check(loss)
     leaves, structure = _real_leaves(params)
-    groups = _groups(blocks, params)
+    groups = groups_of(blocks, params)
     with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, args = recordable((leaves, (batch,)))
         params_of = lambda values: _tree.unflatten(values, structure)  # noqa: E731
@@ -139,33 +139,6 @@ def _rows(gradient: Tensor | None, among: Vector, call: Call) -> Iterable[Vector
             torch.zeros_like(leaf) if part is None else part
             for leaf, part in zip(among, row, strict=True)
         ]
-
-
-def _groups(blocks: Blocks, params: Tree) -> list[list[int]]:
-    """Which leaves stand in one block, for each block."""
-    names = _tree.paths(params)
-    if blocks is None:
-        return [list(range(len(names)))]
-    if not (isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values())):
-        raise arguments.WrongType(
-            "params: expected a dict of tensors by qualified name where blocks are asked for, got "
-            f"{type(params).__name__}; make one with `hoglib.trainable_params(model)`."
-        )
-    if isinstance(blocks, str):
-        by_name = {"parameter": lambda name: name, "module": lambda name: name.rpartition(".")[0]}
-        blocks = by_name[arguments.one_of("blocks", blocks, by_name)]
-    if callable(blocks):
-        groups: dict[Hashable, list[int]] = {}
-        for i, name in enumerate(names):
-            groups.setdefault(blocks(name), []).append(i)
-        return list(groups.values())
-    listed = [list(group) for group in blocks]
-    if sorted(name for group in listed for name in group) != sorted(names):
-        raise arguments.WrongValue(
-            f"blocks: expected every name of params in exactly one block, got {listed}; the names "
-            f"are {', '.join(names)}."
-        )
-    return [[names.index(name) for name in group] for group in listed]
 
 
 def _nested(

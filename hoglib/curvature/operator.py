@@ -1,278 +1,20 @@
 """The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._graph import held_bytes
-from hoglib._recording import recordable, recording
-from hoglib._substitution import Standing, lingering, standing_again
-from hoglib.curvature._data import Batches, Size
-from hoglib.curvature._determinism import Determinism, close
-from hoglib.curvature._linear import LinearOperator
-from hoglib.curvature._matrices import Fisher, GaussNewton, Hessian, Matrix
-from hoglib.curvature._routes import Call, Linearised, Vector, filled, own_leaves
-from hoglib.curvature._space import Space
-from hoglib.stand_ins import stand_ins_if
+from hoglib.curvature._data import Size
+from hoglib.curvature._matrices import Fisher, GaussNewton, Hessian
+from hoglib.curvature._over_data import LIMIT, OverData
+from hoglib.curvature._routes import Call, Linearised, Vector
 
 Tree = Any
-LIMIT = 2 * 2**30
 
 
-class _Bound(NamedTuple):
-    """How much of their size v.Aw and w.Av may differ by, for random vectors and for any."""
-
-    random: float  # over sqrt(P), by which products with random vectors are smaller than their size
-    rounding: float
-
-
-ASYMMETRY = {torch.float64: _Bound(1e-6, 1e-10), torch.float32: _Bound(1e-2, 1e-5)}
-
-
-class _Kept(NamedTuple):
-    """A matrix at one point whose graph stays."""
-
-    point: Linearised
-    standing: Standing  # what the model held then, for what backward runs again
-
-
-class _OverData(LinearOperator):
-    """A curvature matrix of a loss, averaged or summed over batches."""
-
-    def __init__(
-        self,
-        matrix: Matrix,
-        loss: Any,
-        params: Tree,
-        data: Any,
-        reduction: str,
-        batch_size: Size | None,
-        micro_batch: int | None,
-        memory_limit: float,
-        check_deterministic: bool,
-        stand_ins: bool,
-        progress: bool,
-    ) -> None:
-        super().__init__(Space(params), progress)
-        self._matrix, self._loss = matrix, matrix.check(loss)
-        self._batches = Batches(data, self.device, batch_size, micro_batch)
-        self._mean = arguments.one_of("reduction", reduction, ["mean", "sum"]) == "mean"
-        self._limit = arguments.number("memory_limit", memory_limit, minimum=0)
-        self._stand_ins = arguments.flag("stand_ins", stand_ins)
-        self._check = arguments.flag("check_deterministic", check_deterministic)
-        self._seen = Determinism(loss, self._check)
-        self._kept: _Kept | None = None
-        self._origin: list[Any] = []
-        self._unused: set[int] | None = None
-        self._split_is_right = False
-        self._first_pairs: list[tuple[Tensor, Tensor]] = []  # a vector and its product
-        self._symmetry_seen = False
-        self._part = 1.0  # of a pass, that the batch under way is
-
-    def gradient(self) -> tuple[Tensor, Tree]:
-        """The loss over the data and its gradient, in the structure of params."""
-        row = torch.zeros(1, self._space.size, dtype=self.dtype, device=self.device)
-        values: list[Tensor] = []
-        self._notice_changes()
-
-        def add(batch: Any, index: int, share: float) -> Tensor:
-            leaves, batch = recordable((self._space.leaves(), batch))
-            own = own_leaves(leaves, False)
-            value = self._value(own, batch)
-            parts = torch.autograd.grad(value, own, allow_unused=True)
-            self._space.add(row[0], filled(list(parts), own), share)
-            values.append(value.detach() * share)
-            self._bar.advance(self._part)
-            return value
-
-        with self._bar.over("gradient", 1):
-            weights = self._over_data(add)
-        return torch.stack(values).sum() / weights, self._space.tree(row[0] / weights)
-
-    def _products(self, rows: Tensor) -> Tensor:
-        if _functorch.transforms_active():
-            raise arguments.NotSupported(
-                f"{self}: expected to be applied outside of torch.func transforms, got a call inside; "
-                "use the function hvp, ggn_vp or fisher_vp there."
-            )
-        total = torch.zeros_like(rows)
-        vectors = [self._space.split(row) for row in rows]
-        self._notice_changes()
-        with self._bar.over("@", len(rows)):
-            if self._kept is not None:
-                with self._context(), standing_again(self._kept.standing):
-                    self._part = 1.0
-                    self._apply(self._kept.point, vectors, total, 1.0, keep=True)
-            else:
-                total /= self._over_data(partial(self._add_batch, vectors, total))
-        where = self._space.first_not_finite(total)
-        if where and bool(rows.isfinite().all()):
-            raise arguments.NotFinite(
-                f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
-                "where the loss is finite; look for a square root, norm or logarithm at zero."
-            )
-        self._look_at_symmetry(rows, total)
-        return total
-
-    def _look_at_symmetry(self, rows: Tensor, products: Tensor) -> None:
-        """v . A w = w . A v, for the first two vectors that come."""
-        bound = ASYMMETRY.get(self.dtype)
-        if self._symmetry_seen or bound is None or not self._check:
-            return
-        self._first_pairs += [
-            (v.to(torch.float64, copy=True), Av.to(torch.float64, copy=True))
-            for v, Av in list(zip(rows, products, strict=True))[:2]
-        ]
-        if len(self._first_pairs) < 2:
-            return
-        (v, Av), (w, Aw), *_ = self._first_pairs
-        self._first_pairs, self._symmetry_seen = [], True
-        size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
-        gap = abs(float(v @ Aw - w @ Av))
-        if gap > size * max(bound.random / self._space.size**0.5, bound.rounding):
-            warnings.warn(
-                f"{type(self).__name__}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
-                f"{gap / size:.1g} of their size. Some backward in the loss is not the derivative that "
-                "it should be, or cannot be differentiated: `hoglib.verify` of its custom Functions "
-                "tells, and mode='finite-differences' gives the product to compare with.",
-                stacklevel=3,
-            )
-
-    def _add_batch(
-        self, vectors: list[Vector], total: Tensor, batch: Any, index: int, share: float
-    ) -> Tensor:
-        """total += share times the products of the vectors at one batch; the loss there."""
-        one = self._batches.whole
-        with lingering() as places:
-            leaves, batch = recordable((self._space.leaves(), batch))
-            call = Call(type(self).__name__)
-            point = self._at(leaves, batch, index, call, one or len(vectors) > 1)
-            keep = one and bool(point.graph) and held_bytes(list(point.graph)) <= self._limit
-            value = self._apply(point, vectors, total, share, keep)
-            standing = places.standing()
-        if point.unused is not None:
-            now = set(point.unused)
-            self._unused = now if self._unused is None else self._unused & now
-        if keep:
-            self._kept = _Kept(point, standing)
-            if self._check:  # there will be no other pass, and the graph holds what it drew
-                self._seen.saw(batch, share, value)
-                self._seen.finish(value.dtype)
-                with torch.no_grad():
-                    value = self._value(leaves, batch)
-        return value
-
-    def _apply(
-        self, point: Linearised, vectors: list[Vector], total: Tensor, share: float, keep: bool
-    ) -> Tensor:
-        value = torch.zeros(())
-        for j, (row, vector) in enumerate(zip(total, vectors, strict=True)):
-            value, product = point.apply(vector, keep or j + 1 < len(vectors))
-            self._space.add(row, product, share)
-            self._bar.advance(self._part)
-        return value
-
-    def _at(self, leaves: Vector, batch: Any, index: int, call: Call, several: bool) -> Linearised:
-        return self._matrix.at(self._loss, self._params_of, (batch,), leaves, call, several)
-
-    def _params_of(self, leaves: Vector) -> Tree:
-        return _tree.unflatten(leaves, _tree.flatten(self._space.params)[1])
-
-    def _value(self, leaves: Vector, batch: Any) -> Tensor:
-        value = self._loss(self._params_of(leaves), batch)
-        return arguments.scalar("loss(params, batch)", value)
-
-    def _over_data(self, add: Callable[[Any, int, float], Tensor]) -> float:
-        """`add(batch, index, share)`, which gives the loss, for each batch; what the sum is to be
-        divided by."""
-        self._seen.start()
-        index, weights = 0, 0.0
-        for batch, weight in self._batches:
-            pieces = self._batches.pieces(batch)
-            if len(pieces) > 1 and not self._split_is_right:
-                self._check_split(batch, pieces)
-            self._part = 1 / (max(len(self._batches), 1) * len(pieces))
-            for piece in pieces:
-                part = self._batches.weight(piece) if len(pieces) > 1 else weight
-                share = part if self._mean and not self._batches.whole else 1.0
-                with self._context():
-                    value = add(piece, index, share)
-                self._seen.saw(piece, share, value)
-                weights += share
-                index += 1
-        if not index:
-            raise arguments.WrongValue(
-                "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
-                "fewer examples than a batch gives none."
-            )
-        self._seen.finish(value.dtype)
-        self._warn_of_unused()
-        return weights if self._mean else 1.0
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        with recording(), stand_ins_if(self._stand_ins):
-            yield
-
-    def _check_split(self, batch: Any, pieces: list[Any]) -> None:
-        """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
-        with self._context(), torch.no_grad():
-            leaves = self._space.leaves()
-            whole = self._value(leaves, batch)
-            weights = [self._batches.weight(piece) if self._mean else 1.0 for piece in pieces]
-            parts = sum(
-                w * float(self._value(leaves, piece))
-                for w, piece in zip(weights, pieces, strict=True)
-            )
-        parts = parts / sum(weights) if self._mean else parts
-        if not close(float(whole), parts, whole.dtype):
-            raise arguments.WrongValue(
-                f"micro_batch: expected a loss that is the {'mean' if self._mean else 'sum'} over "
-                f"examples, got {float(whole):.8g} for a batch and {parts:.8g} from its pieces. "
-                "BatchNorm in train mode mixes examples (model.eval()), a criterion may weigh them "
-                "(say what a batch weighs by batch_size=), or its reduction is not the operator's."
-            )
-        self._split_is_right = True
-
-    def _warn_of_unused(self) -> None:
-        if self._unused:
-            names = _tree.paths(self._space.params)
-            warnings.warn(
-                f"{type(self).__name__}: the loss does not depend on "
-                f"{', '.join(names[i] for i in sorted(self._unused))}; these rows and columns are "
-                "zero, and the matrix is singular. Leave them out of params.",
-                stacklevel=2,
-            )
-            self._unused = set()
-
-    def _notice_changes(self) -> None:
-        """What was found out at other parameters, or in another mode of the model, is forgotten."""
-        origin = self._made_from()
-        if origin != self._origin:
-            self._origin, self._kept, self._split_is_right = origin, None, False
-            self._first_pairs, self._symmetry_seen = [], False
-            self._seen.forget()
-
-    def _made_from(self) -> list[Any]:
-        """The tensors and switches that a product depends on, by their versions."""
-        model = getattr(self._loss, "model", None)
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
-        tensors = [*self._space.leaves(), *(self._batches.tensors() if self._batches.whole else [])]
-        for module in modules:
-            tensors += [t for t in module._parameters.values() if t is not None]
-            tensors += [t for t in module._buffers.values() if t is not None]
-        versions = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
-        return [*versions, *(module.training for module in modules)]
-
-
-class HessianOperator(_OverData):
+class HessianOperator(OverData):
     r"""The Hessian of a loss over data.
 
         H = sum_b n_b d^2 loss(params, batch_b) / d params^2 / sum_b n_b        reduction="mean"
@@ -320,7 +62,7 @@ class HessianOperator(_OverData):
         )  # fmt: skip
 
 
-class GGNOperator(_OverData):
+class GGNOperator(OverData):
     r"""The generalised Gauss-Newton matrix of a loss over data.
 
         G = sum_b n_b J_b^T H_b J_b / sum_b n_b        or the sum without n_b, as reduction says
@@ -349,7 +91,7 @@ class GGNOperator(_OverData):
         )  # fmt: skip
 
 
-class FisherOperator(_OverData):
+class FisherOperator(OverData):
     r"""The Fisher information matrix of a model over data.
 
         F = sum_b n_b F_b / sum_b n_b        or the sum without n_b, as reduction says

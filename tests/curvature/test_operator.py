@@ -657,10 +657,18 @@ def test_properties():
         assert_close(split @ v, operator @ v)
 
 
-def test_blocks_are_those_of_the_dense_matrix():
+def test_blocks_on_the_diagonal():
     loss, params, batch = problem("LayerNorm")
-    H = hog.hessian(loss, params, batch)
-    assert_close(hog.HessianOperator(loss, params, batch).to_dense(), nested_to_matrix(H, params))
+    for make, dense in ((hog.HessianOperator, hog.hessian), (hog.GGNOperator, hog.ggn)):
+        operator = make(loss, params, batch)
+        assert_close(operator.to_dense(), nested_to_matrix(dense(loss, params, batch), params))
+        H = dense(loss, params, batch, blocks="module")
+        zero = {a: {b: torch.zeros(*p.shape, *q.shape, dtype=F64) for b, q in params.items()} for a, p in params.items()}  # fmt: skip
+        whole = nested_to_matrix({a: {**zero[a], **H[a]} for a in params}, params)
+        blocks = operator.block_diagonal("module")
+        assert_close(blocks.to_dense(), whole)
+        assert_close(blocks.damped(0.1).to_dense() - 0.1 * torch.eye(len(whole), dtype=F64), whole)
+        assert_close(operator.block_diagonal([list(params)]).to_dense(), operator.to_dense())
 
 
 @pytest.mark.gpu

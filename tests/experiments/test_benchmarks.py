@@ -104,7 +104,7 @@ def test_smoke(name, network):
         assert row["status"] in ("ok", "wrong", "raises", "missing")
         if not row["ours"] and row["status"] != "missing" and "by hand" in method:
             assert row["status"] == "ok", (method, row["message"])
-        assert not (row["ours"] and row["status"] == "wrong"), (method, row["message"])
+        assert not row["ours"] or row["status"] == "ok", (method, row["message"])
         if row["status"] == "ok" and workload.memory and not method.startswith("JAX"):
             assert row["peak_bytes"] > 0
 
