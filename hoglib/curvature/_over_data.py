@@ -102,7 +102,7 @@ class OverData(LinearOperator):
                 f"{self}: expected to be applied outside of torch.func transforms, got a call inside; "
                 "use the function hvp, ggn_vp or fisher_vp there."
             )
-        total = torch.zeros_like(rows)
+        total = torch.zeros(rows.shape, dtype=self.dtype, device=self.device)
         vectors = [self._space.split(row) for row in rows]
         self._notice_changes()
         with self._bar.over("@", len(rows)):
@@ -126,16 +126,16 @@ class OverData(LinearOperator):
         bound = ASYMMETRY.get(self.dtype)
         if self._symmetry_seen or bound is None or not self._check:
             return
-        self._first_pairs += [
-            (v.to(torch.float64, copy=True), Av.to(torch.float64, copy=True))
-            for v, Av in list(zip(rows, products, strict=True))[:2]
-        ]
-        if len(self._first_pairs) < 2:
+        pairs = list(zip(rows, products, strict=True))[:2]
+        if len(pairs) + len(self._first_pairs) < 2:
+            self._first_pairs = [(v.clone(), Av.clone()) for v, Av in pairs]
             return
-        (v, Av), (w, Aw), *_ = self._first_pairs
+        first, second = (self._first_pairs + pairs)[:2]
+        (v, Av), (w, Aw) = first, second
         self._first_pairs, self._symmetry_seen = [], True
         size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
-        gap = abs(float(v @ Aw - w @ Av))
+        one, other = ((a * b).sum(dtype=torch.float64) for a, b in ((v, Aw), (w, Av)))
+        gap = abs(float(one - other))
         if gap > size * max(bound.random / self._space.size**0.5, bound.rounding):
             warnings.warn(
                 f"{type(self).__name__}: expected a symmetric matrix, got v.Aw and w.Av that differ by "

@@ -50,7 +50,8 @@ def columns(
         point.apply([leaf[..., j] for leaf in vectors], keep or j + 1 < count) for j in range(count)
     ]
     products = zip(*(product for _, product in applied), strict=True)
-    return applied[0][0], [torch.stack(parts, -1) for parts in products]
+    # stacked in front, where it is a plain copy
+    return applied[0][0], [torch.stack(parts).movedim(0, -1) for parts in products]
 
 
 def own_leaves(leaves: Vector, create_graph: bool) -> Vector:
