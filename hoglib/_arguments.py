@@ -1,6 +1,7 @@
 """Argument checks. Every message says what was expected, what came, and what to do next."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from math import isfinite
 from numbers import Integral, Number, Real
 from typing import Any
@@ -192,6 +193,15 @@ def flag(what: str, value: Any) -> bool:
     return value
 
 
+def generator(value: Any) -> torch.Generator | None:
+    if value is not None and not isinstance(value, torch.Generator):
+        raise WrongType(
+            f"generator: expected a torch.Generator or None, got {describe(value)}; make one with "
+            "`torch.Generator().manual_seed(0)`."
+        )
+    return value
+
+
 def function(what: str, value: Any) -> Any:
     if not callable(value):
         raise WrongType(
@@ -244,8 +254,10 @@ def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
 
 def _like(what: str, tree: Any, params: Any, *, may_be_block: bool) -> list[Tensor]:
     if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
-        same_order: Any = type(params)  # the order of names is no matter
-        tree = same_order((name, tree[name]) for name in params)
+        same: Any = copy(params)  # the order of names is no matter, nor the kind of mapping
+        for name in params:
+            same[name] = tree[name]
+        tree = same
     leaves, structure = _tree.flatten(tree)
     expected, expected_structure = _tree.flatten(params)
     names = _tree.paths(params)

@@ -109,8 +109,8 @@ def explaining_devices(batch: Any, home: Any) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, arguments.Explained) or not _about_devices(str(error)):
             raise
-        devices = {tensor.device for _, tensor in _tensors("", home)}
-        away = [(name, t) for name, t in _tensors("batch", batch) if t.device not in devices]
+        devices = {tensor.device for _, tensor in tensors_in("", home)}
+        away = [(name, t) for name, t in tensors_in("batch", batch) if t.device not in devices]
         if not devices or not away:
             raise
         name, tensor = away[0]
@@ -128,7 +128,7 @@ def _about_devices(text: str) -> bool:
     )  # "Input type (torch.cuda.FloatTensor)"
 
 
-def _tensors(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
     """The tensors in containers and in the attributes of objects, with their names."""
     if isinstance(value, Tensor):
         yield name, value
@@ -143,4 +143,4 @@ def _tensors(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Tenso
     elif hasattr(value, "__dict__"):
         parts = [(f"{name}.{key}", part) for key, part in vars(value).items()]
     for where, part in parts:
-        yield from _tensors(where, part, depth - 1)
+        yield from tensors_in(where, part, depth - 1)

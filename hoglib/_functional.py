@@ -71,13 +71,23 @@ class FunctionalLoss:
         self._dtype: torch.dtype | None = None
         self._names: set[str] = set()
 
-    def __call__(self, params: Params, batch: Any) -> Tensor:
-        return self.criterion(self.outputs(params, batch), batch)
+    def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
+        if more:
+            raise arguments.WrongType(
+                f"loss(params, batch): expected one batch, got {1 + len(more)} arguments in its place; "
+                "pass them as a tuple, (x, y)."
+            )
+        with self._with(params):  # a criterion may use the model's parameters too
+            return self.criterion(self._run(params, batch), batch)
 
     def outputs(self, params: Params, batch: Any) -> Any:
         """The model's outputs on a batch, as they are: a tensor, tuple, dict or anything else."""
+        with self._with(params):
+            return self._run(params, batch)
+
+    def _run(self, params: Params, batch: Any) -> Any:
         home = params or list(self.model.parameters())
-        with self._with(params), explaining_devices(batch, home):
+        with explaining_devices(batch, home):
             if self._forward is not None:
                 return self._forward(self.model, batch)
             args = inputs_of(batch)

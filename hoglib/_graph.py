@@ -91,6 +91,12 @@ def nodes(outputs: Iterable[Any]) -> Iterator[Any]:
             pending.extend(parent for parent, _ in node.next_functions)
 
 
+def reached_directly(value: Tensor, tensors: list[Tensor]) -> list[int]:
+    """Which of these leaf tensors, and not copies of them, a value was computed from."""
+    found = {id(node.variable) for node in nodes([value]) if hasattr(node, "variable")}
+    return [i for i, tensor in enumerate(tensors) if id(tensor) in found]
+
+
 def held_bytes(values: list[Tensor]) -> int:
     """About what the graphs of these tensors hold: what came out of each operation in them."""
     return sum(_functorch.output_bytes(node) for node in nodes(values))

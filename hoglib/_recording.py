@@ -1,6 +1,6 @@
 """Recording gradients wherever the caller stands: under no_grad, and in inference mode."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -27,3 +27,14 @@ def recordable(tree: T) -> T:
 
     result: T = _tree.map_tensors(copy, tree)
     return result
+
+
+def plainly(function: Callable[[], Tensor]) -> Tensor:
+    """A value without its graph; of a function that differentiates inside, with gradients on."""
+    with torch.no_grad():
+        try:
+            return function()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+    return function().detach()

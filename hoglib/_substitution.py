@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hoglib import _arguments as arguments
-from hoglib._functorch import transforms_active
+from hoglib._functorch import forward_mode_active, transforms_active
 
 WITHOUT_STATISTICS = {
     "track_running_stats": False, "running_mean": None, "running_var": None,
@@ -158,9 +158,11 @@ def _substitute(
         path, _, own_name = name.rpartition(".")
         substitutes[id(getattr(model.get_submodule(path), own_name))] = value
     for prefix, module in model.named_modules():  # each module once, under its first name
-        if isinstance(module, torch.jit.ScriptModule) and transforms_active():
+        if isinstance(module, torch.jit.ScriptModule) and (
+            transforms_active() or forward_mode_active()
+        ):
             raise arguments.NotSupported(
-                f"{type(model).__name__}: expected modules of Python inside of torch.func, "
+                f"{type(model).__name__}: expected modules of Python in forward mode, "
                 f"got {prefix or 'itself'}, which is scripted: torch gives zero for its second "
                 "derivatives, without an error. Use the module that was scripted, or "
                 "mode='reverse-over-reverse'."

@@ -25,6 +25,11 @@ def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
     if isinstance(blocks, str):
         by_name = {"parameter": lambda name: name, "module": lambda name: name.rpartition(".")[0]}
         blocks = by_name[arguments.one_of("blocks", blocks, by_name)]
+    if not callable(blocks) and not isinstance(blocks, Iterable):
+        raise arguments.WrongType(
+            "blocks: expected 'parameter', 'module', a function of a name or lists of names, got "
+            f"{arguments.describe(blocks)}."
+        )
     if callable(blocks):
         groups: dict[Hashable, list[int]] = {}
         for i, name in enumerate(names):

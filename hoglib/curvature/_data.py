@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._batches import tensors_in
 
 Size = Callable[[Any], float]
 
@@ -43,11 +44,19 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Any, float]]:
         for batch in self._data:
             moved = _to(batch, self._device)
-            yield moved, self.weight(moved)
+            yield moved, self._weight(moved)
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the one batch that there is."""
-        return [x for x in _tree.leaves(list(self._data)) if isinstance(x, Tensor)]
+    def at_hand(self) -> list[Any]:
+        """The one batch that there is."""
+        return list(self._data)
+
+    def _weight(self, batch: Any) -> float:
+        try:
+            return self.weight(batch)
+        except arguments.WrongType:
+            if self.whole:  # it is all that there is, whatever it weighs
+                return 1.0
+            raise
 
     def weight(self, batch: Any) -> float:
         weight = float(self._batch_size(batch))
@@ -98,12 +107,14 @@ def leading(batch: Any) -> float:
 
 
 def fingerprint(batch: Any) -> tuple[float, ...]:
-    """A few numbers that change with the values in a batch, but not with the order of its examples."""
-    return tuple(
-        float(x.detach().to(torch.float64).sum())
-        for x in _tree.leaves(batch)
-        if isinstance(x, Tensor) and not x.is_complex()
-    )
+    """For each tensor in a batch its sum, and a sum that changes with the order of the examples too."""
+    numbers = []
+    for _, x in tensors_in("", batch):
+        if x.layout is torch.strided and x.numel() and x.device.type != "meta":
+            x = torch.view_as_real(x) if x.is_complex() else x
+            rows = x.detach().reshape(len(x) if x.dim() else 1, -1).sum(1, dtype=torch.float64)
+            numbers += [rows.sum(), rows @ torch.arange(1.0, len(rows) + 1).to(rows)]
+    return tuple(torch.stack(numbers).tolist()) if numbers else ()
 
 
 def _is_batch(data: Any) -> bool:

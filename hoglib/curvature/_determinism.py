@@ -4,6 +4,7 @@ Every product gives the loss of each batch for nothing. The first pass remembers
 compare: an operator whose matrix changes under way has no eigenvalues, and no solver converges on it.
 """
 
+from collections.abc import Sequence
 from math import fsum, isfinite
 from typing import Any
 
@@ -21,9 +22,9 @@ RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.Fr
 class Determinism:
     """Compares the losses and the batches of each pass with those of the first."""
 
-    def __init__(self, loss: Any, enabled: bool) -> None:
+    def __init__(self, loss: Any, enabled: bool, fixed_batches: bool = False) -> None:
         self._model = getattr(loss, "model", None)
-        self._enabled = enabled
+        self._enabled, self._fixed_batches = enabled, fixed_batches
         self._first: list[tuple[float, float, tuple[float, ...]]] = []
         self._now: list[tuple[float, float, tuple[float, ...]]] = []
 
@@ -55,7 +56,7 @@ class Determinism:
         if not self._first:
             self._first = now
             return
-        if not close(_total(self._first), _total(now), dtype):
+        if not close(_total(self._first), _total(now), dtype, [value for _, value, _ in now]):
             raise arguments.NotDeterministic(
                 f"data: expected the same loss at every pass, got {_total(self._first):.8g} and then "
                 f"{_total(now):.8g}: {self._blame_of_data(now)}"
@@ -67,6 +68,12 @@ class Determinism:
         if k >= len(self._first):
             return
         (_, was, before), (_, now, after) = self._first[k], self._now[k]
+        if before != after and self._fixed_batches:
+            raise arguments.NotDeterministic(
+                f"data: expected the same batches at every pass, got another one for batch {k}: what "
+                "is drawn for a sampled Fisher matrix belongs to a batch. Use a loader with "
+                "shuffle=False, or kind='exact'."
+            )
         if before == after and not close(was, now, dtype):
             raise arguments.NotDeterministic(
                 f"loss: expected the same value for the same batch, got {was:.8g} and then {now:.8g} "
@@ -92,9 +99,12 @@ class Determinism:
 
     def _blame_of_data(self, now: list[tuple[float, float, tuple[float, ...]]]) -> str:
         before, after = ([entry[2] for entry in entries] for entries in (self._first, now))
+        lengths = {len(numbers) for numbers in (*before, *after)}
+        sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # whatever the order
+        totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
+        sizes = [[x[i] for x in before] for i in sums]
         if len(before) == len(after) and all(
-            close(fsum(a), fsum(b), torch.float32)
-            for a, b in zip(zip(*before, strict=False), zip(*after, strict=False), strict=False)
+            close(*total, torch.float32, size) for total, size in zip(totals, sizes, strict=True)
         ):
             norms = self._modules((nn.modules.batchnorm._BatchNorm,))
             return (
@@ -124,10 +134,9 @@ def _total(entries: list[tuple[float, float, tuple[float, ...]]]) -> float:
     return fsum(weight * value for weight, value, _ in entries) / weights
 
 
-def close(a: float, b: float, dtype: torch.dtype) -> bool:
-    """Whether two losses of that dtype are the same to rounding."""
-    tolerance = TOLERANCES[dtype]
-    return abs(a - b) <= tolerance.atol + tolerance.rtol * max(abs(a), abs(b))
+def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:
+    """Whether two losses of that dtype, made of terms of that size, are the same to rounding."""
+    return abs(a - b) <= TOLERANCES[dtype].rtol * max(abs(a), abs(b), *map(abs, terms))
 
 
 def _not_finite(batch: Any) -> bool:

@@ -41,9 +41,11 @@ def along(
         return [torch.zeros_like(x) for x in function(leaves)]
     unit = max(1.0, float(_tree.norm(leaves)) / max(1, _tree.size(leaves)) ** 0.5) / length
 
+    again = replaying(leaves)
+
     def central(step: float) -> list[Tensor]:
         above, below = (
-            function([p + sign * step * v for p, v in zip(leaves, vector, strict=True)])
+            again(function, [p + sign * step * v for p, v in zip(leaves, vector, strict=True)])
             for sign in (1, -1)
         )
         return [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
@@ -58,6 +60,17 @@ def along(
     if not known:
         return better[-1]
     return better[gaps.index(min(known)) + 1]
+
+
+def replaying(leaves: list[Tensor]) -> Callable[..., list[Tensor]]:
+    """Calls functions with the random numbers of now, and leaves the generators as they are."""
+    devices = sorted({leaf.device for leaf in leaves if leaf.is_cuda}, key=str)
+
+    def call(function: Callable[[list[Tensor]], list[Tensor]], at: list[Tensor]) -> list[Tensor]:
+        with torch.random.fork_rng(devices):
+            return function(at)
+
+    return call
 
 
 def _distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:

@@ -5,6 +5,7 @@ Hessian of the criterion, or the Fisher matrix of the distribution that the outp
 """
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._explaining import explaining
 from hoglib._graph import check_functions, telling_of_cuts
+from hoglib._recording import plainly
 from hoglib._tolerances import TOLERANCES
 from hoglib.curvature import _differences as differences
 from hoglib.curvature._routes import (
@@ -68,6 +70,17 @@ class Split:
             if isinstance(leaf, Tensor) and leaf.is_floating_point()
         ]
 
+    def floats_alone(self, leaves: Vector) -> Vector:
+        """The same without a graph."""
+        found: Vector = []
+
+        def run() -> Tensor:
+            found[:] = self.floats(leaves)
+            return found[0]
+
+        plainly(run)
+        return [y.detach() for y in found]
+
     def with_floats(self, values: Any) -> Any:
         """The outputs with other values for their floating-point tensors."""
         flat, structure = _tree.flatten(self.outputs)
@@ -76,15 +89,18 @@ class Split:
         return _tree.unflatten(flat, structure)
 
     def criterion(self, *values: Tensor) -> Tensor:
-        value = self.loss.criterion(self.with_floats(values), self.batch)
+        # copies, because a criterion may work in place, which the leaves of a graph do not bear
+        outputs = self.with_floats([y.clone() for y in values])
+        value = self.loss.criterion(outputs, self.batch)
         return arguments.scalar("criterion(outputs, targets)", value)
 
     def metric(self, ys: Vector, call: Call) -> Metric:
         return self._metric(self, ys, call)
 
     def value(self, ys: Vector, call: Call) -> Tensor:
-        with torch.set_grad_enabled(call.create_graph):
+        if call.create_graph:
             return self.criterion(*ys)
+        return plainly(lambda: self.criterion(*ys))
 
 
 def criterion_hessian(split: Split, ys: Vector, call: Call) -> Metric:
@@ -120,24 +136,32 @@ def in_reverse(split: Split, leaves: Vector, call: Call) -> Linearised:
         tangents = [torch.zeros_like(y) for y in every]
         for i, part in zip(depends, along, strict=True):
             tangents[i] = tangents[i] if part is None else part
-        _same_both_ways(parts, [vector[i] for i in used], tangents, call)
         weighted = metric(tangents, keep)
-        return value, _transposed(ys, own, [weighted[i] for i in depends], call, keep)
+        product = _transposed(ys, own, [weighted[i] for i in depends], call, keep)
+        if not _adjoint(vector, product, tangents, weighted):
+            raise _lost(call)
+        return value, product
 
     unused = tuple(i for i, part in enumerate(by_u) if part is None)
     return Linearised(apply, tuple(parts), unused)
 
 
-def _same_both_ways(pulled: Vector, vector: Vector, tangents: Vector, call: Call) -> None:
-    """<J^T 1, v> = <1, J v>, unless a backward has lost its dependence on what it was given."""
-    terms = [g.detach() * v.detach() for g, v in zip(pulled, vector, strict=True)]
-    one, other = (sum(float(x.detach().sum()) for x in xs) for xs in (terms, tangents))
-    size = sum(float(x.detach().abs().sum()) for x in (*terms, *tangents))
-    length = float(_tree.norm([g.detach() for g in pulled]) * _tree.norm(vector).detach())
+def _adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vector) -> bool:
+    """<v, J^T w> = <J v, w>, unless either has lost a part; it costs two inner products."""
+    pairs = [
+        [(a.detach(), b.detach()) for a, b in zip(*sides, strict=True)]
+        for sides in ((vector, product), (tangents, weighted))
+    ]
+    one, other = (sum(float((a * b).sum()) for a, b in side) for side in pairs)
+    lengths = [
+        float(_tree.norm([a for a, _ in side]) * _tree.norm([b for _, b in side])) for side in pairs
+    ]
+    size = sum(float((a * b).abs().sum()) for side in pairs for a, b in side)
     dtype = tangents[0].dtype
-    rounding = TOLERANCES[dtype].rtol * size + 100 * torch.finfo(dtype).eps * length
-    if abs(one - other) > rounding:
-        raise _lost(call)
+    if not isfinite(one + other):
+        return True  # which is told of elsewhere
+    rounding = TOLERANCES[dtype].rtol * size + 100 * torch.finfo(dtype).eps * max(lengths)
+    return abs(one - other) <= rounding
 
 
 def _lost(call: Call) -> Exception:
@@ -166,9 +190,20 @@ def in_forward(split: Split, leaves: Vector, call: Call) -> Linearised:
         weighted = split.metric(every, call)(tangents, False)
         ys, us = [every[i] for i in depends], [weighted[i] for i in depends]
         try:
-            return split.value(every, call), _transposed(ys, own, us, call, False)
+            product = _transposed(ys, own, us, call, False)
         except CheckpointError as error:  # what is run again has no tangents
-            raise no_forward_mode(call.what, "mode='forward'", error) from error
+            raise arguments.NotSupported(
+                f"{call.what}(mode='forward'): expected no checkpoint in the model, got one; use "
+                "mode='reverse'."
+            ) from error
+        if not _adjoint(vector, product, tangents, weighted):
+            raise arguments.NotSupported(
+                f"{call.what}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
+                "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
+                "torch's gradient is by convention not the derivative (padding_idx). Use "
+                "mode='reverse'."
+            )
+        return split.value(every, call), product
 
     return Linearised(apply)
 
@@ -200,8 +235,7 @@ def by_differences(split: Split, leaves: Vector, call: Call) -> Linearised:
     """J v by differences of the outputs, J^T by ordinary backward."""
 
     def outputs(at: Vector) -> Vector:
-        with torch.no_grad():
-            return split.floats(at)
+        return split.floats_alone(at)
 
     def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
         tangents = differences.along(outputs, leaves, vector)

@@ -72,6 +72,16 @@ class LinearOperator(ABC):
         rows, rebuild = self._space.rows(v)
         return rebuild(self.apply(rows))
 
+    def ravel(self, tree: Tree) -> Tensor:
+        """A vector in the structure of params as a flat one [P], or a block as [P, k]."""
+        rows, rebuild = self._space.rows(tree)
+        return rows[0] if rebuild != self._space.block and len(rows) == 1 else rows.T
+
+    def unravel(self, vector: Tensor) -> Tree:
+        """A flat vector [P] in the structure of params, or [P, k] with a trailing dimension of k."""
+        rows, _ = self._space.rows(vector)
+        return self._space.tree(rows[0]) if vector.dim() == 1 else self._space.block(rows)
+
     def __add__(self, other: Any) -> "LinearOperator":
         if not isinstance(other, LinearOperator):
             raise arguments.WrongType(
@@ -94,7 +104,10 @@ class LinearOperator(ABC):
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> "LinearOperator":
-        return Sum([(1 / _factor(divisor), self)])
+        factor = _factor(divisor)
+        if factor == 0:
+            raise arguments.WrongValue("A / c: expected a number other than 0, got 0.")
+        return Sum([(1 / factor, self)])
 
     def __neg__(self) -> "LinearOperator":
         return Sum([(-1.0, self)])

@@ -3,15 +3,17 @@
 The products and the operators go through here: a matrix is made once, and put at points.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch
+from hoglib._recording import plainly
 from hoglib.curvature import _differences as differences
 from hoglib.curvature import _gauss_newton as gauss_newton
 from hoglib.curvature._fisher_metric import fisher_metric
@@ -47,7 +49,9 @@ class Matrix(ABC):
         return arguments.function("func", func)
 
     def in_double(self, func: Any) -> Any:
-        """The function in float64, of float64 leaves and arguments."""
+        """The function in float64, of float64 leaves and arguments; the user's own is left alone."""
+        if isinstance(func, nn.Module):
+            return copy.deepcopy(func).double()
         return func.double() if hasattr(func, "double") else func
 
 
@@ -86,8 +90,7 @@ def _differences_of(func: Callable[..., Tensor], leaves: Vector, call: Call) -> 
     gradient = differences.gradient_of(func)
 
     def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
-        with torch.no_grad():
-            value = func(*leaves)
+        value = plainly(lambda: func(*leaves))
         return value, differences.along(gradient, leaves, vector)
 
     return Linearised(apply)
@@ -150,7 +153,7 @@ class Fisher(GaussNewton):
             "reduction": arguments.one_of("reduction", reduction, ["mean", "sum"]),
             "num_samples": arguments.at_least("num_samples", num_samples, 1),
         }
-        self._generator = generator
+        self._generator = arguments.generator(generator)
         self.seed: int | None = None  # of the draws, in the place of the generator
         self._kind = arguments.one_of("kind", kind, ["exact", "mc", "empirical"])
 

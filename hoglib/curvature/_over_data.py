@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import fsum
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._graph import held_bytes
-from hoglib._recording import recordable, recording
+from hoglib._recording import plainly, recordable, recording
 from hoglib._substitution import Standing, lingering, standing_again
 from hoglib.curvature._data import Batches, Size
 from hoglib.curvature._determinism import Determinism, close
+from hoglib.curvature._differences import in_double
 from hoglib.curvature._linear import LinearOperator
-from hoglib.curvature._matrices import Matrix
+from hoglib.curvature._matrices import DIFFERENCES, Matrix
+from hoglib.curvature._origin import Origin
 from hoglib.curvature._routes import Call, Linearised, Vector, filled, own_leaves
 from hoglib.curvature._space import Space
 from hoglib.stand_ins import stand_ins_if
@@ -62,6 +65,15 @@ class OverData(LinearOperator):
     ) -> None:
         super().__init__(Space(params), progress)
         self._matrix, self._loss = matrix, matrix.check(loss)
+        if isinstance(loss, nn.Module):
+            raise arguments.WrongType(
+                f"loss: expected a function of (params, batch), got the module {type(loss).__name__}; "
+                "make one with `hoglib.functional_loss(model, criterion)`."
+            )
+        if hasattr(loss, "user_criterion"):
+            check_reduction(loss.user_criterion, reduction)
+        if matrix.mode == DIFFERENCES:
+            self._loss = matrix.in_double(loss)
         self._batches = Batches(data, self.device, batch_size, micro_batch)
         self._mean = arguments.one_of("reduction", reduction, ["mean", "sum"]) == "mean"
         self._limit = arguments.number("memory_limit", memory_limit, minimum=0)
@@ -69,24 +81,27 @@ class OverData(LinearOperator):
         self._check = arguments.flag("check_deterministic", check_deterministic)
         self._seen = Determinism(loss, self._check)
         self._kept: _Kept | None = None
-        self._origin: list[Any] = []
+        data_at_hand = self._batches.at_hand if self._batches.whole else list
+        self._origin, self._was = Origin(loss, self._space.leaves, data_at_hand), [object()]
         self._unused: set[int] | None = None
-        self._split_is_right = False
+        self._splits_seen = False
         self._first_pairs: list[tuple[Tensor, Tensor]] = []  # a vector and its product
         self._symmetry_seen = False
         self._part = 1.0  # of a pass, that the batch under way is
 
     def gradient(self) -> tuple[Tensor, Tree]:
         """The loss over the data and its gradient, in the structure of params."""
-        row = torch.zeros(1, self._space.size, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):
+            row = torch.zeros(1, self._space.size, dtype=self.dtype, device=self.device)
         values: list[Tensor] = []
         self._notice_changes()
 
         def add(batch: Any, index: int, share: float) -> Tensor:
             leaves, batch = recordable((self._space.leaves(), batch))
             own = own_leaves(leaves, False)
-            value = self._value(own, batch)
-            parts = torch.autograd.grad(value, own, allow_unused=True)
+            with lingering():
+                value = self._value(own, batch)
+                parts = torch.autograd.grad(value, own, allow_unused=True)
             self._space.add(row[0], filled(list(parts), own), share)
             values.append(value.detach() * share)
             self._bar.advance(self._part)
@@ -94,7 +109,8 @@ class OverData(LinearOperator):
 
         with self._bar.over("gradient", 1):
             weights = self._over_data(add)
-        return torch.stack(values).sum() / weights, self._space.tree(row[0] / weights)
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.stack(values).sum() / weights, self._space.tree(row[0] / weights)
 
     def _products(self, rows: Tensor) -> Tensor:
         if _functorch.transforms_active():
@@ -152,6 +168,8 @@ class OverData(LinearOperator):
         one = self._batches.whole
         with lingering() as places:
             leaves, batch = recordable((self._space.leaves(), batch))
+            if self._matrix.mode == DIFFERENCES:
+                leaves, batch, vectors = in_double((leaves, batch, vectors))
             call = Call(type(self).__name__)
             point = self._at(leaves, batch, index, call, one or len(vectors) > 1)
             keep = one and bool(point.graph) and held_bytes(list(point.graph)) <= self._limit
@@ -165,8 +183,7 @@ class OverData(LinearOperator):
             if self._check:  # there will be no other pass, and the graph holds what it drew
                 self._seen.saw(batch, share, value)
                 self._seen.finish(value.dtype)
-                with torch.no_grad():
-                    value = self._value(leaves, batch)
+                value = plainly(lambda: self._value(leaves, batch))
         return value
 
     def _apply(
@@ -196,8 +213,7 @@ class OverData(LinearOperator):
         index, weights = 0, 0.0
         for batch, weight in self._batches:
             pieces = self._batches.pieces(batch)
-            if len(pieces) > 1 and not self._split_is_right:
-                self._check_split(batch, pieces)
+            shares, values = [], []
             self._part = 1 / (max(len(self._batches), 1) * len(pieces))
             for piece in pieces:
                 part = self._batches.weight(piece) if len(pieces) > 1 else weight
@@ -205,14 +221,19 @@ class OverData(LinearOperator):
                 with self._context():
                     value = add(piece, index, share)
                 self._seen.saw(piece, share, value)
-                weights += share
+                shares.append(share)
+                values.append(float(value.detach()))
                 index += 1
+            weights += fsum(shares)
+            if len(pieces) > 1 and not self._splits_seen:
+                self._check_split(batch, shares, values)
         if not index:
             raise arguments.WrongValue(
                 "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
                 "fewer examples than a batch gives none."
             )
         self._seen.finish(value.dtype)
+        self._splits_seen, self._was = True, self._origin.now()  # a forward may count its calls
         self._warn_of_unused()
         return weights if self._mean else 1.0
 
@@ -221,25 +242,19 @@ class OverData(LinearOperator):
         with recording(), stand_ins_if(self._stand_ins):
             yield
 
-    def _check_split(self, batch: Any, pieces: list[Any]) -> None:
+    def _check_split(self, batch: Any, shares: list[float], values: list[float]) -> None:
         """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
-        with self._context(), torch.no_grad():
-            leaves = self._space.leaves()
-            whole = self._value(leaves, batch)
-            weights = [self._batches.weight(piece) if self._mean else 1.0 for piece in pieces]
-            parts = sum(
-                w * float(self._value(leaves, piece))
-                for w, piece in zip(weights, pieces, strict=True)
-            )
-        parts = parts / sum(weights) if self._mean else parts
-        if not close(float(whole), parts, whole.dtype):
+        with self._context():
+            value = plainly(lambda: self._value(self._space.leaves(), batch))
+        parts = fsum(share * part for share, part in zip(shares, values, strict=True))
+        parts = parts / fsum(shares) if self._mean else parts
+        if not close(float(value), parts, value.dtype, values):
             raise arguments.WrongValue(
                 f"micro_batch: expected a loss that is the {'mean' if self._mean else 'sum'} over "
-                f"examples, got {float(whole):.8g} for a batch and {parts:.8g} from its pieces. "
+                f"examples, got {float(value):.8g} for a batch and {parts:.8g} from its pieces. "
                 "BatchNorm in train mode mixes examples (model.eval()), a criterion may weigh them "
                 "(say what a batch weighs by batch_size=), or its reduction is not the operator's."
             )
-        self._split_is_right = True
 
     def _warn_of_unused(self) -> None:
         if self._unused:
@@ -254,19 +269,12 @@ class OverData(LinearOperator):
 
     def _notice_changes(self) -> None:
         """What was found out at other parameters, or in another mode of the model, is forgotten."""
-        origin = self._made_from()
-        if origin != self._origin:
-            self._origin, self._kept, self._split_is_right = origin, None, False
+        now = self._origin.now()
+        if now != self._was:
+            self._was, self._kept, self._splits_seen = now, None, False
             self._first_pairs, self._symmetry_seen = [], False
             self._seen.forget()
 
-    def _made_from(self) -> list[Any]:
-        """The tensors and switches that a product depends on, by their versions."""
-        model = getattr(self._loss, "model", None)
-        modules = list(model.modules()) if isinstance(model, nn.Module) else []
-        tensors = [*self._space.leaves(), *(self._batches.tensors() if self._batches.whole else [])]
-        for module in modules:
-            tensors += [t for t in module._parameters.values() if t is not None]
-            tensors += [t for t in module._buffers.values() if t is not None]
-        versions = [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
-        return [*versions, *(module.training for module in modules)]
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps no graph, which cannot be copied."""
+        return {**vars(self), "_kept": None, "_first_pairs": [], "_was": [object()]}

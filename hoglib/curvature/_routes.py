@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
-from hoglib._explaining import explaining
-from hoglib._graph import check_functions, telling_of_cuts
+from hoglib._explaining import NO_WAY, explaining
+from hoglib._graph import check_functions, reached_directly, telling_of_cuts
 
 OfLeaves = Callable[..., Tensor]
 Vector = list[Tensor]
@@ -71,6 +71,8 @@ def gradient_graph(
     own = own_leaves(leaves, call.create_graph)
     value = func(*own)
     check_functions(value, call.what)
+    if not call.create_graph and value.requires_grad:
+        _only_as_given(value, leaves, call)
     gradient: list[Tensor | None] = [None]
     if value.requires_grad:
         with explaining(call.what), telling_of_cuts(value, call.what):
@@ -82,6 +84,19 @@ def gradient_graph(
             "uses the model's own parameters instead of the params it is given."
         )
     return value, own, gradient
+
+
+def _only_as_given(value: Tensor, leaves: Vector, call: Call) -> None:
+    """The value comes from the copies of the leaves that func was given, not from the leaves too."""
+    direct = reached_directly(value, leaves)
+    if direct:
+        shapes = ", ".join(str(tuple(leaves[i].shape)) for i in direct)
+        raise arguments.NoSecondDerivative(
+            f"{call.what}: expected a func that uses the params it is given, got one that uses the same "
+            f"tensors from elsewhere too (of shape {shapes}), so that a part of the derivatives would "
+            "be missing. Look for model.parameters() in func, and for weights that a module keeps in a "
+            "list; take them from params, or detach() what is meant as a constant."
+        )
 
 
 def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearised:
@@ -115,7 +130,11 @@ def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearis
 def filled(parts: list[Tensor | None], like: Vector) -> Vector:
     """Zeros where autograd says None: what does not depend has a derivative of zero."""
     return [
-        torch.zeros_like(leaf) if part is None else part
+        torch.zeros_like(leaf)
+        if part is None
+        else part
+        if part.layout is torch.strided
+        else part.to_dense()  # as of an embedding with sparse=True
         for part, leaf in zip(parts, like, strict=True)
     ]
 
@@ -166,7 +185,8 @@ def cannot_be_strict(call: Call, mode: str) -> None:
 
 def no_forward_mode(what: str, how: str, error: Exception) -> Exception:
     """The error of an operation that torch cannot differentiate in forward mode, explained."""
-    if isinstance(error, arguments.Explained):
+    words = (*NO_WAY, "ZeroTensor", "jvp", "autocast")
+    if isinstance(error, arguments.Explained) or not any(word in str(error) for word in words):
         return error
     hint = ""
     if "ZeroTensor" in str(error):

@@ -33,6 +33,10 @@ class Space:
                     "operator's vectors live on one device. Move the model to one."
                 )
         self.size = _tree.size(params)
+        if not self.size:
+            raise arguments.WrongValue(
+                "params: expected at least one number, got tensors without elements; leave them out."
+            )
         self.device = leaves[0].device
         self.dtype = leaves[0].dtype
         for leaf in leaves:
@@ -40,14 +44,22 @@ class Space:
         self._like = [(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def leaves(self) -> list[Tensor]:
-        return _tree.leaves(self.params)
+        """The parameters as they are now."""
+        leaves = _tree.leaves(self.params)
+        now = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if now != self._like:
+            raise arguments.WrongValue(
+                f"params: expected the shapes and dtypes that the operator was made with, "
+                f"{[tuple(s) for s, _ in self._like]}, got {[tuple(s) for s, _ in now]}; make another."
+            )
+        return leaves
 
     def same(self, other: "Space") -> bool:
         return self._like == other._like and _tree.paths(self.params) == _tree.paths(other.params)
 
     def rows(self, v: Any, what: str = "v") -> tuple[Tensor, Rebuild]:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
-        if isinstance(v, Tensor) and v.shape != getattr(self.params, "shape", None):
+        if isinstance(v, Tensor) and not self._like_params(v):
             return self._flat_rows(v, what)
         leaves, block = arguments.vectors(what, v, self.params)
         columns = leaves[0].shape[-1] if block else 1
@@ -55,6 +67,14 @@ class Space:
             [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
         ).T.contiguous()
         return rows, self.block if block else lambda rows: self.tree(rows[0])
+
+    def _like_params(self, v: Tensor) -> bool:
+        """Whether v has the form of params that are one tensor of several dimensions, or of a block."""
+        shape = getattr(self.params, "shape", None)
+        return shape is not None and (
+            v.shape == shape
+            or (len(shape) > 1 and v.shape[:-1] == shape and v.dim() == len(shape) + 1)
+        )
 
     def _flat_rows(self, v: Tensor, what: str) -> tuple[Tensor, Rebuild]:
         if v.dim() not in (1, 2) or v.shape[0] != self.size:

@@ -94,7 +94,9 @@ def ggn(
 
 def _units(leaves: Vector, which: int) -> Iterable[Vector]:
     for j in range(leaves[which].numel()):
-        unit = [torch.zeros_like(leaf) for leaf in leaves]
+        unit = [
+            torch.zeros(leaf.shape).to(leaf) for leaf in leaves
+        ]  # contiguous, unlike zeros_like
         unit[which].view(-1)[j] = 1
         yield unit
 

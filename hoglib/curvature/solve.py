@@ -62,6 +62,7 @@ def cg(
         x = operator._space.rows(x0, "x0")[0].clone()
         if x.shape != rows.shape:
             raise arguments.WrongValue("x0: expected as many vectors as in b, got another number.")
+        x *= rows.norm(dim=1, keepdim=True) > 0  # where b is 0, so is x
         start = rows - operator.apply(x)
     residual, iterations = _iterate(operator.apply, precondition, rows, x, start, target, limit)
     size = rows.norm(dim=1)
@@ -127,8 +128,13 @@ def _iterate(
 
 def _positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
     lowest, at = curvature.min(0)
+    length = float(p[at].square().sum())
+    if length == 0:
+        raise arguments.WrongValue(
+            "preconditioner: expected a positive definite one, got one that maps a residual to zero."
+        )
     if float(lowest) <= 0:
-        rayleigh = float(lowest / p[at].square().sum())
+        rayleigh = float(lowest) / length
         raise arguments.NotPositiveDefinite(
             f"solve: expected a positive definite matrix, got a direction p with p^T A p = "
             f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Use damping larger than "
@@ -142,6 +148,10 @@ def _preconditioner(
     if given is None:
         return lambda rows: rows
     if hasattr(given, "apply") and hasattr(given, "count"):  # an operator
+        if given.shape != operator.shape:
+            raise arguments.WrongValue(
+                f"preconditioner: expected an operator of shape {operator.shape}, got {given.shape}."
+            )
         return given.apply
     if callable(given):
         return lambda rows: operator._space.rows(given(rebuild(rows)), "preconditioner(r)")[0]

@@ -58,8 +58,12 @@ def eigsh(
         return _with_residuals(operator, values, vectors, size)
     linalg = _scipy_linalg()
     before = operator.count
-    random = generator or torch.Generator().manual_seed(0)
+    random = arguments.generator(generator) or torch.Generator().manual_seed(0)
     start = torch.randn(size, dtype=torch.float64, generator=random, device=random.device)
+    first = operator.apply(start[None].to(operator.device, operator.dtype))
+    if not bool(first.any()):  # of a zero matrix, which ARPACK does not take
+        vectors = torch.eye(size, k, dtype=operator.dtype, device=operator.device)
+        return _with_residuals(operator, vectors.new_zeros(k), vectors, operator.count - before)
     try:
         found = linalg.eigsh(
             to_scipy(operator, "float64"),

@@ -85,6 +85,7 @@ def _samples(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of signs and their products, some at a time."""
     arguments.at_least("num_samples", num_samples, 1)
+    arguments.generator(generator)
     size = operator.shape[0]
     at_once = max(1, AT_ONCE // (size * operator.dtype.itemsize))
     where = operator.device if generator is None else generator.device
