@@ -24,7 +24,7 @@ def check_functions(values: Tensor | list[Tensor], what: str) -> None:
     Raises NoSecondDerivative for one whose backward is `@once_differentiable`; warns of one that keeps
     a floating-point tensor that is neither its input nor its output. Costs microseconds a node.
     """
-    for node, function in _users_functions(values):
+    for node, function in users_functions(values):
         name = function.__qualname__
         if _functorch.is_once_differentiable(function):
             raise arguments.NoSecondDerivative(
@@ -49,7 +49,7 @@ def telling_of_cuts(values: Tensor | list[Tensor], what: str) -> Iterator[None]:
     The incoming gradients are made to require grad, so that what backward gives without a cut does too.
     """
     handles = []
-    for node, function in _users_functions(values):
+    for node, function in users_functions(values):
         handles.append(node.register_prehook(_requiring_grad))
         handles.append(node.register_hook(partial(_tell, function.__qualname__, what)))
     try:
@@ -102,7 +102,7 @@ def held_bytes(values: list[Tensor]) -> int:
     return sum(_functorch.output_bytes(node) for node in nodes(values))
 
 
-def _users_functions(values: Tensor | list[Tensor]) -> Iterator[tuple[Any, type[Function]]]:
+def users_functions(values: Tensor | list[Tensor]) -> Iterator[tuple[Any, type[Function]]]:
     """The nodes of custom Functions, but for those of torch and of hoglib."""
     for node in nodes([values] if isinstance(values, Tensor) else values):
         function = _functorch.custom_function(node)

@@ -6,6 +6,7 @@ the module on ctx) would then find those, and differentiate by the wrong ones wi
 `lingering()` the substitutes stay until derivatives have been taken.
 """
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,7 +36,9 @@ class Places:
     def put(self, module: nn.Module, name: str, value: Any) -> None:
         for store in (module._parameters, module._buffers, vars(module)):
             if name in store:
-                self._was.setdefault((id(store), name), (store, store[name]))
+                if (id(store), name) not in self._was:
+                    _claim(module, name, (id(store), name))
+                    self._was[id(store), name] = store, store[name]
                 store[name] = value
                 return
         raise AttributeError(f"{type(module).__name__} has no {name}")
@@ -51,6 +54,7 @@ class Places:
             if model is None or store_id in ours:
                 store[name] = value
                 del self._was[store_id, name]
+                _release((store_id, name))
 
     def standing(self) -> "Standing":
         """What stands in the places now."""
@@ -70,6 +74,33 @@ class Places:
             yield
         finally:
             self._busy.pop()
+
+
+# Places that hold a substitute: the thread that put it there, and how often. Two threads at once in one
+# model would each find the other's, and put it back for good.
+_CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
+_CLAIMING = threading.Lock()
+
+
+def _claim(module: nn.Module, name: str, place: tuple[int, str]) -> None:
+    me = threading.get_ident()
+    with _CLAIMING:
+        owner, times = _CLAIMED.get(place, (me, 0))
+        if owner != me:
+            raise arguments.NotSupported(
+                f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
+                "model, got two; give each thread a copy.deepcopy of it."
+            )
+        _CLAIMED[place] = me, times + 1
+
+
+def _release(place: tuple[int, str]) -> None:
+    with _CLAIMING:
+        owner, times = _CLAIMED[place]
+        if times == 1:
+            del _CLAIMED[place]
+        else:
+            _CLAIMED[place] = owner, times - 1
 
 
 Standing = list[tuple[dict[str, Any], str, Any]]

@@ -112,6 +112,8 @@ def test_torch_needs_it_still_and_the_stand_in_is_right(need, fn, inputs, mode):
         assert report(replaced, inputs, mode).ok
 
 
+# torch says so once a process, at the first sparse tensor
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_a_refused_call_is_named_with_its_module_and_runs_where_nothing_is_differentiated():
     class Graph(torch.nn.Module):
         def __init__(self):

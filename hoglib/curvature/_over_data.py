@@ -18,6 +18,7 @@ from hoglib._substitution import Standing, lingering, standing_again
 from hoglib.curvature._data import Batches, Size
 from hoglib.curvature._determinism import Determinism, close
 from hoglib.curvature._differences import in_double
+from hoglib.curvature._likelihood import check_reduction
 from hoglib.curvature._linear import LinearOperator
 from hoglib.curvature._matrices import DIFFERENCES, Matrix
 from hoglib.curvature._origin import Origin
@@ -70,12 +71,12 @@ class OverData(LinearOperator):
                 f"loss: expected a function of (params, batch), got the module {type(loss).__name__}; "
                 "make one with `hoglib.functional_loss(model, criterion)`."
             )
-        if hasattr(loss, "user_criterion"):
-            check_reduction(loss.user_criterion, reduction)
+        arguments.one_of("reduction", reduction, ["mean", "sum"])
+        check_reduction(loss, reduction, besides={"batchmean": "mean"})
         if matrix.mode == DIFFERENCES:
             self._loss = matrix.in_double(loss)
         self._batches = Batches(data, self.device, batch_size, micro_batch)
-        self._mean = arguments.one_of("reduction", reduction, ["mean", "sum"]) == "mean"
+        self._mean = reduction == "mean"
         self._limit = arguments.number("memory_limit", memory_limit, minimum=0)
         self._stand_ins = arguments.flag("stand_ins", stand_ins)
         self._check = arguments.flag("check_deterministic", check_deterministic)

@@ -9,6 +9,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib._explaining import NO_WAY, explaining
 from hoglib._graph import check_functions, reached_directly, telling_of_cuts
+from hoglib.curvature._second_look import look, new_functions
 
 OfLeaves = Callable[..., Tensor]
 Vector = list[Tensor]
@@ -92,10 +93,10 @@ def _only_as_given(value: Tensor, leaves: Vector, call: Call) -> None:
     if direct:
         shapes = ", ".join(str(tuple(leaves[i].shape)) for i in direct)
         raise arguments.NoSecondDerivative(
-            f"{call.what}: expected a func that uses the params it is given, got one that uses the same "
-            f"tensors from elsewhere too (of shape {shapes}), so that a part of the derivatives would "
-            "be missing. Look for model.parameters() in func, and for weights that a module keeps in a "
-            "list; take them from params, or detach() what is meant as a constant."
+            f"{call.what}: expected a func that uses the params it is given, got one that uses the "
+            f"same tensors (of shape {shapes}) from elsewhere too: a part of the derivatives would be "
+            "missing. Look for the model's own parameters in func, model.parameters() or a list of "
+            "weights; take them from params, or detach() what is meant as a constant."
         )
 
 
@@ -104,6 +105,7 @@ def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearis
     value, own, gradient = gradient_graph(func, leaves, call)
     which = [i for i, g in enumerate(gradient) if g is not None and g.requires_grad]
     grads = [g for g in gradient if g is not None and g.requires_grad]
+    unseen = new_functions(value)
 
     def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
         product: list[Tensor | None] = [None] * len(own)
@@ -121,7 +123,11 @@ def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearis
                 )
         if call.strict is not None:
             _strictly(call, call.strict, product)
-        return value, filled(product, own)
+        found = filled(product, own)
+        if unseen and not call.create_graph:
+            look(call.what, unseen, func, leaves, vector, found)
+            unseen.clear()
+        return value, found
 
     unused = tuple(i for i, g in enumerate(gradient) if g is None)
     return Linearised(apply, tuple(grads), unused)

@@ -1,0 +1,93 @@
+"""A second look at the first product through a custom Function: one central difference of the gradient.
+
+What a Function's backward leaves out of the second derivative cannot be seen in its graph in every
+case (a NumPy number kept on ctx, a detach() on a saved tensor). So the first time that a product runs
+through a Function of the user's it is compared, coarsely, with a difference of gradients; that costs
+four gradients, once for each Function in a process, and says nothing of later inputs: `hoglib.verify`
+does. A gradient that is stopped on purpose, all of it zero, is let be.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hoglib import _tree
+from hoglib._graph import users_functions
+from hoglib.curvature._differences import gradient_of, replaying
+
+STEPS = (1e-2, 1e-3)
+OFF = 0.05  # of the product; a smooth function is off by a hundredth of that in float32
+_SEEN: WeakSet[type[Function]] = WeakSet()
+
+
+def new_functions(value: Tensor) -> list[type[Function]]:
+    """The custom Functions that a value was computed by, and that no product ran through before."""
+    if value.dtype not in (torch.float32, torch.float64):
+        return []
+    found = {function for _, function in users_functions(value)} - set(_SEEN)
+    return sorted(found, key=lambda function: function.__qualname__)
+
+
+def look(
+    what: str,
+    functions: list[type[Function]],
+    func: Callable[..., Tensor],
+    leaves: list[Tensor],
+    vector: list[Tensor],
+    product: list[Tensor],
+) -> None:
+    """Warns where a product is not the difference of gradients that it should be."""
+    for function in functions:
+        _SEEN.add(function)
+    length = float(_tree.norm([v.detach() for v in vector]))
+    if length == 0:
+        return
+    again, gradient = replaying(leaves), gradient_of(func)
+    size = max(1.0, float(_tree.norm([x.detach() for x in leaves])) / _tree.size(leaves) ** 0.5)
+    slopes = []
+    for step in STEPS:
+        h = step * size / length
+        above, below = (
+            again(
+                gradient,
+                [x.detach() + s * h * v.detach() for x, v in zip(leaves, vector, strict=True)],
+            )
+            for s in (1, -1)
+        )
+        slopes.append([(a - b) / (2 * h) for a, b in zip(above, below, strict=True)])
+    off = [_distance(slope, product) for slope in slopes]
+    apart = _distance(*slopes)  # of two steps: by a kink, or by rounding
+    scale = max(float(_tree.norm(slopes[0])), float(_tree.norm([p.detach() for p in product])))
+    if min(off) > OFF * scale and min(off) > 5 * apart and not _stops(func, leaves):
+        names = ", ".join(function.__qualname__ for function in functions)
+        warnings.warn(
+            f"{what}: the product differs by {min(off) / scale:.0%} from the difference of two "
+            f"gradients. It runs through {names}, whose backward may be cut from its graph, or be no "
+            f"derivative: `hoglib.verify({functions[0].__name__}, inputs)` tells.",
+            stacklevel=2,
+        )
+
+
+def _stops(func: Callable[..., Tensor], leaves: list[Tensor]) -> bool:
+    """Whether a custom Function gives zeros for a gradient."""
+    own = [leaf.detach().requires_grad_() for leaf in leaves]
+    value = func(*own)
+    stopped: list[bool] = []
+
+    def note(returned: Any, incoming: Any) -> None:
+        given = [g for g in returned if isinstance(g, Tensor) and g.is_floating_point()]
+        stopped.append(any(not bool(g.any()) for g in given))
+
+    for node, _ in users_functions(value):
+        node.register_hook(note)
+    torch.autograd.grad(value, own, allow_unused=True)
+    return any(stopped)
+
+
+def _distance(a: list[Tensor], b: list[Tensor]) -> float:
+    return float(_tree.norm([x - y.detach() for x, y in zip(a, b, strict=True)]))
