@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hoglib import _tree
+from hoglib._explaining import explaining
 
 STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # of the size of the parameters, along v
 T = TypeVar("T")
@@ -85,9 +86,12 @@ def gradient_of(func: Callable[..., Tensor]) -> Callable[[list[Tensor]], list[Te
         value = func(*own)
         if not value.requires_grad:
             return [torch.zeros_like(leaf) for leaf in leaves]
-        parts: Any = torch.autograd.grad(value, own, allow_unused=True)
+        with explaining("the gradient"):
+            parts: Any = torch.autograd.grad(value, own, allow_unused=True)
         return [
-            torch.zeros_like(leaf) if part is None else part.detach()
+            torch.zeros_like(leaf)
+            if part is None
+            else (part if part.layout is torch.strided else part.to_dense()).detach()
             for part, leaf in zip(parts, leaves, strict=True)
         ]
 

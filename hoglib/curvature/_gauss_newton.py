@@ -76,6 +76,7 @@ class Split:
 
         def run() -> Tensor:
             found[:] = self.floats(leaves)
+            _depends_on_params(found)
             return found[0]
 
         plainly(run)
@@ -274,6 +275,7 @@ def _depends_on_params(ys: Vector) -> None:
     if not ys:
         raise arguments.NoSecondDerivative(
             "loss.outputs(params, batch): expected outputs that depend on params, got none that do; "
-            "look for .detach(), .item(), .data or a torch.no_grad() in the model, and for a loss "
-            "that uses the model's own parameters instead of the params it is given."
+            "look for .detach(), .item(), .data or a torch.no_grad() in the model, for a loss that "
+            "uses the model's own parameters instead of the params it is given, and for outputs in an "
+            "object of your own (give a tensor, a tuple or a dict, for instance by forward=)."
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
+from hoglib._explaining import explaining
 from hoglib._graph import held_bytes
 from hoglib._recording import plainly, recordable, recording
 from hoglib._substitution import Standing, lingering, standing_again
@@ -22,7 +23,14 @@ from hoglib.curvature._likelihood import check_reduction
 from hoglib.curvature._linear import LinearOperator
 from hoglib.curvature._matrices import DIFFERENCES, Matrix
 from hoglib.curvature._origin import Origin
-from hoglib.curvature._routes import Call, Linearised, Vector, filled, own_leaves
+from hoglib.curvature._routes import (
+    Call,
+    Linearised,
+    Vector,
+    filled,
+    only_as_given,
+    own_leaves,
+)
 from hoglib.curvature._space import Space
 from hoglib.stand_ins import stand_ins_if
 
@@ -102,7 +110,9 @@ class OverData(LinearOperator):
             own = own_leaves(leaves, False)
             with lingering():
                 value = self._value(own, batch)
-                parts = torch.autograd.grad(value, own, allow_unused=True)
+                only_as_given(value, leaves, "gradient")
+                with explaining("gradient"):
+                    parts = torch.autograd.grad(value, own, allow_unused=True)
             self._space.add(row[0], filled(list(parts), own), share)
             values.append(value.detach() * share)
             self._bar.advance(self._part)
@@ -198,13 +208,12 @@ class OverData(LinearOperator):
         return value
 
     def _at(self, leaves: Vector, batch: Any, index: int, call: Call, several: bool) -> Linearised:
-        return self._matrix.at(self._loss, self._params_of, (batch,), leaves, call, several)
-
-    def _params_of(self, leaves: Vector) -> Tree:
-        return _tree.unflatten(leaves, _tree.flatten(self._space.params)[1])
+        params_of = partial(_tree.unflatten, structure=_tree.flatten(self._space.params)[1])
+        return self._matrix.at(self._loss, params_of, (batch,), leaves, call, several)
 
     def _value(self, leaves: Vector, batch: Any) -> Tensor:
-        value = self._loss(self._params_of(leaves), batch)
+        params = _tree.unflatten(leaves, _tree.flatten(self._space.params)[1])
+        value = self._loss(params, batch)
         return arguments.scalar("loss(params, batch)", value)
 
     def _over_data(self, add: Callable[[Any, int, float], Tensor]) -> float:

@@ -73,7 +73,7 @@ def gradient_graph(
     value = func(*own)
     check_functions(value, call.what)
     if not call.create_graph and value.requires_grad:
-        _only_as_given(value, leaves, call)
+        only_as_given(value, leaves, call.what)
     gradient: list[Tensor | None] = [None]
     if value.requires_grad:
         with explaining(call.what), telling_of_cuts(value, call.what):
@@ -87,13 +87,13 @@ def gradient_graph(
     return value, own, gradient
 
 
-def _only_as_given(value: Tensor, leaves: Vector, call: Call) -> None:
+def only_as_given(value: Tensor, leaves: Vector, what: str) -> None:
     """The value comes from the copies of the leaves that func was given, not from the leaves too."""
     direct = reached_directly(value, leaves)
     if direct:
         shapes = ", ".join(str(tuple(leaves[i].shape)) for i in direct)
         raise arguments.NoSecondDerivative(
-            f"{call.what}: expected a func that uses the params it is given, got one that uses the "
+            f"{what}: expected a func that uses the params it is given, got one that uses the "
             f"same tensors (of shape {shapes}) from elsewhere too: a part of the derivatives would be "
             "missing. Look for the model's own parameters in func, model.parameters() or a list of "
             "weights; take them from params, or detach() what is meant as a constant."
@@ -191,7 +191,7 @@ def cannot_be_strict(call: Call, mode: str) -> None:
 
 def no_forward_mode(what: str, how: str, error: Exception) -> Exception:
     """The error of an operation that torch cannot differentiate in forward mode, explained."""
-    words = (*NO_WAY, "ZeroTensor", "jvp", "autocast")
+    words = (*NO_WAY, "ZeroTensor", "jvp", "autocast", "forward mode AD", "functorch transform")
     if isinstance(error, arguments.Explained) or not any(word in str(error) for word in words):
         return error
     hint = ""

@@ -13,7 +13,8 @@ from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
 from hoglib.curvature._blocks import Blocks, groups_of
 from hoglib.curvature._matrices import GaussNewton
-from hoglib.curvature._routes import Call, OfLeaves, Vector, gradient_graph
+from hoglib.curvature._routes import Call, OfLeaves, Vector, filled, gradient_graph
+from hoglib.curvature._second_look import look, new_functions
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
@@ -116,7 +117,15 @@ def _hessian_rows(
     func: OfLeaves, leaves: Vector, groups: list[list[int]], call: Call
 ) -> dict[tuple[int, int], Tensor]:
     """H[a][b] for each pair of leaves in a group."""
-    _, own, gradient = gradient_graph(func, leaves, call)
+    value, own, gradient = gradient_graph(func, leaves, call)
+    unseen = [] if call.create_graph else new_functions(value)
+    if unseen:
+        grads = [g for g in gradient if g is not None and g.requires_grad]
+        v = [torch.ones_like(leaf) for leaf in own]
+        along = [u for g, u in zip(gradient, v, strict=True) if g is not None and g.requires_grad]
+        if grads:
+            product = torch.autograd.grad(grads, own, along, retain_graph=True, allow_unused=True)
+            look(call.what, unseen, func, leaves, v, filled(list(product), own))
     blocks = {}
     for group in groups:
         among = [own[b] for b in group]
@@ -137,10 +146,7 @@ def _rows(gradient: Tensor | None, among: Vector, call: Call) -> Iterable[Vector
             row = torch.autograd.grad(
                 entry, among, retain_graph=True, create_graph=call.create_graph, allow_unused=True
             )
-        yield [
-            torch.zeros_like(leaf) if part is None else part
-            for leaf, part in zip(among, row, strict=True)
-        ]
+        yield filled(list(row), among)
 
 
 def _nested(

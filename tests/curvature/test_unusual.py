@@ -1,0 +1,475 @@
+"""Losses and models that lead products astray: what is right all the same, and what is told by name."""
+
+import copy
+import pickle
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.curvature import _second_look
+from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, relative
+
+BATCH = (draw(6, 3), torch.arange(6) % 2)
+
+
+def net():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def made(model, criterion=F.cross_entropy, **options):
+    return hog.functional_loss(model, criterion, **options), hog.trainable_params(model)
+
+
+@pytest.fixture(autouse=True)
+def _functions_are_new():
+    _second_look._SEEN.clear()
+
+
+# Changes past pointers and version counters
+
+
+def fused(model, batch):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(model.parameters(), 0.1, fused=True).step()
+
+
+def past_autograd(model, batch):
+    model[0].weight.data.mul_(1.5)
+
+
+def by_numpy(model, batch):
+    model[0].weight.detach().numpy()[:] *= 1.5
+
+
+def another_activation(model, batch):
+    model[1] = nn.Sigmoid()
+
+
+def data(model, batch):
+    batch[0].data.mul_(2)
+
+
+@pytest.mark.parametrize("change", [fused, past_autograd, by_numpy, another_activation, data])
+@pytest.mark.parametrize("make", [hog.HessianOperator, hog.GGNOperator])
+def test_a_change_past_the_version_counters_is_noticed(make, change):
+    model, batch = net(), (BATCH[0].clone(), BATCH[1])
+    loss, params = made(model)
+    operator, v = make(loss, params, batch), draw(26)
+    before = operator @ v
+    change(model, batch)
+    after = make(loss, params, batch) @ v
+    assert_close(operator @ v, after)
+    assert relative(before, after) > 1e-2
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.temperature = net(), 1.0
+
+    def forward(self, x):
+        return self.inner(x) / self.temperature
+
+
+def test_a_change_of_a_plain_attribute_is_noticed_and_of_a_closure():
+    model = Tempered()
+    model.inner[1] = nn.Sequential(nn.BatchNorm1d(4, dtype=F64), nn.Tanh())
+    loss, params = made(model)
+    closure = lambda p, b: loss(p, b)  # noqa: E731
+    v = draw(sum(p.numel() for p in params.values()))
+    for func in (loss, closure):
+        operator = hog.HessianOperator(func, params, BATCH)
+        for change in (lambda: setattr(model, "temperature", model.temperature + 1), lambda: model.train(not model.training)):  # fmt: skip
+            before = operator @ v
+            change()
+            after = hog.HessianOperator(func, params, BATCH) @ v
+            assert_close(operator @ v, after)
+            assert relative(before, after) > 1e-3
+
+
+@dataclass
+class Graph:
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+def test_a_batch_of_an_own_class():
+    loss, params = made(
+        net(), lambda out, g: F.cross_entropy(out, g.y), forward=lambda m, g: m(g.x)
+    )
+    graph = Graph(BATCH[0].clone(), BATCH[1])
+    operator, v = hog.HessianOperator(loss, params, graph), draw(26)
+    A = dense_hessian(loss, params, graph)
+    assert relative(operator @ v, A @ v) < 1e-7
+    graph.x = 2 * graph.x
+    assert relative(operator @ v, dense_hessian(loss, params, graph) @ v) < 1e-7
+    listed = hog.HessianOperator(loss, params, [graph], batch_size=lambda g: len(g.y))
+    assert relative(listed @ v, operator @ v) < 1e-12
+
+
+# Models
+
+
+class Plain(nn.Module):
+    """Keeps its weights in a list besides, as some models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4, dtype=F64), nn.Linear(4, 2, dtype=F64)
+        self.weights = [self.first.weight]
+
+    def forward(self, x):
+        return self.last(torch.tanh(F.linear(x, self.weights[0], self.first.bias)))
+
+
+def test_parameters_that_are_used_from_elsewhere_are_told_of():
+    loss, params = made(Plain())
+    v = {n: torch.ones_like(p) for n, p in params.items()}
+    for call in (
+        lambda: hog.hvp(loss, params, v, BATCH),
+        lambda: hog.hessian(loss, params, BATCH),
+        lambda: hog.HessianOperator(loss, params, BATCH) @ v,
+        lambda: hog.HessianOperator(loss, params, BATCH).gradient(),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"uses the same tensors \(of shape \(4, 3\)\) from elsewhere"
+        ):
+            call()
+
+
+def test_a_criterion_may_use_the_models_parameters():
+    model = net()
+    decay = lambda o, y: F.cross_entropy(o, y) + sum(p.square().sum() for p in model.parameters())  # noqa: E731  # fmt: skip
+    loss, params = made(model, decay)
+    elsewhere = {n: 1.3 * p.detach() for n, p in params.items()}
+    plain, _ = made(net())
+    A = dense_hessian(plain, elsewhere, BATCH) + 2 * torch.eye(26, dtype=F64)
+    operator = hog.HessianOperator(loss, elsewhere, BATCH)
+    assert relative(operator.to_dense(), A) < 1e-7
+    _, gradient = operator.gradient()
+    _, without = hog.HessianOperator(plain, elsewhere, BATCH).gradient()
+    assert_close(flat(gradient), flat(without) + 2 * flat(elsewhere))
+    assert relative(operator.to_dense(), A) < 1e-7
+
+
+class Penalised(nn.Module):
+    """Differentiates inside, as losses of physics-informed networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        y = self.net(x)
+        return y, torch.autograd.grad(y[:, 0].sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"memory_limit": 0}])
+def test_a_loss_that_differentiates_inside(options):
+    loss, params = made(
+        Penalised(), lambda out, y: F.cross_entropy(out[0], y) + out[1].square().mean()
+    )
+    A = dense_hessian(loss, params, BATCH)
+    assert relative(hog.HessianOperator(loss, params, BATCH, **options).to_dense(), A) < 1e-7
+    v = {n: draw(*p.shape) for n, p in params.items()}
+    product = hog.hvp(loss, params, v, BATCH, mode="finite-differences")[1]
+    assert relative(flat(product), A @ flat(v)) < 1e-7
+
+
+def test_a_scripted_part_takes_the_reverse():
+    model = net()
+    with pytest.warns(DeprecationWarning, match="jit"):
+        scripted = nn.Sequential(torch.jit.script(model[:2]), model[2])
+    loss, params = made(scripted)
+    v = {n: draw(*p.shape, seed=i) for i, (n, p) in enumerate(params.items())}
+    expected = dense_ggn(loss, params, BATCH) @ flat(v)
+    assert relative(flat(hog.ggn_vp(loss, params, v, BATCH)[1]), expected) < 1e-7
+    with pytest.raises(NotImplementedError, match="scripted"):
+        hog.ggn_vp(loss, params, v, BATCH, mode="forward")
+
+
+def test_a_wrong_jvp_is_told_of_and_gone_round():
+    class Doubled(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * ctx.saved_tensors[0].cos()
+
+        @staticmethod
+        def jvp(ctx, t):
+            return 2 * t * ctx.saved_tensors[0].cos()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 2, dtype=F64)
+
+        def forward(self, x):
+            return Doubled.apply(self.linear(x))
+
+    loss, params = made(Net())
+    v = {n: draw(*p.shape) for n, p in params.items()}
+    assert relative(flat(hog.ggn_vp(loss, params, v, BATCH)[1]), dense_ggn(loss, params, BATCH) @ flat(v)) < 1e-7  # fmt: skip
+    with pytest.raises(NotImplementedError, match="a wrong jvp"):
+        hog.ggn_vp(loss, params, v, BATCH, mode="forward")
+
+
+def test_a_sparse_gradient():
+    embedding = nn.Embedding(5, 3, sparse=True, dtype=F64)
+    loss, params = made(embedding, lambda out, _: out.sin().sum())
+    rows = torch.tensor([0, 2, 2])
+    batch = (rows, rows)
+    dense, _ = made(nn.Embedding(5, 3, _weight=embedding.weight.detach().clone()), lambda out, _: out.sin().sum())  # fmt: skip
+    A = dense_hessian(dense, hog.trainable_params(dense.model), batch)
+    assert relative(hog.HessianOperator(loss, params, batch).to_dense(), A) < 1e-7
+    assert hog.hvp(loss, params, params, batch)[1]["weight"].layout is torch.strided
+
+
+def test_a_criterion_that_works_in_place():
+    loss, params = made(net(), lambda out, y: out.sub_(1).square_().mean())
+    A = dense_ggn(made(net(), lambda out, y: (out - 1).square().mean())[0], params, BATCH)
+    assert relative(hog.GGNOperator(loss, params, BATCH).to_dense(), A) < 1e-7
+
+
+def test_parameters_in_another_layout():
+    model = nn.Sequential(nn.Conv2d(2, 3, 2, dtype=F64), nn.Flatten(), nn.Linear(12, 2, dtype=F64))
+    loss, params = made(model.to(memory_format=torch.channels_last))
+    batch = (draw(4, 2, 3, 3), torch.arange(4) % 2)
+    A = dense_ggn(loss, params, batch)
+    G = hog.ggn(loss, params, batch)
+    v = draw(len(A))
+    assert relative(hog.GGNOperator(loss, params, batch) @ v, A @ v) < 1e-7
+    assert_close(G["2.bias"]["2.bias"], A[-2:, -2:], rtol=1e-6, atol=1e-9)
+
+
+# Custom Functions whose second derivative is not in their graph
+
+
+class Detaches(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].detach().cos()
+
+
+class Numbers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.slope = np.cos(x.detach().numpy())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.from_numpy(ctx.slope)
+
+
+class Right(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].cos()
+
+
+PRODUCTS = {
+    "hvp": lambda f, x: hog.hvp(f, x, torch.ones_like(x), torch.ones(1)),
+    "hessian": lambda f, x: hog.hessian(f, x, torch.ones(1)),
+    "HessianOperator": lambda f, x: hog.HessianOperator(f, x, torch.ones(1)) @ torch.ones_like(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*gives a gradient without a graph")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("function", [Detaches, Numbers])
+def test_a_lost_second_derivative_is_told_of_once(function, product, dtype):
+    x, func = draw(4).to(dtype), lambda p, b: (function.apply(p) + p**2).sum() * b.mean()
+    with pytest.warns(
+        UserWarning, match=rf"{product}: .* differs by \d+% .*hoglib\.verify\({function.__name__}"
+    ):
+        PRODUCTS[product](func, x)
+    PRODUCTS[product](func, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_no_false_alarm_of_a_right_function(scale, dtype):
+    x = (scale * draw(200)).to(dtype)
+    hog.hvp(lambda p: (Right.apply(p / scale) + (p / scale) ** 4).sum(), x, torch.ones_like(x))
+    hog.hvp(lambda p: (Right.apply(p).relu() + p.abs()).sum(), x, torch.ones_like(x))
+
+
+# Randomness, copies and threads
+
+
+def test_differences_of_a_random_loss_are_of_one_realisation():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)).double()
+    loss, params = made(model)
+    v = {n: draw(*p.shape) for n, p in params.items()}
+    torch.manual_seed(5)
+    exact = hog.hvp(loss, params, v, BATCH)[1]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    product = hog.hvp(loss, params, v, BATCH, mode="finite-differences")[1]
+    assert not torch.equal(torch.get_rng_state(), state)  # the value itself was drawn
+    torch.manual_seed(5)
+    again = hog.hvp(loss, params, v, BATCH, mode="finite-differences")[1]
+    assert_close(flat(again), flat(product))
+    assert float(flat(product).norm()) < 10 * float(flat(exact).norm())
+
+
+def test_sampled_fisher_matrices_want_fixed_batches():
+    loss, params = made(net())
+    dataset = torch.utils.data.TensorDataset(*BATCH)
+    shuffled = torch.utils.data.DataLoader(dataset, 2, shuffle=True, generator=torch.Generator().manual_seed(0))  # fmt: skip
+    operator = hog.FisherOperator(loss, params, shuffled, kind="mc")
+    operator @ draw(26)
+    with pytest.raises(
+        RuntimeError, match="what is drawn for a sampled Fisher matrix belongs to a batch"
+    ):
+        operator @ draw(26)
+
+
+def test_small_losses_are_looked_at_as_closely():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    loss, params = made(model, lambda o, y: 1e-6 * F.mse_loss(o, torch.ones_like(o)))
+    operator = hog.HessianOperator(loss, params, [(BATCH[0].float(), BATCH[1])])
+    operator @ torch.ones(operator.shape[0])
+    with pytest.raises(RuntimeError, match="Dropout"):
+        operator @ torch.ones(operator.shape[0])
+
+
+def test_every_batch_is_looked_at_before_it_is_split():
+    loss, params = made(net())
+    ignored = BATCH[1].clone()
+    ignored[:2] = -100
+    operator = hog.HessianOperator(loss, params, [BATCH, (BATCH[0], ignored)], micro_batch=4)
+    with pytest.raises(ValueError, match="a criterion may weigh them"):
+        operator @ draw(26)
+
+
+def test_copies_of_an_operator():
+    model = net()
+    operator, v = hog.HessianOperator(*made(model), BATCH), draw(26)
+    expected = operator @ v
+    assert_close(copy.deepcopy(operator) @ v, expected)
+    assert_close(pickle.loads(pickle.dumps(operator)) @ v, expected)
+    assert_close(operator @ v, expected)
+
+
+def test_results_are_not_aliases():
+    operator = hog.HessianOperator(*made(net()), BATCH)
+    v = draw(26)
+    for _ in range(5):  # power iteration in place
+        w = operator @ v
+        v.copy_(w / w.norm())
+    again = operator @ v
+    w.mul_(3)
+    assert_close(operator @ v, again)
+
+
+class Slow(nn.Module):
+    def __init__(self, started, go_on):
+        super().__init__()
+        self.inner, self.started, self.go_on = net(), started, go_on
+
+    def forward(self, x):
+        self.started.set()
+        self.go_on.wait(10)
+        return self.inner(x)
+
+
+def test_two_threads_do_not_share_a_model():
+    started, go_on = threading.Event(), threading.Event()
+    model = Slow(started, go_on)
+    loss, params = made(model)
+    own = dict(model.named_parameters())
+    v = {n: torch.ones_like(p) for n, p in params.items()}
+    first = []
+    thread = threading.Thread(target=lambda: first.append(hog.hvp(loss, params, v, BATCH)[1]))
+    thread.start()
+    started.wait(10)
+    with pytest.raises(NotImplementedError, match="one thread at a time"):
+        hog.hvp(loss, params, v, BATCH)
+    go_on.set()
+    thread.join()
+    assert all(p is own[n] for n, p in model.named_parameters())
+    assert_close(hog.hvp(loss, params, v, BATCH)[1], first[0])
+
+
+# Forms
+
+
+def test_between_flat_vectors_and_the_structure_of_the_parameters():
+    loss, params = made(net())
+    operator = hog.HessianOperator(loss, params, BATCH)
+    for shape in ((26,), (26, 3)):
+        v = draw(*shape)
+        assert_close(operator.ravel(operator.unravel(v)), v)
+    tree = operator.unravel(draw(26))
+    assert {n: t.shape for n, t in tree.items()} == {n: p.shape for n, p in params.items()}
+
+
+def test_one_tensor_of_several_dimensions():
+    x = draw(3, 2)
+    operator = hog.HessianOperator(
+        lambda p, b: p.pow(3).sum() * b.mean(), x, torch.ones(1, dtype=F64)
+    )
+    V = draw(3, 2, 4)
+    assert_close(operator @ V, 6 * x[..., None] * V)
+    assert_close(operator @ V[..., 0], 6 * x * V[..., 0])
+    assert_close(operator @ V.reshape(6, 4), 6 * x.reshape(6, 1) * V.reshape(6, 4))
+
+
+def test_a_zero_matrix_has_zero_eigenvalues():
+    operator = hog.HessianOperator(
+        lambda p, b: p.sum() * b.mean(), draw(9), torch.ones(1, dtype=F64)
+    )
+    pairs = operator.eigsh(3)
+    assert pairs.values.abs().max() == pairs.residuals.max() == 0
+
+
+MORE_ERRORS = {
+    "a reduction that is not the criterion's": (lambda loss, p: hog.HessianOperator(loss, p, BATCH, reduction="sum"), ValueError, "criterion's own, 'mean'"),
+    "a module for a loss": (lambda loss, p: hog.HessianOperator(loss.model, p, BATCH), TypeError, "functional_loss"),
+    "inputs and targets apart": (lambda loss, p: hog.hvp(loss, p, p, *BATCH), TypeError, r"\(x, y\)"),
+    "a number for a generator": (lambda loss, p: hog.HessianOperator(loss, p, BATCH).trace(3, generator=4), TypeError, "torch.Generator"),
+    "division by zero": (lambda loss, p: hog.HessianOperator(loss, p, BATCH) / 0, ValueError, "other than 0"),
+    "a preconditioner of another size": (lambda loss, p: hog.GGNOperator(loss, p, BATCH).solve(draw(26), preconditioner=hog.GGNOperator(loss, {"0.bias": p["0.bias"]}, BATCH)), ValueError, "operator of shape"),
+    "a number for blocks": (lambda loss, p: hog.hessian(loss, p, BATCH, blocks=3), TypeError, "blocks: expected"),
+    "parameters without elements": (lambda loss, p: hog.HessianOperator(loss, {"w": draw(0)}, BATCH), ValueError, "at least one number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MORE_ERRORS)
+def test_errors_say_what_to_do(case):
+    call, kind, message = MORE_ERRORS[case]
+    with pytest.raises(kind, match=message):
+        call(*made(net()))
