@@ -130,15 +130,14 @@ class OverData(LinearOperator):
                 "use the function hvp, ggn_vp or fisher_vp there."
             )
         total = torch.zeros(rows.shape, dtype=self.dtype, device=self.device)
-        vectors = [self._space.split(row) for row in rows]
         self._notice_changes()
         with self._bar.over("@", len(rows)):
             if self._kept is not None:
                 with self._context(), standing_again(self._kept.standing):
                     self._part = 1.0
-                    self._apply(self._kept.point, vectors, total, 1.0, keep=True)
+                    self._apply(self._kept.point, rows, total, 1.0, keep=True)
             else:
-                total /= self._over_data(partial(self._add_batch, vectors, total))
+                total /= self._over_data(partial(self._add_batch, rows, total))
         where = self._space.first_not_finite(total)
         if where and bool(rows.isfinite().all()):
             raise arguments.NotFinite(
@@ -173,18 +172,18 @@ class OverData(LinearOperator):
             )
 
     def _add_batch(
-        self, vectors: list[Vector], total: Tensor, batch: Any, index: int, share: float
+        self, rows: Tensor, total: Tensor, batch: Any, index: int, share: float
     ) -> Tensor:
-        """total += share times the products of the vectors at one batch; the loss there."""
+        """total += share times the products of the rows at one batch; the loss there."""
         one = self._batches.whole
         with lingering() as places:
             leaves, batch = recordable((self._space.leaves(), batch))
             if self._matrix.mode == DIFFERENCES:
-                leaves, batch, vectors = in_double((leaves, batch, vectors))
+                leaves, batch = in_double((leaves, batch))
             call = Call(type(self).__name__)
-            point = self._at(leaves, batch, index, call, one or len(vectors) > 1)
+            point = self._at(leaves, batch, index, call, one or len(rows) > 1)
             keep = one and bool(point.graph) and held_bytes(list(point.graph)) <= self._limit
-            value = self._apply(point, vectors, total, share, keep)
+            value = self._apply(point, rows, total, share, keep)
             standing = places.standing()
         if point.unused is not None:
             now = set(point.unused)
@@ -198,12 +197,17 @@ class OverData(LinearOperator):
         return value
 
     def _apply(
-        self, point: Linearised, vectors: list[Vector], total: Tensor, share: float, keep: bool
+        self, point: Linearised, rows: Tensor, total: Tensor, share: float, keep: bool
     ) -> Tensor:
         value = torch.zeros(())
-        for j, (row, vector) in enumerate(zip(total, vectors, strict=True)):
-            value, product = point.apply(vector, keep or j + 1 < len(vectors))
-            self._space.add(row, product, share)
+        row = torch.empty(rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        for j, (given, sums) in enumerate(zip(rows, total, strict=True)):
+            # matrix products with vectors that lie strided take half as long again
+            vector = self._space.split(given if given.is_contiguous() else row.copy_(given))
+            if self._matrix.mode == DIFFERENCES:
+                vector = in_double(vector)
+            value, product = point.apply(vector, keep or j + 1 < len(rows))
+            self._space.add(sums, product, share)
             self._bar.advance(self._part)
         return value
 
