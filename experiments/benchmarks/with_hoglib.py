@@ -56,8 +56,18 @@ def one_product(problem: Problem, kind: str = "HessianOperator") -> Call:
 
 
 def micro_batches(problem: Problem) -> Call:
-    make, v = operator(problem, micro_batch=quarters(problem)), problem.vectors[:, 0].contiguous()
-    return lambda: make() @ v
+    return in_use(operator(problem, micro_batch=quarters(problem))(), problem)
+
+
+def whole_batch(problem: Problem) -> Call:
+    return in_use(operator(problem, memory_limit=0)(), problem)
+
+
+def in_use(made: Any, problem: Problem) -> Call:
+    """One product of an operator that has looked at its data before."""
+    v = problem.vectors[:, 0].contiguous()
+    made @ v
+    return lambda: made @ v
 
 
 def gauss_newton(problem: Problem) -> Call:

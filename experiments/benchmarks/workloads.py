@@ -62,10 +62,10 @@ WORKLOADS: dict[str, Workload] = {
         memory=True,
     ),
     "micro": Workload(
-        "one product in four micro-batches",
+        "one product more, in four micro-batches",
         ALL,
         {
-            "hoglib.HessianOperator, whole batch": Method(with_hoglib.one_product, ours=True),
+            "hoglib.HessianOperator, whole batch": Method(with_hoglib.whole_batch, ours=True),
             "hoglib.HessianOperator, micro_batch": Method(
                 with_hoglib.micro_batches,
                 ours=True,

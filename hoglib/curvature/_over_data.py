@@ -32,20 +32,11 @@ from hoglib.curvature._routes import (
     own_leaves,
 )
 from hoglib.curvature._space import Space
+from hoglib.curvature._symmetry import Symmetry
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
 LIMIT = 2 * 2**30
-
-
-class _Bound(NamedTuple):
-    """How much of their size v.Aw and w.Av may differ by, for random vectors and for any."""
-
-    random: float  # over sqrt(P), by which products with random vectors are smaller than their size
-    rounding: float
-
-
-ASYMMETRY = {torch.float64: _Bound(1e-6, 1e-10), torch.float32: _Bound(1e-2, 1e-5)}
 
 
 class _Kept(NamedTuple):
@@ -94,8 +85,7 @@ class OverData(LinearOperator):
         self._origin, self._was = Origin(loss, self._space.leaves, data_at_hand), [object()]
         self._unused: set[int] | None = None
         self._splits_seen = False
-        self._first_pairs: list[tuple[Tensor, Tensor]] = []  # a vector and its product
-        self._symmetry_seen = False
+        self._symmetry = Symmetry(type(self).__name__, self._check)
         self._part = 1.0  # of a pass, that the batch under way is
 
     def gradient(self) -> tuple[Tensor, Tree]:
@@ -129,52 +119,30 @@ class OverData(LinearOperator):
                 f"{self}: expected to be applied outside of torch.func transforms, got a call inside; "
                 "use the function hvp, ggn_vp or fisher_vp there."
             )
-        total = torch.zeros(rows.shape, dtype=self.dtype, device=self.device)
+        total = torch.empty(rows.shape, dtype=self.dtype, device=self.device)
         self._notice_changes()
         with self._bar.over("@", len(rows)):
             if self._kept is not None:
                 with self._context(), standing_again(self._kept.standing):
                     self._part = 1.0
-                    self._apply(self._kept.point, rows, total, 1.0, keep=True)
+                    self._apply(self._kept.point, rows, total, 1.0, keep=True, first=True)
             else:
-                total /= self._over_data(partial(self._add_batch, rows, total))
+                weights = self._over_data(partial(self._add_batch, rows, total))
+                if weights != 1:
+                    total /= weights
         where = self._space.first_not_finite(total)
         if where and bool(rows.isfinite().all()):
             raise arguments.NotFinite(
                 f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
                 "where the loss is finite; look for a square root, norm or logarithm at zero."
             )
-        self._look_at_symmetry(rows, total)
+        self._symmetry.saw(rows, total)
         return total
-
-    def _look_at_symmetry(self, rows: Tensor, products: Tensor) -> None:
-        """v . A w = w . A v, for the first two vectors that come."""
-        bound = ASYMMETRY.get(self.dtype)
-        if self._symmetry_seen or bound is None or not self._check:
-            return
-        pairs = list(zip(rows, products, strict=True))[:2]
-        if len(pairs) + len(self._first_pairs) < 2:
-            self._first_pairs = [(v.clone(), Av.clone()) for v, Av in pairs]
-            return
-        first, second = (self._first_pairs + pairs)[:2]
-        (v, Av), (w, Aw) = first, second
-        self._first_pairs, self._symmetry_seen = [], True
-        size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
-        one, other = ((a * b).sum(dtype=torch.float64) for a, b in ((v, Aw), (w, Av)))
-        gap = abs(float(one - other))
-        if gap > size * max(bound.random / self._space.size**0.5, bound.rounding):
-            warnings.warn(
-                f"{type(self).__name__}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
-                f"{gap / size:.1g} of their size. Some backward in the loss is not the derivative that "
-                "it should be, or cannot be differentiated: `hoglib.verify` of its custom Functions "
-                "tells, and mode='finite-differences' gives the product to compare with.",
-                stacklevel=3,
-            )
 
     def _add_batch(
         self, rows: Tensor, total: Tensor, batch: Any, index: int, share: float
     ) -> Tensor:
-        """total += share times the products of the rows at one batch; the loss there."""
+        """Adds share times the products of the rows at one batch to total; gives the loss there."""
         one = self._batches.whole
         with lingering() as places:
             leaves, batch = recordable((self._space.leaves(), batch))
@@ -183,7 +151,7 @@ class OverData(LinearOperator):
             call = Call(type(self).__name__)
             point = self._at(leaves, batch, index, call, one or len(rows) > 1)
             keep = one and bool(point.graph) and held_bytes(list(point.graph)) <= self._limit
-            value = self._apply(point, rows, total, share, keep)
+            value = self._apply(point, rows, total, share, keep, first=index == 0)
             standing = places.standing()
         if point.unused is not None:
             now = set(point.unused)
@@ -197,7 +165,13 @@ class OverData(LinearOperator):
         return value
 
     def _apply(
-        self, point: Linearised, rows: Tensor, total: Tensor, share: float, keep: bool
+        self,
+        point: Linearised,
+        rows: Tensor,
+        total: Tensor,
+        share: float,
+        keep: bool,
+        first: bool,
     ) -> Tensor:
         value = torch.zeros(())
         row = torch.empty(rows.shape[1:], dtype=rows.dtype, device=rows.device)
@@ -207,7 +181,7 @@ class OverData(LinearOperator):
             if self._matrix.mode == DIFFERENCES:
                 vector = in_double(vector)
             value, product = point.apply(vector, keep or j + 1 < len(rows))
-            self._space.add(sums, product, share)
+            self._space.add(sums, product, share, first)
             self._bar.advance(self._part)
         return value
 
@@ -286,9 +260,9 @@ class OverData(LinearOperator):
         now = self._origin.now()
         if now != self._was:
             self._was, self._kept, self._splits_seen = now, None, False
-            self._first_pairs, self._symmetry_seen = [], False
+            self._symmetry.forget()
             self._seen.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""
-        return {**vars(self), "_kept": None, "_first_pairs": [], "_was": [object()]}
+        return {**vars(self), "_kept": None, "_was": [object()]}

@@ -104,11 +104,17 @@ class Space:
             for part, (shape, dtype) in zip(parts, self._like, strict=True)
         ]
 
-    def add(self, row: Tensor, leaves: list[Tensor], factor: float) -> None:
-        """row += factor leaves."""
+    def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
+        """row += factor leaves; or the `first` of them, into memory that holds nothing yet."""
         parts = row.split([shape.numel() for shape, _ in self._like])
         for part, leaf in zip(parts, leaves, strict=True):
-            part.add_(leaf.detach().reshape(-1), alpha=factor)
+            flat = leaf.detach().reshape(-1)
+            if not first:
+                part.add_(flat, alpha=factor)
+            elif factor == 1:
+                part.copy_(flat)
+            else:
+                part.copy_(flat * factor)
 
     def tree(self, row: Tensor) -> Tree:
         """A flat vector in the structure of params."""

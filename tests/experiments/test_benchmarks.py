@@ -262,7 +262,7 @@ def test_the_page_takes_the_table_between_its_marks(behaviours, tmp_path):
 def test_the_command(tmp_path, capsys):
     options = ["--smoke", "--workload", "micro", "--problem", "MLP", "--output", str(tmp_path)]
     assert command.main(options) == 0
-    assert "| **one product in four micro-batches** | **MLP** |" in capsys.readouterr().out
+    assert "| **one product more, in four micro-batches** | **MLP** |" in capsys.readouterr().out
     found = json.loads((tmp_path / "results.json").read_text())
     assert set(found["machine"]) == {
         "processor", "cores", "threads", "system", "python", "torch", "hoglib", "peers", "date",
