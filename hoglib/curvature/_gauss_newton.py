@@ -158,10 +158,12 @@ def _adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vector
         float(_tree.norm([a for a, _ in side]) * _tree.norm([b for _, b in side])) for side in pairs
     ]
     size = sum(float((a * b).abs().sum()) for side in pairs for a, b in side)
-    dtype = tangents[0].dtype
+    dtypes = {x.dtype for side in pairs for pair in side for x in pair}
+    rtol = max(TOLERANCES[dtype].rtol for dtype in dtypes)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if not isfinite(one + other):
         return True  # which is told of elsewhere
-    rounding = TOLERANCES[dtype].rtol * size + 100 * torch.finfo(dtype).eps * max(lengths)
+    rounding = rtol * size + 100 * eps * max(lengths)
     return abs(one - other) <= rounding
 
 

@@ -141,7 +141,8 @@ def _hessian_rows(
 def _rows(gradient: Tensor | None, among: Vector, call: Call) -> Iterable[Vector]:
     if gradient is None or not gradient.requires_grad:
         return
-    for entry in gradient.reshape(-1).unbind():
+    whole = gradient if gradient.layout is torch.strided else gradient.to_dense()
+    for entry in whole.reshape(-1).unbind():
         with explaining(call.what):
             row = torch.autograd.grad(
                 entry, among, retain_graph=True, create_graph=call.create_graph, allow_unused=True

@@ -243,6 +243,31 @@ def test_a_sparse_gradient():
     A = dense_hessian(dense, hog.trainable_params(dense.model), batch)
     assert relative(hog.HessianOperator(loss, params, batch).to_dense(), A) < 1e-7
     assert hog.hvp(loss, params, params, batch)[1]["weight"].layout is torch.strided
+    H = hog.hessian(loss, params, batch)["weight"]["weight"]
+    assert relative(H.detach().reshape(15, 15), A) < 1e-7
+
+
+class InTwoPrecisions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        return y.double(), y.half()
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+def test_outputs_of_several_dtypes_are_no_lost_graph(mode):
+    torch.manual_seed(0)
+    criterion = lambda out, y: out[0].square().mean() + out[1].float().sin().mean()  # noqa: E731
+    loss, params = made(InTwoPrecisions(), criterion)
+    batch = (BATCH[0].float(), BATCH[1])
+    v = {n: draw(*p.shape).float() for n, p in params.items()}
+    exact, _ = made(copy.deepcopy(loss.model), lambda out, y: out[0].square().mean() + out[0].sin().mean())  # fmt: skip
+    expected = hog.ggn_vp(exact, params, v, batch)[1]
+    product = hog.ggn_vp(loss, params, v, batch, mode=mode)[1]
+    assert relative(flat(product), flat(expected)) < 1e-2
 
 
 def test_a_criterion_that_works_in_place():
