@@ -124,12 +124,6 @@ def tensor_or_number(what: str, value: Any) -> Any:
     return value
 
 
-def switch(what: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise WrongType(f"{what}: expected True or False, got {describe(value)}.")
-    return value
-
-
 def dim(what: str, value: Any, rank: int) -> int:
     """A dimension of a tensor of that rank, counted from 0; rank 0 has dimension 0, as in torch."""
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -194,6 +188,7 @@ def flag(what: str, value: Any) -> bool:
 
 
 def generator(value: Any) -> torch.Generator | None:
+    """What random numbers are drawn by; None for torch's own."""
     if value is not None and not isinstance(value, torch.Generator):
         raise WrongType(
             f"generator: expected a torch.Generator or None, got {describe(value)}; make one with "
@@ -238,21 +233,8 @@ def parameters(params: Any) -> Any:
     return params
 
 
-def same_structure(what: str, tree: Any, params: Any) -> list[Tensor]:
-    """The leaves of `tree`, which must have the structure, shapes, dtypes and devices of params."""
-    return _like(what, tree, params, may_be_block=False)
-
-
 def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
     """The leaves of one vector like params, or of a block: of several along a trailing dimension."""
-    leaves = _like(what, tree, params, may_be_block=True)
-    block = leaves[0].dim() > _tree.leaves(params)[0].dim()
-    if block and not leaves[0].shape[-1]:
-        raise WrongValue(f"{what}: expected at least one vector in the block, got none.")
-    return leaves, block
-
-
-def _like(what: str, tree: Any, params: Any, *, may_be_block: bool) -> list[Tensor]:
     if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
         same: Any = copy(params)  # the order of names is no matter, nor the kind of mapping
         for name in params:
@@ -274,7 +256,7 @@ def _like(what: str, tree: Any, params: Any, *, may_be_block: bool) -> list[Tens
             f"`{{name: torch.randn_like(p) for name, p in params.items()}}`."
         )
     first = tensor(_leaf(what, names[0]), leaves[0])
-    columns = first.shape[-1:] if may_be_block and first.dim() == expected[0].dim() + 1 else ()
+    columns = first.shape[-1:] if first.dim() == expected[0].dim() + 1 else ()
     for name, leaf, like in zip(names, leaves, expected, strict=True):
         where = _leaf(what, name)
         tensor(where, leaf)
@@ -282,8 +264,8 @@ def _like(what: str, tree: Any, params: Any, *, may_be_block: bool) -> list[Tens
             hint = (
                 f"all leaves of a block have {columns[0]} columns, as the first."
                 if columns
-                else "it must have the shape of its parameter"
-                + (", or that and a trailing dimension for a block." if may_be_block else ".")
+                else "it must have the shape of its parameter, or that and a trailing dimension for a "
+                "block."
             )
             raise WrongValue(
                 f"{where}: expected {(*like.shape, *columns)}, got {tuple(leaf.shape)}; {hint}"
@@ -298,7 +280,9 @@ def _like(what: str, tree: Any, params: Any, *, may_be_block: bool) -> list[Tens
                 f"{where}: expected device {like.device} as in params, got {leaf.device}; "
                 f"move it with `.to({str(like.device)!r})`."
             )
-    return leaves
+    if columns and not columns[0]:
+        raise WrongValue(f"{what}: expected at least one vector in the block, got none.")
+    return leaves, bool(columns)
 
 
 def scalar(what: str, value: Any) -> Tensor:

@@ -123,9 +123,8 @@ def explaining_devices(batch: Any, home: Any) -> Iterator[None]:
 
 
 def _about_devices(text: str) -> bool:
-    return (
-        "device" in text.lower() or "torch.cuda." in text
-    )  # "Input type (torch.cuda.FloatTensor)"
+    # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
+    return "device" in text.lower() or "torch.cuda." in text
 
 
 def tensors_in(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Tensor]]:

@@ -23,6 +23,7 @@ WITHOUT_STATISTICS = {
     "track_running_stats": False, "running_mean": None, "running_var": None,
     "num_batches_tracked": None,
 }  # fmt: skip
+Standing = list[tuple[dict[str, Any], str, Any]]
 LISTS_OF_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # a recurrent layer's, beside its places
 
 
@@ -56,7 +57,7 @@ class Places:
                 del self._was[store_id, name]
                 _release((store_id, name))
 
-    def standing(self) -> "Standing":
+    def standing(self) -> Standing:
         """What stands in the places now."""
         return [(store, name, store[name]) for (_, name), (store, _) in self._was.items()]
 
@@ -103,7 +104,6 @@ def _release(place: tuple[int, str]) -> None:
             _CLAIMED[place] = owner, times - 1
 
 
-Standing = list[tuple[dict[str, Any], str, Any]]
 _LINGERING: ContextVar[Places | None] = ContextVar("lingering", default=None)
 
 

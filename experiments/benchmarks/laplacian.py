@@ -4,7 +4,6 @@ Each row is a loss of the Laplacian and its gradient by the parameters, as a PIN
 Laplacian alone, as an evaluation does.
 """
 
-import argparse
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hoglib as hog
-from experiments.benchmarks.timing import interleaved, machine
+from experiments.benchmarks.timing import interleaved, machine, smoke
 
 Network = Callable[[Tensor], Tensor]
 
@@ -108,11 +107,7 @@ def rows(small: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="seconds, too short to mean anything")
-    small = parser.parse_args().smoke
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    small = smoke(__doc__)
     print(f"{machine()}\n\nmilliseconds: {' / '.join(WAYS)}\n")
     print("| points x coordinates -> outputs | loss and gradient by parameters | alone |")
     print("|---|---|---|")

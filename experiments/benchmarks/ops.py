@@ -6,7 +6,6 @@ operations. The second is a first- and a second-order step of a network of `line
 `softmax_cross_entropy` beside the composites, with the memory that the graph holds.
 """
 
-import argparse
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hoglib as hog
-from experiments.benchmarks.timing import interleaved, machine
+from experiments.benchmarks.timing import interleaved, machine, smoke
 
 
 class ByHand(torch.autograd.Function):
@@ -215,11 +214,7 @@ def fused(repeats: int, small: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="seconds, too short to mean anything")
-    small = parser.parse_args().smoke
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    small = smoke(__doc__)
     print(f"{machine()}\n")
     print(
         "| forward and backward of a 32x32 swish | us | to by hand, setup_context |\n|---|---|---|"

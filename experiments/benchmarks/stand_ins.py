@@ -6,7 +6,6 @@ The first table is the time of one call beside the same outside of the context; 
 backward of stand-ins beside torch's own functions. One thread, float32, medians of interleaved runs.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
-from experiments.benchmarks.timing import interleaved, machine
+from experiments.benchmarks.timing import interleaved, machine, smoke
 from hoglib._graph import check_functions
 
 MANY = 1000
@@ -136,11 +135,7 @@ def beside_torch(repeats: int, small: bool) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="seconds, too short to mean anything")
-    small = parser.parse_args().smoke
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    small = smoke(__doc__)
     print(f"{machine()}\n")
     print("| us a call | outside | inside `second_order()` |\n|---|---|---|")
     print("\n".join(calls(2 if small else 50)))

@@ -1,5 +1,6 @@
 """How the benchmarks measure: in turn, on one thread, after a warm-up; and by medians."""
 
+import argparse
 import gc
 import math
 import os
@@ -115,6 +116,16 @@ def environment(peers: list[str]) -> dict[str, Any]:
         "peers": versions(peers),
         "date": date.today().isoformat(),
     }
+
+
+def smoke(description: str | None) -> bool:
+    """Start a benchmark whose one option is --smoke: on one thread, from a seed."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--smoke", action="store_true", help="seconds, too short to mean anything")
+    given = parser.parse_args()
+    single_threaded()
+    torch.manual_seed(0)
+    return bool(given.smoke)
 
 
 def single_threaded(core: int | None = None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import hoglib as hog
 from experiments.benchmarks.problems import Problem
 from experiments.benchmarks.with_torch import quarters
-from experiments.benchmarks.workload import Eigenvalues, ours
+from experiments.benchmarks.workload import Eigenvalues
 
 Call = Callable[[], Any]
 
@@ -31,7 +31,9 @@ def hvp_of_block(problem: Problem) -> Call:
 
 def operator(problem: Problem, kind: str = "HessianOperator", **options: Any) -> Callable[[], Any]:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
-    return partial(ours(kind), loss, params, problem.batch, check_deterministic=False, **options)
+    return partial(
+        getattr(hog, kind), loss, params, problem.batch, check_deterministic=False, **options
+    )
 
 
 def products(problem: Problem) -> Call:
@@ -72,16 +74,16 @@ def in_use(made: Any, problem: Problem) -> Call:
 
 def gauss_newton(problem: Problem) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
-    v, ggn_vp = problem.named(problem.vectors[:, 0]), ours("ggn_vp")
-    return lambda: ggn_vp(loss, params, v, problem.batch)[1]
+    v = problem.named(problem.vectors[:, 0])
+    return lambda: hog.ggn_vp(loss, params, v, problem.batch)[1]
 
 
 def fisher(problem: Problem, kind: str) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
-    v, fisher_vp = problem.named(problem.vectors[:, 0]), ours("fisher_vp")
+    v = problem.named(problem.vectors[:, 0])
     # Only what is drawn at random takes a generator.
-    options = {"generator": torch.Generator().manual_seed(0)} if kind == "mc" else {}
-    return lambda: fisher_vp(loss, params, v, problem.batch, kind=kind, **options)[1]
+    random = torch.Generator().manual_seed(0) if kind == "mc" else None
+    return lambda: hog.fisher_vp(loss, params, v, problem.batch, kind=kind, generator=random)[1]
 
 
 def top_five(problem: Problem) -> Call:

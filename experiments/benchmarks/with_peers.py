@@ -114,9 +114,8 @@ def eigenthings_empirical_fisher(problem: Problem) -> Call:
     return lambda: library.EmpiricalFisherOperator(problem.model, [problem.batch], loss).matvec(v)
 
 
-LANCZOS_STEPS = (
-    160  # it has no restarts and ends after these; its default of 10 is far from converged
-)
+# it has no restarts and ends after these; its default of 10 is far from converged
+LANCZOS_STEPS = 160
 
 
 @with_plain_attention

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import hoglib as hog
 from experiments.benchmarks.problems import Problem
 
 
@@ -80,13 +79,6 @@ def peer(name: str) -> Any:
         return importlib.import_module(name)
     except Exception as error:
         raise Missing(f"does not import: {first_line(error)}") from error
-
-
-def ours(name: str) -> Any:
-    """A public name of hoglib. Raises Missing where this hoglib does not have it."""
-    if not hasattr(hog, name):
-        raise Missing(f"missing: no hoglib.{name}")
-    return getattr(hog, name)
 
 
 def first_line(error: BaseException) -> str:

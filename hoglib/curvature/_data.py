@@ -1,6 +1,7 @@
 """The data of an operator: what a batch is, how much it weighs, how it is split and moved."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class Batches:
     def __init__(
         self, data: Any, device: torch.device, batch_size: Size | None, micro_batch: int | None
     ) -> None:
-        self._data: Iterable[Any] = [data] if _is_batch(data) else data
+        one = _is_batch(data)
+        self._data: Iterable[Any] = [data] if one else data
         self._device = device
         self._batch_size = (
             leading if batch_size is None else arguments.function("batch_size", batch_size)
@@ -32,14 +34,11 @@ class Batches:
         if micro_batch is not None:
             arguments.at_least("micro_batch", micro_batch, 1)
         self._micro_batch = micro_batch
-        self.whole = _is_batch(data) and micro_batch is None  # all of the data at once
+        self.whole = one and micro_batch is None  # all of the data at once
 
     def __len__(self) -> int:
         """How many batches there are; 0 where that is not known."""
-        try:
-            return len(self._data)  # type: ignore[arg-type]
-        except TypeError:
-            return 0
+        return length_hint(self._data)
 
     def __iter__(self) -> Iterator[tuple[Any, float]]:
         for batch in self._data:

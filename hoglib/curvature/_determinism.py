@@ -6,17 +6,25 @@ compare: an operator whose matrix changes under way has no eigenvalues, and no s
 
 from collections.abc import Sequence
 from math import fsum, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
-from hoglib import _tree
+from hoglib._batches import tensors_in
 from hoglib._tolerances import TOLERANCES
 from hoglib.curvature._data import fingerprint
 
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+class Seen(NamedTuple):
+    """A batch, as it went by."""
+
+    weight: float
+    loss: float
+    numbers: tuple[float, ...]  # its fingerprint
 
 
 class Determinism:
@@ -25,8 +33,8 @@ class Determinism:
     def __init__(self, loss: Any, enabled: bool, fixed_batches: bool = False) -> None:
         self._model = getattr(loss, "model", None)
         self._enabled, self._fixed_batches = enabled, fixed_batches
-        self._first: list[tuple[float, float, tuple[float, ...]]] = []
-        self._now: list[tuple[float, float, tuple[float, ...]]] = []
+        self._first: list[Seen] = []
+        self._now: list[Seen] = []
 
     def start(self) -> None:
         self._now = []
@@ -45,7 +53,7 @@ class Determinism:
                 + ". Look for NaN in the data and in the parameters, and for overflow."
             )
         if self._enabled:
-            self._now.append((weight, number, fingerprint(batch)))
+            self._now.append(Seen(weight, number, fingerprint(batch)))
             self._compare_batch(value.dtype)
 
     def finish(self, dtype: torch.dtype) -> None:
@@ -56,7 +64,7 @@ class Determinism:
         if not self._first:
             self._first = now
             return
-        if not close(_total(self._first), _total(now), dtype, [value for _, value, _ in now]):
+        if not close(_total(self._first), _total(now), dtype, [seen.loss for seen in now]):
             raise arguments.NotDeterministic(
                 f"data: expected the same loss at every pass, got {_total(self._first):.8g} and then "
                 f"{_total(now):.8g}: {self._blame_of_data(now)}"
@@ -97,8 +105,8 @@ class Determinism:
             "dropout and noise in forward, and call model.eval(); or check_deterministic=False."
         )
 
-    def _blame_of_data(self, now: list[tuple[float, float, tuple[float, ...]]]) -> str:
-        before, after = ([entry[2] for entry in entries] for entries in (self._first, now))
+    def _blame_of_data(self, now: list[Seen]) -> str:
+        before, after = ([seen.numbers for seen in batches] for batches in (self._first, now))
         lengths = {len(numbers) for numbers in (*before, *after)}
         sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # whatever the order
         totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
@@ -129,9 +137,8 @@ class Determinism:
         ]
 
 
-def _total(entries: list[tuple[float, float, tuple[float, ...]]]) -> float:
-    weights = fsum(weight for weight, _, _ in entries)
-    return fsum(weight * value for weight, value, _ in entries) / weights
+def _total(batches: list[Seen]) -> float:
+    return fsum(seen.weight * seen.loss for seen in batches) / fsum(s.weight for s in batches)
 
 
 def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:
@@ -141,6 +148,5 @@ def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -
 
 def _not_finite(batch: Any) -> bool:
     return any(
-        isinstance(x, Tensor) and x.is_floating_point() and not bool(x.isfinite().all())
-        for x in _tree.leaves(batch)
+        x.is_floating_point() and not bool(x.isfinite().all()) for _, x in tensors_in("", batch)
     )

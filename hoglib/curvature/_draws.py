@@ -28,12 +28,9 @@ def distribution(likelihood: Likelihood, outputs: Tree) -> D.Distribution:
 def sample(p: D.Distribution, count: int, like: Tensor, generator: Generator | None) -> Tensor:
     """Draws [count, *terms, *event]: from the generator, which advances as torch's own would, or from
     torch's own without one. (The samplers of torch.distributions take none.)"""
-    if generator is None:
+    if arguments.generator(generator) is None:
         return _sample(p, count)
-    if not isinstance(generator, Generator):
-        raise arguments.WrongType(
-            f"generator: expected a torch.Generator or None, got {arguments.describe(generator)}."
-        )
+    assert generator is not None
     device = like.device
     if generator.device.type != device.type or generator.device.index not in (None, device.index):
         raise arguments.WrongValue(

@@ -20,14 +20,12 @@ from hoglib._graph import check_functions, telling_of_cuts
 from hoglib._recording import plainly
 from hoglib._tolerances import TOLERANCES
 from hoglib.curvature import _differences as differences
+from hoglib.curvature._leaves import Vector, filled, own_leaves
 from hoglib.curvature._routes import (
     Call,
     Linearised,
-    Vector,
-    filled,
     forward_over_reverse,
     no_forward_mode,
-    own_leaves,
     reverse_over_reverse,
 )
 
@@ -42,10 +40,10 @@ class Split:
         loss: Any,
         params_of: Callable[[Vector], Any],
         batch: Any,
-        metric: Callable[["Split", Vector, Call], Metric] | None = None,
+        metric: Callable[["Split", Vector, Call], Metric],
     ) -> None:
         self.loss, self.batch = loss, batch
-        self._params_of, self._metric = params_of, metric or criterion_hessian
+        self._params_of, self._metric = params_of, metric
         self.outputs: Any = None  # as the model gave them last
 
     def floats(self, leaves: Vector) -> Vector:
@@ -237,11 +235,8 @@ def in_transforms(split: Split, leaves: Vector, call: Call) -> Linearised:
 def by_differences(split: Split, leaves: Vector, call: Call) -> Linearised:
     """J v by differences of the outputs, J^T by ordinary backward."""
 
-    def outputs(at: Vector) -> Vector:
-        return split.floats_alone(at)
-
     def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
-        tangents = differences.along(outputs, leaves, vector)
+        tangents = differences.along(split.floats_alone, leaves, vector)
         own = own_leaves(leaves, False)
         every = split.floats(own)
         depends = [i for i, y in enumerate(every) if y.requires_grad]

@@ -111,12 +111,7 @@ def _points(x: Any) -> None:
 def _signs(x: Tensor, number: Any, generator: Any) -> list[Tensor]:
     """Rademacher vectors: -1 or 1 at each element of each point."""
     arguments.at_least("num_projections", number, 1)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise arguments.WrongType(
-            f"generator: expected a torch.Generator, got {arguments.describe(generator)}; make one "
-            "with `torch.Generator().manual_seed(0)`."
-        )
-    if generator is not None and generator.device.type != x.device.type:
+    if arguments.generator(generator) is not None and generator.device.type != x.device.type:
         raise arguments.WrongValue(
             f"generator: expected one on {x.device.type}, as x, got one on {generator.device.type}; "
             f"make it with `torch.Generator({x.device.type!r})`."

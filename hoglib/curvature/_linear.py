@@ -74,13 +74,15 @@ class LinearOperator(ABC):
 
     def ravel(self, tree: Tree) -> Tensor:
         """A vector in the structure of params as a flat one [P], or a block as [P, k]."""
-        rows, rebuild = self._space.rows(tree)
-        return rows[0] if rebuild != self._space.block and len(rows) == 1 else rows.T
+        rows, _ = self._space.rows(tree, "tree")
+        return rows.T if self._space.is_block(tree) else rows[0]
 
     def unravel(self, vector: Tensor) -> Tree:
         """A flat vector [P] in the structure of params, or [P, k] with a trailing dimension of k."""
-        rows, _ = self._space.rows(vector)
-        return self._space.tree(rows[0]) if vector.dim() == 1 else self._space.block(rows)
+        rows, _ = self._space.rows(vector, "vector")
+        return (
+            self._space.block(rows) if self._space.is_block(vector) else self._space.tree(rows[0])
+        )
 
     def __add__(self, other: Any) -> "LinearOperator":
         if not isinstance(other, LinearOperator):

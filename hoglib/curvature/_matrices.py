@@ -18,10 +18,10 @@ from hoglib.curvature import _differences as differences
 from hoglib.curvature import _gauss_newton as gauss_newton
 from hoglib.curvature._fisher_metric import fisher_metric
 from hoglib.curvature._gauss_newton import Split
+from hoglib.curvature._leaves import Vector
 from hoglib.curvature._routes import (
     Call,
     Linearised,
-    Vector,
     cannot_be_strict,
     forward_over_reverse,
     reverse_over_reverse,
@@ -35,6 +35,7 @@ class Matrix(ABC):
     """A matrix of second derivatives of a loss, before it is known where."""
 
     modes: tuple[str, ...]
+    draws = False  # whether random numbers are drawn for each batch
 
     def __init__(self, mode: str) -> None:
         self.mode = arguments.one_of("mode", mode, ["auto", *self.modes, DIFFERENCES])
@@ -156,6 +157,7 @@ class Fisher(GaussNewton):
         self._generator = arguments.generator(generator)
         self.seed: int | None = None  # of the draws, in the place of the generator
         self._kind = arguments.one_of("kind", kind, ["exact", "mc", "empirical"])
+        self.draws = kind == "mc"
 
     def metric(self, split: Split, ys: Vector, call: Call) -> gauss_newton.Metric:
         if _functorch.transforms_active():

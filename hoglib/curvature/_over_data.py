@@ -19,18 +19,12 @@ from hoglib._substitution import Standing, lingering, standing_again
 from hoglib.curvature._data import Batches, Size
 from hoglib.curvature._determinism import Determinism, close
 from hoglib.curvature._differences import in_double
+from hoglib.curvature._leaves import Vector, filled, own_leaves
 from hoglib.curvature._likelihood import check_reduction
 from hoglib.curvature._linear import LinearOperator
 from hoglib.curvature._matrices import DIFFERENCES, Matrix
 from hoglib.curvature._origin import Origin
-from hoglib.curvature._routes import (
-    Call,
-    Linearised,
-    Vector,
-    filled,
-    only_as_given,
-    own_leaves,
-)
+from hoglib.curvature._routes import Call, Linearised, only_as_given
 from hoglib.curvature._space import Space
 from hoglib.curvature._symmetry import Symmetry
 from hoglib.stand_ins import stand_ins_if
@@ -79,7 +73,7 @@ class OverData(LinearOperator):
         self._limit = arguments.number("memory_limit", memory_limit, minimum=0)
         self._stand_ins = arguments.flag("stand_ins", stand_ins)
         self._check = arguments.flag("check_deterministic", check_deterministic)
-        self._seen = Determinism(loss, self._check)
+        self._seen = Determinism(loss, self._check, fixed_batches=matrix.draws)
         self._kept: _Kept | None = None
         data_at_hand = self._batches.at_hand if self._batches.whole else list
         self._origin, self._was = Origin(loss, self._space.leaves, data_at_hand), [object()]
@@ -186,12 +180,10 @@ class OverData(LinearOperator):
         return value
 
     def _at(self, leaves: Vector, batch: Any, index: int, call: Call, several: bool) -> Linearised:
-        params_of = partial(_tree.unflatten, structure=_tree.flatten(self._space.params)[1])
-        return self._matrix.at(self._loss, params_of, (batch,), leaves, call, several)
+        return self._matrix.at(self._loss, self._space.params_of, (batch,), leaves, call, several)
 
     def _value(self, leaves: Vector, batch: Any) -> Tensor:
-        params = _tree.unflatten(leaves, _tree.flatten(self._space.params)[1])
-        value = self._loss(params, batch)
+        value = self._loss(self._space.params_of(leaves), batch)
         return arguments.scalar("loss(params, batch)", value)
 
     def _over_data(self, add: Callable[[Any, int, float], Tensor]) -> float:

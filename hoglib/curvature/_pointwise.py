@@ -5,7 +5,7 @@ asks for v^T H v at each point. The routes give values and sums over the probes.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib._explaining import explaining
 from hoglib._graph import check_functions, nodes, telling_of_cuts
+from hoglib.curvature._differences import same_random_numbers
 
 Probe = int | Tensor
 Function = Callable[[Tensor], Tensor]
@@ -149,7 +150,7 @@ def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tup
             _dependent(None)
         return value
 
-    with _same_random_numbers(x):
+    with same_random_numbers([x]):
         value = func(x)
     points, outputs, probes = _sizes(x, value, signs)
     total = torch.zeros_like(value).reshape(points, outputs)
@@ -163,15 +164,10 @@ def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tup
             return tuple(_along(gradient, probe, points) for gradient in gradients)
 
         last = k == len(probes) - 1
-        with nullcontext() if last else _same_random_numbers(x), explaining(WHAT):
+        with nullcontext() if last else same_random_numbers([x]), explaining(WHAT):
             output: Any = torch.func.jvp(derivatives, (x,), (_tangent(x, probe, points),))
         total = total + torch.stack(output[1], 1)
     return value, total.reshape(value.shape)
-
-
-def _same_random_numbers(x: Tensor) -> AbstractContextManager[None]:
-    devices = [x.device] if x.device.type == "cuda" else []
-    return torch.random.fork_rng(devices)
 
 
 def _tangent(x: Tensor, probe: Probe, points: int) -> Tensor:

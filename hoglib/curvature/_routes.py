@@ -10,10 +10,10 @@ from hoglib import _arguments as arguments
 from hoglib import _functorch
 from hoglib._explaining import NO_WAY, explaining
 from hoglib._graph import check_functions, reached_directly, telling_of_cuts
+from hoglib.curvature._leaves import Vector, filled, own_leaves
 from hoglib.curvature._second_look import look, new_functions
 
 OfLeaves = Callable[..., Tensor]
-Vector = list[Tensor]
 
 
 class Linearised(NamedTuple):
@@ -25,9 +25,8 @@ class Linearised(NamedTuple):
 
     apply: Callable[[Vector, bool], tuple[Tensor, Vector]]
     graph: tuple[Tensor, ...] = ()  # what holds the graph that is kept between products
-    unused: tuple[int, ...] | None = (
-        None  # the leaves that the function does not depend on, if known
-    )
+    # the leaves that the function does not depend on, if known
+    unused: tuple[int, ...] | None = None
 
 
 class Call(NamedTuple):
@@ -38,20 +37,14 @@ class Call(NamedTuple):
     strict: list[str] | None = None  # the leaves' names, if each must have a second derivative
 
 
-Route = Callable[[OfLeaves, Vector, Call], Linearised]
-
-
-def columns(
-    point: Linearised, vectors: Vector, block: bool, keep: bool = False
-) -> tuple[Tensor, Vector]:
+def columns(point: Linearised, vectors: Vector, block: bool) -> tuple[Tensor, Vector]:
     """The product with one vector, or with each column of a block, counted by its last dimension."""
     if not block:
-        return point.apply(vectors, keep)
+        return point.apply(vectors, False)
     count = vectors[0].shape[-1]
     if any(leaf.requires_grad for leaf in vectors) or _functorch.transforms_active():
         applied = [
-            point.apply([leaf[..., j] for leaf in vectors], keep or j + 1 < count)
-            for j in range(count)
+            point.apply([leaf[..., j] for leaf in vectors], j + 1 < count) for j in range(count)
         ]
         products = zip(*(product for _, product in applied), strict=True)
         return applied[0][0], [torch.stack(parts, -1) for parts in products]
@@ -61,21 +54,11 @@ def columns(
     for j in range(count):
         for place, leaf in zip(column, vectors, strict=True):
             place.copy_(leaf[..., j])
-        value, product = point.apply(column, keep or j + 1 < count)
+        value, product = point.apply(column, j + 1 < count)
         found = found or [part.new_empty((count, *part.shape)) for part in product]
         for whole, part in zip(found, product, strict=True):
             whole[j].copy_(part)
     return value, [whole.movedim(0, -1) for whole in found]
-
-
-def own_leaves(leaves: Vector, create_graph: bool) -> Vector:
-    """Tensors like the leaves that require grad, connected to them only where that is asked for."""
-    return [
-        leaf.view_as(leaf)
-        if create_graph and leaf.requires_grad
-        else leaf.detach().requires_grad_()
-        for leaf in leaves
-    ]
 
 
 def gradient_graph(
@@ -116,24 +99,10 @@ def only_as_given(value: Tensor, leaves: Vector, what: str) -> None:
 def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearised:
     """H v as the gradient of <grad f, v>; the gradient's graph is kept from one v to the next."""
     value, own, gradient = gradient_graph(func, leaves, call)
-    which = [i for i, g in enumerate(gradient) if g is not None and g.requires_grad]
-    grads = [g for g in gradient if g is not None and g.requires_grad]
     unseen = new_functions(value)
 
     def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
-        product: list[Tensor | None] = [None] * len(own)
-        if grads:
-            with explaining(call.what):
-                product = list(
-                    torch.autograd.grad(
-                        grads,
-                        own,
-                        [vector[i] for i in which],
-                        retain_graph=keep or call.create_graph,
-                        create_graph=call.create_graph,
-                        allow_unused=True,
-                    )
-                )
+        product = through(gradient, own, vector, call, keep)
         if call.strict is not None:
             _strictly(call, call.strict, product)
         found = filled(product, own)
@@ -142,20 +111,31 @@ def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearis
             unseen.clear()
         return value, found
 
+    graph = tuple(g for g in gradient if g is not None and g.requires_grad)
     unused = tuple(i for i, g in enumerate(gradient) if g is None)
-    return Linearised(apply, tuple(grads), unused)
+    return Linearised(apply, graph, unused)
 
 
-def filled(parts: list[Tensor | None], like: Vector) -> Vector:
-    """Zeros where autograd says None: what does not depend has a derivative of zero."""
-    return [
-        torch.zeros_like(leaf)
-        if part is None
-        else part
-        if part.layout is torch.strided
-        else part.to_dense()  # as of an embedding with sparse=True
-        for part, leaf in zip(parts, like, strict=True)
+def through(
+    gradient: list[Tensor | None], own: Vector, vector: Vector, call: Call, keep: bool
+) -> list[Tensor | None]:
+    """d <gradient, vector> / d own, by a backward pass through the gradient's graph."""
+    pairs = [
+        (g, v) for g, v in zip(gradient, vector, strict=True) if g is not None and g.requires_grad
     ]
+    if not pairs:
+        return [None] * len(own)
+    with explaining(call.what):
+        return list(
+            torch.autograd.grad(
+                [g for g, _ in pairs],
+                own,
+                [v for _, v in pairs],
+                retain_graph=keep or call.create_graph,
+                create_graph=call.create_graph,
+                allow_unused=True,
+            )
+        )
 
 
 def _strictly(call: Call, names: list[str], product: list[Tensor | None]) -> None:

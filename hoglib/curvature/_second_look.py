@@ -18,7 +18,8 @@ from torch.autograd import Function
 
 from hoglib import _tree
 from hoglib._graph import users_functions
-from hoglib.curvature._differences import gradient_of, replaying
+from hoglib.curvature._differences import distance, gradient_of, slopes
+from hoglib.curvature._leaves import Vector, own_leaves
 
 STEPS = (1e-2, 1e-3)
 OFF = 0.05  # of the product; a smooth function is off by a hundredth of that in float32
@@ -37,32 +38,19 @@ def look(
     what: str,
     functions: list[type[Function]],
     func: Callable[..., Tensor],
-    leaves: list[Tensor],
-    vector: list[Tensor],
-    product: list[Tensor],
+    leaves: Vector,
+    vector: Vector,
+    product: Vector,
 ) -> None:
     """Warns where a product is not the difference of gradients that it should be."""
     for function in functions:
         _SEEN.add(function)
-    length = float(_tree.norm([v.detach() for v in vector]))
-    if length == 0:
+    if not _tree.norm([v.detach() for v in vector]):
         return
-    again, gradient = replaying(leaves), gradient_of(func)
-    size = max(1.0, float(_tree.norm([x.detach() for x in leaves])) / _tree.size(leaves) ** 0.5)
-    slopes = []
-    for step in STEPS:
-        h = step * size / length
-        above, below = (
-            again(
-                gradient,
-                [x.detach() + s * h * v.detach() for x, v in zip(leaves, vector, strict=True)],
-            )
-            for s in (1, -1)
-        )
-        slopes.append([(a - b) / (2 * h) for a, b in zip(above, below, strict=True)])
-    off = [_distance(slope, product) for slope in slopes]
-    apart = _distance(*slopes)  # of two steps: by a kink, or by rounding
-    scale = max(float(_tree.norm(slopes[0])), float(_tree.norm([p.detach() for p in product])))
+    found = slopes(gradient_of(func), leaves, vector, STEPS)
+    off = [distance(slope, product) for slope in found]
+    apart = distance(*found)  # of two steps: by a kink, or by rounding
+    scale = max(float(_tree.norm([x.detach() for x in parts])) for parts in (found[0], product))
     if min(off) > OFF * scale and min(off) > 5 * apart and not _stops(func, leaves):
         names = ", ".join(function.__qualname__ for function in functions)
         warnings.warn(
@@ -73,9 +61,9 @@ def look(
         )
 
 
-def _stops(func: Callable[..., Tensor], leaves: list[Tensor]) -> bool:
+def _stops(func: Callable[..., Tensor], leaves: Vector) -> bool:
     """Whether a custom Function gives zeros for a gradient."""
-    own = [leaf.detach().requires_grad_() for leaf in leaves]
+    own = own_leaves(leaves, False)
     value = func(*own)
     stopped: list[bool] = []
 
@@ -87,7 +75,3 @@ def _stops(func: Callable[..., Tensor], leaves: list[Tensor]) -> bool:
         node.register_hook(note)
     torch.autograd.grad(value, own, allow_unused=True)
     return any(stopped)
-
-
-def _distance(a: list[Tensor], b: list[Tensor]) -> float:
-    return float(_tree.norm([x - y.detach() for x, y in zip(a, b, strict=True)]))

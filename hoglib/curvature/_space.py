@@ -54,6 +54,17 @@ class Space:
             )
         return leaves
 
+    def params_of(self, leaves: list[Tensor]) -> Tree:
+        """Leaves in the structure of params, which is not kept because it cannot be pickled."""
+        return _tree.unflatten(leaves, _tree.flatten(self.params)[1])
+
+    def is_block(self, v: Any) -> bool:
+        """Whether what `rows` took is several vectors."""
+        dims: int = _tree.leaves(v)[0].dim()
+        if isinstance(v, Tensor) and not self._like_params(v):
+            return dims > 1
+        return dims > len(self._like[0][0])
+
     def same(self, other: "Space") -> bool:
         return self._like == other._like and _tree.paths(self.params) == _tree.paths(other.params)
 
@@ -118,13 +129,13 @@ class Space:
 
     def tree(self, row: Tensor) -> Tree:
         """A flat vector in the structure of params."""
-        return _tree.unflatten(self.split(row), _tree.flatten(self.params)[1])
+        return self.params_of(self.split(row))
 
     def block(self, rows: Tensor) -> Tree:
         """Rows in the structure of params, with a trailing dimension."""
         columns = [self.split(row) for row in rows]
         stacked = [torch.stack(parts, -1) for parts in zip(*columns, strict=True)]
-        return _tree.unflatten(stacked, _tree.flatten(self.params)[1])
+        return self.params_of(stacked)
 
     def first_not_finite(self, rows: Tensor) -> str:
         """The name of a leaf in which rows are NaN or infinite; empty where they are finite."""

@@ -1,6 +1,7 @@
 """Whole matrices, or their blocks, for networks small enough to hold them."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from hoglib._explaining import explaining
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
 from hoglib.curvature._blocks import Blocks, groups_of
+from hoglib.curvature._leaves import Vector, dense, filled
 from hoglib.curvature._matrices import GaussNewton
-from hoglib.curvature._routes import Call, OfLeaves, Vector, filled, gradient_graph
+from hoglib.curvature._routes import Call, OfLeaves, gradient_graph, through
 from hoglib.curvature._second_look import look, new_functions
 from hoglib.stand_ins import stand_ins_if
 
@@ -81,7 +83,7 @@ def ggn(
     groups = groups_of(blocks, params)
     with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, args = recordable((leaves, (batch,)))
-        params_of = lambda values: _tree.unflatten(values, structure)  # noqa: E731
+        params_of = partial(_tree.unflatten, structure=structure)
         point = matrix.at(loss, params_of, args, leaves, Call("ggn"), several=True)
         columns = {}
         for group in groups:
@@ -95,9 +97,8 @@ def ggn(
 
 def _units(leaves: Vector, which: int) -> Iterable[Vector]:
     for j in range(leaves[which].numel()):
-        unit = [
-            torch.zeros(leaf.shape).to(leaf) for leaf in leaves
-        ]  # contiguous, unlike zeros_like
+        # contiguous, unlike zeros_like
+        unit = [leaf.new_zeros(leaf.shape) for leaf in leaves]
         unit[which].view(-1)[j] = 1
         yield unit
 
@@ -120,12 +121,9 @@ def _hessian_rows(
     value, own, gradient = gradient_graph(func, leaves, call)
     unseen = [] if call.create_graph else new_functions(value)
     if unseen:
-        grads = [g for g in gradient if g is not None and g.requires_grad]
-        v = [torch.ones_like(leaf) for leaf in own]
-        along = [u for g, u in zip(gradient, v, strict=True) if g is not None and g.requires_grad]
-        if grads:
-            product = torch.autograd.grad(grads, own, along, retain_graph=True, allow_unused=True)
-            look(call.what, unseen, func, leaves, v, filled(list(product), own))
+        ones = [torch.ones_like(leaf) for leaf in own]
+        product = filled(through(gradient, own, ones, call, keep=True), own)
+        look(call.what, unseen, func, leaves, ones, product)
     blocks = {}
     for group in groups:
         among = [own[b] for b in group]
@@ -141,8 +139,7 @@ def _hessian_rows(
 def _rows(gradient: Tensor | None, among: Vector, call: Call) -> Iterable[Vector]:
     if gradient is None or not gradient.requires_grad:
         return
-    whole = gradient if gradient.layout is torch.strided else gradient.to_dense()
-    for entry in whole.reshape(-1).unbind():
+    for entry in dense(gradient).reshape(-1).unbind():
         with explaining(call.what):
             row = torch.autograd.grad(
                 entry, among, retain_graph=True, create_graph=call.create_graph, allow_unused=True

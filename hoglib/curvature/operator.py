@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from hoglib.curvature._data import Size
-from hoglib.curvature._determinism import Determinism
+from hoglib.curvature._leaves import Vector
 from hoglib.curvature._matrices import Fisher, GaussNewton, Hessian
 from hoglib.curvature._over_data import LIMIT, OverData
-from hoglib.curvature._routes import Call, Linearised, Vector
+from hoglib.curvature._routes import Call, Linearised
 
 Tree = Any
 
@@ -127,10 +127,7 @@ class FisherOperator(OverData):
             check_deterministic, stand_ins, progress,
         )  # fmt: skip
         self._fisher = matrix
-        self._seed = 0
-        if kind == "mc":
-            self._seed = matrix.draw_seed()
-            self._seen = Determinism(loss, check_deterministic, fixed_batches=True)
+        self._seed = matrix.draw_seed() if matrix.draws else 0
 
     def _at(self, leaves: Vector, batch: Any, index: int, call: Call, several: bool) -> Linearised:
         self._fisher.seed = self._seed + index  # the same draws for a batch at every pass

@@ -1,6 +1,7 @@
 """Products of curvature matrices with vectors: Hessian, generalised Gauss-Newton, Fisher."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,14 +145,13 @@ def _product(
     leaves, structure = _tree.flatten(params)
     like = leaves
     if matrix.mode == DIFFERENCES:
-        without_graph(what, create_graph)
+        _without_graph(what, create_graph)
         func, leaves, vector, args = matrix.in_double(func), *in_double((leaves, vector, args))
     call = Call(what, create_graph or _functorch.transforms_active(), strict)
     with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, vector, args = recordable((leaves, vector, args))
-        point = matrix.at(
-            func, lambda values: _tree.unflatten(values, structure), args, leaves, call, block
-        )
+        params_of = partial(_tree.unflatten, structure=structure)
+        point = matrix.at(func, params_of, args, leaves, call, block)
         value, product = columns(point, vector, block)
     if not call.create_graph:
         value, product = value.detach().clone(), [part.detach() for part in product]
@@ -161,7 +161,7 @@ def _product(
     return value, _tree.unflatten(product, structure)
 
 
-def without_graph(what: str, create_graph: bool) -> None:
+def _without_graph(what: str, create_graph: bool) -> None:
     """Differences have no graph, and no place inside of transforms."""
     if create_graph:
         raise arguments.WrongValue(

@@ -77,12 +77,9 @@ def cg(
                 stacklevel=3,
             )
         return rebuild(x)
-    one = b.dim() == 1 if isinstance(b, Tensor) else len(rows) == 1
-    info = Solution(
-        relative[0] if one else relative, converged[0] if one else converged, iterations,
-        operator.count - before,
-    )  # fmt: skip
-    return rebuild(x), info
+    if not operator._space.is_block(b):
+        relative, converged = relative[0], converged[0]
+    return rebuild(x), Solution(relative, converged, iterations, operator.count - before)
 
 
 def _iterate(
@@ -147,7 +144,9 @@ def _preconditioner(
 ) -> Callable[[Tensor], Tensor]:
     if given is None:
         return lambda rows: rows
-    if hasattr(given, "apply") and hasattr(given, "count"):  # an operator
+    from hoglib.curvature._linear import LinearOperator  # which imports this file
+
+    if isinstance(given, LinearOperator):
         if given.shape != operator.shape:
             raise arguments.WrongValue(
                 f"preconditioner: expected an operator of shape {operator.shape}, got {given.shape}."

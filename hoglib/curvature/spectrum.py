@@ -60,10 +60,6 @@ def eigsh(
     before = operator.count
     random = arguments.generator(generator) or torch.Generator().manual_seed(0)
     start = torch.randn(size, dtype=torch.float64, generator=random, device=random.device)
-    first = operator.apply(start[None].to(operator.device, operator.dtype))
-    if not bool(first.any()):  # of a zero matrix, which ARPACK does not take
-        vectors = torch.eye(size, k, dtype=operator.dtype, device=operator.device)
-        return _with_residuals(operator, vectors.new_zeros(k), vectors, operator.count - before)
     try:
         found = linalg.eigsh(
             to_scipy(operator, "float64"),
@@ -80,6 +76,12 @@ def eigsh(
             f"({', '.join(f'{v:.6g}' for v in error.eigenvalues)}); raise max_iter or tol, or "
             "ask for fewer."
         ) from error
+    except linalg.ArpackError as error:
+        if "Starting vector is zero" not in str(error):
+            raise
+        # so it says of a zero matrix, whose eigenvectors may be any
+        vectors = torch.eye(size, k, dtype=operator.dtype, device=operator.device)
+        return _with_residuals(operator, vectors.new_zeros(k), vectors, operator.count - before)
     values, vectors = (torch.as_tensor(part).to(operator.device, operator.dtype) for part in found)
     return _with_residuals(operator, values, vectors, operator.count - before)
 

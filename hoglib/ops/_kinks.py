@@ -47,7 +47,7 @@ def clamp(
     for a NaN bound, or without either bound.
     """
     arguments.real("x", x)
-    arguments.switch("straight_through", straight_through)
+    arguments.flag("straight_through", straight_through)
     if min is None and max is None:
         raise arguments.WrongValue("clamp: expected min, max or both, got neither; give one bound.")
     low = None if min is None else arguments.number("min", min)

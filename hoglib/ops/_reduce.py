@@ -82,7 +82,7 @@ def _reduce(
     keepdim: bool,
 ) -> Tensor:
     arguments.differentiable("x", x)
-    arguments.switch("keepdim", keepdim)
+    arguments.flag("keepdim", keepdim)
     dims = arguments.dims("dim", dim, x.dim())
     if x.dim() == 0:
         return call(function, reference, x.reshape(1), dims, True).reshape(())

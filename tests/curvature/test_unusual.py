@@ -455,7 +455,7 @@ def test_two_threads_do_not_share_a_model():
 def test_between_flat_vectors_and_the_structure_of_the_parameters():
     loss, params = made(net())
     operator = hog.HessianOperator(loss, params, BATCH)
-    for shape in ((26,), (26, 3)):
+    for shape in ((26,), (26, 3), (26, 1)):
         v = draw(*shape)
         assert_close(operator.ravel(operator.unravel(v)), v)
     tree = operator.unravel(draw(26))

@@ -18,7 +18,6 @@ from experiments.benchmarks.workload import (
     Missing,
     Workload,
     columns,
-    ours,
     peer,
 )
 from experiments.benchmarks.workloads import WORKLOADS
@@ -186,8 +185,6 @@ def test_results_of_every_form_are_columns():
 def test_what_is_not_here_is_missing():
     with pytest.raises(Missing, match=r"^missing: no_such_library is not installed$"):
         peer("no_such_library")
-    with pytest.raises(Missing, match=r"^missing: no hoglib\.no_such_name$"):
-        ours("no_such_name")
 
 
 def test_a_peer_that_does_not_import_says_why(tmp_path, monkeypatch):
