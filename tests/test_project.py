@@ -22,6 +22,7 @@ def test_public_names():
         "MAML",
         "FisherOperator",
         "GGNOperator",
+        "GradientPenalty",
         "HessianOperator",
         "Report",
         "VerificationError",
@@ -37,6 +38,7 @@ def test_public_names():
         "meta",
         "nn",
         "ops",
+        "penalties",
         "second_order",
         "testing",
         "trainable_params",
@@ -127,6 +129,7 @@ def test_public_names():
     assert hog.curvature.__all__ == [
         "FisherOperator",
         "GGNOperator",
+        "GradientPenalty",
         "HessianOperator",
         "LinearOperator",
         "cg",
