@@ -129,7 +129,6 @@ def test_public_names():
     assert hog.curvature.__all__ == [
         "FisherOperator",
         "GGNOperator",
-        "GradientPenalty",
         "HessianOperator",
         "LinearOperator",
         "cg",
