@@ -92,7 +92,8 @@ def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor
     y = point.y
     if index is not None:
         rows = _rows_by_structure(point, g, x, index)
-        return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) for r in rows]
+        none = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
+        return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else none for r in rows]
     if y.dim() and y.numel() == len(x):  # structures in a batch: one row of each in every pass
         shape = x.shape[1:]
         units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
