@@ -5,6 +5,7 @@ The wrong ones are hand-written as published code is, with one mistake each.
 
 import random
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 from torch import Generator, autograd, nn
 
+import hoglib as hog
 from hoglib import VerificationError
-from hoglib.penalties._check import check
+from hoglib.penalties import check
 
 # Right ones, by hand.
 
@@ -116,6 +118,15 @@ def by_a_generator():
     return penalty
 
 
+def of_arrays(critic, real, fake):
+    """With ones and coefficients of float32, whatever real is of, and ones for columns of scores."""
+    e = torch.FloatTensor(np.random.random(one_a_sample(real)))
+    x = torch.autograd.Variable(e * real + (1 - e) * fake, requires_grad=True)
+    ones = torch.FloatTensor(len(real), 1).fill_(1.0)
+    (g,) = autograd.grad(critic(x), x, ones, create_graph=True, retain_graph=True)
+    return ((g.view(len(g), -1).norm(2, dim=1) - 1) ** 2).mean()
+
+
 def careful(critic, real, fake):
     """Right in validation, too, and under autocast."""
     with (
@@ -145,6 +156,7 @@ RIGHT = {
     "the critic is run elsewhere too": (beside_a_score, "wgan_gp", {}),
     "NumPy draws": (by_numpy, "wgan_gp", {}),
     "a generator of its own": (by_a_generator(), "wgan_gp", {}),
+    "arrays and Variables": (of_arrays, "wgan_gp", {}),
     "careful": (careful, "wgan_gp", {}),
     "lazy": (lazy(wgan_gp, 4, 4.0), "wgan_gp", {"every": 4}),
     "lazy, often": (lazy(r1_r2, 16, 16.0), "r1_r2", {"every": 16}),
@@ -169,6 +181,41 @@ def test_nothing_is_left_to_say_of_a_careful_one():
     report = check(careful, "wgan_gp")
     assert [row.name for row in report.warnings] == ["unchanged: running statistics"]
     assert all(row.status != "skip" for row in report)
+
+
+# hoglib's own, which leave nothing to say but where random numbers are of a generator of theirs.
+
+OURS = {
+    "wgan_gp": (hog.penalties.wgan_gp, "wgan_gp", {}),
+    "another spelling": (hog.penalties.wgan_gp, "wgan-gp", {}),
+    "one-sided": (partial(hog.penalties.wgan_gp, one_sided=True, target=0.5), "wgan_gp", {"one_sided": True, "target": 0.5}),
+    "in pieces": (partial(hog.penalties.wgan_gp, micro_batch=2), "wgan_gp", {}),
+    "zero_centred": (hog.penalties.zero_centred, "zero_centred", {}),
+    "r1": (hog.penalties.r1, "r1", {}),
+    "r2": (hog.penalties.r2, "r2", {}),
+    "r1_r2": (hog.penalties.r1_r2, "r1_r2", {}),
+    "dragan": (hog.penalties.dragan, "dragan", {}),
+    "dragan with noise": (partial(hog.penalties.dragan, noise=0.3), "dragan", {"noise": 0.3}),
+    "lazy": (hog.GradientPenalty("wgan_gp", every=4), "wgan_gp", {"weight": 10.0, "every": 4}),
+    "lazy r1": (hog.GradientPenalty("r1", weight=2.0, every=16), "r1", {"weight": 2.0, "every": 16}),
+    "lazy r2 in pieces": (hog.GradientPenalty("r2", weight=1.0, every=2, micro_batch=3), "r2", {"every": 2}),
+    "images": (hog.penalties.r1_r2, "r1_r2", {"shape": (1, 8, 8)}),
+    "vectors": (hog.penalties.dragan, "dragan", {"shape": (2,)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_pass(name):
+    penalty, kind, options = OURS[name]
+    report = check(penalty, kind, **options).raise_if_failed()
+    assert {row.status for row in report} == {"pass"}, str(report)
+
+
+def test_a_lazy_one_of_ours_is_at_its_full_size_in_evaluation():
+    penalty = hog.GradientPenalty("r1", weight=1.0, every=4).eval()
+    check(penalty, "r1").raise_if_failed()
+    assert not penalty.training
+    assert penalty.calls == 0
 
 
 # One mistake each. The row that must fail, and words it must have; no other row fails but those named.
@@ -298,9 +345,9 @@ def float64_draws(critic, real, fake):
     return ((norms(critic, (e * real + (1 - e) * fake).requires_grad_()) - 1) ** 2).mean()
 
 
-def stopping():
+def stopping(after):
     """It runs out of something after a while."""
-    left = iter(range(44))
+    left = iter(range(after))
 
     def penalty(critic, real, fake):
         next(left)
@@ -411,7 +458,7 @@ WRONG = {
     # what was given
     "backward in it": (by_backward, "r1", "unchanged: gradients", [".grad of w, V, u", "autograd.grad"]),
     "flag left on": (flag_left_on, "r1", "unchanged: requires_grad", ["real", "detach()"]),
-    "critic frozen afterwards": (frozen_afterwards, "r1", "unchanged: requires_grad", ["Freeze nothing"]),
+    "critic frozen afterwards": (frozen_afterwards, "r1", "unchanged: requires_grad", ["Set free"]),
     "noise in place": (noise_in_place, "dragan", "unchanged: values", ["real was written to"]),
     "left in eval": (left_in_eval, "wgan_gp", "unchanged: training mode", ["train() mode"]),
     # circumstances
@@ -420,7 +467,8 @@ WRONG = {
     "float64 draws": (float64_draws, "wgan_gp", "in float32", ["same dtype", ".to(real)"]),
     "some samples": (lambda D, r, f: wgan_gp(D, r[:3], f[:3]), "wgan_gp", "points + value", ["3 of 64 samples"]),
     "coefficients broadcast": (lambda D, r, f: ((flat(slopes(D, (torch.rand(len(r), 1, 1, 1) * (r - f) + f).requires_grad_())) - 1) ** 2).mean(), "wgan_gp vector", "points + value", ["(64, 1, 64, 6)", "broadcast"]),
-    "stops in between": (stopping(), "wgan_gp", "points *", ["StopIteration", "where it ran before"]),
+    "stops early": (stopping(20), "wgan_gp", "repeated calls", ["StopIteration"]),
+    "stops later": (stopping(44), "wgan_gp", "points *", ["StopIteration", "where it ran before"]),
     "zero in validation": (zero_in_validation, "wgan_gp", "under no_grad + under inference_mode", ["did not raise"]),
     "half-precision sum": (by_einsum, "wgan_gp", "under autocast + zero gradient", ["overflows", "enabled=False"]),
     "not reduced": (lambda D, r, f: (norms(D, between(r, f)) - 1) ** 2, "wgan_gp", "returns", ["one number", "shape (5,)"]),
@@ -472,6 +520,23 @@ def test_a_warning_is_no_failure(name):
     report = check(penalty, kind).raise_if_failed()
     assert report[row].status == "warn"
     assert all(word in report[row].text for word in says), report[row].text
+
+
+def test_every_row_can_fail_or_warn():
+    rows = {row.name for row in check(careful, "wgan_gp")}
+    tried = {part for _, _, names, _ in WRONG.values() for part in names.split(" + ")}
+    assert rows - tried - {names for _, _, names, _ in WARNED.values()} == set()
+
+
+def test_a_penalty_that_leans_on_the_graph_of_fake():
+    def penalty(critic, real, fake):
+        e = torch.rand(one_a_sample(real))
+        return ((norms(critic, e * real + (1 - e) * fake) - 1) ** 2).mean()
+
+    report = check(penalty, "wgan_gp").raise_if_failed()
+    assert report["fake without a graph"].status == "warn"
+    assert "does not require grad" in report["fake without a graph"].text
+    assert report["points"].status == "pass"
 
 
 # What cannot be judged is said to be so.
@@ -596,13 +661,26 @@ def test_reports_are_the_same_twice():
     assert str(check(dragan, "dragan")) == str(check(dragan, "dragan"))
 
 
+@pytest.mark.gpu
+def test_on_a_device():
+    def penalty(critic, real, fake):
+        e = torch.rand(one_a_sample(real), device=real.device)
+        return ((norms(critic, (e * real + (1 - e) * fake).requires_grad_()) - 1) ** 2).mean()
+
+    state = torch.cuda.get_rng_state()
+    report = check(penalty, "wgan_gp", device="cuda").raise_if_failed()
+    assert report["points"].status == "pass"
+    assert torch.equal(state, torch.cuda.get_rng_state())
+    assert "runs" in {row.name for row in check(wgan_gp, "wgan_gp", device="cuda").failed}
+
+
 # What cannot be asked.
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kind": "wgan-gp"}, "one of wgan_gp, zero_centred, r1, r2, r1_r2, dragan"),
+        ({"kind": "gp"}, "one of wgan_gp, zero_centred, r1, r2, r1_r2, dragan"),
         ({"kind": "r1", "target": 1.0}, "no target"),
         ({"kind": "r1", "one_sided": True}, "no target"),
         ({"kind": "wgan_gp", "noise": 1.0}, "dragan"),
@@ -611,6 +689,7 @@ def test_reports_are_the_same_twice():
         ({"kind": "wgan_gp", "target": -1.0}, "at least 0"),
         ({"kind": "wgan_gp", "shape": ()}, "shape=(d,)"),
         ({"kind": "wgan_gp", "shape": (1,)}, "two elements"),
+        ({"kind": "wgan_gp", "dtype": torch.float16}, "under autocast"),
     ],
     ids=str,
 )

@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 import torch
 
@@ -12,13 +13,14 @@ from hoglib.penalties._check import _circumstances as circumstances
 from hoglib.penalties._check import _graph as graph
 from hoglib.penalties._check import _points as points
 from hoglib.penalties._check._critics import Critic, Makers
-from hoglib.penalties._check._kinds import KINDS, Kind
-from hoglib.penalties._check._mistakes import Case, Formula, table
+from hoglib.penalties._check._kinds import Options, chosen
+from hoglib.penalties._check._mistakes import Case, Formula, off, table
 from hoglib.penalties._check._subject import Outcome, Returned, Subject, untouched
 from hoglib.verification._around import told
 from hoglib.verification._call import name_of
 from hoglib.verification.report import Report, Row
 
+DTYPES = (torch.float64, torch.float32)
 CALLED = (
     "It is called as penalty(critic, real, fake), or penalty(critic, x) if it takes one set of points, "
     "with real of shape {real} and scores of shape {score}. Say which shape it is written for with "
@@ -68,54 +70,24 @@ def check(
     Source: Gulrajani et al., 2017, eq. 3; Mescheder et al., 2018, eq. 9; Kodali et al., 2017, eq. 4.
     """
     arguments.function("penalty", penalty)
-    options = _options(kind, shape, every, weight, target, one_sided, noise)
+    options = chosen(kind, shape, every, weight, target, one_sided, noise)
     where = torch.device("cpu" if device is None else device)
-    dtypes = (torch.float64, torch.float32) if dtype is None else (dtype,)
+    dtypes = DTYPES if dtype is None else (dtype,)
+    if not set(dtypes) <= set(DTYPES):
+        raise arguments.WrongValue(
+            f"dtype: expected torch.float64 or torch.float32, got {dtype}; half precision is judged by "
+            "the row 'under autocast'."
+        )
     with recording(), warnings.catch_warnings(), untouched(penalty, where) as own:
         warnings.simplefilter("ignore")  # what is tried on purpose is no news
         subject = Subject(own, options.kind, options.every)
         return Report(name_of(penalty), list(_Examination(subject, options).rows(where, dtypes)))
 
 
-class _Options(NamedTuple):
-    kind: Kind
-    shape: tuple[int, ...]
-    every: int
-    weight: float
-    target: float
-    one_sided: bool
-    noise: float | None
-
-
-def _options(
-    kind: str, shape: Sequence[int], every: int, weight: float, target: float | None,
-    one_sided: bool, noise: float | None,
-) -> _Options:  # fmt: skip
-    meant = KINDS[arguments.one_of("kind", kind, KINDS)]
-    if not meant.target and (target is not None or arguments.flag("one_sided", one_sided)):
-        raise arguments.WrongValue(
-            f"target, one_sided: expected neither for {kind}, which has no target; got "
-            f"target={target}, one_sided={one_sided}. Leave them out, or check another kind."
-        )
-    if noise is not None and meant.at != "beside":
-        raise arguments.WrongValue(f"noise: expected none for {kind}, got {noise}; it is dragan's.")
-    sizes = tuple(arguments.at_least("shape", n, 1) for n in shape)
-    if not sizes or torch.Size(sizes).numel() < 2:
-        raise arguments.WrongValue(
-            f"shape: expected that of one sample, without the batch, of two elements or more, got "
-            f"{tuple(shape)}; a batch of vectors has shape=(d,)."
-        )
-    return _Options(
-        meant, sizes, arguments.at_least("every", every, 1), arguments.positive("weight", weight),
-        1.0 if target is None else arguments.number("target", target, minimum=0.0), one_sided,
-        None if noise is None else arguments.positive("noise", noise),
-    )  # fmt: skip
-
-
 class _Examination:
     """The checks of one call of `check`, in order."""
 
-    def __init__(self, subject: Subject, options: _Options) -> None:
+    def __init__(self, subject: Subject, options: Options) -> None:
         self._subject, self._options = subject, options
         self._table = table(
             options.kind, target=options.target, one_sided=options.one_sided,
@@ -132,13 +104,16 @@ class _Examination:
         if makers.dtype is not dtypes[0]:
             text = f"refused ({self._refused}); checked in {makers.dtype} with wider tolerances."
             yield Row(f"dtype: {dtypes[0]}", "skip", None, text)
-        alike = circumstances.repeated(subject, makers)
-        if alike is not None:
-            yield alike
-            if alike.status == "fail":  # nothing else can be said of it
-                return
+        if subject.attached:
+            text = (
+                f"it raises {self._refused}: it takes its gradient by points that have a graph from "
+                "fake alone. Give it points of its own, `x = x.detach().requires_grad_()`; then fake "
+                "can be detached, and the generator's graph is not gone through in vain."
+            )
+            yield Row("fake without a graph", "warn", None, text)
         reached, noise = None, self._options.noise
         checks: list[tuple[str, Callable[[], Row | Iterable[Row]]]] = [
+            (circumstances.REPEATED, lambda: circumstances.repeated(subject, makers)),
             ("value", self._values),
             ("points", lambda: points.row(subject, makers, self._table, self._formula, noise)),
             (graph.REACHES, lambda: graph.reaches(subject, makers)),
@@ -153,39 +128,35 @@ class _Examination:
             if name in (graph.GRADIENT, graph.ZERO) and reached == "fail":
                 yield Row(name, "skip", None, "not judged: no gradient reaches the critic.")
                 continue
-            try:
-                found = examine()
-                rows = [found] if isinstance(found, Row) else list(found)
-            except Returned as returned:
-                rows = [
-                    Row(name, "fail", None, f"it returned {returned}, where one number is meant.")
-                ]
-            except Exception as error:  # of the penalty, which ran before
-                rows = [Row(name, "fail", None, f"it raises {told(error)}, where it ran before.")]
-            reached = rows[0].status if name == graph.REACHES else reached
+            rows = _guarded(name, examine)
             yield from rows
+            if name == circumstances.REPEATED and [row for row in rows if row.status == "fail"]:
+                return  # nothing else can be said of it
+            reached = rows[0].status if name == graph.REACHES else reached
 
     def _settle(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> Row | None:
         """The dtype, and the shape of scores, with which it runs; the row of why it does not."""
         errors: list[Exception] = []
-        options = self._options
-        for dtype in dtypes:
-            for column in (True, False):
-                size = options.target or 1.0
-                self._makers = makers = Makers(options.shape, column, dtype, device, size)
-                try:
-                    self._subject(makers.linear(1.0), makers.data(5), makers.data(5))
-                except Returned as returned:
-                    text = (
-                        f"expected the penalty, one number, got {returned}. Reduce it by the mean over "
-                        "samples, and return it by itself."
-                    )
-                    return Row("returns", "fail", None, text)
-                except Exception as error:
-                    errors.append(error)
-                else:
-                    self._refused = told(errors[0]) if errors else ""
-                    return None
+        options, subject = self._options, self._subject
+        for attached, dtype, column in product((False, True), dtypes, (True, False)):
+            if attached and not any("does not require grad" in str(error) for error in errors):
+                break
+            subject.attached = attached
+            size = options.target or 1.0
+            self._makers = makers = Makers(options.shape, column, dtype, device, size)
+            try:
+                subject(makers.linear(1.0), makers.data(5), makers.data(5))
+            except Returned as returned:
+                text = (
+                    f"expected the penalty, one number, got {returned}. Reduce it by the mean over "
+                    "samples, and return it by itself."
+                )
+                return Row("returns", "fail", None, text)
+            except Exception as error:
+                errors.append(error)
+            else:
+                self._refused = told(errors[0]) if errors else ""
+                return None
         called = CALLED.format(real=(5, *options.shape), score=(5, 1))
         return Row("runs", "fail", None, f"it raises {told(errors[0])}. {called}")
 
@@ -220,7 +191,7 @@ class _Examination:
         text += "".join(f" {way.mend}" for way in wrong)
         error = None
         if expected is not None:
-            error = abs(first.value - expected) / max(abs(expected), 1e-3)
+            error = off(first.value, expected)
             text = f"it returned {first.value:.4g}, where {formula} is {expected:.4g}. {text}"
         bad = found is None or wrong
         yield Row("value", "fail" if bad else "pass", error if bad else None, text if bad else "")
@@ -249,6 +220,18 @@ class _Examination:
             return None
         value = self._table.value(self._formula, gradients, self._options.kind.sets)
         return None if value is None else (outcome.number, value)
+
+
+def _guarded(name: str, examine: Callable[[], Row | Iterable[Row]]) -> list[Row]:
+    """The rows of a check; what the penalty raises is one."""
+    try:
+        found = examine()
+        return [found] if isinstance(found, Row) else list(found)
+    except Returned as returned:
+        text = f"it returned {returned}, where one number is meant."
+    except Exception as error:
+        text = f"it raises {told(error)}, where it ran before."
+    return [Row(name, "fail", None, text)]
 
 
 def _said(text: str) -> str:

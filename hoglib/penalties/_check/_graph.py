@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.curvature import _differences as differences
+from hoglib import _differences as differences
 from hoglib.penalties._check._critics import Critic, Makers
 from hoglib.penalties._check._subject import Subject
 from hoglib.verification._cuts import INNER, Cut

@@ -114,4 +114,9 @@ def table(kind: Kind, *, target: float, one_sided: bool, weight: float, every: i
 
 
 def close(a: float, b: float, rtol: float) -> bool:
-    return abs(a - b) <= rtol * max(abs(b), 1e-3)
+    return off(a, b) <= rtol  # False for NaN
+
+
+def off(a: float, b: float) -> float:
+    """How far a is from b, of b."""
+    return abs(a - b) / max(abs(b), 1e-3)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hoglib.penalties._check._critics import Critic, Makers
 from hoglib.penalties._check._kinds import Kind
-from hoglib.penalties._check._mistakes import Formula, Table, close
+from hoglib.penalties._check._mistakes import Formula, Table, close, off
 from hoglib.penalties._check._subject import Outcome, Subject
 from hoglib.verification.report import Row
 
@@ -28,18 +28,18 @@ def row(
     n = max(4, min(64, 2_000_000 // makers.d))
     critic = makers.quadratic()
     real, fake = makers.data(n), 3.0 * makers.data(n, low=-0.2)
-    first = outcome = subject(critic, real, fake)
+    outcome = subject(critic, real, fake)
     at = subject.kind.at
     if at in ("real", "fake", "both"):
         return _given(subject.kind, table, formula, outcome, critic, real, fake)
-    found = []
+    found, active = [], outcome.active
     for _ in range(max(1, DRAWS // n)):
-        for calls in outcome.active:
+        for calls in active:
             rows = taken(calls, real, fake)
             if isinstance(rows, str):
                 return Row(NAME, "fail", None, rows)
             found.append(rows)
-        outcome = _further(subject, critic, real, fake)
+        active = _further(subject, critic, real, fake)
     if not found:
         return Row(NAME, "skip", None, "the critic that was passed is never called.")
     problem = (_between if at == "between" else _beside)(found, real, fake, noise)
@@ -48,27 +48,26 @@ def row(
     if problem:
         return Row(NAME, "fail", None, problem)
     if formula is not None:
-        slopes = [critic.slope(x) for x in found[: len(first.active)]]
+        slopes = [critic.slope(x) for x in found[: len(outcome.active)]]
         value = table.value(formula, slopes, 1)
-        if value is not None and not close(first.number, value, _tolerance(real)):
+        if value is not None and not close(outcome.number, value, _tolerance(real)):
             return Row(
-                NAME, "fail", abs(first.number - value) / max(abs(value), 1e-3),
-                f"it returned {first.number:.4g}, where the gradients at the points at which the "
+                NAME, "fail", off(outcome.number, value),
+                f"it returned {outcome.number:.4g}, where the gradients at the points at which the "
                 f"critic was called give {value:.4g}: the gradient is not taken by these points. "
                 "Differentiate the score by the points that went into the critic.",
             )  # fmt: skip
     return Row(NAME, "pass")
 
 
-def _further(subject: Subject, critic: Critic, real: Tensor, fake: Tensor) -> Outcome:
-    """The calls after those before: with other random numbers."""
-    values, calls = [], []
+def _further(subject: Subject, critic: Critic, real: Tensor, fake: Tensor) -> list[list[Tensor]]:
+    """Where the critic is called next: with other random numbers than before."""
+    found = []
     for _ in range(subject.every):
         critic.calls = []
         subject.once(critic, real, fake)
-        values.append(real.new_zeros(()))
-        calls.append(critic.calls)
-    return Outcome(values, values[0], calls, [])
+        found.append(critic.calls)
+    return [calls for calls in found if calls]
 
 
 def _tolerance(x: Tensor) -> float:
@@ -130,7 +129,7 @@ def _given(
                 f"those points by themselves.",
             )  # fmt: skip
     return Row(
-        NAME, "fail", abs(outcome.number - expected) / max(abs(expected), 1e-3),
+        NAME, "fail", off(outcome.number, expected),
         f"it returned {outcome.number:.4g}, where {kind.formula} is {expected:.4g}, though its value "
         "is right where real and fake are the same: the gradient is taken elsewhere.",
     )  # fmt: skip
@@ -146,10 +145,10 @@ def _between(found: Sequence[Tensor], real: Tensor, fake: Tensor, noise: float |
     line = (real - fake).flatten(1).double()
     es, apart = [], []
     for x in found:
-        off = (x - fake).flatten(1).double()
-        e = (off * line).sum(1) / line.square().sum(1)
+        along = (x - fake).flatten(1).double()
+        e = (along * line).sum(1) / line.square().sum(1)
         es.append(e)
-        apart.append((off - e.unsqueeze(1) * line).norm(dim=1) / line.norm(dim=1))
+        apart.append((along - e.unsqueeze(1) * line).norm(dim=1) / line.norm(dim=1))
     tiny = 1e-6 if real.dtype == torch.float64 else 1e-3
     if max(float(a.max()) for a in apart) > tiny:
         each = torch.cat([((x - fake) / (real - fake)).flatten() for x in found])

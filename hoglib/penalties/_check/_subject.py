@@ -21,10 +21,9 @@ FLAG = "requires_grad_"  # the watch takes it for an operation without a derivat
 
 
 class Outcome(NamedTuple):
-    """What `every` calls in a row gave: their values, the mean of these, and where the critic was
-    called in each."""
+    """What `every` calls in a row gave: the mean of their values, where the critic was called in each,
+    and where the graph ended."""
 
-    values: list[Tensor]
     mean: Tensor
     calls: list[list[Tensor]]
     cuts: list[Cut]
@@ -48,6 +47,7 @@ class Subject:
 
     def __init__(self, penalty: Callable[..., Any], kind: Kind, every: int) -> None:
         self.penalty, self.kind, self.every = penalty, kind, every
+        self.attached = False  # whether fake comes with a graph, as from a generator
         self._both = kind.at in ("between", "both") or _takes_fake(penalty)
 
     def __call__(self, critic: nn.Module, real: Tensor, fake: Tensor) -> Outcome:
@@ -65,9 +65,11 @@ class Subject:
             values.append(number(returned, real))
             calls.append(critic.calls if isinstance(critic, Critic) else [])
         mean = torch.stack([v.to(real.dtype) for v in values]).mean()
-        return Outcome(values, mean, calls, list({str(cut): cut for cut in cuts}.values()))
+        return Outcome(mean, calls, list({str(cut): cut for cut in cuts}.values()))
 
     def once(self, critic: nn.Module, real: Tensor, fake: Tensor) -> Any:
+        if self.attached:
+            fake = fake.detach().requires_grad_().clone()
         if self._both:
             return self.penalty(critic, real, fake)
         return self.penalty(critic, fake if self.kind.at == "fake" else real)
@@ -99,11 +101,9 @@ def _takes_fake(penalty: Callable[..., Any]) -> bool:
 @contextmanager
 def untouched(penalty: Callable[..., Any], device: torch.device) -> Iterator[Callable[..., Any]]:
     """The penalty, or a copy of one that counts its calls; inside, random numbers are nobody's."""
-    owner = getattr(penalty, "__self__", penalty)
-    states = []
-    if isinstance(owner, nn.Module):
-        states = [(module, copy.deepcopy(module.state_dict())) for module in [owner]]
-    elif not inspect.isroutine(penalty) and not inspect.isclass(penalty):
+    owner: Any = getattr(penalty, "__self__", penalty)
+    state = copy.deepcopy(owner.state_dict()) if isinstance(owner, nn.Module) else None
+    if state is None and not inspect.isroutine(penalty):
         penalty = _copied(penalty)
     numpy = sys.modules.get("numpy")
     python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
@@ -114,8 +114,8 @@ def untouched(penalty: Callable[..., Any], device: torch.device) -> Iterator[Cal
             random.setstate(python)
             if numpy:
                 numpy.random.set_state(arrays)
-            for module, state in states:
-                module.load_state_dict(state)
+            if state is not None:
+                owner.load_state_dict(state)
 
 
 def _copied(penalty: Any) -> Any:
