@@ -103,9 +103,28 @@ def held_bytes(values: list[Tensor]) -> int:
 def users_functions(values: Tensor | list[Tensor]) -> Iterator[tuple[Any, type[Function]]]:
     """The nodes of custom Functions, but for those of torch and of hoglib."""
     for node in nodes([values] if isinstance(values, Tensor) else values):
-        function = _functorch.custom_function(node)
-        if function is not None and not function.__module__.startswith(("torch.", "hoglib.")):
+        function = _users(node)
+        if function is not None:
             yield node, function
+
+
+def leaves_and_functions(value: Tensor) -> tuple[dict[int, Tensor], bool]:
+    """By their ids the leaf tensors that a value was computed from; and whether a custom Function of
+    the user's was there. One walk for both."""
+    leaves, theirs = {}, False
+    for node in nodes([value]):
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        elif not theirs:
+            theirs = _users(node) is not None
+    return leaves, theirs
+
+
+def _users(node: Any) -> type[Function] | None:
+    function = _functorch.custom_function(node)
+    if function is None or function.__module__.startswith(("torch.", "hoglib.")):
+        return None
+    return function
 
 
 def _without_graph(node: Any) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,14 +43,9 @@ def modules_kept() -> Iterator[list[nn.Module]]:
         places.restore()
 
 
-@contextmanager
-def without_autocast(tensors: Sequence[Tensor]) -> Iterator[bool]:
-    """Autocast off for the devices of the tensors; yields whether it was on."""
-    kinds = [kind for kind in {x.device.type for x in tensors} if torch.is_autocast_enabled(kind)]
-    with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield bool(kinds)
+def autocast_on(tensors: Sequence[Tensor]) -> list[str]:
+    """The device types of the tensors for which the caller stands under autocast."""
+    return [kind for kind in {x.device.type for x in tensors} if torch.is_autocast_enabled(kind)]
 
 
 def widened(tree: Any) -> Any:

@@ -19,17 +19,6 @@ OF_X = "what it returns does not depend on the points"
 OF_PARAMETERS = "its gradient by the points does not reach any parameter that learns"
 
 
-def trainable(y: Tensor, own: list[Tensor]) -> list[Tensor]:
-    """The leaf tensors that y was computed from, but for the penalty's own copies of the points."""
-    ours = {id(x) for x in own}
-    found = {}
-    for node in nodes([y]):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in ours:
-            found[id(leaf)] = leaf
-    return list(found.values())
-
-
 def check(what: str, y: Tensor) -> None:
     """Raises for a custom Function that cuts the gradient's graph, warns of one that may."""
     try:

@@ -11,11 +11,11 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._explaining import explaining
 from hoglib._functorch import transforms_active
-from hoglib._graph import telling_of_cuts
+from hoglib._graph import leaves_and_functions, telling_of_cuts
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import recordable, recording
 from hoglib.penalties import _effect as effect
-from hoglib.penalties._around import modules_kept, widened, without_autocast
+from hoglib.penalties._around import autocast_on, modules_kept, widened
 from hoglib.penalties._options import Settings, picked
 from hoglib.penalties._samples import Samples, inputs
 from hoglib.stand_ins import stand_ins_if
@@ -35,6 +35,7 @@ class Point:
         wanted: bool, per_sample: bool,
     ) -> None:  # fmt: skip
         self.what, self.func, self.args, self.output = what, func, args, given.output
+        self.stand_ins = given.stand_ins
         self._given, self.structure = _tree.flatten(x)
         self.modules: list[nn.Module] = []  # those that ran
         self.samples: Samples | None = None
@@ -44,16 +45,20 @@ class Point:
         self._pull: Callable[[Tensor], tuple[Tensor, ...]] | None = None
         self._transposed: tuple[Tensor, list[Tensor | None]] | None = None
         if self._functional:
-            self.wanted, self.own, self.trainable = True, self._given, []
+            self.wanted, self.own, self.trainable, self.functions = True, self._given, [], False
             self._pull = self._by_transform()
             return
         self.own = own_leaves(self._given, wanted)
-        self.outputs = func(self.at(self.own), *args)
+        with stand_ins_if(self.stand_ins):
+            self.outputs = func(self.at(self.own), *args)
         self.y = self._tensor(picked(self.outputs, given.output))
-        self.trainable = effect.trainable(self.y, self.own)
-        self.wanted = wanted and bool(self.trainable)
-        self.tells = self.wanted  # of custom Functions that cut the gradient's graph
-        if self.wanted:
+        leaves, self.functions = leaves_and_functions(self.y)
+        for own in self.own:
+            leaves.pop(id(own), None)
+        self.trainable = list(leaves.values())
+        self.wanted = wanted and bool(leaves)
+        self.tells = self.wanted and self.functions  # of those that cut the gradient's graph
+        if self.tells:
             effect.check(what, self.y)
         elif wanted and not self.y.requires_grad:
             raise effect.none(what, effect.OF_X, func, self.at(self.own), args)
@@ -61,20 +66,24 @@ class Point:
     def at(self, leaves: Vector) -> Any:
         return _tree.unflatten(leaves, self.structure)
 
-    def pull(self, cotangent: Tensor, keep: bool = False, graph: bool | None = None) -> Vector:
+    def pull(
+        self, cotangent: Tensor | None, keep: bool = False, graph: bool | None = None
+    ) -> Vector:
         """J^T u, like the leaves of x; with a graph where one is wanted, or as `graph` says.
 
-        keep: another one follows.
+        cotangent None is one for every output. keep: another one follows.
         """
         if self._pull is not None:
-            return list(self._pull(cotangent))
+            u = torch.ones_like(self.y) if cotangent is None else cotangent
+            return list(self._pull(u))
         grads: list[Tensor | None] = [None] * len(self.own)
         if self.y.requires_grad:
             telling = telling_of_cuts(self.y, self.what) if self.tells else nullcontext()
-            with explaining(self.what), telling:
+            with stand_ins_if(self.stand_ins), explaining(self.what), telling:
                 grads = list(
                     torch.autograd.grad(
-                        self.y,
+                        # of a scalar torch asks no questions about shapes, which take their time
+                        self.y.sum() if cotangent is None else self.y,
                         self.own,
                         cotangent,
                         create_graph=self.wanted if graph is None else graph,
@@ -94,7 +103,7 @@ class Point:
             return pulling[1](tuple(tangents))[0]
         if self._transposed is None:
             u.requires_grad_()
-            with explaining(self.what):
+            with stand_ins_if(self.stand_ins), explaining(self.what):
                 grads = torch.autograd.grad(
                     self.y, self.own, u, create_graph=True, allow_unused=True
                 )
@@ -107,27 +116,11 @@ class Point:
         ]
         if not pairs:
             return torch.zeros_like(self.y)
-        with explaining(self.what):
+        with stand_ins_if(self.stand_ins), explaining(self.what):
             (product,) = torch.autograd.grad(
                 [g for g, _ in pairs], u, [t for _, t in pairs], retain_graph=True
             )
         return product
-
-    def scores(self) -> Tensor:
-        """The output, which must be one number a sample."""
-        y, count = self.y, self._count()
-        if y.numel() != count or (y.dim() and y.shape[0] != count):
-            raise arguments.WrongValue(
-                f"{self.what}: expected one number for each of {count} samples, [{count}] or "
-                f"[{count}, 1], got {arguments.describe(y)}; "
-                + (
-                    "it is one for all of them: leave out the mean over the batch."
-                    if y.dim() == 0
-                    else "reduce what belongs to a sample, for instance with "
-                    "`output=lambda y: y.flatten(1).mean(1)`, or name another output by output=."
-                )
-            )
-        return y
 
     def rows(self) -> Tensor:
         """The output as [N, C]."""
@@ -142,7 +135,23 @@ class Point:
 
     def gradient(self) -> Vector:
         """The gradient of each sample's score by its own entries of x."""
-        return self.pull(torch.ones_like(self.scores()))
+        self._check_scores()
+        return self.pull(None)
+
+    def _check_scores(self) -> None:
+        """The output must be one number a sample."""
+        y, count = self.y, self._count()
+        if y.numel() != count or (y.dim() and y.shape[0] != count):
+            raise arguments.WrongValue(
+                f"{self.what}: expected one number for each of {count} samples, [{count}] or "
+                f"[{count}, 1], got {arguments.describe(y)}; "
+                + (
+                    "it is one for all of them: leave out the mean over the batch."
+                    if y.dim() == 0
+                    else "reduce what belongs to a sample, for instance with "
+                    "`output=lambda y: y.flatten(1).mean(1)`, or name another output by output=."
+                )
+            )
 
     def squares(self, grads: Vector) -> Tensor:
         assert self.samples is not None
@@ -167,13 +176,20 @@ class Point:
         """Inside torch.func transforms, where autograd.grad sees nothing."""
 
         def function(*leaves: Tensor) -> tuple[Tensor, Any]:
-            outputs = self.func(self.at(list(leaves)), *self.args)
+            with stand_ins_if(self.stand_ins):
+                outputs = self.func(self.at(list(leaves)), *self.args)
             y = self._tensor(picked(outputs, self.output))
             return y, outputs
 
         pulling: Any = torch.func.vjp(function, *self._given, has_aux=True)
         self.y, pull, self.outputs = pulling
-        return lambda u: pull(u)
+
+        def back(u: Tensor) -> tuple[Tensor, ...]:
+            with stand_ins_if(self.stand_ins):
+                found: tuple[Tensor, ...] = pull(u)
+            return found
+
+        return back
 
 
 @contextmanager
@@ -190,12 +206,14 @@ def point_at(
     leaves = inputs(what, "the points", x)
     wanted = torch.is_grad_enabled()
     with ExitStack() as stack:
-        stack.enter_context(recording())
-        stack.enter_context(stand_ins_if(given.stand_ins))
+        if not wanted:
+            stack.enter_context(recording())
         modules = stack.enter_context(modules_kept())
-        if not given.autocast and stack.enter_context(without_autocast(leaves)):
+        for kind in () if given.autocast else autocast_on(leaves):
+            stack.enter_context(torch.autocast(kind, enabled=False))
             x, args = widened((x, args))
-        x, args = recordable((x, args))
+        if any(leaf.is_inference() for leaf in _tree.leaves((x, args)) if isinstance(leaf, Tensor)):
+            x, args = recordable((x, args))
         point = Point(what, func, x, args, given, wanted, per_sample)
         point.modules = modules
         yield point

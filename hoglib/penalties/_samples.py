@@ -14,10 +14,12 @@ HALVES = (torch.float16, torch.bfloat16)
 
 def inputs(what: str, name: str, tree: Any) -> list[Tensor]:
     """The leaves of a tree of points: real floating-point tensors with a leading dimension."""
-    names, leaves = _tree.paths(tree), _tree.leaves(tree)
+    leaves = _tree.leaves(tree)
     if not leaves:
         raise arguments.WrongValue(f"{what}: expected {name} with at least one tensor, got none.")
-    for path, leaf in zip(names, leaves, strict=True):
+    if all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() for x in leaves):
+        return leaves
+    for path, leaf in zip(_tree.paths(tree), leaves, strict=True):
         where = f"{name}[{path!r}]" if path else name
         if isinstance(leaf, Tensor) and not leaf.is_floating_point():
             raise arguments.WrongType(

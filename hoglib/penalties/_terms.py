@@ -60,7 +60,7 @@ def terms_at(
 ) -> Iterator[tuple[Tensor, Point]]:
     """The terms of a rule at x, checked, and the point; the conditions of a penalty hold inside."""
     with point_at(what, func, x, args, given) as point:
-        unseen = new_functions(point.y) if point.wanted and not transforms_active() else []
+        unseen = new_functions(point.y) if point.wanted and point.functions else []
         state = generator.get_state() if unseen and generator is not None else None
         terms = rule(point)
         if point.wanted and not transforms_active():

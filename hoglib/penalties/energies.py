@@ -14,6 +14,7 @@ from hoglib._leaves import Vector, filled
 from hoglib.penalties import _effect as effect
 from hoglib.penalties._options import Options, settings
 from hoglib.penalties._point import Point, point_at
+from hoglib.stand_ins import stand_ins_if
 
 
 def forces(
@@ -49,7 +50,7 @@ def forces(
     given = settings("forces", _only(options))
     with point_at("forces", energy, positions, args, given, per_sample=False) as point:
         functional = transforms_active()
-        gradient = point.pull(torch.ones_like(point.y), graph=True if hessian else None)
+        gradient = point.pull(None, graph=True if hessian else None)
         found: tuple[Any, ...] = (point.y, point.at([-g for g in gradient]))
         if hessian:
             found = (*found, _hessian(point, gradient, given.batch))
@@ -130,7 +131,7 @@ def _product(point: Point, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
     """d <g, unit> / dx."""
     if not g.requires_grad:
         return torch.zeros_like(x)
-    with explaining("forces"):
+    with stand_ins_if(point.stand_ins), explaining("forces"):
         found = torch.autograd.grad(
             g, [x], unit, retain_graph=True, create_graph=point.wanted, allow_unused=True
         )
