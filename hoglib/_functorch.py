@@ -24,6 +24,13 @@ def transforms_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def unwrapped(tensor: Any) -> Any:
+    """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def forward_levels() -> int:
     """How many `torch.func.jvp` transforms are active around the caller."""
     stack = _functorch.get_interpreter_stack() or ()

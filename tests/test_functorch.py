@@ -187,3 +187,15 @@ def test_bytes_of_what_a_graph_put_out():
     assert _functorch.output_bytes(product) == 5 * 3 * 4
     leaf = next(f for f, _ in product.next_functions if f is not None)
     assert _functorch.output_bytes(leaf) == 0
+
+
+def test_the_tensor_beneath_the_wrappers():
+    x, seen = torch.arange(6.0).reshape(3, 2), []
+
+    def f(row):
+        seen.append(_functorch.unwrapped(row))
+        return row.square().sum()
+
+    torch.func.vmap(torch.func.grad(f))(x)
+    assert torch.equal(seen[0], x)
+    assert _functorch.unwrapped(x) is x
