@@ -153,7 +153,7 @@ def _in_pieces(
         for leaf, grad in zip(point.trainable, grads, strict=True):
             if grad is not None and not any(leaf is own for own in points):
                 before = known.get(id(leaf))
-                known[id(leaf)] = leaf, grad if before is None else before[1] + grad
+                known[id(leaf)] = leaf, grad.clone() if before is None else before[1].add_(grad)
         found = {id(leaf): grad for leaf, grad in zip(point.trainable, grads, strict=True)}
         by_points.append(filled([found.get(id(leaf)) for leaf in points], points))
     assert total is not None
