@@ -55,9 +55,7 @@ class Gan(Critic):
         self.toggle_optimizer(of_critic)
         of_critic.zero_grad()
         if self.how == "one backward":
-            self.both_backward(
-                loss(self.critic, real, fake.detach()) + self.r1(self.critic, real)
-            )
+            self.both_backward(loss(self.critic, real, fake.detach()) + self.r1(self.critic, real))
         else:
             if self.how == "loss, then penalty":
                 self.both_backward(loss(self.critic, real, fake.detach()))

@@ -12,14 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hoglib.penalties._distributed import averaged
 
-STEPS, HALF = 3, 4
+STEPS, HALF = 2, 4
 
 
 def critic():
     torch.manual_seed(3)
-    net = nn.Sequential(
-        nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Softplus(), nn.Linear(4, 1)
-    )
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Softplus(), nn.Linear(4, 1))
     return net.double()
 
 

@@ -10,7 +10,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hoglib.penalties._distributed import averaged
 from tests.penalties.processes import (
-    LAYOUTS, bare, critic, data, gradients, guarded, loss, outcome, shard, train,
+    LAYOUTS,
+    bare,
+    critic,
+    data,
+    gradients,
+    guarded,
+    loss,
+    outcome,
+    shard,
+    train,
 )  # fmt: skip
 
 
@@ -203,7 +212,7 @@ def not_wrapped():
 
 def message(part):
     """What the error says."""
-    net, ddp = wrapped()
+    _, ddp = wrapped()
     try:
         guarded(ddp.module, shard(data(0))[0]).backward()
     except RuntimeError as error:
@@ -217,7 +226,7 @@ def silent(*cell):
 
 
 def static_message():
-    net, ddp = wrapped(static_graph=True)
+    _, ddp = wrapped(static_graph=True)
     try:
         backward(ddp, 0)
     except RuntimeError as error:
