@@ -126,11 +126,11 @@ def output_bytes(node: Any) -> int:
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
 
-    What is queued in a backward is called at its end in turn. DistributedDataParallel queues its last
-    step late in the backward, with a static graph from something queued: so this waits two turns more.
+    What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
+    step late in the backward, so this waits until what was queued in it has been called.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(lambda: queue(callback)))
+    queue(lambda: queue(callback))
 
 
 def averages_otherwise(ddp: DistributedDataParallel) -> bool:

@@ -10,7 +10,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tests.penalties.processes import HALF, bare, critic, data, gradients, guarded, loss, outcome
+from tests.penalties.processes import (
+    HALF,
+    by_hand,
+    by_hoglib,
+    critic,
+    data,
+    gradients,
+    loss,
+    outcome,
+)
 
 logging.getLogger("lightning.pytorch").setLevel("ERROR")
 STEPS = 4
@@ -19,15 +28,15 @@ STEPS = 4
 class Critic(pl.LightningModule):
     """Automatic optimisation of a critic."""
 
-    def __init__(self, r1, how, generator=False):
+    def __init__(self, gp, how, generator=False):
         super().__init__()
-        self.critic, self.r1, self.how, self.seen = critic(), r1, how, []
+        self.critic, self.gp, self.how, self.seen = critic(), gp, how, []
         torch.manual_seed(4)
         if generator:
             self.generator = nn.Linear(3, 3).double()
 
     def training_step(self, batch, index):
-        penalty = self.r1(self.critic, batch[0])
+        penalty = self.gp(self.critic, batch[0])
         return penalty if self.how == "penalty alone" else penalty + loss(self.critic, *batch)
 
     def on_before_optimizer_step(self, optimizer):
@@ -40,8 +49,8 @@ class Critic(pl.LightningModule):
 class Gan(Critic):
     """Manual optimisation of a critic and its generator."""
 
-    def __init__(self, r1, how, backward="manual_backward"):
-        super().__init__(r1, how, generator=True)
+    def __init__(self, gp, how, backward="manual_backward"):
+        super().__init__(gp, how, generator=True)
         self.automatic_optimization = False
         self.backward_by = backward
 
@@ -55,11 +64,11 @@ class Gan(Critic):
         self.toggle_optimizer(of_critic)
         of_critic.zero_grad()
         if self.how == "one backward":
-            self.both_backward(loss(self.critic, real, fake.detach()) + self.r1(self.critic, real))
+            self.both_backward(loss(self.critic, real, fake.detach()) + self.gp(self.critic, real))
         else:
             if self.how == "loss, then penalty":
                 self.both_backward(loss(self.critic, real, fake.detach()))
-            self.both_backward(self.r1(self.critic, real))
+            self.both_backward(self.gp(self.critic, real))
         self.seen.append(gradients(self.critic))
         of_critic.step()
         self.untoggle_optimizer(of_critic)
@@ -106,8 +115,8 @@ def alone(model, accumulate):
 
 
 def fit(make, how, strategy, accumulate=1, **options):
-    expected = alone(make(bare, how, **options), accumulate)
-    model = make(guarded, how, **options)
+    expected = alone(make(by_hand, how, **options), accumulate)
+    model = make(by_hoglib, how, **options)
     everything = [torch.cat(tensors) for tensors in zip(*map(data, range(STEPS)), strict=True)]
     data_set = TensorDataset(*everything)
     sampler = DistributedSampler(data_set, 2, dist.get_rank(), shuffle=False)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hoglib.penalties._distributed import averaged
+from hoglib import penalties
 
 STEPS, HALF = 2, 4
 
@@ -35,7 +35,7 @@ def shard(tensors):
     return [x[start : start + HALF] for x in tensors]
 
 
-def bare(critic, x, give_outputs=False):
+def by_hand(critic, x, give_outputs=False):
     x = x.detach().requires_grad_()
     y = critic(x)
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -43,23 +43,21 @@ def bare(critic, x, give_outputs=False):
     return (penalty, y) if give_outputs else penalty
 
 
-def guarded(critic, x, give_outputs=False):
-    penalty, y = bare(critic, x, give_outputs=True)
-    penalty = averaged("r1", penalty, list(critic.parameters()), y)
-    return (penalty, y) if give_outputs else penalty
+def by_hoglib(critic, x, give_outputs=False):
+    return penalties.r1(critic, x, return_outputs=give_outputs)
 
 
 def loss(critic, real, fake):
     return critic(fake).mean() - critic(real).mean()
 
 
-def one_forward(r1, scored, penalised, real, fake):
-    penalty, y = r1(penalised, real, give_outputs=True)
+def one_forward(gp, scored, penalised, real, fake):
+    penalty, y = gp(penalised, real, give_outputs=True)
     (penalty - y.mean()).backward()
 
 
-def both_forwards(r1, scored, penalised, real, fake, penalty_first):
-    both = r1(penalised, real), loss(scored, real, fake)
+def both_forwards(gp, scored, penalised, real, fake, penalty_first):
+    both = gp(penalised, real), loss(scored, real, fake)
     for value in both if penalty_first else reversed(both):
         value.backward()
 
@@ -71,14 +69,14 @@ def several(*values):
 
 # How a step goes from the penalty and the loss to gradients
 LAYOUTS = {
-    "penalty alone": lambda r1, s, p, x, z: r1(p, x).backward(),
-    "one backward": lambda r1, s, p, x, z: (loss(s, x, z) + r1(p, x)).backward(),
-    "one backward, penalty first": lambda r1, s, p, x, z: (r1(p, x) + loss(s, x, z)).backward(),
+    "penalty alone": lambda gp, s, p, x, z: gp(p, x).backward(),
+    "one backward": lambda gp, s, p, x, z: (loss(s, x, z) + gp(p, x)).backward(),
+    "one backward, penalty first": lambda gp, s, p, x, z: (gp(p, x) + loss(s, x, z)).backward(),
     "one forward": one_forward,
-    "penalty, then loss": lambda r1, s, p, x, z: several(lambda: r1(p, x), lambda: loss(s, x, z)),
-    "loss, then penalty": lambda r1, s, p, x, z: several(lambda: loss(s, x, z), lambda: r1(p, x)),
-    "three backwards": lambda r1, s, p, x, z: several(
-        lambda: s(z).mean(), lambda: -s(x).mean(), lambda: r1(p, x)
+    "penalty, then loss": lambda gp, s, p, x, z: several(lambda: gp(p, x), lambda: loss(s, x, z)),
+    "loss, then penalty": lambda gp, s, p, x, z: several(lambda: loss(s, x, z), lambda: gp(p, x)),
+    "three backwards": lambda gp, s, p, x, z: several(
+        lambda: s(z).mean(), lambda: -s(x).mean(), lambda: gp(p, x)
     ),
     "both forwards, then penalty, then loss": lambda *args: both_forwards(*args, True),
     "both forwards, then loss, then penalty": lambda *args: both_forwards(*args, False),
@@ -125,7 +123,7 @@ def outcome(mine, expected, error=None):
     return "mean" if len(mine) == len(expected) else f"{len(mine)} of {len(expected)} steps"
 
 
-def train(layout, call, wrap, r1=guarded):
+def train(layout, call, wrap, gp=by_hoglib):
     """Steps of one cell of the matrix."""
     plain, alone = critic(), critic()
     ddp = DistributedDataParallel(plain, **WRAPS[wrap])
@@ -134,13 +132,13 @@ def train(layout, call, wrap, r1=guarded):
     mine, expected, error = [], [], None
     for step in range(STEPS):
         alone_sgd.zero_grad()
-        LAYOUTS[layout](bare, alone, alone, *data(step))
+        LAYOUTS[layout](by_hand, alone, alone, *data(step))
         expected.append(gradients(alone))
         alone_sgd.step()
     for step in range(STEPS):
         sgd.zero_grad()
         try:
-            LAYOUTS[layout](r1, scored, penalised, *shard(data(step)))
+            LAYOUTS[layout](gp, scored, penalised, *shard(data(step)))
         except RuntimeError as e:
             error = e
             break
