@@ -17,6 +17,7 @@ from torch._C import _functorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
+from torch.nn.parallel import DistributedDataParallel
 
 
 def transforms_active() -> bool:
@@ -127,3 +128,19 @@ def output_bytes(node: Any) -> int:
     return sum(
         math.prod(int(n) for n in out.shape) * out.dtype.itemsize for out in node._input_metadata
     )
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
+
+    What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
+    step late in the backward, so this waits until what was queued in it has been called.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
+def averages_otherwise(ddp: DistributedDataParallel) -> bool:
+    """Whether its gradients are averaged by a communication hook of the user's, or in `join()`."""
+    hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # which has a hook of its own
+    return hooked or bool(ddp._join_config.enable)

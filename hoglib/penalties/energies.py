@@ -12,6 +12,7 @@ from hoglib._explaining import explaining
 from hoglib._functorch import transforms_active
 from hoglib._leaves import Vector, filled
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Options, settings
 from hoglib.penalties._point import Point, point_at
 from hoglib.stand_ins import stand_ins_if
@@ -58,8 +59,11 @@ def forces(
             raise effect.none(
                 "forces", effect.OF_PARAMETERS, energy, point.at(point.own), point.args
             )
-    if functional or point.wanted:
+    if functional:
         return found
+    if point.wanted:
+        watched = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
+        return (found[0], point.at(watched), *found[2:])
     return tuple(_tree.map_tensors(Tensor.detach, part) for part in found)
 
 
