@@ -45,7 +45,11 @@ def modules_kept() -> Iterator[list[nn.Module]]:
 
 def autocast_on(tensors: Sequence[Tensor]) -> list[str]:
     """The device types of the tensors for which the caller stands under autocast."""
-    return [kind for kind in {x.device.type for x in tensors} if torch.is_autocast_enabled(kind)]
+    return [
+        kind
+        for kind in {x.device.type for x in tensors}
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    ]
 
 
 def widened(tree: Any) -> Any:

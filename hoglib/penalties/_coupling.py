@@ -2,19 +2,21 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._warning import warn
 from hoglib.penalties._point import Point
 
 TINY = 1e-6  # of the gradient by the sample itself
-# By what a critic is made of, and the modes of the modules that ran: what its first gradient told.
-_TOLD: WeakKeyDictionary[Any, dict[tuple[bool, ...], bool]] = WeakKeyDictionary()
+# By a tensor that a critic learns, the critic, and the modes of the modules that ran: what its first
+# gradient told. A function that is made anew for each call goes by its code, which critics may share.
+_TOLD: Any = WeakIdKeyDictionary()
 
 
 def look(point: Point) -> None:
@@ -46,16 +48,15 @@ def _of_batch(module: nn.Module, func: Any) -> str:
 
 def _coupled(point: Point) -> bool:
     modes = tuple(module.training for module in point.modules)
-    try:
-        told = _TOLD.setdefault(_home(point.func), {})
-    except TypeError:  # no weak reference to it
-        return False
-    if modes not in told:
+    learnt = next((t for t in point.trainable if isinstance(t, nn.Parameter)), point.trainable[0])
+    key = id(_home(point.func)), getattr(point.func, "__name__", ""), modes
+    told: dict[Any, bool] = _TOLD.setdefault(learnt, {})
+    if key not in told:
         found = _of_gradient(point)
         if found is None:
             return False
-        told[modes] = found
-    return told[modes]
+        told[key] = found
+    return told[key]
 
 
 def _of_gradient(point: Point) -> bool | None:
@@ -63,11 +64,13 @@ def _of_gradient(point: Point) -> bool | None:
     samples = point.samples
     if samples is None or not samples.count or samples.count < 2 or not point.y.requires_grad:
         return None
+    if point.y.is_meta:
+        return None
     first = point.y.reshape(samples.count, -1)[0].sum()
     grads = torch.autograd.grad(first, point.own, retain_graph=True, allow_unused=True)
     own = others = 0.0
     for k, grad in enumerate(grads):
-        if grad is None:
+        if grad is None or not grad.numel():
             continue
         size = grad.detach().abs().reshape(len(grad), -1).amax(1)
         mine = samples.of_sample(grad, k, 0)
@@ -84,4 +87,7 @@ def _home(func: Callable[..., Any]) -> Any:
         return _home(func.__wrapped__)
     if isinstance(func, nn.Module):
         return func
-    return getattr(func, "__self__", None) or getattr(func, "__code__", func)
+    owner = getattr(func, "__self__", None)
+    if owner is not None and not isinstance(owner, ModuleType):
+        return owner
+    return getattr(func, "__code__", None) or getattr(type(func).__call__, "__code__", func)

@@ -21,6 +21,12 @@ from hoglib.penalties._samples import Samples, inputs
 from hoglib.stand_ins import stand_ins_if
 
 Function = Callable[..., Any]
+# What torch says of a change in place of a leaf, of a view of one, and of expanded memory.
+IN_PLACE = (
+    "a leaf Variable that requires grad is being used in an in-place",
+    "a view of a leaf Variable that requires grad is being used in an in-place",
+    "more than one element of the written-to tensor refers to a single memory location",
+)
 
 
 class Point:
@@ -49,9 +55,10 @@ class Point:
             self._pull = self._by_transform()
             return
         self.own = own_leaves(self._given, wanted)
-        with stand_ins_if(self.stand_ins):
-            self.outputs = func(self.at(self.own), *args)
+        self.outputs = self._run()
         self.y = self._tensor(picked(self.outputs, given.output))
+        if self.samples is not None and self.samples.count == 1 and not self.y.dim():
+            self.y = self.y.reshape(1)  # of one sample, squeezed
         leaves, self.functions = leaves_and_functions(self.y)
         for own in self.own:
             leaves.pop(id(own), None)
@@ -65,6 +72,21 @@ class Point:
 
     def at(self, leaves: Vector) -> Any:
         return _tree.unflatten(leaves, self.structure)
+
+    def _run(self) -> Any:
+        """What the function returns; at copies of the points if it changes them in place.
+
+        torch refuses that of leaves. What has a graph behind it would be changed, and the gradient be
+        one by what it became: always a copy.
+        """
+        with stand_ins_if(self.stand_ins):
+            try:
+                points = [leaf if leaf.is_leaf else leaf.clone() for leaf in self.own]
+                return self.func(self.at(points), *self.args)
+            except RuntimeError as error:
+                if not any(said in str(error) for said in IN_PLACE):
+                    raise
+            return self.func(self.at([leaf.clone() for leaf in self.own]), *self.args)
 
     def pull(
         self, cotangent: Tensor | None, keep: bool = False, graph: bool | None = None

@@ -58,3 +58,86 @@ def test_forces_through_a_checkpoint():
 
     plain = weights(lambda: loss(block), model)
     same(plain, weights(lambda: loss(lambda x: checkpoint(block, x, use_reentrant=False)), model))
+
+
+class ChangesItsInput(nn.Module):
+    """Multiplies what it is given in place, as an activation with inplace=True that comes first."""
+
+    def __init__(self, inplace=True):
+        super().__init__()
+        self.first, self.net = inplace, nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    def forward(self, x):
+        x = F.leaky_relu(x, 0.2, inplace=self.first)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("x", [X, X[:1].expand(5, 4), X.clone().requires_grad_()])
+def test_a_critic_that_changes_its_input_in_place_gets_a_copy(x):
+    torch.manual_seed(0)
+    critic, before = ChangesItsInput().to(F64), x.detach().clone()
+    found = weights(lambda: penalties.wgan_gp(critic, x, FAKE, generator=generator()), critic)
+    found += weights(lambda: penalties.r1(critic, x), critic)
+    critic.first = False
+    wanted = weights(lambda: penalties.wgan_gp(critic, x, FAKE, generator=generator()), critic)
+    wanted += weights(lambda: penalties.r1(critic, x), critic)
+    same(found, wanted)
+    assert torch.equal(x.detach(), before)
+
+
+def test_a_score_squeezed_to_a_scalar_is_that_of_one_sample():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
+    options = {"num_projections": None}
+    found = penalties.jacobian(lambda x: net(x).squeeze(), X[:1], **options)
+    assert torch.equal(found, penalties.jacobian(net, X[:1], **options))
+    assert torch.equal(
+        penalties.sobolev(lambda x: net(x).squeeze(), X[:1], FAKE[:1]),
+        penalties.sobolev(net, X[:1], FAKE[:1]),
+    )
+
+
+def test_functions_of_one_code_and_other_critics_are_looked_at_one_by_one():
+    def scores(net, minus_mean):
+        return lambda x: net(x) - minus_mean * net(x).mean()
+
+    nets = [nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64) for _ in range(4)]
+    for k in (0, 2):
+        with pytest.warns(UserWarning, match="depends on the others"):
+            penalties.r1(scores(nets[k], 1.0), X)
+        penalties.r1(scores(nets[k + 1], 0.0), X)
+
+
+@pytest.mark.parametrize("kind", ["r1", "wgan_gp", "dragan"])
+def test_a_leaf_without_rows_adds_nothing(kind):
+    net, own = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64), torch.arange(5)
+
+    def critic(graph):
+        return net(graph["nodes"]).index_add(
+            0, torch.zeros(0, dtype=torch.long), graph["edges"].sin()
+        )
+
+    def of(x):
+        return {"nodes": x, "edges": x.new_zeros(0, 1)}
+
+    batch = {"nodes": own, "edges": torch.zeros(0, dtype=torch.long)}
+    fakes = [of(FAKE)] * (kind == "wgan_gp")
+    options = {} if kind == "r1" else {"generator": generator()}
+    plain = {} if kind == "r1" else {"generator": generator()}
+    found = getattr(penalties, kind)(critic, of(X), *fakes, batch=batch, **options)
+    if kind != "dragan":
+        other = [f["nodes"] for f in fakes]
+        assert torch.allclose(found, getattr(penalties, kind)(net, X, *other, **plain))
+    assert found.isfinite()
+
+
+def test_points_that_are_not_dense_and_batches_of_nothing_are_refused():
+    net = nn.Linear(4, 1).to(F64)
+    with pytest.raises(TypeError, match="dense"):
+        penalties.r1(lambda x: net(x.to_dense()), X.to_sparse())
+    with pytest.raises(ValueError, match="at least one sample"):
+        penalties.r1(net, X[:0], micro_batch=2)
+
+
+def test_a_critic_on_the_meta_device_gives_shapes():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to("meta")
+    assert penalties.r1(net, X.float().to("meta"), reduction="none").shape == (5,)
