@@ -1,8 +1,10 @@
 """What stands around a critic while a penalty runs it: modules seen, buffers kept, autocast off."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,6 +54,32 @@ def autocast_on(tensors: Sequence[Tensor]) -> list[str]:
     ]
 
 
-def widened(tree: Any) -> Any:
-    """What an autocast region made in half precision, in float32, as the parameters are."""
-    return _tree.map_tensors(lambda x: x.float() if x.dtype in HALVES else x, tree)
+def parameters_of(func: Callable[..., Any]) -> Iterable[Tensor]:
+    """Those of the module that a function is, or is a method of."""
+    owner = home(func)
+    return owner.parameters() if isinstance(owner, nn.Module) else ()
+
+
+def as_parameters(params: Iterable[Tensor], tree: Any) -> Any:
+    """What an autocast region made in half precision, in float32, as parameters are under autocast;
+    and all of it in half precision where the parameters are."""
+    dtypes = {p.dtype for p in params if p.is_floating_point()}
+    if len(dtypes) == 1 and dtypes < set(HALVES):
+        wanted, other = dtypes.pop(), (torch.float32, *HALVES)
+    else:
+        wanted, other = torch.float32, HALVES
+    return _tree.map_tensors(lambda x: x.to(wanted) if x.dtype in other else x, tree)
+
+
+def home(func: Callable[..., Any]) -> Any:
+    """What stays the same from call to call of a function that may be made anew for each."""
+    if isinstance(func, partial):
+        return home(func.func)
+    if hasattr(func, "__wrapped__"):
+        return home(func.__wrapped__)
+    if isinstance(func, nn.Module):
+        return func
+    owner = getattr(func, "__self__", None)
+    if owner is not None and not isinstance(owner, ModuleType):
+        return owner
+    return getattr(func, "__code__", None) or getattr(type(func).__call__, "__code__", func)

@@ -1,8 +1,5 @@
 """Warns where the score of one sample depends on the others: its gradient is then not its own."""
 
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._warning import warn
+from hoglib.penalties._around import home
 from hoglib.penalties._point import Point
 
 TINY = 1e-6  # of the gradient by the sample itself
@@ -23,7 +21,7 @@ def look(point: Point) -> None:
     """Warns of batch statistics by name, and of anything else that couples samples by a look at the
     gradient of one score, once for each function."""
     names = [name for module in point.modules if (name := _of_batch(module, point.func))]
-    if not names and not _coupled(point):
+    if not names and not _once(point):
         return
     how = f"through {', '.join(names)}, which normalises by the whole batch" if names else "somehow"
     warn(
@@ -40,26 +38,26 @@ def _of_batch(module: nn.Module, func: Any) -> str:
         return ""
     if not module.training and module.running_mean is not None:
         return ""
-    home = _home(func)
-    named = home.named_modules() if isinstance(home, nn.Module) else ()
+    owner = home(func)
+    named = owner.named_modules() if isinstance(owner, nn.Module) else ()
     name = next((f" {name!r}" for name, each in named if each is module), "")
     return f"{type(module).__name__}{name}{' in training mode' if module.training else ''}"
 
 
-def _coupled(point: Point) -> bool:
+def _once(point: Point) -> bool:
     modes = tuple(module.training for module in point.modules)
     learnt = next((t for t in point.trainable if isinstance(t, nn.Parameter)), point.trainable[0])
-    key = id(_home(point.func)), getattr(point.func, "__name__", ""), modes
+    key = id(home(point.func)), getattr(point.func, "__name__", ""), modes
     told: dict[Any, bool] = _TOLD.setdefault(learnt, {})
     if key not in told:
-        found = _of_gradient(point)
+        found = coupled(point)
         if found is None:
             return False
         told[key] = found
     return told[key]
 
 
-def _of_gradient(point: Point) -> bool | None:
+def coupled(point: Point) -> bool | None:
     """Whether the first sample's output has a gradient by another's inputs; None: it cannot be told."""
     samples = point.samples
     if samples is None or not samples.count or samples.count < 2 or not point.y.requires_grad:
@@ -77,17 +75,3 @@ def _of_gradient(point: Point) -> bool | None:
         own = max(own, float(size[mine].amax()) if mine.any() else 0.0)
         others = max(others, float(size[~mine].amax()) if not mine.all() else 0.0)
     return None if not own and not others else others > TINY * own
-
-
-def _home(func: Callable[..., Any]) -> Any:
-    """What stays the same from call to call of a function that may be made anew for each."""
-    if isinstance(func, partial):
-        return _home(func.func)
-    if hasattr(func, "__wrapped__"):
-        return _home(func.__wrapped__)
-    if isinstance(func, nn.Module):
-        return func
-    owner = getattr(func, "__self__", None)
-    if owner is not None and not isinstance(owner, ModuleType):
-        return owner
-    return getattr(func, "__code__", None) or getattr(type(func).__call__, "__code__", func)

@@ -15,7 +15,7 @@ from hoglib._graph import leaves_and_functions, telling_of_cuts
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import recordable, recording
 from hoglib.penalties import _effect as effect
-from hoglib.penalties._around import autocast_on, modules_kept, widened
+from hoglib.penalties._around import as_parameters, autocast_on, modules_kept, parameters_of
 from hoglib.penalties._options import Settings, picked
 from hoglib.penalties._samples import Samples, inputs
 from hoglib.stand_ins import stand_ins_if
@@ -233,7 +233,7 @@ def point_at(
         modules = stack.enter_context(modules_kept())
         for kind in () if given.autocast else autocast_on(leaves):
             stack.enter_context(torch.autocast(kind, enabled=False))
-            x, args = widened((x, args))
+            x, args = as_parameters(parameters_of(func), (x, args))
         if any(leaf.is_inference() for leaf in _tree.leaves((x, args)) if isinstance(leaf, Tensor)):
             x, args = recordable((x, args))
         point = Point(what, func, x, args, given, wanted, per_sample)
