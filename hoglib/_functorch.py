@@ -50,7 +50,8 @@ def checkpoint_frame() -> Any:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
         return None
-    cells = zip(hooks[0].__code__.co_freevars, hooks[0].__closure__, strict=True)
+    pack: Any = hooks[0]
+    cells = zip(pack.__code__.co_freevars, pack.__closure__, strict=True)
     return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
 
 

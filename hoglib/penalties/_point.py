@@ -15,7 +15,13 @@ from hoglib._graph import leaves_and_functions, telling_of_cuts
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import recordable, recording
 from hoglib.penalties import _effect as effect
-from hoglib.penalties._around import as_parameters, autocast_on, modules_kept, parameters_of
+from hoglib.penalties._around import (
+    as_parameters,
+    autocast_on,
+    modules_kept,
+    parameters_of,
+    uncompiled,
+)
 from hoglib.penalties._options import Settings, picked
 from hoglib.penalties._samples import Samples, inputs
 from hoglib.stand_ins import stand_ins_if
@@ -225,6 +231,7 @@ def point_at(
 ) -> Iterator[Point]:
     """A function at x under the conditions of a penalty, which hold inside."""
     arguments.function(f"{what}: the function", func)
+    func = uncompiled(func)
     leaves = inputs(what, "the points", x)
     wanted = torch.is_grad_enabled()
     with ExitStack() as stack:

@@ -10,6 +10,7 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._leaves import Vector
 from hoglib.ops._norms_of_rows import root
+from hoglib.penalties._around import uncompiled
 from hoglib.penalties._options import Options
 from hoglib.penalties._point import Point
 from hoglib.penalties._samples import inputs
@@ -96,6 +97,8 @@ def sobolev(
             f"sobolev: expected derivatives with the structure of x ({len(_tree.leaves(x))} tensors), "
             f"got another one ({len(_tree.leaves(derivatives))})."
         )
+
+    func = uncompiled(func)
 
     # the derivatives go along with the other arguments, and so into the same pieces as x
     def without(x: Any, derivatives: Any, *rest: Any) -> Any:
@@ -204,10 +207,18 @@ def _spectral_norms(point: Point) -> Tensor:
         gram = [
             [samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in rows] for p in rows
         ]
-        squares = torch.linalg.eigvalsh(torch.stack([torch.stack(row, -1) for row in gram], -2))
-        return root(squares[:, -1].clamp(min=0))
+        grams = torch.stack([torch.stack(row, -1) for row in gram], -2)
+        return root(_of_finite(lambda a: torch.linalg.eigvalsh(a)[:, -1], grams).clamp(min=0))
     whole = [torch.cat([g.reshape(len(g), -1) for g in row], 1) for row in rows]
-    return torch.linalg.matrix_norm(torch.stack(whole, 1), ord=2)
+    return _of_finite(torch.linalg.matrix_norm, torch.stack(whole, 1), 2)
+
+
+def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: Any) -> Tensor:
+    """The norms of matrices, not finite, and with such a gradient, where one is not. LAPACK raises of
+    it, but an overflow in half precision must reach the gradient scaler."""
+    finite = matrices.detach().isfinite().flatten(1).all(1)
+    norms = norm(torch.where(finite[:, None, None], matrices, 0), *args)
+    return torch.where(finite, norms, matrices.abs().sum((1, 2)))
 
 
 def _leading(point: Point, steps: int, generator: torch.Generator | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib.penalties import critics, jacobians, parameters
-from hoglib.penalties._options import Settings
+from hoglib.penalties._options import Settings, settings
 
 # Which of (real, fake) each kind is given before the other arguments.
 REAL, FAKE, BOTH = "real", "fake", "both"
@@ -90,6 +90,9 @@ class GradientPenalty(nn.Module):
                     f"options: expected none that changes what is returned, got {name}="
                     f"{self.options[name]!r}; call hoglib.penalties.{self.kind} for that."
                 )
+        shared = {k: v for k, v in self.options.items() if k in Settings._fields}
+        if self.kind != "parameter_gradient":
+            settings(f"hoglib.penalties.{self.kind}", shared)
         self.calls = 0
 
     def forward(

@@ -141,3 +141,106 @@ def test_points_that_are_not_dense_and_batches_of_nothing_are_refused():
 def test_a_critic_on_the_meta_device_gives_shapes():
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to("meta")
     assert penalties.r1(net, X.float().to("meta"), reduction="none").shape == (5,)
+
+
+HALF_PENALTIES = {
+    "r1": lambda net, x, fake: penalties.r1(net, x),
+    "wgan_gp": lambda net, x, fake: penalties.wgan_gp(net, x, fake, generator=generator()),
+    "sobolev": lambda net, x, fake: penalties.sobolev(net, x, fake),
+}
+
+
+@pytest.mark.parametrize("kind", HALF_PENALTIES)
+@pytest.mark.parametrize("data", [torch.float32, torch.bfloat16])
+def test_a_module_in_half_precision_stays_in_it_under_autocast(kind, data):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(torch.bfloat16)
+    x, fake = X.to(torch.bfloat16), FAKE.to(torch.bfloat16)
+    plain = HALF_PENALTIES[kind](net, x, fake)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = HALF_PENALTIES[kind](net, x.to(data), fake.to(data))
+    assert torch.allclose(under, plain, rtol=0.02 if data is torch.float32 else 0)
+
+
+def quadratic(params, x):
+    return (x @ params["w"]).square().mean()
+
+
+def test_the_parameter_gradient_is_the_same_under_autocast():
+    params, x = {"w": draw(4, 4).float().requires_grad_()}, X.float()
+    plain = penalties.parameter_gradient(quadratic, params, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(penalties.parameter_gradient(quadratic, params, x), plain)
+        assert torch.equal(penalties.parameter_gradient(quadratic, params, x.bfloat16().float()),
+                           penalties.parameter_gradient(quadratic, params, x.bfloat16()))  # fmt: skip
+        asked = penalties.parameter_gradient(quadratic, params, x, autocast=True)
+    assert not torch.equal(asked, plain)
+    assert torch.allclose(asked, plain, rtol=0.02)
+
+
+def test_the_norm_of_half_precision_gradients_does_not_overflow():
+    params = {"w": torch.full((4,), 300.0, dtype=torch.float16, requires_grad=True)}
+    found = penalties.parameter_gradient(
+        lambda p: p["w"].square().sum() / 2, params, stand_ins=False
+    )
+    assert found == 600
+
+
+def test_what_is_not_finite_reaches_the_gradient_of_an_exact_spectral_norm():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(F64)
+    x = X.clone()
+    x[2] = torch.inf
+    for given, index in ((x, None), (x, torch.arange(5))):
+        value = penalties.lipschitz(net, given, bound=0.0, num_iterations=None, batch=index)
+        (found,) = torch.autograd.grad(value, net[0].weight)
+        assert not value.isfinite()
+        assert not found.isfinite().any()
+
+
+class Batched(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*deprecated",
+    "ignore:.*depends on the others",
+    "ignore::torch.jit.TracerWarning",  # of the branches of its forward
+)
+@pytest.mark.parametrize(
+    "made", [torch.jit.script, lambda net: torch.jit.trace(net, X, check_trace=False)]
+)
+def test_the_statistics_of_scripted_modules_do_not_move(made):
+    net = made(Batched().to(F64))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    penalties.r1(net, X)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def in_place(net):
+    net.compile(backend="aot_eager")
+    return net
+
+
+COMPILED = {
+    "module": lambda net: torch.compile(net, backend="aot_eager"),
+    "in place": in_place,
+    "function": lambda net: torch.compile(lambda x: net(x), backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_the_own_code_of_a_compiled_critic_runs(how):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
+    plain = weights(lambda: penalties.r1(net, X), net)
+    plain += weights(lambda: penalties.sobolev(net, X, FAKE), net)
+    critic = COMPILED[how](net)
+    found = weights(lambda: penalties.r1(critic, X), net)
+    same(plain, found + weights(lambda: penalties.sobolev(critic, X, FAKE), net))
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`")
+def test_compiled_code_inside_is_refused():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
+    part = torch.compile(net, backend="aot_eager")
+    with pytest.raises(NotImplementedError, match=r"torch.compile made"):
+        penalties.r1(lambda x: part(x), X)
