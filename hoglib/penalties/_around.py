@@ -25,6 +25,7 @@ def modules_kept() -> Iterator[list[nn.Module]]:
     """
     ran: dict[int, nn.Module] = {}
     places, here = Places(), threading.get_ident()
+    copies: dict[int, Tensor] = {}  # one of a buffer that modules share
 
     def start(module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # seen by torch.compile, which cannot trace what follows
@@ -40,7 +41,7 @@ def modules_kept() -> Iterator[list[nn.Module]]:
         for part in module.modules() if _is_compiled(module) else (module,):
             for name, buffer in list(part._buffers.items()) if part.training else ():
                 if buffer is not None:
-                    places.put(part, name, buffer.clone())
+                    places.put(part, name, _copy(buffer, copies))
 
     modules: list[nn.Module] = []
     compiled: list[tuple[nn.Module, str, Tensor]] = []
@@ -52,6 +53,12 @@ def modules_kept() -> Iterator[list[nn.Module]]:
         places.restore()
         for module, name, buffer in compiled:
             setattr(module, name, buffer)
+
+
+def _copy(buffer: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    if id(buffer) not in copies:
+        copies[id(buffer)] = buffer.clone()
+    return copies[id(buffer)]
 
 
 def _with_copies(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -58,20 +58,24 @@ def _once(point: Point) -> bool:
 
 
 def coupled(point: Point) -> bool | None:
-    """Whether the first sample's output has a gradient by another's inputs; None: it cannot be told."""
+    """Whether the last sample's output has a gradient by another's inputs; None: it cannot be told.
+
+    The last: of a recurrent or causal layer that takes samples for steps the first depends on no other.
+    """
     samples = point.samples
     if samples is None or not samples.count or samples.count < 2 or not point.y.requires_grad:
         return None
     if point.y.is_meta:
         return None
-    first = point.y.reshape(samples.count, -1)[0].sum()
-    grads = torch.autograd.grad(first, point.own, retain_graph=True, allow_unused=True)
+    last = samples.count - 1
+    score = point.y.reshape(samples.count, -1)[last].sum()
+    grads = torch.autograd.grad(score, point.own, retain_graph=True, allow_unused=True)
     own = others = 0.0
     for k, grad in enumerate(grads):
         if grad is None or not grad.numel():
             continue
         size = grad.detach().abs().reshape(len(grad), -1).amax(1)
-        mine = samples.of_sample(grad, k, 0)
+        mine = samples.of_sample(grad, k, last)
         own = max(own, float(size[mine].amax()) if mine.any() else 0.0)
         others = max(others, float(size[~mine].amax()) if not mine.all() else 0.0)
     return None if not own and not others else others > TINY * own

@@ -110,13 +110,15 @@ def sobolev(
         y = point.rows()
         wanted = _tree.leaves(point.args[0])
         _like_jacobians(point, wanted)
+        assert point.samples is not None
+        indices = point.samples.index
         directions, factor = _directions(y, num_projections, generator)
         total = y.new_zeros(len(y))
         for k, u in enumerate(directions):
             grads = point.pull(u.view_as(point.y), keep=k + 1 < len(directions))
             apart = [
-                g - torch.einsum("nc,ncd->nd", u, d.reshape(*u.shape, -1).to(g)).view_as(g)
-                for g, d in zip(grads, wanted, strict=True)
+                g - _directed(d, u if index is None else u[index], g)
+                for g, d, index in zip(grads, wanted, indices, strict=True)
             ]
             total = total + point.squares(apart)
         return total * factor
@@ -171,16 +173,23 @@ def _projections(count: int | None) -> None:
 
 
 def _like_jacobians(point: Point, wanted: Vector) -> None:
-    """Derivatives have the shape of x for one output a sample, else the outputs' shape before it."""
+    """Derivatives have the shape of x for one output a sample, else the outputs' shape in each row."""
     y = point.y
     single = y.numel() == len(y)
     for name, leaf, d in zip(_tree.paths(point.at(point.own)), point.own, wanted, strict=True):
-        shapes = [torch.Size((*y.shape, *leaf.shape[1:]))] + [leaf.shape] * single
+        shapes = [torch.Size((len(leaf), *y.shape[1:], *leaf.shape[1:]))] + [leaf.shape] * single
         if d.shape not in shapes:
             raise arguments.WrongValue(
                 f"sobolev: derivatives{f'[{name!r}]' if name else ''}: expected shape "
                 f"{tuple(shapes[-1])}, got {tuple(d.shape)}."
             )
+
+
+def _directed(derivative: Tensor, u: Tensor, like: Tensor) -> Tensor:
+    """u^T D for each row of a leaf: [rows, C] and [rows, C, ...], like its gradient."""
+    size = like.shape[1:].numel()
+    d = derivative.reshape(*u.shape, size).to(like)
+    return torch.einsum("nc,ncd->nd", u.to(like), d).view_as(like)
 
 
 def _directions(

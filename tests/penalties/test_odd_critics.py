@@ -244,3 +244,52 @@ def test_compiled_code_inside_is_refused():
     part = torch.compile(net, backend="aot_eager")
     with pytest.raises(NotImplementedError, match=r"torch.compile made"):
         penalties.r1(lambda x: part(x), X)
+
+
+def test_samples_taken_for_steps_are_noticed():
+    """A recurrent layer without batch_first, whose first sample depends on no other."""
+    layer, last = nn.GRU(4, 3).to(F64), nn.Linear(3, 1).to(F64)
+    with pytest.warns(UserWarning, match="depends on the others"):
+        penalties.r1(lambda x: last(layer(x)[0]).mean((1, 2)), draw(5, 6, 4))
+
+
+class Times(nn.Module):
+    def __init__(self, count, moves):
+        super().__init__()
+        self.moves = moves
+        self.register_buffer("count", count)
+
+    def forward(self, x):
+        if self.moves:
+            self.count.add_(1)
+        return x * self.count
+
+
+def test_a_buffer_of_two_modules_stays_one():
+    count, net = torch.ones((), dtype=F64), nn.Linear(4, 1).to(F64)
+    critic = nn.Sequential(Times(count, True), Times(count, False), net)
+    found = penalties.r1(critic, X)
+    assert torch.allclose(found, 16 * penalties.r1(net, X))
+    assert count == 1
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_sobolev_of_graphs(outputs):
+    index, w = torch.tensor([1, 0, 1, 1, 2]), draw(4, 2).requires_grad_()
+
+    def func(x):
+        y = torch.tanh(x @ w[:, :outputs])
+        return y.new_zeros(3, outputs).index_add(0, index, y)
+
+    slopes = (1 - torch.tanh(X @ w[:, :outputs]).square())[:, :, None] * w[:, :outputs].T
+    wanted = draw(*slopes.shape, seed=4)
+    value = penalties.sobolev(func, X, wanted, batch=index)
+    assert torch.allclose(value, (slopes - wanted).square().sum() / 3)
+    if outputs == 1:
+        assert torch.allclose(penalties.sobolev(func, X, wanted[:, 0], batch=index), value)
+
+
+def test_terms_of_real_and_fake_are_added_only_in_pairs():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
+    with pytest.raises(ValueError, match="as many fake"):
+        penalties.r1_r2(net, X, FAKE[:2], reduction="none")
