@@ -1,6 +1,6 @@
 """hoglib: second-order training for PyTorch that one can trust."""
 
-from hoglib import curvature, meta, nn, ops, testing
+from hoglib import curvature, meta, nn, ops, penalties, testing
 from hoglib._functional import functional_loss, trainable_params
 from hoglib._version import __version__
 from hoglib.curvature import (
@@ -15,6 +15,7 @@ from hoglib.curvature import (
     laplacian,
 )
 from hoglib.meta import MAML
+from hoglib.penalties import GradientPenalty
 from hoglib.stand_ins import second_order
 from hoglib.verification import Report, VerificationError, verify
 
@@ -22,6 +23,7 @@ __all__ = [
     "MAML",
     "FisherOperator",
     "GGNOperator",
+    "GradientPenalty",
     "HessianOperator",
     "Report",
     "VerificationError",
@@ -37,6 +39,7 @@ __all__ = [
     "meta",
     "nn",
     "ops",
+    "penalties",
     "second_order",
     "testing",
     "trainable_params",

@@ -1,6 +1,5 @@
 """The custom Functions in a graph that is to be differentiated again, and what they lose."""
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +10,7 @@ from torch.autograd import Function
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch
+from hoglib._warning import warn
 
 LOSES = (
     "which makes the second derivative through it zero, without an error. Compute in backward by "
@@ -33,11 +33,10 @@ def check_functions(values: Tensor | list[Tensor], what: str) -> None:
             )
         kept = list(_without_graph(node))
         if kept:
-            warnings.warn(
+            warn(
                 f"{what}: {name} keeps {' and '.join(kept)} for its backward, without a graph: what "
                 "forward made, and is neither input nor output, is a constant to the second "
                 f"derivative, which may lack its part. `hoglib.verify({name}, inputs)` tells.",
-                stacklevel=4,
             )
 
 
@@ -71,11 +70,10 @@ def _requiring_grad(grads: Any) -> Any:
 def _tell(name: str, what: str, returned: Any, incoming: Any) -> None:
     floats = [g for g in returned if isinstance(g, Tensor) and g.is_floating_point()]
     if any(not g.requires_grad and bool(g.any()) for g in floats):
-        warnings.warn(
+        warn(
             f"{what}: the backward of {name} gives a gradient without a graph: it runs under no_grad, "
             "detaches, or leaves torch. The second derivative through it is taken for zero. "
             f"`hoglib.verify({name}, inputs)` names the line.",
-            stacklevel=2,
         )
 
 
@@ -105,9 +103,28 @@ def held_bytes(values: list[Tensor]) -> int:
 def users_functions(values: Tensor | list[Tensor]) -> Iterator[tuple[Any, type[Function]]]:
     """The nodes of custom Functions, but for those of torch and of hoglib."""
     for node in nodes([values] if isinstance(values, Tensor) else values):
-        function = _functorch.custom_function(node)
-        if function is not None and not function.__module__.startswith(("torch.", "hoglib.")):
+        function = _users(node)
+        if function is not None:
             yield node, function
+
+
+def leaves_and_functions(value: Tensor) -> tuple[dict[int, Tensor], bool]:
+    """By their ids the leaf tensors that a value was computed from; and whether a custom Function of
+    the user's was there. One walk for both."""
+    leaves, theirs = {}, False
+    for node in nodes([value]):
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        elif not theirs:
+            theirs = _users(node) is not None
+    return leaves, theirs
+
+
+def _users(node: Any) -> type[Function] | None:
+    function = _functorch.custom_function(node)
+    if function is None or function.__module__.startswith(("torch.", "hoglib.")):
+        return None
+    return function
 
 
 def _without_graph(node: Any) -> Iterator[str]:

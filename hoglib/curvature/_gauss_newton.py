@@ -14,13 +14,13 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
 from hoglib import _arguments as arguments
+from hoglib import _differences as differences
 from hoglib import _functorch, _tree
 from hoglib._explaining import explaining
 from hoglib._graph import check_functions, telling_of_cuts
+from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import plainly
 from hoglib._tolerances import TOLERANCES
-from hoglib.curvature import _differences as differences
-from hoglib.curvature._leaves import Vector, filled, own_leaves
 from hoglib.curvature._routes import (
     Call,
     Linearised,

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
+from hoglib import _differences as differences
 from hoglib import _functorch
+from hoglib._leaves import Vector
 from hoglib._recording import plainly
-from hoglib.curvature import _differences as differences
 from hoglib.curvature import _gauss_newton as gauss_newton
 from hoglib.curvature._fisher_metric import fisher_metric
 from hoglib.curvature._gauss_newton import Split
-from hoglib.curvature._leaves import Vector
 from hoglib.curvature._routes import (
     Call,
     Linearised,

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
+from hoglib._differences import in_double
 from hoglib._explaining import explaining
+from hoglib._gradient_graph import only_as_given
 from hoglib._graph import held_bytes
+from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import plainly, recordable, recording
 from hoglib._substitution import Standing, lingering, standing_again
 from hoglib.curvature._data import Batches, Size
 from hoglib.curvature._determinism import Determinism, close
-from hoglib.curvature._differences import in_double
-from hoglib.curvature._leaves import Vector, filled, own_leaves
 from hoglib.curvature._likelihood import check_reduction
 from hoglib.curvature._linear import LinearOperator
 from hoglib.curvature._matrices import DIFFERENCES, Matrix
 from hoglib.curvature._origin import Origin
-from hoglib.curvature._routes import Call, Linearised, only_as_given
+from hoglib.curvature._routes import Call, Linearised
 from hoglib.curvature._space import Space
 from hoglib.curvature._symmetry import Symmetry
 from hoglib.stand_ins import stand_ins_if

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib._differences import same_random_numbers
 from hoglib._explaining import explaining
 from hoglib._graph import check_functions, nodes, telling_of_cuts
-from hoglib.curvature._differences import same_random_numbers
 
 Probe = int | Tensor
 Function = Callable[[Tensor], Tensor]

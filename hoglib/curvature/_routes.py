@@ -9,9 +9,10 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib import _functorch
 from hoglib._explaining import NO_WAY, explaining
-from hoglib._graph import check_functions, reached_directly, telling_of_cuts
-from hoglib.curvature._leaves import Vector, filled, own_leaves
-from hoglib.curvature._second_look import look, new_functions
+from hoglib._gradient_graph import gradient_graph
+from hoglib._graph import check_functions
+from hoglib._leaves import Vector, filled
+from hoglib._second_look import look_at_gradient, new_functions
 
 OfLeaves = Callable[..., Tensor]
 
@@ -61,44 +62,9 @@ def columns(point: Linearised, vectors: Vector, block: bool) -> tuple[Tensor, Ve
     return value, [whole.movedim(0, -1) for whole in found]
 
 
-def gradient_graph(
-    func: OfLeaves, leaves: Vector, call: Call
-) -> tuple[Tensor, Vector, list[Tensor | None]]:
-    """The value, the leaves that it was computed from, and its gradient with a graph of its own."""
-    own = own_leaves(leaves, call.create_graph)
-    value = func(*own)
-    check_functions(value, call.what)
-    if not call.create_graph and value.requires_grad:
-        only_as_given(value, leaves, call.what)
-    gradient: list[Tensor | None] = [None]
-    if value.requires_grad:
-        with explaining(call.what), telling_of_cuts(value, call.what):
-            gradient = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
-    if all(part is None for part in gradient):
-        raise arguments.NoSecondDerivative(
-            "func(params, *args): expected a value that depends on params, got one that does not; "
-            "look for .detach(), .item(), .data or a torch.no_grad() in func, and for a func that "
-            "uses the model's own parameters instead of the params it is given."
-        )
-    return value, own, gradient
-
-
-def only_as_given(value: Tensor, leaves: Vector, what: str) -> None:
-    """The value comes from the copies of the leaves that func was given, not from the leaves too."""
-    direct = reached_directly(value, leaves)
-    if direct:
-        shapes = ", ".join(str(tuple(leaves[i].shape)) for i in direct)
-        raise arguments.NoSecondDerivative(
-            f"{what}: expected a func that uses the params it is given, got one that uses the "
-            f"same tensors (of shape {shapes}) from elsewhere too: a part of the derivatives would be "
-            "missing. Look for the model's own parameters in func, model.parameters() or a list of "
-            "weights; take them from params, or detach() what is meant as a constant."
-        )
-
-
 def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearised:
     """H v as the gradient of <grad f, v>; the gradient's graph is kept from one v to the next."""
-    value, own, gradient = gradient_graph(func, leaves, call)
+    value, own, gradient = gradient_graph(func, leaves, call.what, call.create_graph)
     unseen = new_functions(value)
 
     def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
@@ -107,7 +73,7 @@ def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearis
             _strictly(call, call.strict, product)
         found = filled(product, own)
         if unseen and not call.create_graph:
-            look(call.what, unseen, func, leaves, vector, found)
+            look_at_gradient(call.what, unseen, func, leaves, vector, found)
             unseen.clear()
         return value, found
 

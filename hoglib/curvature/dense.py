@@ -10,13 +10,14 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._explaining import explaining
+from hoglib._gradient_graph import gradient_graph
+from hoglib._leaves import Vector, dense, filled
 from hoglib._recording import recordable, recording
+from hoglib._second_look import look_at_gradient, new_functions
 from hoglib._substitution import lingering
 from hoglib.curvature._blocks import Blocks, groups_of
-from hoglib.curvature._leaves import Vector, dense, filled
 from hoglib.curvature._matrices import GaussNewton
-from hoglib.curvature._routes import Call, OfLeaves, gradient_graph, through
-from hoglib.curvature._second_look import look, new_functions
+from hoglib.curvature._routes import Call, OfLeaves, through
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
@@ -118,12 +119,12 @@ def _hessian_rows(
     func: OfLeaves, leaves: Vector, groups: list[list[int]], call: Call
 ) -> dict[tuple[int, int], Tensor]:
     """H[a][b] for each pair of leaves in a group."""
-    value, own, gradient = gradient_graph(func, leaves, call)
+    value, own, gradient = gradient_graph(func, leaves, call.what, call.create_graph)
     unseen = [] if call.create_graph else new_functions(value)
     if unseen:
         ones = [torch.ones_like(leaf) for leaf in own]
         product = filled(through(gradient, own, ones, call, keep=True), own)
-        look(call.what, unseen, func, leaves, ones, product)
+        look_at_gradient(call.what, unseen, func, leaves, ones, product)
     blocks = {}
     for group in groups:
         among = [own[b] for b in group]

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoglib._leaves import Vector
 from hoglib.curvature._data import Size
-from hoglib.curvature._leaves import Vector
 from hoglib.curvature._matrices import Fisher, GaussNewton, Hessian
 from hoglib.curvature._over_data import LIMIT, OverData
 from hoglib.curvature._routes import Call, Linearised

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
+from hoglib._differences import in_double
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
-from hoglib.curvature._differences import in_double
 from hoglib.curvature._matrices import DIFFERENCES, Fisher, GaussNewton, Hessian, Matrix
 from hoglib.curvature._routes import Call, columns
 from hoglib.stand_ins import stand_ins_if

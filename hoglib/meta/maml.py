@@ -17,6 +17,7 @@ from hoglib._functional import (
     functional_loss,
     trainable_params,
 )
+from hoglib._precomputed import with_gradients
 from hoglib._recording import recordable
 from hoglib.meta import tasks as stacks
 from hoglib.meta.inner import adapt
@@ -24,6 +25,12 @@ from hoglib.meta.rules import sgd
 from hoglib.stand_ins import stand_ins_if
 
 OVER_TASKS = ("auto", "vmap", "loop")
+TWICE = (
+    "maml.loss(tasks): expected backward() without create_graph, got create_graph=True; the gradients "
+    "of the tasks are computed before backward and have no graph. For derivatives of the meta-gradient "
+    "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which are differentiable "
+    "to any order."
+)
 
 
 class MAML(nn.Module):
@@ -134,10 +141,9 @@ class MAML(nn.Module):
         )
         if not wants_gradient:
             return values.mean()
-        result: Tensor = _Precomputed.apply(
-            values.mean(), len(names), *(grads[n] for n in names), *(params[n] for n in names)
+        return with_gradients(
+            values.mean(), [grads[n] for n in names], [params[n] for n in names], TWICE
         )
-        return result
 
     def extra_repr(self) -> str:
         return (
@@ -240,27 +246,3 @@ def _one_by_one(
         step = _tree.scale(grads, 1 / count)
         mean = _tree.add(mean, step) if mean else step
     return torch.stack(values), mean
-
-
-class _Precomputed(torch.autograd.Function):
-    """A value whose gradients are known: backward hands them on, scaled by what comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, count: int, *grads_and_params: Tensor) -> Tensor:
-        ctx.grads = grads_and_params[:count]
-        # Reading them in backward raises if a step changed them since: the gradients would be stale.
-        ctx.save_for_backward(*grads_and_params[count:])
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise arguments.NoSecondDerivative(
-                "maml.loss(tasks): expected backward() without create_graph, got create_graph=True; "
-                "the gradients of the tasks are computed before backward and have no graph. For "
-                "derivatives of the meta-gradient write the loss with `maml.adapt(support)` and "
-                "`maml(x, params=adapted)`, which are differentiable to any order."
-            )
-        _ = ctx.saved_tensors
-        handed_on = tuple(grad * known for known in ctx.grads)
-        return (None, None, *(None for _ in handed_on), *handed_on)

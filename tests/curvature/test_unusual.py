@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import _second_look
+from hoglib import _second_look
 from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, relative
 
 BATCH = (draw(6, 3), torch.arange(6) % 2)

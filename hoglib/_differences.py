@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hoglib import _tree
 from hoglib._explaining import explaining
-from hoglib.curvature._leaves import Vector, filled, own_leaves
+from hoglib._leaves import Vector, filled, own_leaves
 
 STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # of the size of the parameters, along v
 Function = Callable[[Vector], Vector]

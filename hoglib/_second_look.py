@@ -7,7 +7,6 @@ four gradients, once for each Function in a process, and says nothing of later i
 does. A gradient that is stopped on purpose, all of it zero, is let be.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -17,9 +16,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib import _tree
+from hoglib._differences import Function as Differentiated
+from hoglib._differences import distance, gradient_of, slopes
 from hoglib._graph import users_functions
-from hoglib.curvature._differences import distance, gradient_of, slopes
-from hoglib.curvature._leaves import Vector, own_leaves
+from hoglib._leaves import Vector, own_leaves
+from hoglib._warning import warn
 
 STEPS = (1e-2, 1e-3)
 OFF = 0.05  # of the product; a smooth function is off by a hundredth of that in float32
@@ -34,7 +35,7 @@ def new_functions(value: Tensor) -> list[type[Function]]:
     return sorted(found, key=lambda function: function.__qualname__)
 
 
-def look(
+def look_at_gradient(
     what: str,
     functions: list[type[Function]],
     func: Callable[..., Tensor],
@@ -42,22 +43,37 @@ def look(
     vector: Vector,
     product: Vector,
 ) -> None:
-    """Warns where a product is not the difference of gradients that it should be."""
-    for function in functions:
-        _SEEN.add(function)
+    """Warns where a product with the Hessian of func is not the difference of its gradients."""
+    look(what, functions, gradient_of(func), func, leaves, vector, product)
+
+
+def look(
+    what: str,
+    functions: list[type[Function]],
+    function: Differentiated,
+    func: Callable[..., Tensor],
+    leaves: Vector,
+    vector: Vector,
+    product: Vector,
+) -> None:
+    """Warns where a product is not the difference, along the vector, of a function of the leaves.
+
+    func: what the user wrote, of the same leaves, of which `function` holds first derivatives.
+    """
+    for seen in functions:
+        _SEEN.add(seen)
     if not _tree.norm([v.detach() for v in vector]):
         return
-    found = slopes(gradient_of(func), leaves, vector, STEPS)
+    found = slopes(function, leaves, vector, STEPS)
     off = [distance(slope, product) for slope in found]
     apart = distance(*found)  # of two steps: by a kink, or by rounding
     scale = max(float(_tree.norm([x.detach() for x in parts])) for parts in (found[0], product))
     if min(off) > OFF * scale and min(off) > 5 * apart and not _stops(func, leaves):
         names = ", ".join(function.__qualname__ for function in functions)
-        warnings.warn(
-            f"{what}: the product differs by {min(off) / scale:.0%} from the difference of two "
-            f"gradients. It runs through {names}, whose backward may be cut from its graph, or be no "
+        warn(
+            f"{what}: the second derivative differs by {min(off) / scale:.0%} from a difference of "
+            f"first ones. It runs through {names}, whose backward may be cut from its graph, or be no "
             f"derivative: `hoglib.verify({functions[0].__name__}, inputs)` tells.",
-            stacklevel=2,
         )
 
 

@@ -1,0 +1,23 @@
+"""Gradient penalties of critics, Jacobians, parameters; and forces."""
+
+from hoglib.penalties.critics import dragan, r1, r1_r2, r2, wgan_gp, zero_centred
+from hoglib.penalties.energies import forces
+from hoglib.penalties.jacobians import input_gradient, jacobian, lipschitz, sobolev
+from hoglib.penalties.module import GradientPenalty
+from hoglib.penalties.parameters import parameter_gradient
+
+__all__ = [
+    "GradientPenalty",
+    "dragan",
+    "forces",
+    "input_gradient",
+    "jacobian",
+    "lipschitz",
+    "parameter_gradient",
+    "r1",
+    "r1_r2",
+    "r2",
+    "sobolev",
+    "wgan_gp",
+    "zero_centred",
+]

@@ -1,0 +1,104 @@
+"""Whether a penalty can have an effect, and if not, where its gradient ends."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from hoglib import _arguments as arguments
+from hoglib._functorch import watching_functions
+from hoglib._graph import check_functions, nodes, users_functions
+from hoglib.verification._cuts import Cut, Watch
+
+OF_X = "what it returns does not depend on the points"
+OF_PARAMETERS = "its gradient by the points does not reach any parameter that learns"
+
+
+def check(what: str, y: Tensor) -> None:
+    """Raises for a custom Function that cuts the gradient's graph, warns of one that may."""
+    try:
+        check_functions(y, what)
+    except arguments.NoSecondDerivative as error:
+        raise arguments.NoSecondDerivative(
+            f"{what}: this penalty has no effect because its gradient is cut in a custom Function. "
+            f"{error}"
+        ) from error
+
+
+def reaches(value: Tensor, leaves: list[Tensor]) -> bool:
+    """Whether a value was computed from one of these leaf tensors; ends at the first."""
+    wanted = {id(leaf) for leaf in leaves}
+    return any(id(getattr(node, "variable", None)) in wanted for node in nodes([value]))
+
+
+def none(
+    what: str, how: str, func: Callable[..., Any], x: Any, args: tuple[Any, ...]
+) -> arguments.NoSecondDerivative:
+    """The error of a penalty without effect, with the places where the graph is cut."""
+    cuts = _cuts(func, x, args)
+    where = (
+        f"The graph is cut by {'; by '.join(cuts)}."
+        if cuts
+        else "No call cuts the graph: what the points go through is frozen, or of one slope "
+        "whatever the parameters are."
+    )
+    return arguments.NoSecondDerivative(
+        f"{what}: this penalty has no effect because {how}. {where} Mend that, or compute it under "
+        "torch.no_grad() where it is only looked at."
+    )
+
+
+def _cuts(func: Callable[..., Any], x: Any, args: tuple[Any, ...]) -> list[str]:
+    """Where a call of the function leaves the graph; and its Functions whose gradient has none."""
+    with _InModules() as watch, suppress(Exception):
+        with watching_functions(lambda function, given: None) as applying:
+            watch.applying = applying
+            result = func(x, *args)
+        found = [watch.said(cut) for cut in watch.cuts]
+        if not found and isinstance(result, Tensor):
+            found = [
+                f"the backward of {function.__qualname__}"
+                for _, function in users_functions(result)
+            ]
+        return list(dict.fromkeys(found))
+    return []
+
+
+class _InModules(Watch):
+    """A watch that knows which module it is in when it sees a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: list[nn.Module] = []
+        self._where: dict[int, str] = {}
+
+    def __enter__(self) -> "_InModules":
+        self._handles = [
+            register_module_forward_pre_hook(lambda module, args: self._running.append(module)),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*args)
+
+    def _end(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._running.pop()
+
+    def said(self, cut: Cut) -> str:
+        module = self._where.get(id(cut))
+        return f"{cut} in {module}" if module else str(cut)
+
+    def _note(self, how: str, kind: str) -> Cut:
+        cut = super()._note(how, kind)
+        if self._running:
+            self._where.setdefault(id(cut), type(self._running[-1]).__name__)
+        return cut

@@ -1,0 +1,219 @@
+"""A function at points, and its derivatives by the points, with the guards of both."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._explaining import explaining
+from hoglib._functorch import transforms_active
+from hoglib._graph import leaves_and_functions, telling_of_cuts
+from hoglib._leaves import Vector, filled, own_leaves
+from hoglib._recording import recordable, recording
+from hoglib.penalties import _effect as effect
+from hoglib.penalties._around import autocast_on, modules_kept, widened
+from hoglib.penalties._options import Settings, picked
+from hoglib.penalties._samples import Samples, inputs
+from hoglib.stand_ins import stand_ins_if
+
+Function = Callable[..., Any]
+
+
+class Point:
+    """A function at x: what it returned, and J^T u for cotangents u of the output that is meant.
+
+    y: that output, [N, ...]; samples: which rows of x are whose; wanted: whether gradients of the
+    penalty are, so that what is computed here has a graph.
+    """
+
+    def __init__(
+        self, what: str, func: Function, x: Any, args: tuple[Any, ...], given: Settings,
+        wanted: bool, per_sample: bool,
+    ) -> None:  # fmt: skip
+        self.what, self.func, self.args, self.output = what, func, args, given.output
+        self.stand_ins = given.stand_ins
+        self._given, self.structure = _tree.flatten(x)
+        self.modules: list[nn.Module] = []  # those that ran
+        self.samples: Samples | None = None
+        if per_sample:
+            self.samples = Samples(what, self._given, self.structure, given.batch)
+        self._functional = transforms_active()
+        self._pull: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+        self._transposed: tuple[Tensor, list[Tensor | None]] | None = None
+        if self._functional:
+            self.wanted, self.own, self.trainable, self.functions = True, self._given, [], False
+            self._pull = self._by_transform()
+            return
+        self.own = own_leaves(self._given, wanted)
+        with stand_ins_if(self.stand_ins):
+            self.outputs = func(self.at(self.own), *args)
+        self.y = self._tensor(picked(self.outputs, given.output))
+        leaves, self.functions = leaves_and_functions(self.y)
+        for own in self.own:
+            leaves.pop(id(own), None)
+        self.trainable = list(leaves.values())
+        self.wanted = wanted and bool(leaves)
+        self.tells = self.wanted and self.functions  # of those that cut the gradient's graph
+        if self.tells:
+            effect.check(what, self.y)
+        elif wanted and not self.y.requires_grad:
+            raise effect.none(what, effect.OF_X, func, self.at(self.own), args)
+
+    def at(self, leaves: Vector) -> Any:
+        return _tree.unflatten(leaves, self.structure)
+
+    def pull(
+        self, cotangent: Tensor | None, keep: bool = False, graph: bool | None = None
+    ) -> Vector:
+        """J^T u, like the leaves of x; with a graph where one is wanted, or as `graph` says.
+
+        cotangent None is one for every output. keep: another one follows.
+        """
+        if self._pull is not None:
+            u = torch.ones_like(self.y) if cotangent is None else cotangent
+            return list(self._pull(u))
+        grads: list[Tensor | None] = [None] * len(self.own)
+        if self.y.requires_grad:
+            telling = telling_of_cuts(self.y, self.what) if self.tells else nullcontext()
+            with stand_ins_if(self.stand_ins), explaining(self.what), telling:
+                grads = list(
+                    torch.autograd.grad(
+                        # of a scalar torch asks no questions about shapes, which take their time
+                        self.y.sum() if cotangent is None else self.y,
+                        self.own,
+                        cotangent,
+                        create_graph=self.wanted if graph is None else graph,
+                        retain_graph=True if keep else None,
+                        allow_unused=True,
+                    )
+                )
+        if self.wanted and all(g is None for g in grads):
+            raise effect.none(self.what, effect.OF_X, self.func, self.at(self.own), self.args)
+        return filled(grads, self.own)
+
+    def push(self, tangents: Vector) -> Tensor:
+        """J t, like the output, without a graph: the transpose of the linear map u -> J^T u."""
+        u = torch.zeros_like(self.y)
+        if self._pull is not None:
+            pulling: Any = torch.func.vjp(self._pull, u)
+            return pulling[1](tuple(tangents))[0]
+        if self._transposed is None:
+            u.requires_grad_()
+            with stand_ins_if(self.stand_ins), explaining(self.what):
+                grads = torch.autograd.grad(
+                    self.y, self.own, u, create_graph=True, allow_unused=True
+                )
+            self._transposed = u, list(grads)
+        u, found = self._transposed
+        pairs = [
+            (g, t)
+            for g, t in zip(found, tangents, strict=True)
+            if g is not None and g.requires_grad
+        ]
+        if not pairs:
+            return torch.zeros_like(self.y)
+        with stand_ins_if(self.stand_ins), explaining(self.what):
+            (product,) = torch.autograd.grad(
+                [g for g, _ in pairs], u, [t for _, t in pairs], retain_graph=True
+            )
+        return product
+
+    def rows(self) -> Tensor:
+        """The output as [N, C]."""
+        y, count = self.y, self._count()
+        if not y.dim() or y.shape[0] != count:
+            raise arguments.WrongValue(
+                f"{self.what}: expected an output with a row for each of {count} samples, got "
+                f"{arguments.describe(y)}; leave out the mean over the batch, or name another output "
+                "by output=."
+            )
+        return y.reshape(count, -1)
+
+    def gradient(self) -> Vector:
+        """The gradient of each sample's score by its own entries of x."""
+        self._check_scores()
+        return self.pull(None)
+
+    def _check_scores(self) -> None:
+        """The output must be one number a sample."""
+        y, count = self.y, self._count()
+        if y.numel() != count or (y.dim() and y.shape[0] != count):
+            raise arguments.WrongValue(
+                f"{self.what}: expected one number for each of {count} samples, [{count}] or "
+                f"[{count}, 1], got {arguments.describe(y)}; "
+                + (
+                    "it is one for all of them: leave out the mean over the batch."
+                    if y.dim() == 0
+                    else "reduce what belongs to a sample, for instance with "
+                    "`output=lambda y: y.flatten(1).mean(1)`, or name another output by output=."
+                )
+            )
+
+    def squares(self, grads: Vector) -> Tensor:
+        assert self.samples is not None
+        return self.samples.squares(grads)
+
+    def _count(self) -> int:
+        assert self.samples is not None
+        if self.y.dim():
+            self.samples.told(len(self.y))
+        assert self.samples.count is not None
+        return self.samples.count
+
+    def _tensor(self, y: Any) -> Tensor:
+        if not isinstance(y, Tensor) or not y.is_floating_point():
+            raise arguments.WrongType(
+                f"{self.what}: expected a function that returns a real floating-point tensor, got "
+                f"{arguments.describe(y)}; name the output that is meant by output=."
+            )
+        return y
+
+    def _by_transform(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """Inside torch.func transforms, where autograd.grad sees nothing."""
+
+        def function(*leaves: Tensor) -> tuple[Tensor, Any]:
+            with stand_ins_if(self.stand_ins):
+                outputs = self.func(self.at(list(leaves)), *self.args)
+            y = self._tensor(picked(outputs, self.output))
+            return y, outputs
+
+        pulling: Any = torch.func.vjp(function, *self._given, has_aux=True)
+        self.y, pull, self.outputs = pulling
+
+        def back(u: Tensor) -> tuple[Tensor, ...]:
+            with stand_ins_if(self.stand_ins):
+                found: tuple[Tensor, ...] = pull(u)
+            return found
+
+        return back
+
+
+@contextmanager
+def point_at(
+    what: str,
+    func: Function,
+    x: Any,
+    args: tuple[Any, ...],
+    given: Settings,
+    per_sample: bool = True,
+) -> Iterator[Point]:
+    """A function at x under the conditions of a penalty, which hold inside."""
+    arguments.function(f"{what}: the function", func)
+    leaves = inputs(what, "the points", x)
+    wanted = torch.is_grad_enabled()
+    with ExitStack() as stack:
+        if not wanted:
+            stack.enter_context(recording())
+        modules = stack.enter_context(modules_kept())
+        for kind in () if given.autocast else autocast_on(leaves):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+            x, args = widened((x, args))
+        if any(leaf.is_inference() for leaf in _tree.leaves((x, args)) if isinstance(leaf, Tensor)):
+            x, args = recordable((x, args))
+        point = Point(what, func, x, args, given, wanted, per_sample)
+        point.modules = modules
+        yield point

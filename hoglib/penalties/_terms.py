@@ -1,0 +1,172 @@
+"""From a rule for one sample's term to a penalty: conditions, guards, reduction, pieces."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._differences import same_random_numbers
+from hoglib._functorch import transforms_active
+from hoglib._leaves import Vector, filled
+from hoglib._precomputed import with_gradients
+from hoglib._second_look import look, new_functions
+from hoglib.penalties import _coupling as coupling
+from hoglib.penalties import _effect as effect
+from hoglib.penalties._options import Settings, settings
+from hoglib.penalties._point import Function, Point, point_at
+from hoglib.penalties._samples import inputs
+
+Rule = Callable[[Point], Tensor]  # the terms at a point, one a sample: [N]
+TWICE = (
+    "a penalty with micro_batch: expected backward() without create_graph, got create_graph=True; its "
+    "gradients are computed before backward and have no graph. Leave micro_batch out."
+)
+
+
+def penalty(
+    what: str,
+    func: Function,
+    x: Any,
+    args: tuple[Any, ...],
+    rule: Rule,
+    options: Mapping[str, Any],
+    generator: torch.Generator | None = None,
+) -> Any:
+    """The reduced terms of a rule at x; with return_outputs also what func returned there."""
+    given = settings(what, options)
+    if given.micro_batch is not None:
+        return _in_pieces(what, func, x, args, rule, given, generator)
+    with terms_at(what, func, x, args, rule, given, generator) as (terms, point):
+        value = _reduced(terms, given.reduction)
+        outputs = point.outputs
+    if not point.wanted:
+        value, outputs = value.detach(), _tree.map_tensors(Tensor.detach, outputs)
+    return (value, outputs) if given.return_outputs else value
+
+
+@contextmanager
+def terms_at(
+    what: str,
+    func: Function,
+    x: Any,
+    args: tuple[Any, ...],
+    rule: Rule,
+    given: Settings,
+    generator: torch.Generator | None,
+) -> Iterator[tuple[Tensor, Point]]:
+    """The terms of a rule at x, checked, and the point; the conditions of a penalty hold inside."""
+    with point_at(what, func, x, args, given) as point:
+        unseen = new_functions(point.y) if point.wanted and point.functions else []
+        state = generator.get_state() if unseen and generator is not None else None
+        terms = rule(point)
+        if point.wanted and not transforms_active():
+            if not terms.requires_grad or not effect.reaches(terms, point.trainable):
+                raise effect.none(what, effect.OF_PARAMETERS, func, point.at(point.own), point.args)
+            coupling.look(point)
+            if unseen:
+                _second_look(point, rule, given, unseen, generator, state)
+        yield terms, point
+
+
+def _second_look(
+    point: Point,
+    rule: Rule,
+    given: Settings,
+    unseen: list[Any],
+    generator: torch.Generator | None,
+    state: Tensor | None,
+) -> None:
+    """The derivative of the penalty along the points, in one direction, against differences of it."""
+    after = None if generator is None else generator.get_state()
+
+    def at(leaves: Vector, wanted: bool) -> Point:
+        if generator is not None and state is not None:
+            generator.set_state(state)
+        x = point.at(leaves)
+        return Point(point.what, point.func, x, point.args, given, wanted, True)
+
+    def value(leaves: Vector) -> Vector:
+        return [rule(at(leaves, wanted=False)).sum().detach()]
+
+    def outputs(*leaves: Tensor) -> Tensor:
+        return at(list(leaves), wanted=False).y.sum()
+
+    leaves = [x.detach() for x in point.own]
+    try:
+        with same_random_numbers(leaves):
+            again = at(leaves, wanted=True)
+            again.tells = False  # once is enough
+            total = rule(again).sum()
+            found = torch.autograd.grad(total, again.own, allow_unused=True)
+            ones = [torch.ones_like(x) for x in leaves]
+            slope = _tree.dot(filled(list(found), leaves), ones)
+        look(point.what, unseen, value, outputs, leaves, ones, [slope])
+    finally:
+        if generator is not None and after is not None:
+            generator.set_state(after)
+
+
+def _reduced(terms: Tensor, reduction: str) -> Tensor:
+    if reduction == "none":
+        return terms
+    return terms.mean() if reduction == "mean" else terms.sum()
+
+
+def _in_pieces(
+    what: str,
+    func: Function,
+    x: Any,
+    args: tuple[Any, ...],
+    rule: Rule,
+    given: Settings,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """The penalty over one piece of the samples after another, and its gradients with it."""
+    if transforms_active():
+        raise arguments.NotSupported(
+            f"{what}(micro_batch=...): expected to run outside of torch.func transforms, got a call "
+            "inside; leave micro_batch out there."
+        )
+    assert given.micro_batch is not None
+    leaves = inputs(what, "the points", x)
+    count = len(leaves[0])
+    detached = _tree.map_tensors(Tensor.detach, x)
+    total: Tensor | None = None
+    known: dict[int, tuple[Tensor, Tensor]] = {}  # by the leaf tensor, it and its gradient
+    by_points: list[list[Tensor]] = []
+    for start in range(0, count, given.micro_batch):
+        piece = _rows((detached, args), count, start, start + given.micro_batch)
+        points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
+                  zip(_tree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
+        with terms_at(what, func, piece[0], piece[1], rule, given, generator) as (terms, point):
+            value = terms.sum() / (count if given.reduction == "mean" else 1)
+            total = value.detach() if total is None else total + value.detach()
+            if not point.wanted:
+                continue
+            grads = torch.autograd.grad(
+                value, point.trainable, retain_graph=True, allow_unused=True
+            )
+        for leaf, grad in zip(point.trainable, grads, strict=True):
+            if grad is not None and not any(leaf is own for own in points):
+                before = known.get(id(leaf))
+                known[id(leaf)] = leaf, grad if before is None else before[1] + grad
+        found = {id(leaf): grad for leaf, grad in zip(point.trainable, grads, strict=True)}
+        by_points.append(filled([found.get(id(leaf)) for leaf in points], points))
+    assert total is not None
+    if not known and not by_points:
+        return total
+    pairs = list(known.values())
+    for k, leaf in enumerate(leaves):
+        if leaf.requires_grad:
+            pairs.append((leaf, torch.cat([grads[k] for grads in by_points])))
+    tensors, gradients = zip(*pairs, strict=True)
+    return with_gradients(total, gradients, tensors, TWICE)
+
+
+def _rows(tree: Any, count: int, start: int, end: int) -> Any:
+    """The same rows of each tensor whose leading dimension is that of the samples."""
+    return _tree.map_tensors(lambda t: t[start:end] if t.dim() and len(t) == count else t, tree)

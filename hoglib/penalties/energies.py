@@ -1,0 +1,138 @@
+"""Forces, and matrices of force constants: derivatives of energies by positions."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._explaining import explaining
+from hoglib._functorch import transforms_active
+from hoglib._leaves import Vector, filled
+from hoglib.penalties import _effect as effect
+from hoglib.penalties._options import Options, settings
+from hoglib.penalties._point import Point, point_at
+from hoglib.stand_ins import stand_ins_if
+
+
+def forces(
+    energy: Callable[..., Any],
+    positions: Any,
+    *args: Any,
+    hessian: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Any, ...]:
+    r"""Energies and forces, for losses of both.
+
+        E = energy(x)        F = -dE/dx        H = d^2 E / dx^2, with hessian=True
+
+    Shapes: positions x and what energy(positions, *args) returns are one of
+
+        one structure          x [...]              E ()                 H [*x.shape, *x.shape]
+        structures in a batch  x [B, ...]           E [B] or [B, 1]      H [B, ..., ...]
+        graphs, batch=index    x [atoms, ...]       E [G] or [G, 1]      list of G: [n, ..., n, ...]
+
+    x may be a tree (positions and cell), F is like it; hessian wants one tensor. Structures of a batch
+    must not act on one another. index: the structure [atoms] that each row belongs to.
+
+    E and F (and H) can be differentiated again by the parameters where gradients are on, and come
+    without a graph under no_grad and in inference mode: the same call trains and predicts. The energy
+    is computed once. Options: `output`, `batch`, `autocast`, `stand_ins` of `Options`.
+    Returns (E, F) or (E, F, H), E as energy returned it (of several outputs the one that is meant).
+
+    Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError where the forces would
+    not reach any parameter that learns, naming the cut.
+    Source: Behler and Parrinello, 2007; Schütt et al., SchNet, 2017, eq. 3.
+    """
+    arguments.flag("hessian", hessian)
+    given = settings("forces", _only(options))
+    with point_at("forces", energy, positions, args, given, per_sample=False) as point:
+        functional = transforms_active()
+        gradient = point.pull(None, graph=True if hessian else None)
+        found: tuple[Any, ...] = (point.y, point.at([-g for g in gradient]))
+        if hessian:
+            found = (*found, _hessian(point, gradient, given.batch))
+        if point.wanted and not functional and not _reach(gradient, point):
+            raise effect.none(
+                "forces", effect.OF_PARAMETERS, energy, point.at(point.own), point.args
+            )
+    if functional or point.wanted:
+        return found
+    return tuple(_tree.map_tensors(Tensor.detach, part) for part in found)
+
+
+def _only(options: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("reduction", "micro_batch", "return_outputs"):
+        if name in options:
+            raise arguments.WrongType(
+                f"forces: expected options among output, batch, autocast, stand_ins; got {name!r}, "
+                "which belongs to penalties."
+            )
+    return dict(options)
+
+
+def _reach(gradient: Vector, point: Point) -> bool:
+    return any(g.requires_grad and effect.reaches(g, point.trainable) for g in gradient)
+
+
+def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
+    if transforms_active():
+        raise arguments.NotSupported(
+            "forces(hessian=True): expected to run outside of torch.func transforms, got a call "
+            "inside; use `torch.func.hessian(energy)` there."
+        )
+    if len(gradient) != 1:
+        raise arguments.WrongValue(
+            f"forces(hessian=True): expected one tensor of positions, got a tree of {len(gradient)}; "
+            "pass the others after it, as arguments of energy."
+        )
+    x, (g,) = point.own[0], gradient
+    y = point.y
+    if index is not None:
+        rows = _rows_by_structure(point, g, x, index)
+        return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) for r in rows]
+    if y.dim() and y.numel() == len(x):  # structures in a batch: one row of each in every pass
+        shape = x.shape[1:]
+        units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
+        found = [_product(point, g, x, u.reshape(shape).expand_as(x)) for u in units]
+        return torch.stack(found, 1).reshape(len(x), *shape, *shape)
+    if y.numel() == 1:
+        units = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
+        found = [_product(point, g, x, u.reshape(x.shape)) for u in units]
+        return torch.stack(found).reshape(*x.shape, *x.shape)
+    raise arguments.WrongValue(
+        f"forces(hessian=True): expected one energy, or one for each of {len(x)} structures, got "
+        f"{arguments.describe(y)}; where rows of positions are atoms of several structures, pass "
+        "batch=, the structure of each."
+    )
+
+
+def _rows_by_structure(point: Point, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:
+    """For each structure the rows of its Hessian, one of every structure in each pass."""
+    arguments.tensor("forces: batch", index)
+    structures = [(index == k).nonzero().reshape(-1) for k in range(point.y.numel())]
+    width = x.shape[1:].numel()
+    rows: list[list[Tensor]] = [[] for _ in structures]
+    for j in range(max(len(atoms) for atoms in structures) * width):
+        atom, entry = divmod(j, width)
+        among = [k for k, atoms in enumerate(structures) if atom < len(atoms)]
+        unit = torch.zeros_like(x).reshape(len(x), -1)
+        for k in among:
+            unit[structures[k][atom], entry] = 1
+        product = _product(point, g, x, unit.reshape(x.shape))
+        for k in among:
+            rows[k].append(product[structures[k]])
+    return rows
+
+
+def _product(point: Point, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
+    """d <g, unit> / dx."""
+    if not g.requires_grad:
+        return torch.zeros_like(x)
+    with stand_ins_if(point.stand_ins), explaining("forces"):
+        found = torch.autograd.grad(
+            g, [x], unit, retain_graph=True, create_graph=point.wanted, allow_unused=True
+        )
+    return filled(list(found), [x])[0]

@@ -1,0 +1,64 @@
+"""Points between two batches, and around one, at which critics are penalised."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib.penalties._samples import HALVES, Samples, inputs
+
+
+def between(what: str, real: Any, fake: Any, batch: Any, generator: torch.Generator | None) -> Any:
+    """x_n = e_n real_n + (1 - e_n) fake_n, e_n ~ U(0, 1): one e for all entries of a sample."""
+    leaves, others = inputs(what, "real", real), inputs(what, "fake", fake)
+    names = _tree.paths(real)
+    structure = _tree.flatten(real)[1]
+    if _tree.flatten(fake)[1] != structure:
+        raise arguments.WrongValue(
+            f"{what}: expected fake with the structure of real, {_said(names)}, got "
+            f"{_said(_tree.paths(fake))}."
+        )
+    for name, a, b in zip(names, leaves, others, strict=True):
+        if a.shape != b.shape or a.device != b.device:
+            which = f"[{name!r}]" if name else ""
+            raise arguments.WrongValue(
+                f"{what}: expected fake{which} like real{which}, {tuple(a.shape)} on {a.device}, got "
+                f"{tuple(b.shape)} on {b.device}; draw as many as there are real ones (a last batch "
+                "may be smaller), and move them there."
+            )
+    samples = Samples(what, leaves, structure, batch)
+    first = leaves[0]
+    e = drawn(torch.rand, (samples.count or 0,), first, generator)
+    mixed = []
+    for k, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(dtype), b.to(dtype)
+        mixed.append(torch.lerp(b, a, samples.spread(e, a, k).expand_as(a)))
+    return _tree.unflatten(mixed, structure)
+
+
+def around(what: str, real: Any, noise: float | None, generator: torch.Generator | None) -> Any:
+    """x = real + d, d ~ N(0, noise^2) for each entry; noise None: half the deviation of the batch."""
+    leaves, structure = inputs(what, "real", real), _tree.flatten(real)[1]
+    moved = []
+    for leaf in leaves:
+        d = drawn(torch.randn, leaf.shape, leaf, generator).to(leaf)
+        scale = 0.5 * leaf.detach().std(correction=0) if noise is None else noise
+        moved.append(leaf + scale * d)
+    return _tree.unflatten(moved, structure)
+
+
+def drawn(
+    draw: Any, shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    """Random numbers on the tensor's device, drawn where the generator is."""
+    dtype = torch.float32 if like.dtype in HALVES else like.dtype
+    where = like.device if generator is None else generator.device
+    drawn: Tensor = draw(shape, generator=generator, device=where, dtype=dtype)
+    return drawn.to(like.device)
+
+
+def _said(names: list[str]) -> str:
+    return "one tensor" if names == [""] else f"{len(names)} tensors ({', '.join(names[:5])})"

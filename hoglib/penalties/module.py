@@ -1,0 +1,119 @@
+"""`GradientPenalty`: a penalty with its weight and its schedule, as a module for configs."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib.penalties import critics, jacobians, parameters
+
+# Which of (real, fake) each kind is given before the other arguments.
+REAL, FAKE, BOTH = "real", "fake", "both"
+KINDS: dict[str, tuple[Callable[..., Any], str]] = {
+    "wgan_gp": (critics.wgan_gp, BOTH),
+    "zero_centred": (critics.zero_centred, BOTH),
+    "r1": (critics.r1, REAL),
+    "r2": (critics.r2, FAKE),
+    "r1_r2": (critics.r1_r2, BOTH),
+    "dragan": (critics.dragan, REAL),
+    "lipschitz": (jacobians.lipschitz, REAL),
+    "input_gradient": (jacobians.input_gradient, REAL),
+    "jacobian": (jacobians.jacobian, REAL),
+    "sobolev": (jacobians.sobolev, REAL),
+    "parameter_gradient": (parameters.parameter_gradient, REAL),
+}
+
+
+class GradientPenalty(nn.Module):
+    r"""A penalty of `hoglib.penalties` with its weight, every step or lazily.
+
+        penalty(critic, real, fake, *args) = weight * kind(critic, real, fake, *args)
+        lazily, in training mode           = every * that at every `every`-th call, and 0 at the others
+
+    so that its mean over calls is the same whatever `every` is. The first call computes it. In eval
+    mode and under no_grad it is computed at every call, at its own size, and no call is counted. The
+    number of calls is in `state_dict`, so a resumed run goes on in the same rhythm. With Adam, Karras
+    et al. also scale the learning rate and betas by c = every / (every + 1): lr c, beta^c.
+
+    kind: the name of a function of `hoglib.penalties`; options: its own options and those that all
+    share, such as {target: 0.5} or {num_projections: 3}; micro_batch, autocast, output as there. Kinds
+    that need only real samples ignore fake; r2 ignores real. What comes after fake is handed on:
+    labels to the critic, and for "sobolev" the derivatives first. For "jacobian" and the like `critic`
+    is any function and `real` its inputs; for "parameter_gradient" a loss and its parameters.
+    Further keywords of a call (generator=, batch=) go to the function.
+
+    Raises TypeError and ValueError for arguments of the wrong kind; what the function raises.
+    Source of the schedule: Karras et al., Analyzing and Improving the Image Quality of StyleGAN, 2020,
+    section 3.1 and appendix B.
+    """
+
+    def __init__(
+        self,
+        kind: str = "wgan_gp",
+        weight: float = 10.0,
+        every: int = 1,
+        micro_batch: int | None = None,
+        autocast: bool = False,
+        output: int | str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        name = str(kind).replace("-", "_")
+        self.kind = arguments.one_of("kind", name, KINDS)
+        self.weight = arguments.number("weight", weight, minimum=0.0)
+        self.every = arguments.at_least("every", every, 1)
+        if options is not None and not isinstance(options, Mapping):
+            raise arguments.WrongType(
+                f"options: expected a dict of the penalty's options, got {arguments.describe(options)}."
+            )
+        chosen = {"micro_batch": micro_batch, "autocast": autocast, "output": output}
+        defaults = {"micro_batch": None, "autocast": False, "output": None}
+        self.options = {
+            **(options or {}),
+            **{key: value for key, value in chosen.items() if value != defaults[key]},
+        }
+        for name in ("return_outputs", "reduction"):
+            if self.options.get(name, "mean") not in ("mean", "sum", False):
+                raise arguments.WrongValue(
+                    f"options: expected none that changes what is returned, got {name}="
+                    f"{self.options[name]!r}; call hoglib.penalties.{self.kind} for that."
+                )
+        self.calls = 0
+
+    def forward(
+        self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
+    ) -> Tensor:
+        counts = self.training and torch.is_grad_enabled()
+        if counts:
+            self.calls += 1
+            if (self.calls - 1) % self.every:
+                return _zero(real, fake)
+        function, given = KINDS[self.kind]
+        if given != REAL and fake is None:
+            raise arguments.WrongType(
+                f"GradientPenalty(kind={self.kind!r}): expected real and fake samples, got no fake; "
+                "call it as penalty(critic, real, fake)."
+            )
+        points = {REAL: (real,), FAKE: (fake,), BOTH: (real, fake)}[given]
+        value: Tensor = function(critic, *points, *args, **{**self.options, **options})
+        return value * (self.weight * (self.every if counts else 1))
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = int(state)
+
+    def extra_repr(self) -> str:
+        more = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"kind={self.kind!r}, weight={self.weight:g}, every={self.every}{more}"
+
+
+def _zero(*trees: Any) -> Tensor:
+    """A zero that can be added and that backward may be called on; it reaches no parameter."""
+    like = next(x for x in _tree.leaves(trees) if isinstance(x, Tensor))
+    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+    return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)

@@ -1,0 +1,84 @@
+"""The penalty on the gradient of a loss by the parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._functorch import transforms_active
+from hoglib._gradient_graph import gradient_graph
+from hoglib._leaves import Vector
+from hoglib._recording import recordable, recording
+from hoglib._substitution import lingering
+from hoglib.ops._norms_of_rows import root
+from hoglib.penalties import _effect as effect
+from hoglib.stand_ins import stand_ins_if
+
+
+def parameter_gradient(
+    func: Callable[..., Tensor],
+    params: Any,
+    *args: Any,
+    squared: bool = False,
+    stand_ins: bool = True,
+    return_outputs: bool = False,
+) -> Any:
+    r"""The norm of a loss's gradient by the parameters.
+
+        |grad_params f|        or |grad_params f|^2 with squared=True,  f = func(params, *args)
+
+    over all parameters together; at a gradient of zero the norm's derivative is zero. f is a scalar,
+    such as a `functional_loss`; params any tree of floating-point tensors, those of
+    `trainable_params(model)` being the model's own, so that backward reaches them. It is not a mean
+    over samples: the norm of a mean gradient. Split over processes or accumulated over batches it is
+    the mean of the parts' norms, which is another number. It works under no_grad and in inference mode.
+    With return_outputs=True it returns (penalty, f), of one forward.
+
+    Raises TypeError and ValueError for params or a value of the wrong kind; RuntimeError where f does
+    not depend on params, or its gradient does not (a loss linear in params, a cut).
+    Source: norm: Zhao, Zhang and Hu, Penalizing Gradient Norm for Efficiently Improving Generalization,
+    2022, eq. 2; squared: Barrett and Dherin, Implicit Gradient Regularization, 2021, eq. 1.
+    """
+    what = "parameter_gradient"
+    arguments.function("func", func)
+    arguments.parameters(params)
+    arguments.flag("squared", squared)
+    arguments.flag("return_outputs", return_outputs)
+    leaves, structure = _tree.flatten(params)
+    wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    functional = transforms_active()
+
+    def of_leaves(*own: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return arguments.scalar(
+                "func(params, *args)", func(_tree.unflatten(own, structure), *args)
+            )
+
+    with recording(), lingering(), stand_ins_if(stand_ins):
+        leaves, args = recordable((leaves, args))
+        if functional:
+            value, found = _by_transform(of_leaves, leaves)
+        else:
+            value, _, grads = gradient_graph(of_leaves, leaves, what, wanted)
+            found = [g for g in grads if g is not None]
+        norm = _tree.sum_scalars([(g * g.conj()).real.sum() for g in found])
+        norm = norm if squared else root(norm)
+        if wanted and not functional and not norm.requires_grad:
+            raise effect.none(
+                what,
+                "the gradient of func does not depend on the parameters",
+                lambda x: func(_tree.unflatten(x, structure), *args), leaves, (),
+            )  # fmt: skip
+    if not wanted and not functional:
+        norm, value = norm.detach(), value.detach()
+    return (norm, value) if return_outputs else norm
+
+
+def _by_transform(func: Callable[..., Tensor], leaves: Vector) -> tuple[Tensor, Vector]:
+    """Inside torch.func transforms, where autograd.grad sees nothing."""
+    gradient: Any = torch.func.grad_and_value(func, argnums=tuple(range(len(leaves))))
+    found, value = gradient(*leaves)
+    return value, list(found)
