@@ -1,6 +1,7 @@
 """A generative adversarial network in the plane, held together by a gradient penalty."""
 
 from collections.abc import Callable
+from math import nan
 from typing import Any
 
 import lightning.pytorch as pl
@@ -59,6 +60,8 @@ class GAN(pl.LightningModule):
     the moving average at each step of the generator.
     """
 
+    generator_loss: Tensor
+
     def __init__(
         self,
         penalty: hog.GradientPenalty | None,
@@ -91,6 +94,8 @@ class GAN(pl.LightningModule):
         self.lr = arguments.positive("lr", lr)
         self.betas = (share("betas", betas[0]), share("betas", betas[1]))
         self.decay = decay
+        # The newest one, for every row of the log; in checkpoints, so that a resumed log is the same.
+        self.register_buffer("generator_loss", torch.tensor(nan))
 
     def forward(self, z: Tensor) -> Tensor:
         return self.average(z)
@@ -119,33 +124,40 @@ class GAN(pl.LightningModule):
         return optimizers, schedules
 
     def training_step(self, real: Tensor, batch_idx: int) -> None:
-        self._critic_step(real)
+        loss, penalty = self._critic_step(real)
         if (batch_idx + 1) % self.critic_steps == 0:
-            self._generator_step(real)
+            self.generator_loss.copy_(self._generator_step(real))
             self.average.update_parameters(self.generator)
+        values = {
+            "train/critic": loss,
+            "train/penalty": penalty,
+            "train/generator": self.generator_loss,
+        }
+        self.log_dict(values, prog_bar=True, batch_size=len(real))
 
-    def _critic_step(self, real: Tensor) -> None:
+    def _critic_step(self, real: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             fake = self.generator(self.latents(len(real)))
         with self.toggled_optimizer(self.optimizers()[0]):  # type: ignore[index]
             of_real, of_fake = self.critic(torch.cat([real, fake])).chunk(2)
             loss = LOSSES[self.loss](of_real, of_fake)
-            penalty = (
-                loss.new_zeros(())
-                if self.penalty is None
-                else self.penalty(self.critic, real, fake)
-            )
+            penalty = self._penalty(real, fake)
             self._step(0, "critic loss", loss + penalty)
-        values = {"train/critic": loss.detach(), "train/penalty": penalty.detach()}
-        self.log_dict(values, prog_bar=True, batch_size=len(real))
+        return loss.detach(), penalty.detach()
 
-    def _generator_step(self, real: Tensor) -> None:
+    def _generator_step(self, real: Tensor) -> Tensor:
         with self.toggled_optimizer(self.optimizers()[1]):  # type: ignore[index]
             fake = self.generator(self.latents(len(real)))
             of_fake, of_real = self.critic(torch.cat([fake, real])).chunk(2)
             loss = LOSSES[self.loss](of_fake, of_real)
             self._step(1, "generator loss", loss)
-        self.log("train/generator", loss.detach(), prog_bar=True, batch_size=len(real))
+        return loss.detach()
+
+    def _penalty(self, real: Tensor, fake: Tensor) -> Tensor:
+        if self.penalty is None:
+            return real.new_zeros(())
+        value: Tensor = self.penalty(self.critic, real, fake)
+        return value
 
     def _step(self, which: int, name: str, loss: Tensor) -> None:
         optimizer: Any = self.optimizers()[which]  # type: ignore[index]
@@ -164,15 +176,13 @@ class GAN(pl.LightningModule):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(EVALUATION_SEED)
             fake = self(self.latents(len(real)))
-            no_penalty = fake.new_zeros(())
-            penalty = no_penalty if self.penalty is None else self.penalty(self.critic, real, fake)
-        return fake, penalty
+            return fake, self._penalty(real, fake)
 
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, _ = batch
         fake, penalty = self.generated(real)
         quality = judge(fake, self.target)
-        values = {
+        values: dict[str, Any] = {
             "val/covered": float(quality.covered),
             "val/high_quality": quality.high,
             "val/wasserstein": wasserstein(fake, real),
@@ -183,11 +193,14 @@ class GAN(pl.LightningModule):
     def test_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, other = batch
         fake, _ = self.generated(real)
+        how = self.trained_with()
         row = tables.Generated(
-            **self.trained_with(),
-            steps=int(self.average.n_averaged),
-            **judge(fake, self.target)._asdict(),
-            distance=wasserstein(fake, real),
+            how["penalty"],
+            how["loss"],
+            how["data"],
+            int(self.average.n_averaged),
+            *judge(fake, self.target),
+            wasserstein(fake, real),
         )
         truth = tables.Generated(
             "real points", "", row.data, 0, *judge(other, self.target), wasserstein(other, real)
@@ -196,7 +209,11 @@ class GAN(pl.LightningModule):
         self.log_dict({f"test/{k}": float(v) for k, v in values.items()}, batch_size=len(real))
         folder = runs.run_folder(self.trainer)
         runs.write_summary(folder, row._asdict())
-        others = [tables.Generated(**summary) for summary in runs.summaries(folder)]
+        others = [
+            tables.Generated(**summary)
+            for summary in runs.summaries(folder)
+            if summary.keys() == row._asdict().keys()
+        ]
         table = tables.generated(row, others, truth, self.target.parts, len(real))
         print(f"\n{table}\n")
         (folder / "table.txt").write_text(table + "\n")

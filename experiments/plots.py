@@ -88,7 +88,9 @@ def points(
     line = torch.linspace(low, high, 200, device=real.device, dtype=real.dtype)
     with torch.no_grad():
         scores = critic(torch.cartesian_prod(line, line)).reshape(200, 200).T.cpu()
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5.4), sharex=True, sharey=True)
+    figure, axes = plt.subplots(
+        1, 2, figsize=(11, 5.2), sharex=True, sharey=True, layout="constrained"
+    )
     for axis, name, sample in ((axes[0], "real", real), (axes[1], "generated", fake)):
         contours = axis.contourf(
             line.cpu(), line.cpu(), scores, levels=20, cmap="PuOr_r", alpha=0.6
@@ -97,7 +99,6 @@ def points(
         axis.set(title=f"{len(sample)} {name} points", xlim=(low, high), ylim=(low, high))
         axis.set_aspect("equal")
     figure.suptitle(title)
-    figure.tight_layout()
     figure.colorbar(contours, ax=axes, label="critic's score: higher is more real", shrink=0.8)
     return _save(figure, file)
 
