@@ -60,6 +60,10 @@ class NoSecondDerivative(Explained, RuntimeError):
     """A RuntimeError about a derivative that cannot be had; it explains itself."""
 
 
+class NotAveraged(Explained, RuntimeError):
+    """A RuntimeError about gradients that differ between processes; it explains itself."""
+
+
 def describe(value: Any) -> str:
     """A few words on what came: dtype and shape of a tensor, type and text of anything else."""
     if isinstance(value, Tensor):

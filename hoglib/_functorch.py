@@ -17,11 +17,19 @@ from torch._C import _functorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
+from torch.nn.parallel import DistributedDataParallel
 
 
 def transforms_active() -> bool:
     """Whether the caller runs inside a `torch.func` transform."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def unwrapped(tensor: Any) -> Any:
+    """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def forward_levels() -> int:
@@ -120,3 +128,19 @@ def output_bytes(node: Any) -> int:
     return sum(
         math.prod(int(n) for n in out.shape) * out.dtype.itemsize for out in node._input_metadata
     )
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
+
+    What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
+    step late in the backward, so this waits until what was queued in it has been called.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
+def averages_otherwise(ddp: DistributedDataParallel) -> bool:
+    """Whether its gradients are averaged by a communication hook of the user's, or in `join()`."""
+    hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # which has a hook of its own
+    return hooked or bool(ddp._join_config.enable)

@@ -2,8 +2,12 @@
 
 import threading
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 
 from hoglib import _functorch, _tree
 
@@ -187,3 +191,55 @@ def test_bytes_of_what_a_graph_put_out():
     assert _functorch.output_bytes(product) == 5 * 3 * 4
     leaf = next(f for f, _ in product.next_functions if f is not None)
     assert _functorch.output_bytes(leaf) == 0
+
+
+def test_the_tensor_beneath_the_wrappers():
+    x, seen = torch.arange(6.0).reshape(3, 2), []
+
+    def f(row):
+        seen.append(_functorch.unwrapped(row))
+        return row.square().sum()
+
+    torch.func.vmap(torch.func.grad(f))(x)
+    assert torch.equal(seen[0], x)
+    assert _functorch.unwrapped(x) is x
+
+
+def test_after_a_backward_and_what_others_queued_in_it():
+    seen, w = [], torch.ones(2, requires_grad=True)
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def look(grad):
+        _functorch.after_backward(lambda: seen.append((w.grad.tolist(), len(seen))))
+        queue(lambda: seen.append("queued"))
+
+    y = 2 * w
+    y.register_hook(look)
+    y.sum().backward()
+    assert seen == ["queued", ([2.0, 2.0], 1)]
+
+
+def test_an_error_after_a_backward_is_that_of_the_backward():
+    class Own(Exception):
+        pass
+
+    def fail():
+        raise Own
+
+    y = 2 * torch.ones((), requires_grad=True)
+    y.register_hook(lambda grad: _functorch.after_backward(fail))
+    with pytest.raises(Own):
+        y.backward()
+
+
+def test_who_averages_gradients_otherwise():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
+        assert not _functorch.averages_otherwise(ddp)
+        with ddp.join():
+            assert _functorch.averages_otherwise(ddp)
+        ddp.register_comm_hook(None, allreduce_hook)
+        assert _functorch.averages_otherwise(ddp)
+    finally:
+        dist.destroy_process_group()

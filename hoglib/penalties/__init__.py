@@ -1,5 +1,6 @@
-"""Gradient penalties of critics, Jacobians, parameters; and forces."""
+"""Gradient penalties of critics, Jacobians, parameters; forces; and an examiner of such penalties."""
 
+from hoglib.penalties._check import check
 from hoglib.penalties.critics import dragan, r1, r1_r2, r2, wgan_gp, zero_centred
 from hoglib.penalties.energies import forces
 from hoglib.penalties.jacobians import input_gradient, jacobian, lipschitz, sobolev
@@ -8,6 +9,7 @@ from hoglib.penalties.parameters import parameter_gradient
 
 __all__ = [
     "GradientPenalty",
+    "check",
     "dragan",
     "forces",
     "input_gradient",

@@ -16,6 +16,7 @@ from hoglib._precomputed import with_gradients
 from hoglib._second_look import look, new_functions
 from hoglib.penalties import _coupling as coupling
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Settings, settings
 from hoglib.penalties._point import Function, Point, point_at
 from hoglib.penalties._samples import inputs
@@ -43,7 +44,9 @@ def penalty(
     with terms_at(what, func, x, args, rule, given, generator) as (terms, point):
         value = _reduced(terms, given.reduction)
         outputs = point.outputs
-    if not point.wanted:
+    if point.wanted:
+        value = averaged(what, value, point.trainable, outputs)
+    else:
         value, outputs = value.detach(), _tree.map_tensors(Tensor.detach, outputs)
     return (value, outputs) if given.return_outputs else value
 
@@ -137,6 +140,7 @@ def _in_pieces(
     detached = _tree.map_tensors(Tensor.detach, x)
     total: Tensor | None = None
     known: dict[int, tuple[Tensor, Tensor]] = {}  # by the leaf tensor, it and its gradient
+    trainable: dict[int, Tensor] = {}
     by_points: list[list[Tensor]] = []
     for start in range(0, count, given.micro_batch):
         piece = _rows((detached, args), count, start, start + given.micro_batch)
@@ -150,10 +154,11 @@ def _in_pieces(
             grads = torch.autograd.grad(
                 value, point.trainable, retain_graph=True, allow_unused=True
             )
+        trainable |= {id(leaf): leaf for leaf in point.trainable}
         for leaf, grad in zip(point.trainable, grads, strict=True):
             if grad is not None and not any(leaf is own for own in points):
                 before = known.get(id(leaf))
-                known[id(leaf)] = leaf, grad if before is None else before[1] + grad
+                known[id(leaf)] = leaf, grad.clone() if before is None else before[1].add_(grad)
         found = {id(leaf): grad for leaf, grad in zip(point.trainable, grads, strict=True)}
         by_points.append(filled([found.get(id(leaf)) for leaf in points], points))
     assert total is not None
@@ -164,7 +169,8 @@ def _in_pieces(
         if leaf.requires_grad:
             pairs.append((leaf, torch.cat([grads[k] for grads in by_points])))
     tensors, gradients = zip(*pairs, strict=True)
-    return with_gradients(total, gradients, tensors, TWICE)
+    value = with_gradients(total, gradients, tensors, TWICE)
+    return averaged(what, value, trainable.values(), list(trainable.values()))
 
 
 def _rows(tree: Any, count: int, start: int, end: int) -> Any:

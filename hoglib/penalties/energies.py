@@ -12,6 +12,7 @@ from hoglib._explaining import explaining
 from hoglib._functorch import transforms_active
 from hoglib._leaves import Vector, filled
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Options, settings
 from hoglib.penalties._point import Point, point_at
 from hoglib.stand_ins import stand_ins_if
@@ -58,8 +59,11 @@ def forces(
             raise effect.none(
                 "forces", effect.OF_PARAMETERS, energy, point.at(point.own), point.args
             )
-    if functional or point.wanted:
+    if functional:
         return found
+    if point.wanted:
+        watched = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
+        return (found[0], point.at(watched), *found[2:])
     return tuple(_tree.map_tensors(Tensor.detach, part) for part in found)
 
 
@@ -92,7 +96,8 @@ def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor
     y = point.y
     if index is not None:
         rows = _rows_by_structure(point, g, x, index)
-        return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) for r in rows]
+        none = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
+        return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else none for r in rows]
     if y.dim() and y.numel() == len(x):  # structures in a batch: one row of each in every pass
         shape = x.shape[1:]
         units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)

@@ -1,5 +1,6 @@
 """`GradientPenalty`: a penalty with its weight and its schedule, as a module for configs."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib.penalties import critics, jacobians, parameters
+from hoglib.penalties._options import Settings
 
 # Which of (real, fake) each kind is given before the other arguments.
 REAL, FAKE, BOTH = "real", "fake", "both"
@@ -75,6 +77,13 @@ class GradientPenalty(nn.Module):
             **(options or {}),
             **{key: value for key, value in chosen.items() if value != defaults[key]},
         }
+        known = _options_of(self.kind)
+        for name in self.options:
+            if name not in known:
+                raise arguments.WrongType(
+                    f"options: expected those of hoglib.penalties.{self.kind}, {', '.join(known)}, got "
+                    f"{name!r}."
+                )
         for name in ("return_outputs", "reduction"):
             if self.options.get(name, "mean") not in ("mean", "sum", False):
                 raise arguments.WrongValue(
@@ -110,6 +119,14 @@ class GradientPenalty(nn.Module):
     def extra_repr(self) -> str:
         more = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"kind={self.kind!r}, weight={self.weight:g}, every={self.every}{more}"
+
+
+def _options_of(kind: str) -> list[str]:
+    """The keywords of a kind's function, and those that all penalties of inputs share."""
+    parameters = inspect.signature(KINDS[kind][0]).parameters.values()
+    own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    shares = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return [*own, *(Settings._fields if shares else ())]
 
 
 def _zero(*trees: Any) -> Tensor:

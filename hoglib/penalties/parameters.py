@@ -15,6 +15,7 @@ from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
 from hoglib.ops._norms_of_rows import root
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._distributed import averaged
 from hoglib.stand_ins import stand_ins_if
 
 
@@ -72,7 +73,9 @@ def parameter_gradient(
                 "the gradient of func does not depend on the parameters",
                 lambda x: func(_tree.unflatten(x, structure), *args), leaves, (),
             )  # fmt: skip
-    if not wanted and not functional:
+    if wanted:
+        norm = averaged(what, norm, leaves, value)
+    elif not functional:
         norm, value = norm.detach(), value.detach()
     return (norm, value) if return_outputs else norm
 

@@ -1,0 +1,137 @@
+"""Forces and matrices of force constants, of structures alone, in batches and in graphs."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from hoglib import penalties
+from tests.oracles import gradient_by_differences
+from tests.penalties.critics import F64, build, draw, params_of, with_params
+
+
+def pairs(x: Tensor) -> Tensor:
+    """Morse potential of structures [..., n, 3], smooth at every distance."""
+    apart = x.unsqueeze(-2) - x.unsqueeze(-3)
+    r = (apart.square().sum(-1) + 1e-3).sqrt()
+    among = torch.ones(r.shape[-2:], dtype=x.dtype).triu(1)
+    return ((1 - torch.exp(1 - r)).square() * among).sum((-1, -2))
+
+
+def forces_of(x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return -torch.autograd.grad(pairs(x).sum(), x)[0]
+
+
+class Potential(nn.Module):
+    """A learned energy of each structure, from distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = x.unsqueeze(-2) - x.unsqueeze(-3)
+        return self.net(apart.square().sum(-1, keepdim=True)).sum((-1, -2, -3))
+
+
+X = 2 * draw(3, 4, 3)
+INDEX = torch.tensor([0] * 4 + [1] * 3 + [2] * 4)
+ATOMS = torch.cat([X[0], X[1][:3], X[2]])
+by_index = lambda x, index: torch.stack([pairs(x[index == k]) for k in range(3)])  # noqa: E731
+
+
+def test_one_structure():
+    e, f, h = penalties.forces(pairs, X[0], hessian=True)
+    assert_close(e, pairs(X[0]))
+    assert_close(f, forces_of(X[0]))
+    assert_close(h, torch.autograd.functional.hessian(pairs, X[0]))
+    kept = penalties.forces(lambda x: pairs(x).view(1), X[0], hessian=True)
+    assert_close(kept[2], h)
+
+
+@pytest.mark.parametrize("energy", [pairs, lambda x: pairs(x).unsqueeze(1)], ids=["[B]", "[B, 1]"])
+def test_structures_in_a_batch(energy):
+    e, f, h = penalties.forces(energy, X, hessian=True)
+    assert_close(e, energy(X))
+    assert_close(f, forces_of(X))
+    assert_close(h, torch.stack([torch.autograd.functional.hessian(pairs, x) for x in X]))
+
+
+def test_structures_as_graphs():
+    order = torch.randperm(11)
+    e, f, h = penalties.forces(
+        by_index, ATOMS[order], INDEX[order], batch=INDEX[order], hessian=True
+    )
+    assert_close(e, by_index(ATOMS, INDEX))
+    assert_close(f, forces_of_graphs()[order])
+    for k in range(3):
+        mine = ATOMS[order][INDEX[order] == k]
+        assert_close(h[k], torch.autograd.functional.hessian(pairs, mine))
+    assert [tuple(block.shape) for block in h] == [(4, 3, 4, 3), (3, 3, 3, 3), (4, 3, 4, 3)]
+
+
+def forces_of_graphs():
+    return torch.cat([forces_of(ATOMS[k == INDEX]) for k in range(3)])
+
+
+def test_a_structure_without_atoms():
+    energy = lambda x, index: torch.zeros(4, dtype=F64).index_add(0, index, x.pow(3).sum(1))  # noqa: E731
+    _, f, h = penalties.forces(energy, ATOMS, INDEX, batch=INDEX, hessian=True)
+    assert_close(f, -3 * ATOMS**2)
+    assert tuple(h[3].shape) == (0, 3, 0, 3)
+
+
+def test_positions_and_cell():
+    energy = lambda x: pairs(x["positions"] @ x["cell"])  # noqa: E731
+    x = {"positions": X, "cell": torch.eye(3, dtype=F64).expand(3, 3, 3)}
+    e, f = penalties.forces(energy, x)
+    assert_close(e, pairs(X))
+    assert_close(f["positions"], forces_of(X))
+    assert_close(f["cell"], X.mT @ forces_of(X))
+
+
+def test_a_loss_of_forces_reaches_the_parameters():
+    model, target = build(Potential), draw(3, 4, 3, seed=5)
+    loss = lambda model: (penalties.forces(model, X)[1] - target).square().mean()  # noqa: E731
+    loss(model).backward()
+    expected = gradient_by_differences(lambda p: loss(with_params(model, p)), params_of(model))
+    for name, p in model.named_parameters():
+        ours = torch.zeros_like(p) if p.grad is None else p.grad
+        assert_close(ours, expected[name], rtol=1e-5, atol=1e-8)
+    for p in model.parameters():
+        p.grad = None
+    penalties.forces(model, X, hessian=True)[2].square().mean().backward()
+    assert model.net[0].weight.grad.any()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)
+def test_prediction_is_the_same_call(mode):
+    model = build(Potential)
+    e, f, h = penalties.forces(model, X, hessian=True)
+    with mode():
+        found = penalties.forces(model, X.clone(), hessian=True)
+    assert all(not part.requires_grad for part in found)
+    assert_close(found, tuple(part.detach() for part in (e, f, h)))
+
+
+def test_under_vmap():
+    many = torch.func.vmap(lambda x: penalties.forces(pairs, x))(X)
+    assert_close(many, (pairs(X), forces_of(X)))
+
+
+REFUSED = {
+    "a cut": (lambda: penalties.forces(lambda x: build(Potential)(x.detach()), X), RuntimeError, r"forces: .*no effect because.*\.detach\(\) at"),
+    "a tree and its Hessian": (lambda: penalties.forces(lambda x: pairs(x[0] + x[1]), [X, X], hessian=True), ValueError, "one tensor of positions"),
+    "energies of atoms": (lambda: penalties.forces(lambda x: x.square().sum(2).sum(0), X, hessian=True), ValueError, "one for each of 3 structures.*batch="),
+    "whole numbers": (lambda: penalties.forces(pairs, X.long()), TypeError, "floating-point"),
+    "an option of penalties": (lambda: penalties.forces(pairs, X, reduction="sum"), TypeError, "belongs to penalties"),
+    "a Hessian inside of vmap": (lambda: torch.func.vmap(lambda x: penalties.forces(pairs, x, hessian=True)[2])(X), NotImplementedError, r"torch\.func\.hessian"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    call, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        call()

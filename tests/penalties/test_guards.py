@@ -1,0 +1,240 @@
+"""Penalties without effect, or with another one than it seems: each mistake is named."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from hoglib import _second_look, penalties
+from tests.penalties.critics import build, draw, plain
+
+X, FAKE = draw(5, 3), draw(5, 3, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen_before(monkeypatch):
+    monkeypatch.setattr(_second_look, "_SEEN", type(_second_look._SEEN)())
+
+
+class Once(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x**2
+
+
+class Saved(Function):
+    """Keeps what its forward made."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = torch.sigmoid(x)
+        ctx.save_for_backward(s)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, g):
+        (s,) = ctx.saved_tensors
+        return g * s / (1 - s)
+
+
+class NoGrad(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            return 3 * g * x**2
+
+
+class ThroughNumPy(Function):
+    """Its slope leaves torch, and the gradient that comes in keeps its graph: nothing is lost in sight."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.slope = 3 * x.detach().numpy() ** 2
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * torch.from_numpy(ctx.slope)
+
+
+class Right(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x**2
+
+
+class Detaching(nn.Module):
+    def forward(self, x):
+        return x.detach() * 2
+
+
+FIRST, LAST = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
+through = lambda function: lambda x: LAST(function(FIRST(x)))  # noqa: E731
+beside = lambda function: lambda x: LAST(FIRST(x).tanh() + function(FIRST(x)))  # noqa: E731
+
+WITHOUT_EFFECT = {
+    "detached input": (lambda x: LAST(FIRST(x.detach())), r"does not depend on the points.*\.detach\(\) at .*test_guards\.py:\d+"),
+    "data": (lambda x: LAST(FIRST(x.data)), r"\.data at .*test_guards\.py"),
+    "a layer that detaches": (nn.Sequential(FIRST, Detaching(), LAST), r"\.detach\(\) at .*test_guards\.py:\d+.* in Detaching"),
+    "no_grad around the critic": (torch.no_grad()(nn.Sequential(FIRST, LAST)), r"`linear` under torch\.no_grad in Linear"),
+    "inference mode in the critic": (torch.inference_mode()(nn.Sequential(FIRST, LAST)), r"under torch\.inference_mode"),
+    "through NumPy": (lambda x: LAST(torch.from_numpy(FIRST(x).detach().numpy())), r"\.detach\(\), then \.numpy\(\),"),
+    "a number in Python": (lambda x: LAST.weight.sum() * torch.tensor([row.sum().item() for row in x], dtype=x.dtype), r"\.item\(\)"),
+    "rounded": (lambda x: LAST(FIRST(x.round().detach())), r"\.detach\(\)"),
+    "weights detached": (lambda x: F.linear(x, FIRST.weight.detach()).tanh().sum(1) + LAST.bias, "does not reach any parameter"),
+    "a frozen path": (lambda x: x.square().sum(1) * 2 + LAST.bias, "does not reach any parameter.*frozen, or of one slope"),
+    "once differentiable": (through(Once.apply), "because its gradient is cut.*Once.*once_differentiable"),
+    "once differentiable beside a path": (beside(Once.apply), "cut in a custom Function.*Once"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["r1", "wgan_gp", "jacobian", "lipschitz", "r1 in pieces"])
+@pytest.mark.parametrize("case", WITHOUT_EFFECT)
+def test_a_penalty_without_effect_raises_and_names_the_cut(case, kind):
+    critic, message = WITHOUT_EFFECT[case]
+    call = {
+        "r1": lambda: penalties.r1(critic, X),
+        "r1 in pieces": lambda: penalties.r1(critic, X, micro_batch=2),
+        "wgan_gp": lambda: penalties.wgan_gp(critic, X, FAKE),
+        "jacobian": lambda: penalties.jacobian(critic, X),
+        "lipschitz": lambda: penalties.lipschitz(critic, X),
+    }[kind]
+    name = kind.removesuffix(" in pieces")
+    with pytest.raises(RuntimeError, match=rf"(?s)^{name}: this penalty has no effect.*{message}"):
+        call()
+
+
+@pytest.mark.parametrize("case", [case for case in WITHOUT_EFFECT if "once" not in case])
+def test_validation_is_left_alone(case):
+    critic, _ = WITHOUT_EFFECT[case]
+    with torch.no_grad():
+        assert not penalties.r1(critic, X).requires_grad
+
+
+def test_a_critic_with_nothing_to_learn_is_left_alone():
+    model = build(plain).requires_grad_(False)
+    assert not penalties.r1(model, X).requires_grad
+    x = X.clone().requires_grad_()  # but the samples learn
+    penalties.r2(model, x).backward()
+    assert x.grad.any()
+
+
+@pytest.mark.parametrize("function", [Saved, NoGrad, ThroughNumPy], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [through, beside], ids=["through", "beside"])
+def test_a_function_that_loses_a_part_is_named(function, make):
+    with pytest.warns(UserWarning, match=rf"r1: .*{function.__name__}.*hoglib\.verify"):
+        penalties.r1(make(function.apply), X)
+
+
+@pytest.mark.parametrize("make", [through, beside], ids=["through", "beside"])
+def test_a_right_function_is_not_accused(make):
+    for kind in (penalties.r1, penalties.jacobian, penalties.lipschitz):
+        kind(make(Right.apply), X)
+    drop = nn.Dropout(0.5)
+    torch.manual_seed(0)
+    penalties.r1(lambda x: make(Right.apply)(drop(x)), X)
+    generator = torch.Generator().manual_seed(0)
+    first = penalties.dragan(make(Right.apply), X, generator=generator.manual_seed(0))
+    after = generator.get_state()
+    _second_look._SEEN.clear()
+    looked = penalties.dragan(make(Right.apply), X, generator=generator.manual_seed(0))
+    assert looked == first
+    assert torch.equal(after, generator.get_state())  # the look draws nothing
+
+
+# Samples that depend on one another
+
+
+def batch_norm():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
+class MinibatchDeviation(nn.Module):
+    """A feature of the whole batch, as in StyleGAN's critic."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.out(torch.cat([x, x.std(0).mean().expand(len(x), 1)], 1))
+
+
+COUPLED = {
+    "batch norm": (batch_norm, r"through BatchNorm1d '1' in training mode.*LayerNorm"),
+    "batch norm without running statistics": (
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1)).eval(),
+        "through BatchNorm1d '1', which",
+    ),
+    "a feature of the batch": (MinibatchDeviation, "depends on the others, somehow"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COUPLED)
+@pytest.mark.parametrize("call", ["module", "method", "lambda"])
+def test_samples_that_depend_on_one_another_are_told(case, call):
+    make, message = COUPLED[case]
+    model = build(make)
+    critic = {"module": model, "method": model.forward, "lambda": lambda x: model(x)}[call]
+    if call == "lambda":
+        message = message.replace(" '1'", "")
+    for _ in range(2):  # at every call: the filter of warnings is the user's
+        with pytest.warns(UserWarning, match=f"r1: .*{message}") as told:
+            penalties.r1(critic, X)
+        assert len(told) == 1
+        assert told[0].filename == __file__
+    with torch.no_grad():
+        penalties.r1(critic, X)
+
+
+def test_samples_on_their_own_are_not_accused():
+    for model in (
+        build(batch_norm).eval(),
+        build(plain),
+        nn.Sequential(nn.Dropout(), build(plain)),
+    ):
+        penalties.r1(model, X)
+    model = build(batch_norm).eval()
+    penalties.r1(model, X)
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        penalties.r1(model.train(), X)
+    index = torch.tensor([0, 0, 1, 1, 2])
+    node = build(plain)
+    pooled = lambda x, i: torch.zeros(3, dtype=x.dtype).index_add(0, i, node(x)[:, 0]) ** 2  # noqa: E731
+    penalties.r1(pooled, X, index, batch=index)
+    with pytest.warns(UserWarning, match="somehow"):
+        penalties.r1(lambda x, i: pooled(x, i) + pooled(x, i).sum(), X, index, batch=index)
+
+
+def test_warnings_are_for_the_line_of_the_user():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        model = build(batch_norm)
+        for _ in range(3):
+            penalties.r1(model, X)  # one line, told once
+        penalties.r1(model, X)
+    assert len(told) == 2
+    assert {w.filename for w in told} == {__file__}
