@@ -93,6 +93,13 @@ def test_the_same_seed_is_the_same_run_and_another_is_not():
     assert not any(torch.equal(first[name], other[name]) for name in weights)
 
 
+def test_validation_draws_nothing_from_the_randomness_of_the_run():
+    for interval in (5, 10):
+        fit(*WGAN, "--trainer.val_check_interval", interval, "--test_after_fit", "false")
+    often, seldom = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
+    assert_close(often, seldom, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("args", [(), WGAN], ids=["r1_r2", "wgan_gp"])
 def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(args, capsys):
     fit(*args)
