@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
-WASSERSTEIN := --model.loss wasserstein --model.critic_steps 5 --model.penalty.weight 1
+WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 
 .DEFAULT_GOAL := help
