@@ -132,6 +132,8 @@ def quiet() -> None:
                 not any(text in str(record.msg) for text in ("Tip:", "`weights_only` was"))
             )
         )
+    # main(args) is called from Python in tests, whose own command line has arguments too.
+    warnings.filterwarnings("ignore", ".*LightningCLI's args parameter.*")
     # The streams of tasks are computed, not read: worker processes would only cost time.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
 
