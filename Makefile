@@ -2,14 +2,17 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
+GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
+WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help run smoke bench bench-peers test clean
+.PHONY: help run gan smoke bench bench-peers test clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make run    train MAML and its baseline on sinusoids; ends with a table and pictures"
+	@echo "make gan    train a GAN with each gradient penalty in turn; ends with one table of them all, and pictures"
 	@echo "make smoke  every experiment for a few seconds"
 	@echo "make bench  hoglib beside torch by hand and beside other libraries; ends with a table and a picture"
 	@echo "make bench-peers  the same, after installing the other libraries into .venv"
@@ -27,6 +30,16 @@ $(READY): pyproject.toml constraints.txt
 run: $(READY)
 	@$(PY) -m experiments fit --config configs/maml/sinusoid_joint.yaml
 	@$(PY) -m experiments fit --config configs/maml/sinusoid.yaml
+
+gan: $(READY)
+	@$(GAN) --model.penalty null
+	@$(GAN) --model.penalty.kind r1
+	@$(GAN) --model.penalty.kind r2
+	@$(GAN) --model.penalty.kind zero_centred --model.penalty.weight 0.01
+	@$(GAN) --model.penalty.kind dragan --model.penalty.weight 1
+	@$(GAN) --model.penalty.kind wgan_gp $(WASSERSTEIN)
+	@$(GAN) --model.penalty.kind wgan_gp --model.penalty.options.one_sided true $(WASSERSTEIN)
+	@$(GAN)
 
 smoke: $(READY)
 	@set -e; for config in $$(find configs/smoke -name '*.yaml' | sort); do \

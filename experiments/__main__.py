@@ -58,7 +58,10 @@ class Experiments(LightningCLI):
             help="torch threads; 1 is best for small networks. Default: torch's own choice.",
         )
         parser.add_argument(
-            "--checkpoint_every", type=int, default=1000, help="steps between two checkpoints."
+            "--checkpoint_every",
+            type=int,
+            default=1000,
+            help="optimizer steps between two checkpoints.",
         )
         parser.add_argument(
             "--test_after_fit",
@@ -104,11 +107,12 @@ class Experiments(LightningCLI):
         newest = isinstance(logger, RunLogger) and chosen == "last"
         where = Path(logger.save_dir or "") / str(logger.name) if newest else chosen  # type: ignore[union-attr]
         checkpoint = runs.find_checkpoint(where)
-        step = runs.load(checkpoint)["global_step"]
+        content = runs.load(checkpoint)
         options["ckpt_path"] = str(checkpoint)
         folder = runs.version_folder(checkpoint)
         if isinstance(logger, RunLogger) and folder is not None:
-            logger.resume(folder, step if self.subcommand == "fit" else None)
+            fitting = self.subcommand == "fit"
+            logger.resume(folder, runs.logged_steps(content) if fitting else None)
 
     def after_fit(self) -> None:
         if self._get(self.config, "test_after_fit"):
@@ -128,6 +132,8 @@ def quiet() -> None:
                 not any(text in str(record.msg) for text in ("Tip:", "`weights_only` was"))
             )
         )
+    # main(args) is called from Python in tests, whose own command line has arguments too.
+    warnings.filterwarnings("ignore", ".*LightningCLI's args parameter.*")
     # The streams of tasks are computed, not read: worker processes would only cost time.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
 

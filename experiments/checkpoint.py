@@ -15,7 +15,7 @@ from hoglib import _arguments as arguments
 
 
 class LastCheckpoint(Checkpoint):
-    """Write last.ckpt every so many steps, at the end of an epoch, and at Ctrl-C.
+    """Write last.ckpt every so many optimizer steps, at the end of an epoch, and at Ctrl-C.
 
     A checkpoint is taken between two steps, so that the resumed run is the same run, and put in the
     place of the one before only when it is complete: a full disk or a crash costs no earlier state.
@@ -29,6 +29,7 @@ class LastCheckpoint(Checkpoint):
         self.path: Path | None = None
         self.interrupted = False
         self._saved_step: int | None = None
+        self._step_before = 0
         self._previous_handler: Any = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -41,6 +42,7 @@ class LastCheckpoint(Checkpoint):
     ) -> None:
         if self.interrupted and self._saved_step == trainer.global_step:
             raise KeyboardInterrupt
+        self._step_before = trainer.global_step
 
     def on_train_batch_end(
         self,
@@ -53,7 +55,9 @@ class LastCheckpoint(Checkpoint):
         step = trainer.global_step
         if step == self._saved_step:
             return  # an accumulated batch: nothing stepped
-        if self.interrupted or step % self.every == 0 or trainer.is_last_batch:
+        # A batch takes several steps where there are several optimizers, and may pass the multiple.
+        due = step // self.every > self._step_before // self.every
+        if self.interrupted or due or trainer.is_last_batch:
             self._save(trainer, step)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -43,7 +43,7 @@ class RunLogger(CSVLogger):
     def experiment(self) -> Any:
         first = self._experiment is None
         with warnings.catch_warnings():
-            if self._rows:  # Lightning warns that it deletes the rows that are put back here
+            if self._folder is not None:  # Lightning warns that it deletes what is put back here
                 warnings.filterwarnings("ignore", "Experiment logs directory")
             writer = super().experiment
         if first and self._rows:

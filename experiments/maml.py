@@ -2,27 +2,20 @@
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import hoglib as hog
 from experiments import plots, tables
+from experiments.networks import mlp
 from experiments.runs import find_checkpoint, run_folder
 from hoglib import _arguments as arguments
 
 Batch = tuple[Tensor, Tensor]
 Tasks = tuple[Batch, Batch]
-
-
-def mlp(widths: Sequence[int], act: str) -> nn.Sequential:
-    """Fused layers of hoglib's own Functions: one call for product, bias and activation."""
-    *hidden, (last_in, last_out) = pairwise(widths)
-    layers: list[nn.Module] = [hog.nn.LinearAct(i, o, act=act) for i, o in hidden]
-    return nn.Sequential(*layers, hog.nn.Linear(last_in, last_out))
 
 
 def errors_after(maml: hog.MAML, tasks: Tasks, steps: Sequence[int]) -> Tensor:

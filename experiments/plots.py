@@ -2,6 +2,7 @@
 
 import csv
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import matplotlib as mpl
 import torch
 
 import hoglib as hog
+from experiments.data.mixture import PARTS
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -43,27 +45,85 @@ def adaptation(maml: hog.MAML, waves: Any, label: str, file: Path, tasks: int = 
 
 def training_curve(metrics: Path, file: Path) -> Path:
     """Every column of a metrics.csv that has more than one row, against the step."""
-    with metrics.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
     figure, axis = plt.subplots(figsize=(6, 4))
-    for key in rows[0] if rows else ():
-        points = [(int(row["step"]) + 1, float(row[key])) for row in rows if row[key] != ""]
-        if key in ("step", "epoch") or key.startswith("test/") or len(points) < 2:
-            continue
-        faint = key.startswith("train/")
-        axis.plot(
-            *zip(*points, strict=True),
-            label=key,
-            alpha=0.4 if faint else 1,
-            linewidth=1 if faint else 1.8,
-            zorder=1 if faint else 2,
-        )
+    for key, points in _columns(metrics).items():
+        _curve(axis, key, points)
     axis.set(xlabel="meta-step", ylabel="mean squared error", yscale="log")
     axis.spines[["top", "right"]].set_visible(False)
     if axis.lines:
         axis.legend(frameon=False)
     figure.tight_layout()
     return _save(figure, file)
+
+
+def gan_curves(metrics: Path, file: Path) -> Path:
+    """Losses and penalty of a metrics.csv above, quality of held-out points below."""
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
+    for key, points in _columns(metrics).items():
+        if key == "val/covered":
+            points = [(step, value / PARTS) for step, value in points]
+            key = "val/covered (share)"
+        losses = key.startswith("train/") or key == "val/penalty"
+        _curve(above if losses else below, key, points)
+    above.set(ylabel="loss")
+    below.set(xlabel="step", ylabel="quality", ylim=(0, 1.02))
+    for axis in (above, below):
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.lines:
+            axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    return _save(figure, file)
+
+
+def points(
+    critic: Callable[[torch.Tensor], torch.Tensor],
+    real: torch.Tensor,
+    fake: torch.Tensor,
+    title: str,
+    file: Path,
+) -> Path:
+    """Real and generated points [n, 2] over contours of the critic."""
+    margin = 0.12 * (real.max() - real.min())
+    low, high = (real.min() - margin).item(), (real.max() + margin).item()
+    line = torch.linspace(low, high, 200, device=real.device, dtype=real.dtype)
+    with torch.no_grad():
+        scores = critic(torch.cartesian_prod(line, line)).reshape(200, 200).T.cpu()
+    figure, axes = plt.subplots(
+        1, 2, figsize=(11, 5.2), sharex=True, sharey=True, layout="constrained"
+    )
+    for axis, name, sample in ((axes[0], "real", real), (axes[1], "generated", fake)):
+        contours = axis.contourf(
+            line.cpu(), line.cpu(), scores, levels=20, cmap="PuOr_r", alpha=0.6
+        )
+        axis.plot(*sample.cpu().T, ".", color=INK, markersize=2, alpha=0.5, markeredgewidth=0)
+        axis.set(title=f"{len(sample)} {name} points", xlim=(low, high), ylim=(low, high))
+        axis.set_aspect("equal")
+    figure.suptitle(title)
+    figure.colorbar(contours, ax=axes, label="critic's score: higher is more real", shrink=0.8)
+    return _save(figure, file)
+
+
+def _columns(metrics: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each column of training and validation that has more than one row."""
+    with metrics.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    columns = {
+        key: [(int(row["step"]) + 1, float(row[key])) for row in rows if row[key] != ""]
+        for key in (rows[0] if rows else ())
+        if key not in ("step", "epoch") and not key.startswith("test/")
+    }
+    return {key: points for key, points in columns.items() if len(points) > 1}
+
+
+def _curve(axis: Any, key: str, points: list[tuple[int, float]]) -> None:
+    faint = key.startswith("train/")
+    axis.plot(
+        *zip(*points, strict=True),
+        label=key,
+        alpha=0.4 if faint else 1,
+        linewidth=1 if faint else 1.8,
+        zorder=1 if faint else 2,
+    )
 
 
 def benchmarks(titles: dict[str, dict[str, Any]], file: Path) -> Path:

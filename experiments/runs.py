@@ -1,5 +1,6 @@
 """Where runs live: runs/<name>/version_<n>/ holds config.yaml, metrics.csv, last.ckpt and pictures."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from hoglib import _arguments as arguments
 
 LAST = "last.ckpt"
+SUMMARY = "summary.json"
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
@@ -57,6 +59,27 @@ def load(checkpoint: Path) -> dict[str, Any]:
             f"read as one ({type(error).__name__}); give another file."
         ) from error
     return content
+
+
+def logged_steps(content: dict[str, Any]) -> int:
+    """The steps in metrics.csv up to a checkpoint; global_step counts those of each optimizer."""
+    # Lightning raises its count only after the checkpoint is written.
+    before: int = content["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
+    return before + 1
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """A run's result in its folder, for the tables of other runs."""
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def summaries(folder: Path) -> list[dict[str, Any]]:
+    """Results of the runs in the area of a run, runs/<area>/*/version_*, the newest first."""
+    if _number(folder) is None:
+        return []
+    files = folder.absolute().parents[1].glob(f"*/version_*/{SUMMARY}")
+    newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    return [json.loads(file.read_text()) for file in newest]
 
 
 def _number(folder: Path) -> int | None:

@@ -1,5 +1,6 @@
 """Tables: what an experiment prints at its end."""
 
+from collections.abc import Sequence
 from math import nan, sqrt
 from typing import NamedTuple
 
@@ -46,10 +47,58 @@ def few_shot(columns: dict[str, Tensor], steps: list[int]) -> str:
     return "\n".join([title, "", *align(rows), "", note])
 
 
-def align(rows: list[list[str]]) -> list[str]:
-    """Right-aligned columns under a ruled head."""
+class Generated(NamedTuple):
+    """A row of the table of generators: how it was trained, and `experiments.quality` of its points."""
+
+    penalty: str
+    loss: str
+    data: str
+    steps: int
+    covered: int
+    high: float
+    rarest: float
+    distance: float
+
+
+def generated(
+    row: Generated, others: Sequence[Generated], truth: Generated, parts: str, points: int
+) -> str:
+    """A run, the newest one of each other penalty and loss on the same data, and real points."""
+    kept = {(row.penalty, row.loss): row}
+    for other in others:
+        if other.data == row.data:
+            kept.setdefault((other.penalty, other.loss), other)
+    rows = [["penalty", "loss", "steps", parts, "rarest", "within 3 sigma", "Wasserstein", ""]]
+    for r in [*sorted(kept.values(), key=lambda r: r.distance), truth]:
+        rows.append(
+            [
+                r.penalty,
+                r.loss,
+                str(r.steps or ""),
+                str(r.covered),
+                f"{r.rarest:.2f}",
+                f"{r.high:.1%}",
+                f"{r.distance:.3f}",
+                "<- this run" if r is row else "",
+            ]
+        )
+    head = f"{points} generated points beside as many real ones: {row.data}"
+    note = (
+        f"{parts}: of 25, those with a point within three sigma; rarest: how frequent the rarest of "
+        f"them is (1: as\nall); Wasserstein: distance to held-out real points, for which real points "
+        "are the floor."
+    )
+    return "\n".join([head, "", *align(rows, left=2), "", note])
+
+
+def align(rows: list[list[str]], left: int = 0) -> list[str]:
+    """Right-aligned columns under a ruled head; the first `left` ones left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
-        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
     ]
     return [lines[0], "-" * len(lines[0]), *lines[1:]]

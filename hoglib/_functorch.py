@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import overrides
 from torch._C import _functorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 
 def transforms_active() -> bool:
@@ -115,6 +117,27 @@ def is_once_differentiable(function: type[Function]) -> bool:
     rule = backward_rule(function)
     made_by = getattr(getattr(rule, "__code__", None), "co_filename", "")
     return hasattr(rule, "__wrapped__") and made_by == torch_function.__file__
+
+
+class Aside:
+    """Inside, the innermost mode that sees torch's functions is not there, if it is of this class.
+
+    The ops need no stand-ins for what they do themselves, and each call that a mode sees takes several
+    microseconds. A class, for it is entered often: contextlib takes longer than all it does.
+    """
+
+    __slots__ = ("_kind", "_mode")
+
+    def __init__(self, kind: type[TorchFunctionMode]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        mode = overrides._get_current_function_mode()
+        self._mode = overrides._pop_mode() if isinstance(mode, self._kind) else None
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is not None:
+            overrides._push_mode(self._mode)
 
 
 @contextmanager

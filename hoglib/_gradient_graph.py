@@ -1,4 +1,4 @@
-"""The gradient of a scalar function of leaves, with a graph of its own; and what is refused there."""
+"""The gradient of a scalar function of leaves, with a graph of its own; and products through that."""
 
 from collections.abc import Callable
 
@@ -45,4 +45,31 @@ def only_as_given(value: Tensor, leaves: Vector, what: str) -> None:
             f"same tensors (of shape {shapes}) from elsewhere too: a part of the derivatives would be "
             "missing. Look for the model's own parameters in func, model.parameters() or a list of "
             "weights; take them from params, or detach() what is meant as a constant."
+        )
+
+
+def through(
+    gradient: list[Tensor | None],
+    own: Vector,
+    vector: Vector,
+    what: str,
+    keep: bool = False,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """d <gradient, vector> / d own, by a backward pass through the gradient's graph."""
+    pairs = [
+        (g, v) for g, v in zip(gradient, vector, strict=True) if g is not None and g.requires_grad
+    ]
+    if not pairs:
+        return [None] * len(own)
+    with explaining(what):
+        return list(
+            torch.autograd.grad(
+                [g for g, _ in pairs],
+                own,
+                [v for _, v in pairs],
+                retain_graph=keep or create_graph,
+                create_graph=create_graph,
+                allow_unused=True,
+            )
         )

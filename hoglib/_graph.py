@@ -83,10 +83,13 @@ def nodes(outputs: Iterable[Any]) -> Iterator[Any]:
     seen: set[Any] = {None}
     while pending:
         node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            pending.extend(parent for parent, _ in node.next_functions)
+        if node in seen:
+            continue
+        seen.add(node)
+        yield node
+        for parent, _ in node.next_functions:
+            if parent not in seen:
+                pending.append(parent)
 
 
 def reached_directly(value: Tensor, tensors: list[Tensor]) -> list[int]:

@@ -7,6 +7,7 @@ four gradients, once for each Function in a process, and says nothing of later i
 does. A gradient that is stopped on purpose, all of it zero, is let be.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -17,9 +18,10 @@ from torch.autograd import Function
 
 from hoglib import _tree
 from hoglib._differences import Function as Differentiated
-from hoglib._differences import distance, gradient_of, slopes
+from hoglib._differences import distance, gradient_of, same_random_numbers, slopes
+from hoglib._gradient_graph import gradient_graph, through
 from hoglib._graph import users_functions
-from hoglib._leaves import Vector, own_leaves
+from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._warning import warn
 
 STEPS = (1e-2, 1e-3)
@@ -41,9 +43,15 @@ def look_at_gradient(
     func: Callable[..., Tensor],
     leaves: Vector,
     vector: Vector,
-    product: Vector,
 ) -> None:
-    """Warns where a product with the Hessian of func is not the difference of its gradients."""
+    """Warns where a product with the Hessian of func is not the difference of its gradients.
+
+    The product is made anew, by the random numbers that the differences have.
+    """
+    with same_random_numbers(leaves), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what there is to tell of a cut was told
+        _, own, gradient = gradient_graph(func, leaves, what, create_graph=False)
+        product = filled(through(gradient, own, vector, what), own)
     look(what, functions, gradient_of(func), func, leaves, vector, product)
 
 

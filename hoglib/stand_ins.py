@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._functorch import checkpoint_frame
 from hoglib._needs import NEEDS, Need
+from hoglib.ops._modes import StandingIn
 from hoglib.ops._running import keeping_statistics, statistics_kept
 
 __all__ = ["active", "rows", "second_order"]
@@ -74,7 +74,7 @@ def rows() -> tuple[Need, ...]:
     return tuple(need for need in NEEDS if need.applies)
 
 
-class _SecondOrder(TorchFunctionMode):
+class _SecondOrder(StandingIn):
     def __init__(self) -> None:
         super().__init__()
         self._table = _table()

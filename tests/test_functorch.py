@@ -243,3 +243,29 @@ def test_who_averages_gradients_otherwise():
         assert _functorch.averages_otherwise(ddp)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_mode_steps_aside_and_comes_back():
+    class Seeing(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Seeing.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    class Other(Seeing):
+        pass
+
+    with Seeing():
+        with _functorch.Aside(Seeing):
+            torch.sin(x)
+        assert Seeing.calls == 0
+        with _functorch.Aside(Other):  # another one is let be
+            torch.sin(x)
+        assert Seeing.calls == 1
+        with pytest.raises(ValueError, match="through"), _functorch.Aside(Seeing):
+            raise ValueError("through")
+        torch.sin(x)
+        assert Seeing.calls == 2
+    with _functorch.Aside(Seeing):
+        torch.sin(x)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch
-from hoglib._explaining import NO_WAY, explaining
-from hoglib._gradient_graph import gradient_graph
+from hoglib._explaining import NO_WAY
+from hoglib._gradient_graph import gradient_graph, through
 from hoglib._graph import check_functions
 from hoglib._leaves import Vector, filled
 from hoglib._second_look import look_at_gradient, new_functions
@@ -68,40 +68,18 @@ def reverse_over_reverse(func: OfLeaves, leaves: Vector, call: Call) -> Linearis
     unseen = new_functions(value)
 
     def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
-        product = through(gradient, own, vector, call, keep)
+        product = through(gradient, own, vector, call.what, keep, call.create_graph)
         if call.strict is not None:
             _strictly(call, call.strict, product)
         found = filled(product, own)
         if unseen and not call.create_graph:
-            look_at_gradient(call.what, unseen, func, leaves, vector, found)
+            look_at_gradient(call.what, unseen, func, leaves, vector)
             unseen.clear()
         return value, found
 
     graph = tuple(g for g in gradient if g is not None and g.requires_grad)
     unused = tuple(i for i, g in enumerate(gradient) if g is None)
     return Linearised(apply, graph, unused)
-
-
-def through(
-    gradient: list[Tensor | None], own: Vector, vector: Vector, call: Call, keep: bool
-) -> list[Tensor | None]:
-    """d <gradient, vector> / d own, by a backward pass through the gradient's graph."""
-    pairs = [
-        (g, v) for g, v in zip(gradient, vector, strict=True) if g is not None and g.requires_grad
-    ]
-    if not pairs:
-        return [None] * len(own)
-    with explaining(call.what):
-        return list(
-            torch.autograd.grad(
-                [g for g, _ in pairs],
-                own,
-                [v for _, v in pairs],
-                retain_graph=keep or call.create_graph,
-                create_graph=call.create_graph,
-                allow_unused=True,
-            )
-        )
 
 
 def _strictly(call: Call, names: list[str], product: list[Tensor | None]) -> None:

@@ -17,7 +17,7 @@ from hoglib._second_look import look_at_gradient, new_functions
 from hoglib._substitution import lingering
 from hoglib.curvature._blocks import Blocks, groups_of
 from hoglib.curvature._matrices import GaussNewton
-from hoglib.curvature._routes import Call, OfLeaves, through
+from hoglib.curvature._routes import Call, OfLeaves
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
@@ -122,9 +122,7 @@ def _hessian_rows(
     value, own, gradient = gradient_graph(func, leaves, call.what, call.create_graph)
     unseen = [] if call.create_graph else new_functions(value)
     if unseen:
-        ones = [torch.ones_like(leaf) for leaf in own]
-        product = filled(through(gradient, own, ones, call, keep=True), own)
-        look_at_gradient(call.what, unseen, func, leaves, ones, product)
+        look_at_gradient(call.what, unseen, func, leaves, [torch.ones_like(leaf) for leaf in own])
     blocks = {}
     for group in groups:
         among = [own[b] for b in group]

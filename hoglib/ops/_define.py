@@ -19,6 +19,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib import _functorch
 from hoglib.ops._broadcasting import promoted, sum_to, times, vmap_broadcasting
+from hoglib.ops._modes import aside
 
 Partial = Callable[..., Tensor | complex]
 
@@ -45,6 +46,7 @@ def make_function(
     vmap: Callable[..., Any] | None = None,
     keep_inputs: Sequence[int] | None = None,
     keep_outputs: Sequence[int] = (0,),
+    watched: bool = False,
 ) -> type[torch.autograd.Function]:
     """Build the Function class of an op.
 
@@ -53,7 +55,8 @@ def make_function(
     jvp(saved, *tangents) gives a tangent an output; a tangent is None for a constant.
     vmap(function, batch_size, in_dims, *inputs) gives (outputs, out_dims); without it torch derives a
     rule from forward and backward, which works for every op and costs more per call.
-    Inputs that are not tensors are kept as they are and have no derivative.
+    Inputs that are not tensors are kept as they are and have no derivative. watched: backward is the
+    user's, and may need the stand-ins of `second_order`.
     """
     keep = frozenset(range(num_inputs) if keep_inputs is None else keep_inputs)
 
@@ -95,7 +98,10 @@ def make_function(
     def run_backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):
             return (None,) * num_inputs
-        return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
+        if watched or torch.compiler.is_compiling():
+            return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
+        with aside():
+            return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
 
     def run_jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         return jvp(saved(ctx, (True,) * num_inputs), *tangents)
@@ -159,7 +165,10 @@ def call(
                 f"one of the two levels."
             )
         return reference(*inputs)
-    return function.apply(*inputs)
+    if torch.compiler.is_compiling():
+        return function.apply(*inputs)
+    with aside():
+        return function.apply(*inputs)
 
 
 def define(
@@ -250,6 +259,7 @@ def define(
         vmap=vmap_broadcasting,
         keep_inputs=range(count) if keep in ("both", "inputs") else (),
         keep_outputs=(0,) if keep in ("both", "output") else (),
+        watched=not forward.__module__.startswith("hoglib."),
     )
 
     compiled = without_jvp(function)

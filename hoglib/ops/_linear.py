@@ -15,6 +15,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib.ops._define import Saved, call, conj, make_function
 from hoglib.ops._halves import autocast_on
+from hoglib.ops._modes import aside
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -241,6 +242,13 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
 
 
 def _apply(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    if torch.compiler.is_compiling():
+        return _checked(layer, name, x, weight, bias)
+    with aside():
+        return _checked(layer, name, x, weight, bias)
+
+
+def _checked(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     _check(name, x, weight, bias)
     return call(layer.function, layer.reference, *autocast(x, weight, bias))
 

@@ -498,3 +498,35 @@ def test_errors_say_what_to_do(case):
     call, kind, message = MORE_ERRORS[case]
     with pytest.raises(kind, match=message):
         call(*made(net()))
+
+
+def test_dropout_is_no_fault_of_a_function():
+    """The second look compares by the random numbers that its own product had."""
+    first, last = nn.Linear(3, 8), nn.Linear(8, 2)
+    net = nn.Sequential(first, nn.Dropout(0.5), nn.Linear(8, 8)).double()
+    last.double()
+    params = dict(net.named_parameters())
+
+    def loss(p, x):
+        return last(Cubed.apply(torch.func.functional_call(net, p, (x,)))).square().mean()
+
+    hog.hvp(
+        loss,
+        params,
+        {n: torch.randn_like(p) for n, p in params.items()},
+        torch.randn(5, 3).double(),
+    )
+    _second_look._SEEN.clear()
+    hog.hessian(loss, params, torch.randn(5, 3).double())
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x**2

@@ -1,6 +1,5 @@
 """The sinusoid experiment end to end: smoke runs, resume, test, Ctrl-C, bad input."""
 
-import csv
 import os
 import re
 import signal
@@ -19,29 +18,20 @@ from experiments import runs, tables
 from experiments.__main__ import main
 from experiments.data.sinusoid import SinusoidTasks, TaskStream, sample
 from experiments.maml import JointRegression, MAMLRegression, errors_after
+from tests.experiments.command import (
+    COMMAND_LINE,
+    ROOT,
+    assert_same_run,
+    checkpoint,
+    metrics,
+    run,
+)
 
-ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "configs/smoke/maml/sinusoid.yaml"
 JOINT = ROOT / "configs/smoke/maml/sinusoid_joint.yaml"
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
-# Lightning and jsonargparse, on torch 2.13: nothing here can change them
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-def run(*args):
-    return main([str(arg) for arg in (*args, "--trainer.enable_progress_bar", "false")])
+pytestmark = COMMAND_LINE
 
 
 def fit(config=SMOKE, *args):
@@ -50,23 +40,6 @@ def fit(config=SMOKE, *args):
 
 def folder(name="sinusoid", version=0):
     return Path("runs/smoke/maml") / name / f"version_{version}"
-
-
-def checkpoint(where):
-    return torch.load(where / "last.ckpt", weights_only=True)
-
-
-def metrics(where):
-    with (where / "metrics.csv").open(newline="") as stream:
-        return list(csv.DictReader(stream))
-
-
-def assert_same_run(ours, theirs):
-    a, b = checkpoint(ours), checkpoint(theirs)
-    assert a["global_step"] == b["global_step"]
-    assert_close(a["state_dict"], b["state_dict"], rtol=0, atol=0)
-    assert_close(a["optimizer_states"], b["optimizer_states"], rtol=0, atol=0)
-    assert metrics(ours) == metrics(theirs)
 
 
 def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):

@@ -1,0 +1,152 @@
+"""Points in the plane whose distribution is known: 25 Gaussians on a grid, or a Swiss roll.
+
+Source: Gulrajani et al., Improved Training of Wasserstein GANs, 2017, figure 2 and the code of it.
+"""
+
+from collections.abc import Callable, Iterator
+from math import pi
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+
+PARTS = 25
+GRID_SIGMA = 0.05
+# Noise 0.25 on scikit-learn's roll, which is then divided by 7.5.
+ROLL_SIGMA, ROLL_SCALE = 0.25 / 7.5, 7.5
+ROLL_POINTS = 100 * PARTS  # they lie at most a quarter of a sigma apart
+
+# Held-out points are the same ones for every run, whatever its seed.
+VALIDATION_SEED, TEST_SEED = 2**40, 2**41
+
+
+class Target(NamedTuple):
+    """What is known of a distribution: it lies within some sigma of `points`, in equally likely parts.
+
+    points [P, 2]: the centres of the Gaussians, or points along the roll; part [P]: the number of
+    the part, 0 to PARTS - 1, that each belongs to; name, parts: what they are called in a table.
+    """
+
+    points: Tensor
+    part: Tensor
+    sigma: float
+    name: str
+    parts: str
+
+
+def gaussians() -> Target:
+    """25 Gaussians on a 5 x 5 grid of spacing 1 around 0, with sigma 0.05."""
+    axis = torch.arange(-2.0, 3.0)
+    return Target(
+        torch.cartesian_prod(axis, axis), torch.arange(PARTS), GRID_SIGMA, "25 Gaussians", "modes"
+    )
+
+
+def swiss_roll() -> Target:
+    """(t cos t, t sin t) / 7.5 for t in [1.5 pi, 4.5 pi], in 25 pieces of equal length in t."""
+    u = (torch.arange(ROLL_POINTS) + 0.5) / ROLL_POINTS
+    return Target(_on_roll(u), (u * PARTS).long(), ROLL_SIGMA, "Swiss roll", "pieces")
+
+
+TARGETS: dict[str, Callable[[], Target]] = {"gaussians": gaussians, "swiss_roll": swiss_roll}
+
+
+def sample(kind: str, count: int, seed: int) -> Tensor:
+    """The points [count, 2] that belong to a seed, on the CPU whatever the device of the run."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "swiss_roll":
+        clean, sigma = _on_roll(torch.rand(count, generator=generator)), ROLL_SIGMA
+    else:
+        target = gaussians()
+        clean = target.points[torch.randint(len(target.points), (count,), generator=generator)]
+        sigma = target.sigma
+    return clean + sigma * torch.randn(count, 2, generator=generator)
+
+
+def _on_roll(u: Tensor) -> Tensor:
+    t = 1.5 * pi * (1 + 2 * u)
+    return torch.stack([t * t.cos(), t * t.sin()], 1) / ROLL_SCALE
+
+
+class SampleStream:
+    """Batches of real points, each a function of the seed and its number alone.
+
+    It tells Lightning its position (`state_dict`), so a run that is resumed in the middle goes on
+    with the batch that would have come next.
+    """
+
+    def __init__(self, kind: str, batches: int, batch: int, seed: int) -> None:
+        self.kind, self.batches, self.batch, self.seed = kind, batches, batch, seed
+        self.position = 0
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self.position % self.batches, self.batches):
+            number, self.position = self.position, self.position + 1
+            yield sample(self.kind, self.batch, self.seed * 2**20 + number)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seed": self.seed, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seed, self.position = state["seed"], state["position"]
+
+
+class HeldOut:
+    """The same two samples of real points at every visit, as one batch.
+
+    Generated points are compared with the first; the second tells how far two real samples of this
+    size are apart.
+    """
+
+    def __init__(self, kind: str, points: int, seed: int) -> None:
+        self.batch = (sample(kind, points, seed), sample(kind, points, seed + 1))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([self.batch])
+
+
+class Points(pl.LightningDataModule):
+    """Points in the plane: a stream for training, fixed held-out samples for validation and test.
+
+    kind: "gaussians" or "swiss_roll"; iterations: batches in the run; batch: points in a batch;
+    seed: of the training stream, the run's by default.
+    """
+
+    def __init__(
+        self,
+        kind: str = "gaussians",
+        iterations: int = 10000,
+        batch: int = 256,
+        validation_points: int = 500,
+        test_points: int = 2500,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.kind = arguments.one_of("kind", kind, TARGETS)
+        self.iterations = arguments.at_least("iterations", iterations, 1)
+        self.batch = arguments.at_least("batch", batch, 2)
+        self.validation_points = arguments.at_least("validation_points", validation_points, 2)
+        self.test_points = arguments.at_least("test_points", test_points, 2)
+        self.seed = torch.initial_seed() % 2**20 if seed is None else seed
+
+    @property
+    def target(self) -> Target:
+        return TARGETS[self.kind]()
+
+    def train_dataloader(self) -> SampleStream:
+        return SampleStream(self.kind, self.iterations, self.batch, self.seed)
+
+    def val_dataloader(self) -> HeldOut:
+        return HeldOut(self.kind, self.validation_points, VALIDATION_SEED)
+
+    def test_dataloader(self) -> HeldOut:
+        return HeldOut(self.kind, self.test_points, TEST_SEED)

@@ -1,0 +1,280 @@
+"""A generative adversarial network in the plane, held together by a gradient penalty."""
+
+from collections.abc import Callable
+from math import nan
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import hoglib as hog
+from experiments import plots, runs, tables
+from experiments.data.mixture import PARTS, Target
+from experiments.networks import mlp
+from experiments.quality import judge, wasserstein
+from hoglib import _arguments as arguments
+
+HeldOut = tuple[Tensor, Tensor]
+EVALUATION_SEED = 2**42  # of the generated points that are judged, the same ones at every visit
+ADVICE = "Lower lr, or give the penalty another weight."
+
+
+def relativistic(higher: Tensor, lower: Tensor) -> Tensor:
+    """mean softplus(-(higher - lower)), the logistic loss of pairs.
+
+    Source: Jolicoeur-Martineau, The relativistic discriminator, 2018; Huang et al., The GAN is dead;
+    long live the GAN! (R3GAN), 2024, eq. 2.
+    """
+    return F.softplus(lower - higher).mean()
+
+
+def wasserstein_loss(higher: Tensor, lower: Tensor) -> Tensor:
+    """mean (lower - higher). Source: Arjovsky, Chintala and Bottou, Wasserstein GAN, 2017."""
+    return (lower - higher).mean()
+
+
+# The critic minimises loss(D(real), D(fake)), the generator loss(D(fake), D(real)).
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relativistic": relativistic,
+    "wasserstein": wasserstein_loss,
+}
+
+
+class GAN(pl.LightningModule):
+    """Generator and critic of points in the plane, and the generator's moving average, which is judged.
+
+    A training step is one step of the critic on
+
+        loss(D(real), D(G(z))) + penalty(D, real, G(z))        z ~ N(0, 1)
+
+    and at every `critic_steps`-th one a step of the generator on loss(D(G(z)), D(real)).
+
+    penalty: a `hoglib.GradientPenalty`, or null for none; loss: "relativistic" or "wasserstein";
+    hidden, act: of both networks; latent: entries of z; critic_scale, generator_scale: what the
+    initial weights and biases of the first layer are multiplied by, since a network with torch's own
+    is too smooth for modes of width 0.05 (Sitzmann et al., SIREN, 2020, section 3.2, likewise);
+    lr, betas: of both Adams; decay: whether lr falls linearly to zero over the run; ema: factor of
+    the moving average at each step of the generator.
+    """
+
+    generator_loss: Tensor
+
+    def __init__(
+        self,
+        penalty: hog.GradientPenalty | None,
+        loss: str = "relativistic",
+        critic_steps: int = 1,
+        hidden: list[int] | None = None,
+        act: str = "swish",
+        latent: int = 2,
+        critic_scale: float = 10.0,
+        generator_scale: float = 20.0,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.5, 0.99),
+        decay: bool = True,
+        ema: float = 0.999,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        widths = [128, 128, 128] if hidden is None else hidden
+        for width in widths:
+            arguments.at_least("hidden", width, 1)
+        self.latent = arguments.at_least("latent", latent, 1)
+        self.critic = steep(mlp([2, *widths, 1], act), "critic_scale", critic_scale)
+        self.generator = steep(mlp([latent, *widths, 2], act), "generator_scale", generator_scale)
+        self.average = AveragedModel(
+            self.generator, multi_avg_fn=get_ema_multi_avg_fn(share("ema", ema)), use_buffers=True
+        ).requires_grad_(False)
+        self.penalty = penalty
+        self.loss = arguments.one_of("loss", loss, LOSSES)
+        self.critic_steps = arguments.at_least("critic_steps", critic_steps, 1)
+        self.lr = arguments.positive("lr", lr)
+        self.betas = (share("betas", betas[0]), share("betas", betas[1]))
+        self.decay = decay
+        # The newest one, for every row of the log; in checkpoints, so that a resumed log is the same.
+        self.register_buffer("generator_loss", torch.tensor(nan))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.average(z)
+
+    def latents(self, count: int) -> Tensor:
+        return torch.randn(count, self.latent, device=self.device)
+
+    def configure_optimizers(self) -> Any:
+        """Adam and schedule of the critic, then of the generator."""
+
+        def falling(every: int) -> Callable[[int], float]:
+            def factor(steps: int) -> float:
+                batches = self.trainer.num_training_batches * (self.trainer.max_epochs or 1)
+                return 1 - min(steps * every / batches, 1) if steps and self.decay else 1.0
+
+            return factor
+
+        optimizers = [
+            torch.optim.Adam(network.parameters(), lr=self.lr, betas=self.betas)
+            for network in (self.critic, self.generator)
+        ]
+        schedules = [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, falling(every))
+            for optimizer, every in zip(optimizers, (1, self.critic_steps), strict=True)
+        ]
+        return optimizers, schedules
+
+    def training_step(self, real: Tensor, batch_idx: int) -> None:
+        loss, penalty = self._critic_step(real)
+        if (batch_idx + 1) % self.critic_steps == 0:
+            self.generator_loss.copy_(self._generator_step(real))
+            self.average.update_parameters(self.generator)
+        values = {
+            "train/critic": loss,
+            "train/penalty": penalty,
+            "train/generator": self.generator_loss,
+        }
+        self.log_dict(values, prog_bar=True, batch_size=len(real))
+
+    def _critic_step(self, real: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            fake = self.generator(self.latents(len(real)))
+        with self.toggled_optimizer(self.optimizers()[0]):  # type: ignore[index]
+            of_real, of_fake = self.critic(torch.cat([real, fake])).chunk(2)
+            loss = LOSSES[self.loss](of_real, of_fake)
+            penalty = self._penalty(real, fake)
+            self._step(0, "critic loss", loss + penalty)
+        return loss.detach(), penalty.detach()
+
+    def _generator_step(self, real: Tensor) -> Tensor:
+        with self.toggled_optimizer(self.optimizers()[1]):  # type: ignore[index]
+            fake = self.generator(self.latents(len(real)))
+            of_fake, of_real = self.critic(torch.cat([fake, real])).chunk(2)
+            loss = LOSSES[self.loss](of_fake, of_real)
+            self._step(1, "generator loss", loss)
+        return loss.detach()
+
+    def _penalty(self, real: Tensor, fake: Tensor) -> Tensor:
+        if self.penalty is None:
+            return real.new_zeros(())
+        value: Tensor = self.penalty(self.critic, real, fake)
+        return value
+
+    def _step(self, which: int, name: str, loss: Tensor) -> None:
+        optimizer: Any = self.optimizers()[which]  # type: ignore[index]
+        schedule: Any = self.lr_schedulers()[which]  # type: ignore[index]
+        optimizer.zero_grad()
+        self.manual_backward(arguments.finite(name, loss, ADVICE))
+        optimizer.step()
+        schedule.step()
+
+    @property
+    def target(self) -> Target:
+        return self.trainer.datamodule.target  # type: ignore[attr-defined]
+
+    def generated(self, real: Tensor) -> tuple[Tensor, Tensor]:
+        """As many points of the average as real ones, and the penalty; the run's randomness is kept."""
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(EVALUATION_SEED)
+            fake = self(self.latents(len(real)))
+            return fake, self._penalty(real, fake)
+
+    def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
+        real, _ = batch
+        fake, penalty = self.generated(real)
+        quality = judge(fake, self.target)
+        values: dict[str, Any] = {
+            "val/covered": float(quality.covered),
+            "val/high_quality": quality.high,
+            "val/wasserstein": wasserstein(fake, real),
+            "val/penalty": penalty,
+        }
+        self.log_dict(values, batch_size=len(real))
+
+    def test_step(self, batch: HeldOut, batch_idx: int) -> None:
+        real, other = batch
+        fake, _ = self.generated(real)
+        how = self.trained_with()
+        row = tables.Generated(
+            how["penalty"],
+            how["loss"],
+            how["data"],
+            int(self.average.n_averaged),
+            *judge(fake, self.target),
+            wasserstein(fake, real),
+        )
+        truth = tables.Generated(
+            "real points", "", row.data, 0, *judge(other, self.target), wasserstein(other, real)
+        )
+        values = {"covered": row.covered, "high_quality": row.high, "wasserstein": row.distance}
+        self.log_dict({f"test/{k}": float(v) for k, v in values.items()}, batch_size=len(real))
+        folder = runs.run_folder(self.trainer)
+        runs.write_summary(folder, row._asdict())
+        others = [
+            tables.Generated(**summary)
+            for summary in runs.summaries(folder)
+            if summary.keys() == row._asdict().keys()
+        ]
+        table = tables.generated(row, others, truth, self.target.parts, len(real))
+        print(f"\n{table}\n")
+        (folder / "table.txt").write_text(table + "\n")
+        saved = [
+            folder / "table.txt",
+            plots.points(
+                self.critic, real, fake, title(row, self.target.parts), folder / "points.png"
+            ),
+        ]
+        if (folder / "metrics.csv").exists():
+            saved.append(plots.gan_curves(folder / "metrics.csv", folder / "training_curve.png"))
+        print("Saved " + ", ".join(str(path) for path in saved))
+
+    def trained_with(self) -> dict[str, str]:
+        """What tells one run from another in the table."""
+        return {"penalty": described(self.penalty), "loss": self.loss, "data": self.target.name}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["trained_with"] = self.trained_with()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A run is judged as what it was trained as, whatever the command line says."""
+        ours, theirs = self.trained_with(), checkpoint.get("trained_with")
+        if theirs is not None and theirs != ours and self.trainer.testing:
+            raise arguments.WrongValue(
+                f"checkpoint: expected one trained with {', '.join(ours.values())}, as the config "
+                f"says, got one trained with {', '.join(theirs.values())}; give the config.yaml that "
+                "lies beside the checkpoint with --config."
+            )
+
+
+def steep(network: nn.Sequential, what: str, scale: float) -> nn.Sequential:
+    """The network, with the initial weights and biases of its first layer times scale."""
+    arguments.positive(what, scale)
+    with torch.no_grad():
+        for parameter in network[0].parameters():
+            parameter.mul_(scale)
+    return network
+
+
+def share(what: str, value: float) -> float:
+    """A number from 0 to 1, without 1."""
+    if not 0 <= arguments.number(what, value) < 1:
+        raise arguments.WrongValue(
+            f"{what}: expected a number of at least 0 and below 1, got {value}; 0.999 is usual for "
+            "averages over many steps, 0 for none."
+        )
+    return float(value)
+
+
+def described(penalty: hog.GradientPenalty | None) -> str:
+    """A penalty in the words of its options: "r1_r2, weight 0.02"."""
+    if penalty is None:
+        return "none"
+    every = "" if penalty.every == 1 else f", every {penalty.every}"
+    options = "".join(f", {name} {value}" for name, value in penalty.options.items())
+    return f"{penalty.kind}, weight {penalty.weight:g}{every}{options}"
+
+
+def title(row: "tables.Generated", parts: str) -> str:
+    return (
+        f"{row.loss} loss, {row.penalty}: {row.covered} of {PARTS} {parts}, "
+        f"{row.high:.1%} within three sigma"
+    )

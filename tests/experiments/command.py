@@ -1,0 +1,40 @@
+"""Runs of the command line in an empty folder, and what they leave there."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from experiments.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+COMMAND_LINE = [
+    pytest.mark.usefixtures("in_an_empty_folder"),
+    # Lightning and jsonargparse, on torch 2.13: nothing here can change them
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
+]
+
+
+def run(*args):
+    return main([str(arg) for arg in (*args, "--trainer.enable_progress_bar", "false")])
+
+
+def checkpoint(where):
+    return torch.load(where / "last.ckpt", weights_only=True)
+
+
+def metrics(where):
+    with (where / "metrics.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def assert_same_run(ours, theirs):
+    a, b = checkpoint(ours), checkpoint(theirs)
+    assert a["global_step"] == b["global_step"]
+    assert_close(a["state_dict"], b["state_dict"], rtol=0, atol=0)
+    assert_close(a["optimizer_states"], b["optimizer_states"], rtol=0, atol=0)
+    assert metrics(ours) == metrics(theirs)

@@ -1,0 +1,292 @@
+"""The GAN experiment: runs end to end, resume, table of several runs, metrics, bad input."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import hoglib as hog
+from experiments import runs
+from experiments.data import mixture
+from experiments.data.mixture import Points, SampleStream, gaussians, sample, swiss_roll
+from experiments.gan import GAN, described, relativistic, wasserstein_loss
+from experiments.quality import judge, wasserstein
+from tests.experiments.command import (
+    COMMAND_LINE,
+    ROOT,
+    assert_same_run,
+    checkpoint,
+    metrics,
+    run,
+)
+
+SMOKE = ROOT / "configs/smoke/gan/mixture.yaml"
+WGAN = (
+    "--model.penalty.kind", "wgan_gp", "--model.penalty.weight", "1",
+    "--model.loss", "wasserstein", "--model.critic_steps", "3",
+)  # fmt: skip
+pytestmark = COMMAND_LINE
+
+
+def fit(*args):
+    assert run("fit", "--config", SMOKE, *args) == 0
+
+
+def folder(version=0, root="runs"):
+    return Path(root) / "smoke/gan/mixture" / f"version_{version}"
+
+
+def summary(version=0):
+    return json.loads((folder(version) / "summary.json").read_text())
+
+
+def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
+    fit()
+    assert {p.name for p in folder().iterdir()} == {
+        "config.yaml", "last.ckpt", "metrics.csv", "points.png", "summary.json", "table.txt",
+        "training_curve.png",
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert (folder() / "table.txt").read_text() in printed
+    assert str(folder() / "points.png") in printed
+    assert checkpoint(folder())["global_step"] == 40  # two optimizers
+    rows = metrics(folder())
+    logged = [int(r["step"]) for r in rows if r["train/critic"]]
+    assert logged == [int(r["step"]) for r in rows if r["train/generator"]] == [4, 9, 14, 19]
+    assert [float(r["val/penalty"]) > 0 for r in rows if r["val/covered"]] == [True, True]
+    assert summary()["steps"] == 20
+
+
+# Options, and the checkpoint that the run goes on from: of wgan_gp between two steps of the generator,
+# and before a row of metrics.csv that the interrupted run has written.
+STOPS = {
+    "r1_r2": (("--checkpoint_every", "9"), 10),  # two steps a batch never make nine
+    "wgan_gp": ((*WGAN, "--checkpoint_every", "5"), 5),
+    "lazy penalty": (("--model.penalty.every", "4"), 20),
+}
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_resume_is_bit_for_bit_the_uninterrupted_run(case):
+    args, saved = STOPS[case]
+    fit(*args, "--trainer.logger.save_dir", "whole")
+    fit(*args, "--trainer.max_steps", saved + 4, "--test_after_fit", "false")
+    assert checkpoint(folder())["global_step"] == saved
+    fit(*args, "--ckpt_path", "last")
+    assert_same_run(folder(), folder(root="whole"))
+    a, b = checkpoint(folder()), checkpoint(folder(root="whole"))
+    assert a["lr_schedulers"] == b["lr_schedulers"]
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not():
+    for seed in (0, 0, 1):
+        fit("--seed_everything", seed, "--test_after_fit", "false")
+    assert_same_run(folder(), folder(1))
+    assert metrics(folder())[0]["train/critic"] != metrics(folder(2))[0]["train/critic"]
+    first, other = (checkpoint(folder(v))["state_dict"] for v in (0, 2))
+    weights = [name for name in first if name.endswith("weight")]
+    assert len(weights) == 12
+    assert not any(torch.equal(first[name], other[name]) for name in weights)
+
+
+def test_validation_draws_nothing_from_the_randomness_of_the_run():
+    for interval in (5, 10):
+        fit(*WGAN, "--trainer.val_check_interval", interval, "--test_after_fit", "false")
+    often, seldom = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
+    assert_close(often, seldom, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("args", [(), WGAN], ids=["r1_r2", "wgan_gp"])
+def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(args, capsys):
+    fit(*args)
+    table = (folder() / "table.txt").read_text()
+    expected = float([r for r in metrics(folder()) if r["val/penalty"]][-1]["val/penalty"])
+    assert expected > 0
+    (folder() / "table.txt").unlink()
+    capsys.readouterr()
+    config = folder() / "config.yaml"  # the run's own, with its penalty
+    assert run("test", "--config", config) == 0
+    assert (folder() / "table.txt").read_text() == table
+    assert table in capsys.readouterr().out
+    assert run("validate", "--config", config) == 0
+    printed = capsys.readouterr().out
+    value = float(re.search(r"val/penalty\W+([\d.e-]+)", printed)[1])
+    assert value == pytest.approx(expected, rel=1e-5)
+    assert not folder(1).exists()
+
+
+def test_a_run_is_not_judged_under_another_name(capsys):
+    fit(*WGAN, "--test_after_fit", "false")
+    assert run("test", "--config", SMOKE) == 2
+    error = capsys.readouterr().err
+    assert "got one trained with wgan_gp, weight 1, wasserstein, 25 Gaussians" in error
+    assert "config.yaml that lies beside" in error
+    assert not (folder() / "table.txt").exists()
+
+
+def test_all_penalties_stand_in_one_table(capsys):
+    fit(*WGAN)
+    fit("--model.penalty", "null", "--trainer.logger.init_args.name", "smoke/gan/other")
+    fit("--data.kind", "swiss_roll")
+    capsys.readouterr()
+    fit()
+    fit("--seed_everything", "1")
+    lines = (folder(3) / "table.txt").read_text().splitlines()
+    penalties = sorted(line.split("  ")[0] for line in lines[4 : lines.index("", 4)])
+    assert penalties == ["none", "r1_r2, weight 0.02", "real points", "wgan_gp, weight 1"]
+    (own,) = [line for line in lines if line.endswith("<- this run")]
+    assert f"{summary(3)['distance']:.3f}" in own  # of two runs alike the newest
+    assert summary(3)["distance"] != summary(2)["distance"]
+    assert "pieces" in (folder(1) / "table.txt").read_text()
+    assert "wgan_gp" not in (folder(1) / "table.txt").read_text()
+
+
+def test_a_summary_of_something_else_is_passed_over(tmp_path):
+    for name, text in (("gan/a", '{"a": 1}'), ("gan/b", '{"b": 2}'), ("maml/c", '{"c": 3}')):
+        where = tmp_path / name / "version_0"
+        where.mkdir(parents=True)
+        runs.write_summary(where, json.loads(text))
+    found = runs.summaries(tmp_path / "gan/a/version_0")
+    assert sorted(found, key=str) == [{"a": 1}, {"b": 2}]
+    assert runs.summaries(tmp_path) == []  # not a run's folder
+
+
+BAD = {
+    "unknown penalty": (["--model.penalty.kind", "wgan-pg"], "kind: expected one of .*wgan_gp"),
+    "negative weight": (
+        ["--model.penalty.weight", "-1"],
+        "weight: expected a number of at least 0",
+    ),
+    "unknown option of the penalty": (["--model.penalty.wieght", "1"], "wieght"),
+    "unknown loss": (["--model.loss", "hinge"], "loss: expected one of relativistic, wasserstein"),
+    "no step of the critic": (["--model.critic_steps", "0"], "critic_steps: .*at least 1"),
+    "average of nothing": (
+        ["--model.ema", "1"],
+        "ema: expected a number of at least 0 and below 1",
+    ),
+    "beta of one": (["--model.betas", "[0.5, 1.0]"], "betas: expected a number of at least 0"),
+    "flat critic": (["--model.critic_scale", "0"], "critic_scale: expected a finite number"),
+    "no latent": (["--model.latent", "0"], "latent: expected a whole number of at least 1"),
+    "unknown data": (["--data.kind", "moons"], "kind: expected one of gaussians, swiss_roll"),
+    "batch of one": (["--data.batch", "1"], "batch: expected a whole number of at least 2"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_paragraph_before_training(case, capsys):
+    args, message = BAD[case]
+    assert run("fit", "--config", SMOKE, *args) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
+    assert not list(Path().rglob("last.ckpt"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(capsys, monkeypatch):
+    honest = SampleStream.__iter__
+
+    def poisoned(self):
+        for number, x in enumerate(honest(self)):
+            yield x * (float("nan") if number == 15 else 1)
+
+    monkeypatch.setattr(SampleStream, "__iter__", poisoned)
+    assert run("fit", "--config", SMOKE) == 2
+    assert "critic loss: expected a finite number, got nan" in capsys.readouterr().err
+    assert checkpoint(folder())["global_step"] == 20
+
+
+def test_a_perfect_sample_and_collapsed_ones():
+    target = gaussians()
+    quality = judge(sample("gaussians", 100_000, seed=5), target)
+    assert quality.covered == 25
+    assert quality.high == pytest.approx(1 - math.exp(-4.5), abs=0.002)
+    assert 0.93 < quality.rarest <= 1
+    one = judge(target.points[7] + 0.01 * torch.randn(1000, 2), target)
+    assert (one.covered, one.high, one.rarest) == (1, 1.0, 0.0)
+    assert judge(torch.full((10, 2), 0.5), target) == (0, 0.0, 0.0)  # between four modes
+    just_inside, just_outside = (target.points + torch.tensor([d, 0.0]) for d in (0.149, 0.151))
+    assert judge(just_inside, target) == (25, 1.0, 1.0)
+    assert judge(just_outside, target) == (0, 0.0, 0.0)
+    uneven = torch.cat([target.points, target.points[1:].repeat(3, 1)])  # mode 0 a quarter as often
+    assert judge(uneven, target).rarest == pytest.approx(25 / 97)
+
+
+def test_the_roll_is_where_it_should_be():
+    target = swiss_roll()
+    assert torch.bincount(target.part).tolist() == [100] * 25
+    gaps = (target.points[1:] - target.points[:-1]).norm(dim=1)
+    assert gaps.max() < target.sigma / 4
+    quality = judge(sample("swiss_roll", 50_000, seed=5), target)
+    assert quality.covered == 25
+    # across the roll alone, which bends little within a sigma
+    assert quality.high == pytest.approx(math.erf(3 / math.sqrt(2)), abs=0.002)
+    assert 0.9 < quality.rarest <= 1
+
+
+def test_the_wasserstein_distance_of_samples_whose_distance_is_known():
+    x = torch.randn(200, 2)
+    shift = torch.tensor([0.3, -0.4])
+    assert wasserstein(x, x[torch.randperm(200)]) == pytest.approx(0, abs=1e-12)
+    assert wasserstein(x, x.flip(0) + shift) == pytest.approx(0.5, abs=1e-6)
+    line = torch.stack([torch.randn(200), torch.zeros(200)], 1)
+    other = torch.stack([2 * torch.randn(200) + 1, torch.zeros(200)], 1)
+    on_the_line = (line[:, 0].sort().values - other[:, 0].sort().values).abs().mean()
+    assert wasserstein(line, other) == pytest.approx(on_the_line.item(), rel=1e-5)
+    with pytest.raises(ValueError, match="two samples of one size, got 3 and 4"):
+        wasserstein(x[:3], x[:4])
+
+
+def test_the_stream_goes_on_where_it_was_and_never_repeats():
+    stream = SampleStream("gaussians", 5, 3, seed=1)
+    whole = list(stream)
+    assert len({tuple(x.flatten().tolist()) for x in (*whole, *stream)}) == 10
+    again, resumed = (
+        SampleStream("gaussians", 5, 3, seed=1),
+        SampleStream("gaussians", 5, 3, seed=9),
+    )
+    iterator = iter(again)
+    next(iterator), next(iterator)
+    resumed.load_state_dict(again.state_dict())
+    assert_close(list(resumed), whole[2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", mixture.TARGETS)
+def test_held_out_points_do_not_depend_on_the_seed(kind):
+    batches = [
+        next(iter(loader()))
+        for data in (Points(kind, seed=0), Points(kind, seed=1))
+        for loader in (data.test_dataloader, data.val_dataloader)
+    ]
+    assert_close(batches[:2], batches[2:], rtol=0, atol=0)
+    real, other = batches[0]
+    assert real.shape == (2500, 2)
+    assert not torch.equal(real, other)
+    assert not torch.equal(real[:500], batches[1][0])
+
+
+def test_the_losses():
+    higher, lower = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0])
+    expected = (math.log1p(math.exp(-1)) + math.log1p(math.exp(3))) / 2
+    assert relativistic(higher, lower).item() == pytest.approx(expected)
+    assert wasserstein_loss(higher, lower).item() == 1.0
+
+
+def test_the_first_layer_is_steeper_and_nothing_else():
+    def network(scale):
+        torch.manual_seed(0)
+        return GAN(None, hidden=[5], critic_scale=scale, generator_scale=1.0).critic
+
+    plain, steep = network(1.0).state_dict(), network(4.0).state_dict()
+    for name, value in plain.items():
+        assert_close(steep[name], value * (4 if name.startswith("0.") else 1))
+
+
+def test_a_penalty_in_words():
+    assert described(None) == "none"
+    assert described(hog.GradientPenalty("r1", 0.5)) == "r1, weight 0.5"
+    lazy = hog.GradientPenalty("wgan_gp", 1, every=4, options={"one_sided": True})
+    assert described(lazy) == "wgan_gp, weight 1, every 4, one_sided True"
