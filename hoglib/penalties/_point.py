@@ -62,6 +62,9 @@ class Point:
             return
         self.own = own_leaves(self._given, wanted)
         self.outputs = self._run()
+        if not all(leaf.requires_grad for leaf in self.own):
+            how = "the function detaches the points in place, by detach_() or requires_grad_(False)"
+            raise effect.none(what, how, func, self.at(self.own), args)
         self.y = self._tensor(picked(self.outputs, given.output))
         if self.samples is not None and self.samples.count == 1 and not self.y.dim():
             self.y = self.y.reshape(1)  # of one sample, squeezed

@@ -293,3 +293,10 @@ def test_terms_of_real_and_fake_are_added_only_in_pairs():
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
     with pytest.raises(ValueError, match="as many fake"):
         penalties.r1_r2(net, X, FAKE[:2], reduction="none")
+
+
+@pytest.mark.parametrize("cut", [torch.Tensor.detach_, lambda x: x.requires_grad_(False)])
+def test_a_critic_that_detaches_its_input_in_place_is_named(cut):
+    net = nn.Linear(4, 1).to(F64)
+    with pytest.raises(RuntimeError, match="no effect"):
+        penalties.r1(lambda x: net(cut(x)).tanh(), X.clone())
