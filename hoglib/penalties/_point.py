@@ -83,11 +83,8 @@ class Point:
         return _tree.unflatten(leaves, self.structure)
 
     def _run(self) -> Any:
-        """What the function returns; at copies of the points if it changes them in place.
-
-        torch refuses that of leaves. What has a graph behind it would be changed, and the gradient be
-        one by what it became: always a copy.
-        """
+        """What the function returns; at copies of the points if it changes them in place, which torch
+        refuses of leaves. What has a graph behind it would be changed: always a copy."""
         with stand_ins_if(self.stand_ins):
             try:
                 points = [leaf if leaf.is_leaf else leaf.clone() for leaf in self.own]
