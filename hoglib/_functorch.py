@@ -45,6 +45,18 @@ def forward_mode_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+def checkpoint_frame() -> Any:
+    """What the innermost non-reentrant checkpoint around the caller keeps to run again, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
+        return None
+    pack: Any = hooks[0]
+    cells = zip(pack.__code__.co_freevars, pack.__closure__, strict=True)
+    return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
+
+
 def tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is recording the caller."""
     proxy = torch._C._TorchDispatchModeKey.PROXY

@@ -113,14 +113,19 @@ def users_functions(values: Tensor | list[Tensor]) -> Iterator[tuple[Any, type[F
 
 def leaves_and_functions(value: Tensor) -> tuple[dict[int, Tensor], bool]:
     """By their ids the leaf tensors that a value was computed from; and whether a custom Function of
-    the user's was there. One walk for both."""
+    the user's, or a compiled graph, was there. One walk for both."""
     leaves, theirs = {}, False
     for node in nodes([value]):
         if hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
         elif not theirs:
-            theirs = _users(node) is not None
+            theirs = _users(node) is not None or is_compiled(node)
     return leaves, theirs
+
+
+def is_compiled(node: Any) -> bool:
+    """Whether a node is the backward of what torch.compile made, which has no derivative."""
+    return type(node).__name__ == "CompiledFunctionBackward"
 
 
 def _users(node: Any) -> type[Function] | None:

@@ -23,9 +23,10 @@ from torch.nn import functional as F
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._functorch import checkpoint_frame
 from hoglib._needs import NEEDS, Need
 from hoglib.ops._modes import StandingIn
-from hoglib.ops._running import statistics_kept
+from hoglib.ops._running import keeping_statistics, statistics_kept
 
 __all__ = ["active", "rows", "second_order"]
 
@@ -44,8 +45,8 @@ def second_order() -> Iterator[None]:
     `hoglib env` lists them. `hoglib.hvp`, `hoglib.hessian` and `hoglib.MAML` enter it themselves
     (`stand_ins=False` switches that off). It works inside and outside of torch.func transforms, under
     autocast and under make_fx; entering it twice is entering it once; another thread has to enter it
-    itself. Also a decorator. Values and first derivatives stay those of torch, to rounding. What is
-    run again after it was left (a checkpoint whose backward comes later) runs without it.
+    itself. Also a decorator. Values and first derivatives stay those of torch, to rounding. What a
+    checkpoint runs again in a later backward runs inside again (not one inside of another).
     Raises NotImplementedError, inside, where a call that needs a gradient has no second derivative and
     no stand-in.
     """
@@ -82,6 +83,7 @@ class _SecondOrder(StandingIn):
         kwargs = kwargs or {}
         instead = self._table.get(func)
         if instead is not None:
+            _inside_when_run_again()
             return instead(*args, **kwargs)
         if isinstance(func, FunctionType):
             again = _seen_through(func)
@@ -125,6 +127,25 @@ def _seen_through(func: FunctionType) -> Callable[..., Any] | None:
 
 
 _RUNNING_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
+def _inside_when_run_again() -> None:
+    """A checkpoint around the caller runs its function again in here too: else torch's own operation
+    would save other tensors than the stand-in did."""
+    frame = checkpoint_frame()
+    if frame is not None and not isinstance(frame.recompute_fn, _Inside):
+        frame.recompute_fn = _Inside(frame.recompute_fn)
+
+
+class _Inside:
+    """A function that runs as it would where this was made."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function, self._kept = function, keeping_statistics()
+
+    def __call__(self, *args: Any) -> None:
+        with second_order(), statistics_kept() if self._kept else nullcontext():
+            self._function(*args)
 
 
 def _no(*args: Any) -> bool:

@@ -39,6 +39,10 @@ def statistics_kept() -> Iterator[None]:
         _KEPT.reset(token)
 
 
+def keeping_statistics() -> bool:
+    return _KEPT.get()
+
+
 def normalised(
     input: Tensor,
     weight: Tensor | None,

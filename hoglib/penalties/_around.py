@@ -1,8 +1,10 @@
 """What stands around a critic while a penalty runs it: modules seen, buffers kept, autocast off."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,31 +25,98 @@ def modules_kept() -> Iterator[list[nn.Module]]:
     """
     ran: dict[int, nn.Module] = {}
     places, here = Places(), threading.get_ident()
+    copies: dict[int, Tensor] = {}  # one of a buffer that modules share
 
     def start(module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # seen by torch.compile, which cannot trace what follows
+            return
         if threading.get_ident() != here or id(module) in ran:
             return
         ran[id(module)] = module
         modules.append(module)
-        if module.training and not isinstance(module, torch.jit.ScriptModule):
-            for name, buffer in list(module._buffers.items()):
+        if isinstance(module, torch.jit.ScriptModule):
+            compiled.extend(_with_copies(module))
+            return
+        # parts of a compiled module do not say when they run
+        for part in module.modules() if _is_compiled(module) else (module,):
+            for name, buffer in list(part._buffers.items()) if part.training else ():
                 if buffer is not None:
-                    places.put(module, name, buffer.clone())
+                    places.put(part, name, _copy(buffer, copies))
 
     modules: list[nn.Module] = []
+    compiled: list[tuple[nn.Module, str, Tensor]] = []
     handle = register_module_forward_pre_hook(start)
     try:
         yield modules
     finally:
         handle.remove()
         places.restore()
+        for module, name, buffer in compiled:
+            setattr(module, name, buffer)
+
+
+def _copy(buffer: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    if id(buffer) not in copies:
+        copies[id(buffer)] = buffer.clone()
+    return copies[id(buffer)]
+
+
+def _with_copies(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Puts copies in the place of the buffers of a scripted module and its parts, which do not say when
+    they run; yields what stood there."""
+    for part in module.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)) if part.training else ():
+            yield part, name, buffer
+            setattr(part, name, buffer.clone())
+
+
+def _is_compiled(func: Any) -> bool:
+    return type(func).__name__ == "OptimizedModule"
+
+
+def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile was given: compiled code has no second derivative."""
+    if _is_compiled(func):
+        return uncompiled(func._orig_mod)  # type: ignore[attr-defined]
+    if isinstance(func, nn.Module):
+        return func if func._compiled_call_impl is None else func._call_impl
+    original: Callable[..., Any] = getattr(func, "_torchdynamo_orig_callable", func)
+    return original
 
 
 def autocast_on(tensors: Sequence[Tensor]) -> list[str]:
     """The device types of the tensors for which the caller stands under autocast."""
-    return [kind for kind in {x.device.type for x in tensors} if torch.is_autocast_enabled(kind)]
+    return [
+        kind
+        for kind in {x.device.type for x in tensors}
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    ]
 
 
-def widened(tree: Any) -> Any:
-    """What an autocast region made in half precision, in float32, as the parameters are."""
-    return _tree.map_tensors(lambda x: x.float() if x.dtype in HALVES else x, tree)
+def parameters_of(func: Callable[..., Any]) -> Iterable[Tensor]:
+    """Those of the module that a function is, or is a method of."""
+    owner = home(func)
+    return owner.parameters() if isinstance(owner, nn.Module) else ()
+
+
+def as_parameters(params: Iterable[Tensor], tree: Any) -> Any:
+    """What an autocast region made in half precision, in float32, as parameters are under autocast;
+    and all of it in half precision where the parameters are."""
+    dtypes = {p.dtype for p in params if p.is_floating_point()}
+    wanted = dtypes.pop() if len(dtypes) == 1 and dtypes < set(HALVES) else torch.float32
+    others = {torch.float32, *HALVES}
+    return _tree.map_tensors(lambda x: x.to(wanted) if x.dtype in others else x, tree)
+
+
+def home(func: Callable[..., Any]) -> Any:
+    """What stays the same from call to call of a function that may be made anew for each."""
+    if isinstance(func, partial):
+        return home(func.func)
+    if hasattr(func, "__wrapped__"):
+        return home(func.__wrapped__)
+    if isinstance(func, nn.Module):
+        return func
+    owner = getattr(func, "__self__", None)
+    if owner is not None and not isinstance(owner, ModuleType):
+        return owner
+    return getattr(func, "__code__", None) or getattr(type(func).__call__, "__code__", func)

@@ -12,7 +12,7 @@ from torch.nn.modules.module import (
 
 from hoglib import _arguments as arguments
 from hoglib._functorch import watching_functions
-from hoglib._graph import check_functions, nodes, users_functions
+from hoglib._graph import check_functions, is_compiled, nodes, users_functions
 from hoglib.verification._cuts import Cut, Watch
 
 OF_X = "what it returns does not depend on the points"
@@ -20,7 +20,14 @@ OF_PARAMETERS = "its gradient by the points does not reach any parameter that le
 
 
 def check(what: str, y: Tensor) -> None:
-    """Raises for a custom Function that cuts the gradient's graph, warns of one that may."""
+    """Raises for a custom Function that cuts the gradient's graph, and for compiled code, which has no
+    second derivative; warns of a Function that may cut it."""
+    if any(is_compiled(node) for node in nodes([y])):
+        raise arguments.NotSupported(
+            f"{what}: expected operations that torch can differentiate twice, got a part that "
+            "torch.compile made, which it cannot. Compile the critic as a whole, whose own code a "
+            "penalty then runs, or call it in here inside `torch.compiler.set_stance('force_eager')`."
+        )
     try:
         check_functions(y, what)
     except arguments.NoSecondDerivative as error:

@@ -15,12 +15,24 @@ from hoglib._graph import leaves_and_functions, telling_of_cuts
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import recordable, recording
 from hoglib.penalties import _effect as effect
-from hoglib.penalties._around import autocast_on, modules_kept, widened
+from hoglib.penalties._around import (
+    as_parameters,
+    autocast_on,
+    modules_kept,
+    parameters_of,
+    uncompiled,
+)
 from hoglib.penalties._options import Settings, picked
 from hoglib.penalties._samples import Samples, inputs
 from hoglib.stand_ins import stand_ins_if
 
 Function = Callable[..., Any]
+# What torch says of a change in place of a leaf, of a view of one, and of expanded memory.
+IN_PLACE = (
+    "a leaf Variable that requires grad is being used in an in-place",
+    "a view of a leaf Variable that requires grad is being used in an in-place",
+    "more than one element of the written-to tensor refers to a single memory location",
+)
 
 
 class Point:
@@ -49,9 +61,13 @@ class Point:
             self._pull = self._by_transform()
             return
         self.own = own_leaves(self._given, wanted)
-        with stand_ins_if(self.stand_ins):
-            self.outputs = func(self.at(self.own), *args)
+        self.outputs = self._run()
+        if not all(leaf.requires_grad for leaf in self.own):
+            how = "the function detaches the points in place, by detach_() or requires_grad_(False)"
+            raise effect.none(what, how, func, self.at(self.own), args)
         self.y = self._tensor(picked(self.outputs, given.output))
+        if self.samples is not None and self.samples.count == 1 and not self.y.dim():
+            self.y = self.y.reshape(1)  # of one sample, squeezed
         leaves, self.functions = leaves_and_functions(self.y)
         for own in self.own:
             leaves.pop(id(own), None)
@@ -65,6 +81,18 @@ class Point:
 
     def at(self, leaves: Vector) -> Any:
         return _tree.unflatten(leaves, self.structure)
+
+    def _run(self) -> Any:
+        """What the function returns; at copies of the points if it changes them in place, which torch
+        refuses of leaves. What has a graph behind it would be changed: always a copy."""
+        with stand_ins_if(self.stand_ins):
+            try:
+                points = [leaf if leaf.is_leaf else leaf.clone() for leaf in self.own]
+                return self.func(self.at(points), *self.args)
+            except RuntimeError as error:
+                if not any(said in str(error) for said in IN_PLACE):
+                    raise
+            return self.func(self.at([leaf.clone() for leaf in self.own]), *self.args)
 
     def pull(
         self, cotangent: Tensor | None, keep: bool = False, graph: bool | None = None
@@ -203,6 +231,7 @@ def point_at(
 ) -> Iterator[Point]:
     """A function at x under the conditions of a penalty, which hold inside."""
     arguments.function(f"{what}: the function", func)
+    func = uncompiled(func)
     leaves = inputs(what, "the points", x)
     wanted = torch.is_grad_enabled()
     with ExitStack() as stack:
@@ -211,7 +240,7 @@ def point_at(
         modules = stack.enter_context(modules_kept())
         for kind in () if given.autocast else autocast_on(leaves):
             stack.enter_context(torch.autocast(kind, enabled=False))
-            x, args = widened((x, args))
+            x, args = as_parameters(parameters_of(func), (x, args))
         if any(leaf.is_inference() for leaf in _tree.leaves((x, args)) if isinstance(leaf, Tensor)):
             x, args = recordable((x, args))
         point = Point(what, func, x, args, given, wanted, per_sample)

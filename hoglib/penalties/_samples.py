@@ -10,6 +10,7 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 
 HALVES = (torch.float16, torch.bfloat16)
+EMPTY = "{}: expected at least one sample, got none; leave empty batches out."
 
 
 def inputs(what: str, name: str, tree: Any) -> list[Tensor]:
@@ -17,7 +18,10 @@ def inputs(what: str, name: str, tree: Any) -> list[Tensor]:
     leaves = _tree.leaves(tree)
     if not leaves:
         raise arguments.WrongValue(f"{what}: expected {name} with at least one tensor, got none.")
-    if all(isinstance(x, Tensor) and x.is_floating_point() and x.dim() for x in leaves):
+    if all(
+        isinstance(x, Tensor) and x.is_floating_point() and x.dim() and x.layout is torch.strided
+        for x in leaves
+    ):
         return leaves
     for path, leaf in zip(_tree.paths(tree), leaves, strict=True):
         where = f"{name}[{path!r}]" if path else name
@@ -28,6 +32,11 @@ def inputs(what: str, name: str, tree: Any) -> list[Tensor]:
                 "the points, as further arguments of the function."
             )
         arguments.tensor(f"{what}: {where}", leaf)
+        if leaf.layout is not torch.strided:
+            raise arguments.WrongType(
+                f"{what}: {where}: expected a dense tensor, got one of layout {leaf.layout}; pass its "
+                "values as the points, and where they stand after them."
+            )
         if not leaf.dim():
             raise arguments.WrongValue(
                 f"{what}: {where}: expected a leading dimension of samples, got a scalar; "
@@ -56,9 +65,7 @@ class Samples:
             self.count = max(int(i.max()) + 1 if len(i) else 0 for i in self.index if i is not None)
         self.graphs = any(i is not None for i in self.index)
         if not self.count:
-            raise arguments.WrongValue(
-                f"{what}: expected at least one sample, got none; leave empty batches out."
-            )
+            raise arguments.WrongValue(EMPTY.format(what))
 
     def _indices(self, leaves: Sequence[Tensor], structure: Any, batch: Any) -> list[Tensor | None]:
         if batch is None:
@@ -97,7 +104,7 @@ class Samples:
         """The sum over each sample's entries of tensors like the leaves: [N]."""
         total: Tensor | None = None
         for part, index in zip(parts, self.index, strict=True):
-            rows = part.reshape(len(part), -1).sum(1) if part.dim() > 1 else part
+            rows = part.flatten(1).sum(1) if part.dim() > 1 else part
             if index is not None:
                 rows = rows.new_zeros(self._number()).index_add(0, index, rows)
             total = rows if total is None else total + rows

@@ -19,7 +19,7 @@ from hoglib.penalties import _effect as effect
 from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Settings, settings
 from hoglib.penalties._point import Function, Point, point_at
-from hoglib.penalties._samples import inputs
+from hoglib.penalties._samples import EMPTY, inputs
 
 Rule = Callable[[Point], Tensor]  # the terms at a point, one a sample: [N]
 TWICE = (
@@ -137,6 +137,8 @@ def _in_pieces(
     assert given.micro_batch is not None
     leaves = inputs(what, "the points", x)
     count = len(leaves[0])
+    if not count:
+        raise arguments.WrongValue(EMPTY.format(what))
     detached = _tree.map_tensors(Tensor.detach, x)
     total: Tensor | None = None
     known: dict[int, tuple[Tensor, Tensor]] = {}  # by the leaf tensor, it and its gradient

@@ -108,6 +108,13 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
     """
     at_real = penalty("r1_r2", critic, real, args, _half_square, options)
     at_fake = penalty("r1_r2", critic, fake, args, _half_square, options)
+    if options.get("reduction") == "none":
+        a, b = (at[0] if options.get("return_outputs") else at for at in (at_real, at_fake))
+        if a.shape != b.shape:
+            raise arguments.WrongValue(
+                f"r1_r2(reduction='none'): expected as many fake samples as real ones, {len(a)}, got "
+                f"{len(b)}; use r1 and r2 for the terms of each."
+            )
     if options.get("return_outputs"):
         (a, scores), (b, others) = at_real, at_fake
         return a + b, (scores, others)

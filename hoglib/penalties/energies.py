@@ -12,9 +12,11 @@ from hoglib._explaining import explaining
 from hoglib._functorch import transforms_active
 from hoglib._leaves import Vector, filled
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._coupling import coupled
 from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Options, settings
 from hoglib.penalties._point import Point, point_at
+from hoglib.penalties._samples import Samples
 from hoglib.stand_ins import stand_ins_if
 
 
@@ -95,10 +97,12 @@ def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor
     x, (g,) = point.own[0], gradient
     y = point.y
     if index is not None:
+        _apart(point, index)
         rows = _rows_by_structure(point, g, x, index)
         none = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
         return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else none for r in rows]
     if y.dim() and y.numel() == len(x):  # structures in a batch: one row of each in every pass
+        _apart(point, None)
         shape = x.shape[1:]
         units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
         found = [_product(point, g, x, u.reshape(shape).expand_as(x)) for u in units]
@@ -106,7 +110,7 @@ def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor
     if y.numel() == 1:
         units = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
         found = [_product(point, g, x, u.reshape(x.shape)) for u in units]
-        return torch.stack(found).reshape(*x.shape, *x.shape)
+        return (torch.stack(found) if found else x).reshape(*x.shape, *x.shape)
     raise arguments.WrongValue(
         f"forces(hessian=True): expected one energy, or one for each of {len(x)} structures, got "
         f"{arguments.describe(y)}; where rows of positions are atoms of several structures, pass "
@@ -114,13 +118,30 @@ def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor
     )
 
 
+def _apart(point: Point, index: Any) -> None:
+    """The structures are as many as the energies, and do not act on one another."""
+    point.samples = samples = Samples("forces", point.own, point.structure, index)
+    energies = point.y.numel()
+    if samples.count is not None and samples.count > energies:
+        raise arguments.WrongValue(
+            f"forces: batch: expected numbers below that of the energies, {energies}, got "
+            f"{samples.count - 1}."
+        )
+    samples.told(energies)
+    if coupled(point):
+        raise arguments.WrongValue(
+            f"forces(hessian=True): expected {energies} energies of structures that do not act on one "
+            "another, got one that depends on the positions of others. Energies of atoms: add them up "
+            "by structure, and pass batch= for several."
+        )
+
+
 def _rows_by_structure(point: Point, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:
     """For each structure the rows of its Hessian, one of every structure in each pass."""
-    arguments.tensor("forces: batch", index)
     structures = [(index == k).nonzero().reshape(-1) for k in range(point.y.numel())]
     width = x.shape[1:].numel()
     rows: list[list[Tensor]] = [[] for _ in structures]
-    for j in range(max(len(atoms) for atoms in structures) * width):
+    for j in range(max(map(len, structures), default=0) * width):
         atom, entry = divmod(j, width)
         among = [k for k, atoms in enumerate(structures) if atom < len(atoms)]
         unit = torch.zeros_like(x).reshape(len(x), -1)

@@ -45,9 +45,13 @@ def around(what: str, real: Any, noise: float | None, generator: torch.Generator
     moved = []
     for leaf in leaves:
         d = drawn(torch.randn, leaf.shape, leaf, generator).to(leaf)
-        scale = 0.5 * leaf.detach().std(correction=0) if noise is None else noise
+        scale = noise if noise is not None else _half_deviation(leaf)
         moved.append(leaf + scale * d)
     return _tree.unflatten(moved, structure)
+
+
+def _half_deviation(leaf: Tensor) -> Tensor | float:
+    return 0.5 * leaf.detach().std(correction=0) if leaf.numel() else 0.0
 
 
 def drawn(

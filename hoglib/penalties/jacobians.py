@@ -10,6 +10,7 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._leaves import Vector
 from hoglib.ops._norms_of_rows import root
+from hoglib.penalties._around import uncompiled
 from hoglib.penalties._options import Options
 from hoglib.penalties._point import Point
 from hoglib.penalties._samples import inputs
@@ -97,6 +98,8 @@ def sobolev(
             f"got another one ({len(_tree.leaves(derivatives))})."
         )
 
+    func = uncompiled(func)
+
     # the derivatives go along with the other arguments, and so into the same pieces as x
     def without(x: Any, derivatives: Any, *rest: Any) -> Any:
         return func(x, *rest)
@@ -107,13 +110,15 @@ def sobolev(
         y = point.rows()
         wanted = _tree.leaves(point.args[0])
         _like_jacobians(point, wanted)
+        assert point.samples is not None
+        indices = point.samples.index
         directions, factor = _directions(y, num_projections, generator)
         total = y.new_zeros(len(y))
         for k, u in enumerate(directions):
             grads = point.pull(u.view_as(point.y), keep=k + 1 < len(directions))
             apart = [
-                g - torch.einsum("nc,ncd->nd", u, d.reshape(*u.shape, -1).to(g)).view_as(g)
-                for g, d in zip(grads, wanted, strict=True)
+                g - _directed(d, u if index is None else u[index], g)
+                for g, d, index in zip(grads, wanted, indices, strict=True)
             ]
             total = total + point.squares(apart)
         return total * factor
@@ -168,16 +173,23 @@ def _projections(count: int | None) -> None:
 
 
 def _like_jacobians(point: Point, wanted: Vector) -> None:
-    """Derivatives have the shape of x for one output a sample, else the outputs' shape before it."""
+    """Derivatives have the shape of x for one output a sample, else the outputs' shape in each row."""
     y = point.y
     single = y.numel() == len(y)
     for name, leaf, d in zip(_tree.paths(point.at(point.own)), point.own, wanted, strict=True):
-        shapes = [torch.Size((*y.shape, *leaf.shape[1:]))] + [leaf.shape] * single
+        shapes = [torch.Size((len(leaf), *y.shape[1:], *leaf.shape[1:]))] + [leaf.shape] * single
         if d.shape not in shapes:
             raise arguments.WrongValue(
                 f"sobolev: derivatives{f'[{name!r}]' if name else ''}: expected shape "
                 f"{tuple(shapes[-1])}, got {tuple(d.shape)}."
             )
+
+
+def _directed(derivative: Tensor, u: Tensor, like: Tensor) -> Tensor:
+    """u^T D for each row of a leaf: [rows, C] and [rows, C, ...], like its gradient."""
+    size = like.shape[1:].numel()
+    d = derivative.reshape(*u.shape, size).to(like)
+    return torch.einsum("nc,ncd->nd", u.to(like), d).view_as(like)
 
 
 def _directions(
@@ -204,10 +216,18 @@ def _spectral_norms(point: Point) -> Tensor:
         gram = [
             [samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in rows] for p in rows
         ]
-        squares = torch.linalg.eigvalsh(torch.stack([torch.stack(row, -1) for row in gram], -2))
-        return root(squares[:, -1].clamp(min=0))
+        grams = torch.stack([torch.stack(row, -1) for row in gram], -2)
+        return root(_of_finite(lambda a: torch.linalg.eigvalsh(a)[:, -1], grams).clamp(min=0))
     whole = [torch.cat([g.reshape(len(g), -1) for g in row], 1) for row in rows]
-    return torch.linalg.matrix_norm(torch.stack(whole, 1), ord=2)
+    return _of_finite(torch.linalg.matrix_norm, torch.stack(whole, 1), 2)
+
+
+def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: Any) -> Tensor:
+    """The norms of matrices, not finite, and with such a gradient, where one is not. LAPACK raises of
+    it, but an overflow in half precision must reach the gradient scaler."""
+    finite = matrices.detach().isfinite().flatten(1).all(1)
+    norms = norm(torch.where(finite[:, None, None], matrices, 0), *args)
+    return torch.where(finite, norms, matrices.abs().sum((1, 2)))
 
 
 def _leading(point: Point, steps: int, generator: torch.Generator | None) -> Tensor:

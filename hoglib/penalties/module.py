@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib.penalties import critics, jacobians, parameters
-from hoglib.penalties._options import Settings
+from hoglib.penalties._options import Settings, settings
 
 # Which of (real, fake) each kind is given before the other arguments.
 REAL, FAKE, BOTH = "real", "fake", "both"
@@ -84,17 +84,16 @@ class GradientPenalty(nn.Module):
                     f"options: expected those of hoglib.penalties.{self.kind}, {', '.join(known)}, got "
                     f"{name!r}."
                 )
-        for name in ("return_outputs", "reduction"):
-            if self.options.get(name, "mean") not in ("mean", "sum", False):
-                raise arguments.WrongValue(
-                    f"options: expected none that changes what is returned, got {name}="
-                    f"{self.options[name]!r}; call hoglib.penalties.{self.kind} for that."
-                )
+        self._returns_a_scalar(self.options)
+        shared = {k: v for k, v in self.options.items() if k in Settings._fields}
+        if self.kind != "parameter_gradient":
+            settings(f"hoglib.penalties.{self.kind}", shared)
         self.calls = 0
 
     def forward(
         self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
     ) -> Tensor:
+        self._returns_a_scalar(options)
         counts = self.training and torch.is_grad_enabled()
         if counts:
             self.calls += 1
@@ -109,6 +108,14 @@ class GradientPenalty(nn.Module):
         points = {REAL: (real,), FAKE: (fake,), BOTH: (real, fake)}[given]
         value: Tensor = function(critic, *points, *args, **{**self.options, **options})
         return value * (self.weight * (self.every if counts else 1))
+
+    def _returns_a_scalar(self, options: Mapping[str, Any]) -> None:
+        for name in ("return_outputs", "reduction"):
+            if options.get(name, "mean") not in ("mean", "sum", False):
+                raise arguments.WrongValue(
+                    f"options: expected none that changes what is returned, got {name}="
+                    f"{options[name]!r}; call hoglib.penalties.{self.kind} for that."
+                )
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor(self.calls)

@@ -1,6 +1,7 @@
 """The penalty on the gradient of a loss by the parameters."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
 from hoglib.ops._norms_of_rows import root
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._around import as_parameters, autocast_on
 from hoglib.penalties._distributed import averaged
+from hoglib.penalties._samples import HALVES
 from hoglib.stand_ins import stand_ins_if
 
 
@@ -24,6 +27,7 @@ def parameter_gradient(
     params: Any,
     *args: Any,
     squared: bool = False,
+    autocast: bool = False,
     stand_ins: bool = True,
     return_outputs: bool = False,
 ) -> Any:
@@ -36,6 +40,7 @@ def parameter_gradient(
     `trainable_params(model)` being the model's own, so that backward reaches them. It is not a mean
     over samples: the norm of a mean gradient. Split over processes or accumulated over batches it is
     the mean of the parts' norms, which is another number. It works under no_grad and in inference mode.
+    autocast=False computes in the parameters' own dtype where the caller stands under autocast.
     With return_outputs=True it returns (penalty, f), of one forward.
 
     Raises TypeError and ValueError for params or a value of the wrong kind; RuntimeError where f does
@@ -47,6 +52,7 @@ def parameter_gradient(
     arguments.function("func", func)
     arguments.parameters(params)
     arguments.flag("squared", squared)
+    arguments.flag("autocast", autocast)
     arguments.flag("return_outputs", return_outputs)
     leaves, structure = _tree.flatten(params)
     wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
@@ -58,14 +64,20 @@ def parameter_gradient(
                 "func(params, *args)", func(_tree.unflatten(own, structure), *args)
             )
 
-    with recording(), lingering(), stand_ins_if(stand_ins):
+    with ExitStack() as stack:
+        for kind in () if autocast else autocast_on(leaves):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+            args = as_parameters(leaves, args)
+        for context in (recording(), lingering(), stand_ins_if(stand_ins)):
+            stack.enter_context(context)
         leaves, args = recordable((leaves, args))
         if functional:
             value, found = _by_transform(of_leaves, leaves)
         else:
             value, _, grads = gradient_graph(of_leaves, leaves, what, wanted)
             found = [g for g in grads if g is not None]
-        norm = _tree.sum_scalars([(g * g.conj()).real.sum() for g in found])
+        wide = [g.float() if g.dtype in HALVES else g for g in found]
+        norm = _tree.sum_scalars([(g * g.conj()).real.sum() for g in wide])
         norm = norm if squared else root(norm)
         if wanted and not functional and not norm.requires_grad:
             raise effect.none(

@@ -135,3 +135,39 @@ def test_what_is_refused(case):
     call, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_hessians_of_structures_that_act_on_one_another_are_refused():
+    w = draw(3, 4).requires_grad_()
+
+    def of_atoms(x):
+        return torch.exp(-(x[:, None] - x[None]).square().sum(-1)).sum(1) * w.sum()
+
+    x = draw(4, 3)
+    with pytest.raises(ValueError, match="do not act on one another"):
+        penalties.forces(of_atoms, x, hessian=True)
+    index = torch.tensor([0, 0, 1, 1])
+
+    def by_structure(x):
+        return torch.zeros(2, dtype=x.dtype).index_add(0, index, of_atoms(x))
+
+    with pytest.raises(ValueError, match="do not act on one another"):
+        penalties.forces(by_structure, x, batch=index, hessian=True)
+
+
+@pytest.mark.parametrize("index", [[0, 1], [0, 0, 2, 1], [0.0, 0.0, 1.0, 1.0], [-1, 0, 1, 1]])
+def test_hessians_by_an_index_that_does_not_fit_are_refused(index):
+    w = draw(3, 4).requires_grad_()
+    own = torch.tensor([0, 0, 1, 1])
+
+    def energy(x):
+        return x.new_zeros(2).index_add(0, own, (x @ w).tanh().sum(1))
+
+    with pytest.raises(ValueError, match="batch"):
+        penalties.forces(energy, draw(4, 3), batch=torch.tensor(index), hessian=True)
+
+
+def test_a_structure_without_atoms_has_an_empty_hessian():
+    w = draw(3, 4).requires_grad_()
+    found = penalties.forces(lambda x: (x @ w).tanh().sum() + w.sum(), draw(0, 3), hessian=True)
+    assert found[2].shape == (0, 3, 0, 3)

@@ -133,3 +133,14 @@ def test_what_is_refused(case):
     call, error, message = REFUSED[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("wrong", [{"micro_batch": "2"}, {"output": True}, {"autocast": "yes"}])
+def test_wrong_values_of_options_are_refused_when_it_is_made(wrong):
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        hog.GradientPenalty("r1", **wrong)
+
+
+def test_a_call_may_not_change_what_is_returned():
+    with pytest.raises(ValueError, match="return_outputs"):
+        hog.GradientPenalty("r1")(nn.Linear(3, 1), torch.randn(4, 3), return_outputs=True)

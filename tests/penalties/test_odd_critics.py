@@ -1,0 +1,302 @@
+"""Penalties of critics that change, cut, cast or run again what they are given."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hoglib import penalties
+from tests.penalties.critics import draw, generator
+
+F64 = torch.float64
+X, FAKE = draw(5, 4), draw(5, 4, seed=1)
+
+
+def weights(func, model):
+    """The gradients of a penalty by the parameters."""
+    return torch.autograd.grad(func(), list(model.parameters()), allow_unused=True)
+
+
+def same(a, b):
+    for p, q in zip(a, b, strict=True):
+        assert (p is None) == (q is None)
+        assert p is None or torch.allclose(p, q, rtol=1e-12, atol=1e-14)
+
+
+CHECKPOINTED = {
+    "layer norm": lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)),
+    "batch norm in eval mode": lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).eval(),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)),
+    "transformer": lambda: nn.Sequential(
+        nn.Linear(4, 6),
+        nn.Unflatten(1, (3, 2)),
+        nn.TransformerEncoderLayer(2, 1, 4, dropout=0.0, batch_first=True),
+        nn.Flatten(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_what_a_checkpoint_runs_again_in_backward_runs_with_the_same_operations(name):
+    block, last = CHECKPOINTED[name]().to(F64), nn.Linear(6, 1).to(F64)
+    model = nn.ModuleList([block, last])
+    plain = weights(lambda: penalties.r1(lambda x: last(block(x).tanh()), X), model)
+    again = weights(
+        lambda: penalties.r1(lambda x: last(checkpoint(block, x, use_reentrant=False).tanh()), X),
+        model,
+    )
+    same(plain, again)
+
+
+def test_forces_through_a_checkpoint():
+    block, last = CHECKPOINTED["layer norm"]().to(F64), nn.Linear(6, 1).to(F64)
+    model = nn.ModuleList([block, last])
+
+    def loss(run):
+        return penalties.forces(lambda x: last(run(x).tanh()).sum(), X)[1].square().sum()
+
+    plain = weights(lambda: loss(block), model)
+    same(plain, weights(lambda: loss(lambda x: checkpoint(block, x, use_reentrant=False)), model))
+
+
+class ChangesItsInput(nn.Module):
+    """Multiplies what it is given in place, as an activation with inplace=True that comes first."""
+
+    def __init__(self, inplace=True):
+        super().__init__()
+        self.first, self.net = inplace, nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    def forward(self, x):
+        x = F.leaky_relu(x, 0.2, inplace=self.first)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("x", [X, X[:1].expand(5, 4), X.clone().requires_grad_()])
+def test_a_critic_that_changes_its_input_in_place_gets_a_copy(x):
+    torch.manual_seed(0)
+    critic, before = ChangesItsInput().to(F64), x.detach().clone()
+    found = weights(lambda: penalties.wgan_gp(critic, x, FAKE, generator=generator()), critic)
+    found += weights(lambda: penalties.r1(critic, x), critic)
+    critic.first = False
+    wanted = weights(lambda: penalties.wgan_gp(critic, x, FAKE, generator=generator()), critic)
+    wanted += weights(lambda: penalties.r1(critic, x), critic)
+    same(found, wanted)
+    assert torch.equal(x.detach(), before)
+
+
+def test_a_score_squeezed_to_a_scalar_is_that_of_one_sample():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
+    options = {"num_projections": None}
+    found = penalties.jacobian(lambda x: net(x).squeeze(), X[:1], **options)
+    assert torch.equal(found, penalties.jacobian(net, X[:1], **options))
+    assert torch.equal(
+        penalties.sobolev(lambda x: net(x).squeeze(), X[:1], FAKE[:1]),
+        penalties.sobolev(net, X[:1], FAKE[:1]),
+    )
+
+
+def test_functions_of_one_code_and_other_critics_are_looked_at_one_by_one():
+    def scores(net, minus_mean):
+        return lambda x: net(x) - minus_mean * net(x).mean()
+
+    nets = [nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64) for _ in range(4)]
+    for k in (0, 2):
+        with pytest.warns(UserWarning, match="depends on the others"):
+            penalties.r1(scores(nets[k], 1.0), X)
+        penalties.r1(scores(nets[k + 1], 0.0), X)
+
+
+@pytest.mark.parametrize("kind", ["r1", "wgan_gp", "dragan"])
+def test_a_leaf_without_rows_adds_nothing(kind):
+    net, own = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64), torch.arange(5)
+
+    def critic(graph):
+        return net(graph["nodes"]).index_add(
+            0, torch.zeros(0, dtype=torch.long), graph["edges"].sin()
+        )
+
+    def of(x):
+        return {"nodes": x, "edges": x.new_zeros(0, 1)}
+
+    batch = {"nodes": own, "edges": torch.zeros(0, dtype=torch.long)}
+    fakes = [of(FAKE)] * (kind == "wgan_gp")
+    options = {} if kind == "r1" else {"generator": generator()}
+    plain = {} if kind == "r1" else {"generator": generator()}
+    found = getattr(penalties, kind)(critic, of(X), *fakes, batch=batch, **options)
+    if kind != "dragan":
+        other = [f["nodes"] for f in fakes]
+        assert torch.allclose(found, getattr(penalties, kind)(net, X, *other, **plain))
+    assert found.isfinite()
+
+
+def test_points_that_are_not_dense_and_batches_of_nothing_are_refused():
+    net = nn.Linear(4, 1).to(F64)
+    with pytest.raises(TypeError, match="dense"):
+        penalties.r1(lambda x: net(x.to_dense()), X.to_sparse())
+    with pytest.raises(ValueError, match="at least one sample"):
+        penalties.r1(net, X[:0], micro_batch=2)
+
+
+def test_a_critic_on_the_meta_device_gives_shapes():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to("meta")
+    assert penalties.r1(net, X.float().to("meta"), reduction="none").shape == (5,)
+
+
+HALF_PENALTIES = {
+    "r1": lambda net, x, fake: penalties.r1(net, x),
+    "wgan_gp": lambda net, x, fake: penalties.wgan_gp(net, x, fake, generator=generator()),
+    "sobolev": lambda net, x, fake: penalties.sobolev(net, x, fake),
+}
+
+
+@pytest.mark.parametrize("kind", HALF_PENALTIES)
+@pytest.mark.parametrize("data", [torch.float32, torch.bfloat16])
+def test_a_module_in_half_precision_stays_in_it_under_autocast(kind, data):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(torch.bfloat16)
+    x, fake = X.to(torch.bfloat16), FAKE.to(torch.bfloat16)
+    plain = HALF_PENALTIES[kind](net, x, fake)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = HALF_PENALTIES[kind](net, x.to(data), fake.to(data))
+    assert torch.allclose(under, plain, rtol=0.02 if data is torch.float32 else 0)
+
+
+def quadratic(params, x):
+    return (x @ params["w"]).square().mean()
+
+
+def test_the_parameter_gradient_is_the_same_under_autocast():
+    params, x = {"w": draw(4, 4).float().requires_grad_()}, X.float()
+    plain = penalties.parameter_gradient(quadratic, params, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(penalties.parameter_gradient(quadratic, params, x), plain)
+        assert torch.equal(penalties.parameter_gradient(quadratic, params, x.bfloat16().float()),
+                           penalties.parameter_gradient(quadratic, params, x.bfloat16()))  # fmt: skip
+        asked = penalties.parameter_gradient(quadratic, params, x, autocast=True)
+    assert not torch.equal(asked, plain)
+    assert torch.allclose(asked, plain, rtol=0.02)
+
+
+def test_the_norm_of_half_precision_gradients_does_not_overflow():
+    params = {"w": torch.full((4,), 300.0, dtype=torch.float16, requires_grad=True)}
+    found = penalties.parameter_gradient(
+        lambda p: p["w"].square().sum() / 2, params, stand_ins=False
+    )
+    assert found == 600
+
+
+def test_what_is_not_finite_reaches_the_gradient_of_an_exact_spectral_norm():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(F64)
+    x = X.clone()
+    x[2] = torch.inf
+    for given, index in ((x, None), (x, torch.arange(5))):
+        value = penalties.lipschitz(net, given, bound=0.0, num_iterations=None, batch=index)
+        (found,) = torch.autograd.grad(value, net[0].weight)
+        assert not value.isfinite()
+        assert not found.isfinite().any()
+
+
+class Batched(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 1))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*deprecated",
+    "ignore:.*depends on the others",
+    "ignore::torch.jit.TracerWarning",  # of the branches of its forward
+)
+@pytest.mark.parametrize(
+    "made", [torch.jit.script, lambda net: torch.jit.trace(net, X, check_trace=False)]
+)
+def test_the_statistics_of_scripted_modules_do_not_move(made):
+    net = made(Batched().to(F64))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    penalties.r1(net, X)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def in_place(net):
+    net.compile(backend="aot_eager")
+    return net
+
+
+COMPILED = {
+    "module": lambda net: torch.compile(net, backend="aot_eager"),
+    "in place": in_place,
+    "function": lambda net: torch.compile(lambda x: net(x), backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_the_own_code_of_a_compiled_critic_runs(how):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
+    plain = weights(lambda: penalties.r1(net, X), net)
+    plain += weights(lambda: penalties.sobolev(net, X, FAKE), net)
+    critic = COMPILED[how](net)
+    found = weights(lambda: penalties.r1(critic, X), net)
+    same(plain, found + weights(lambda: penalties.sobolev(critic, X, FAKE), net))
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`")
+def test_compiled_code_inside_is_refused():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
+    part = torch.compile(net, backend="aot_eager")
+    with pytest.raises(NotImplementedError, match=r"torch.compile made"):
+        penalties.r1(lambda x: part(x), X)
+
+
+def test_samples_taken_for_steps_are_noticed():
+    """A recurrent layer without batch_first, whose first sample depends on no other."""
+    layer, last = nn.GRU(4, 3).to(F64), nn.Linear(3, 1).to(F64)
+    with pytest.warns(UserWarning, match="depends on the others"):
+        penalties.r1(lambda x: last(layer(x)[0]).mean((1, 2)), draw(5, 6, 4))
+
+
+class Times(nn.Module):
+    def __init__(self, count, moves):
+        super().__init__()
+        self.moves = moves
+        self.register_buffer("count", count)
+
+    def forward(self, x):
+        if self.moves:
+            self.count.add_(1)
+        return x * self.count
+
+
+def test_a_buffer_of_two_modules_stays_one():
+    count, net = torch.ones((), dtype=F64), nn.Linear(4, 1).to(F64)
+    critic = nn.Sequential(Times(count, True), Times(count, False), net)
+    found = penalties.r1(critic, X)
+    assert torch.allclose(found, 16 * penalties.r1(net, X))
+    assert count == 1
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_sobolev_of_graphs(outputs):
+    index, w = torch.tensor([1, 0, 1, 1, 2]), draw(4, 2).requires_grad_()
+
+    def func(x):
+        y = torch.tanh(x @ w[:, :outputs])
+        return y.new_zeros(3, outputs).index_add(0, index, y)
+
+    slopes = (1 - torch.tanh(X @ w[:, :outputs]).square())[:, :, None] * w[:, :outputs].T
+    wanted = draw(*slopes.shape, seed=4)
+    value = penalties.sobolev(func, X, wanted, batch=index)
+    assert torch.allclose(value, (slopes - wanted).square().sum() / 3)
+    if outputs == 1:
+        assert torch.allclose(penalties.sobolev(func, X, wanted[:, 0], batch=index), value)
+
+
+def test_terms_of_real_and_fake_are_added_only_in_pairs():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).to(F64)
+    with pytest.raises(ValueError, match="as many fake"):
+        penalties.r1_r2(net, X, FAKE[:2], reduction="none")
+
+
+@pytest.mark.parametrize("cut", [torch.Tensor.detach_, lambda x: x.requires_grad_(False)])
+def test_a_critic_that_detaches_its_input_in_place_is_named(cut):
+    net = nn.Linear(4, 1).to(F64)
+    with pytest.raises(RuntimeError, match="no effect"):
+        penalties.r1(lambda x: net(cut(x)).tanh(), X.clone())
