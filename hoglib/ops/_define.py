@@ -259,7 +259,7 @@ def define(
         vmap=vmap_broadcasting,
         keep_inputs=range(count) if keep in ("both", "inputs") else (),
         keep_outputs=(0,) if keep in ("both", "output") else (),
-        watched=not forward.__module__.startswith("hoglib."),
+        watched=not (getattr(forward, "__module__", None) or "").startswith("hoglib."),
     )
 
     compiled = without_jvp(function)
