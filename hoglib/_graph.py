@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd import Function
@@ -111,16 +111,25 @@ def users_functions(values: Tensor | list[Tensor]) -> Iterator[tuple[Any, type[F
             yield node, function
 
 
-def leaves_and_functions(value: Tensor) -> tuple[dict[int, Tensor], bool]:
-    """By their ids the leaf tensors that a value was computed from; and whether a custom Function of
-    the user's, or a compiled graph, was there. One walk for both."""
-    leaves, theirs = {}, False
+class Found(NamedTuple):
+    """What a value was computed from and by."""
+
+    leaves: dict[int, Tensor]  # the leaf tensors, by their ids
+    users: bool  # by a custom Function of the user's, or compiled code
+    runs_python: bool  # by anything whose backward runs Python that is not one of hoglib's ops
+
+
+def survey(value: Tensor) -> Found:
+    """One walk of a graph for all that is asked of it."""
+    leaves, users, runs_python = {}, False, False
     for node in nodes([value]):
-        if hasattr(node, "variable"):
+        if hasattr(type(node), "_forward_cls"):
+            users = users or _users(node) is not None or is_compiled(node)
+            function = _functorch.custom_function(node)
+            runs_python = runs_python or getattr(function, "watched", True)
+        elif hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
-        elif not theirs:
-            theirs = _users(node) is not None or is_compiled(node)
-    return leaves, theirs
+    return Found(leaves, users, runs_python)
 
 
 def is_compiled(node: Any) -> bool:

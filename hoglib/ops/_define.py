@@ -120,6 +120,7 @@ def make_function(
         "backward": staticmethod(run_backward),
         "jvp": staticmethod(run_jvp),
         "generate_vmap_rule": vmap is None,
+        "watched": watched,
         "__doc__": forward.__doc__,
     }
     if vmap is not None:

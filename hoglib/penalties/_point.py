@@ -1,7 +1,7 @@
 """A function at points, and its derivatives by the points, with the guards of both."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._explaining import explaining
 from hoglib._functorch import transforms_active
-from hoglib._graph import leaves_and_functions, telling_of_cuts
+from hoglib._graph import survey, telling_of_cuts
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import recordable, recording
 from hoglib.penalties import _effect as effect
@@ -68,7 +68,7 @@ class Point:
         self.y = self._tensor(picked(self.outputs, given.output))
         if self.samples is not None and self.samples.count == 1 and not self.y.dim():
             self.y = self.y.reshape(1)  # of one sample, squeezed
-        leaves, self.functions = leaves_and_functions(self.y)
+        leaves, self.functions, self._runs_python = survey(self.y)
         for own in self.own:
             leaves.pop(id(own), None)
         self.trainable = list(leaves.values())
@@ -94,6 +94,10 @@ class Point:
                     raise
             return self.func(self.at([leaf.clone() for leaf in self.own]), *self.args)
 
+    def standing_in(self) -> AbstractContextManager[None]:
+        """The stand-ins, for backward passes that run Python which may need them."""
+        return stand_ins_if(True) if self.stand_ins and self._runs_python else nullcontext()
+
     def pull(
         self, cotangent: Tensor | None, keep: bool = False, graph: bool | None = None
     ) -> Vector:
@@ -107,7 +111,7 @@ class Point:
         grads: list[Tensor | None] = [None] * len(self.own)
         if self.y.requires_grad:
             telling = telling_of_cuts(self.y, self.what) if self.tells else nullcontext()
-            with stand_ins_if(self.stand_ins), explaining(self.what), telling:
+            with self.standing_in(), explaining(self.what), telling:
                 grads = list(
                     torch.autograd.grad(
                         # of a scalar torch asks no questions about shapes, which take their time
@@ -131,7 +135,7 @@ class Point:
             return pulling[1](tuple(tangents))[0]
         if self._transposed is None:
             u.requires_grad_()
-            with stand_ins_if(self.stand_ins), explaining(self.what):
+            with self.standing_in(), explaining(self.what):
                 grads = torch.autograd.grad(
                     self.y, self.own, u, create_graph=True, allow_unused=True
                 )
@@ -144,7 +148,7 @@ class Point:
         ]
         if not pairs:
             return torch.zeros_like(self.y)
-        with stand_ins_if(self.stand_ins), explaining(self.what):
+        with self.standing_in(), explaining(self.what):
             (product,) = torch.autograd.grad(
                 [g for g, _ in pairs], u, [t for _, t in pairs], retain_graph=True
             )

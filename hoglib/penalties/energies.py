@@ -17,7 +17,6 @@ from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Options, settings
 from hoglib.penalties._point import Point, point_at
 from hoglib.penalties._samples import Samples
-from hoglib.stand_ins import stand_ins_if
 
 
 def forces(
@@ -157,7 +156,7 @@ def _product(point: Point, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
     """d <g, unit> / dx."""
     if not g.requires_grad:
         return torch.zeros_like(x)
-    with stand_ins_if(point.stand_ins), explaining("forces"):
+    with point.standing_in(), explaining("forces"):
         found = torch.autograd.grad(
             g, [x], unit, retain_graph=True, create_graph=point.wanted, allow_unused=True
         )
