@@ -28,9 +28,11 @@ def modules_kept() -> Iterator[list[nn.Module]]:
     copies: dict[int, Tensor] = {}  # one of a buffer that modules share
 
     def start(module: nn.Module, args: Any) -> None:
+        if id(module) in ran:
+            return
         if torch.compiler.is_compiling():  # seen by torch.compile, which cannot trace what follows
             return
-        if threading.get_ident() != here or id(module) in ran:
+        if threading.get_ident() != here:
             return
         ran[id(module)] = module
         modules.append(module)

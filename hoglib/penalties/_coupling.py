@@ -46,7 +46,8 @@ def _of_batch(module: nn.Module, func: Any) -> str:
 
 def _once(point: Point) -> bool:
     modes = tuple(module.training for module in point.modules)
-    learnt = next((t for t in point.trainable if isinstance(t, nn.Parameter)), point.trainable[0])
+    # by the type: isinstance asks the metaclass of Parameter, which takes its time
+    learnt = next((t for t in point.trainable if type(t) is nn.Parameter), point.trainable[0])
     key = id(home(point.func)), getattr(point.func, "__name__", ""), modes
     told: dict[Any, bool] = _TOLD.setdefault(learnt, {})
     if key not in told:

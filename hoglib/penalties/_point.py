@@ -245,7 +245,8 @@ def point_at(
         for kind in () if given.autocast else autocast_on(leaves):
             stack.enter_context(torch.autocast(kind, enabled=False))
             x, args = as_parameters(parameters_of(func), (x, args))
-        if any(leaf.is_inference() for leaf in _tree.leaves((x, args)) if isinstance(leaf, Tensor)):
+        given_too = _tree.leaves(args) if args else ()
+        if any(t.is_inference() for t in (*leaves, *given_too) if isinstance(t, Tensor)):
             x, args = recordable((x, args))
         point = Point(what, func, x, args, given, wanted, per_sample)
         point.modules = modules

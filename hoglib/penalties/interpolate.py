@@ -17,8 +17,7 @@ def between(what: str, real: Any, fake: Any, batch: Any, generator: torch.Genera
     structure = _tree.flatten(real)[1]
     if _tree.flatten(fake)[1] != structure:
         raise arguments.WrongValue(
-            f"{what}: expected fake with the structure of real, {_said(names)}, got "
-            f"{_said(_tree.paths(fake))}."
+            f"{what}: expected fake with the structure of real, {_said(real)}, got {_said(fake)}."
         )
     for name, a, b in zip(names, leaves, others, strict=True):
         if a.shape != b.shape or a.device != b.device:
@@ -64,5 +63,7 @@ def drawn(
     return drawn.to(like.device)
 
 
-def _said(names: list[str]) -> str:
-    return "one tensor" if names == [""] else f"{len(names)} tensors ({', '.join(names[:5])})"
+def _said(tree: Any) -> str:
+    names = _tree.paths(tree)
+    listed = f"a {type(tree).__name__} of {len(names)} ({', '.join(names[:5])})"
+    return "one tensor" if names == [""] else listed
