@@ -22,7 +22,8 @@ class Options(TypedDict, total=False):
     autocast: False computes in the parameters' own dtype where the caller stands under autocast; True
     leaves autocast on.
     micro_batch: at most so many samples at once, of the inputs and of each further argument that is a
-    tensor with as many rows: their gradients are computed right away, and backward hands them on. The memory is that of one piece; backward(create_graph=True) is refused.
+    tensor with as many rows: their gradients are computed right away, and backward hands them on. The
+    memory is that of one piece; backward(create_graph=True) is refused.
     stand_ins: run inside `hoglib.second_order()`.
     return_outputs: return (penalty, what the function returned at the same points), of one forward.
     """
