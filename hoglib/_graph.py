@@ -124,9 +124,9 @@ def survey(value: Tensor) -> Found:
     leaves, users, runs_python = {}, False, False
     for node in nodes([value]):
         if hasattr(type(node), "_forward_cls"):
-            users = users or _users(node) is not None or is_compiled(node)
-            function = _functorch.custom_function(node)
-            runs_python = runs_python or getattr(function, "watched", True)
+            if getattr(_functorch.custom_function(node), "watched", True):
+                runs_python = True
+                users = users or _users(node) is not None or is_compiled(node)
         elif hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
     return Found(leaves, users, runs_python)

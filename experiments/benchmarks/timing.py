@@ -47,11 +47,12 @@ def beside(
     are called as they are: warm them up before.
     """
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
-    unit()
-    units = [once(unit)]
+    units: list[float] = []
     start = time.perf_counter()
     for done in range(1, repeats + 1):
         gc.collect()
+        unit()  # what runs first after a collection finds cold caches
+        units.append(once(unit))
         for name, function in functions.items():
             before, seconds = units[-1], once(function)
             units.append(once(unit))

@@ -208,9 +208,9 @@ def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
         return timing.beside(Named("unit"), {"a": Named("call")}, repeats=10, budget=budget)
 
     units, pairs = rounds_of_ten_seconds(45)
-    assert units[:3] == [1.0, 2.0, 4.0]
+    assert units[:4] == [1.0, 2.0, 4.0, 8.0]
     assert pairs["a"][0] == (10.0, 10.0 / 2**0.5)
-    assert pairs["a"][1] == (10.0, 10.0 / 8**0.5)
+    assert pairs["a"][1] == (10.0, 10.0 / 32**0.5)  # each round has its own, after the collection
     assert len(pairs["a"]) == 4  # a fifth would end beyond 45 s
     assert len(rounds_of_ten_seconds(15)[1]["a"]) == 3
     assert len(rounds_of_ten_seconds(5)[1]["a"]) == 1
