@@ -97,6 +97,21 @@ def watching_functions(
         del place.apply
 
 
+def is_compiled(func: Any) -> bool:
+    """Whether it is a module that torch.compile made of another one."""
+    return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
+
+
+def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile was given: compiled code has no second derivative."""
+    if is_compiled(func):
+        return uncompiled(func._orig_mod)  # type: ignore[attr-defined]
+    if isinstance(func, torch.nn.Module):
+        return func if func._compiled_call_impl is None else func._call_impl
+    original: Callable[..., Any] = getattr(func, "_torchdynamo_orig_callable", func)
+    return original
+
+
 def custom_function(node: Any) -> type[Function] | None:
     """The custom Function that a node of a graph belongs to, if to one."""
     function = getattr(type(node), "_forward_cls", None)

@@ -269,3 +269,24 @@ def test_a_mode_steps_aside_and_comes_back():
         assert Seeing.calls == 2
     with _functorch.Aside(Seeing):
         torch.sin(x)
+
+
+def test_what_was_compiled_is_found_again():
+    layer, function = torch.nn.Linear(2, 2), torch.sin
+    assert _functorch.uncompiled(torch.compile(layer)) is layer
+    assert _functorch.is_compiled(torch.compile(layer))
+    assert not _functorch.is_compiled(layer)
+    assert _functorch.uncompiled(layer) is layer
+    assert _functorch.uncompiled(torch.compile(lambda x: function(x)))(x) == function(x)
+    layer.compile()
+    assert _functorch.uncompiled(layer)(torch.ones(2)).shape == (2,)
+    seen = []
+
+    def twice(x):
+        seen.append(_functorch.checkpoint_frame())
+        return x.sin()
+
+    torch.utils.checkpoint.checkpoint(twice, x.clone().requires_grad_(), use_reentrant=False)
+    assert callable(seen[0].recompute_fn)
+    twice(x)
+    assert seen[1] is None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hoglib import _tree
+from hoglib._functorch import is_compiled
 from hoglib._substitution import Places
 from hoglib.penalties._samples import HALVES
 
@@ -40,7 +41,7 @@ def modules_kept() -> Iterator[list[nn.Module]]:
             compiled.extend(_with_copies(module))
             return
         # parts of a compiled module do not say when they run
-        for part in module.modules() if _is_compiled(module) else (module,):
+        for part in module.modules() if is_compiled(module) else (module,):
             for name, buffer in list(part._buffers.items()) if part.training else ():
                 if buffer is not None:
                     places.put(part, name, _copy(buffer, copies))
@@ -70,20 +71,6 @@ def _with_copies(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for name, buffer in list(part.named_buffers(recurse=False)) if part.training else ():
             yield part, name, buffer
             setattr(part, name, buffer.clone())
-
-
-def _is_compiled(func: Any) -> bool:
-    return type(func).__name__ == "OptimizedModule"
-
-
-def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile was given: compiled code has no second derivative."""
-    if _is_compiled(func):
-        return uncompiled(func._orig_mod)  # type: ignore[attr-defined]
-    if isinstance(func, nn.Module):
-        return func if func._compiled_call_impl is None else func._call_impl
-    original: Callable[..., Any] = getattr(func, "_torchdynamo_orig_callable", func)
-    return original
 
 
 def autocast_on(tensors: Sequence[Tensor]) -> list[str]:

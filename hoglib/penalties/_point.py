@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._explaining import explaining
-from hoglib._functorch import transforms_active
+from hoglib._functorch import transforms_active, uncompiled
 from hoglib._graph import survey, telling_of_cuts
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import recordable, recording
@@ -20,7 +20,6 @@ from hoglib.penalties._around import (
     autocast_on,
     modules_kept,
     parameters_of,
-    uncompiled,
 )
 from hoglib.penalties._options import Settings, picked
 from hoglib.penalties._samples import Samples, inputs

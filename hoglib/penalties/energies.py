@@ -11,6 +11,7 @@ from hoglib import _tree
 from hoglib._explaining import explaining
 from hoglib._functorch import transforms_active
 from hoglib._leaves import Vector, filled
+from hoglib._warning import warn
 from hoglib.penalties import _effect as effect
 from hoglib.penalties._coupling import coupled
 from hoglib.penalties._distributed import averaged
@@ -44,8 +45,8 @@ def forces(
     is computed once. Options: `output`, `batch`, `autocast`, `stand_ins` of `Options`.
     Returns (E, F) or (E, F, H), E as energy returned it (of several outputs the one that is meant).
 
-    Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError where the forces would
-    not reach any parameter that learns, naming the cut.
+    Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError where energies do not
+    depend on positions, naming the cut. Warns where the forces reach no parameter that learns.
     Source: Behler and Parrinello, 2007; Schütt et al., SchNet, 2017, eq. 3.
     """
     arguments.flag("hessian", hessian)
@@ -57,8 +58,10 @@ def forces(
         if hessian:
             found = (*found, _hessian(point, gradient, given.batch))
         if point.wanted and not functional and not _reach(gradient, point):
-            raise effect.none(
-                "forces", effect.OF_PARAMETERS, energy, point.at(point.own), point.args
+            warn(
+                "forces: expected forces that depend on parameters that learn, got forces that do not: "
+                "a loss of them trains nothing. Look for detach() or no_grad in energy, and for frozen "
+                "layers."
             )
     if functional:
         return found

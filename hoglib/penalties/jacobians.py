@@ -8,9 +8,9 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._functorch import uncompiled
 from hoglib._leaves import Vector
 from hoglib.ops._norms_of_rows import root
-from hoglib.penalties._around import uncompiled
 from hoglib.penalties._options import Options
 from hoglib.penalties._point import Point
 from hoglib.penalties._samples import inputs

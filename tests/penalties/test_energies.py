@@ -171,3 +171,12 @@ def test_a_structure_without_atoms_has_an_empty_hessian():
     w = draw(3, 4).requires_grad_()
     found = penalties.forces(lambda x: (x @ w).tanh().sum() + w.sum(), draw(0, 3), hessian=True)
     assert found[2].shape == (0, 3, 0, 3)
+
+
+def test_forces_that_train_nothing_are_told():
+    """An offset of energies may be all that is trained: E has a graph, and F is a constant."""
+    model, offset = build(Potential).requires_grad_(False), torch.zeros((), requires_grad=True)
+    with pytest.warns(UserWarning, match="forces: .*a loss of them trains nothing"):
+        e, _ = penalties.forces(lambda x: model(x) + offset, X)
+    e.sum().backward()
+    assert offset.grad == 3
