@@ -43,6 +43,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+# Penalties of other functions than critics would be one of these under another name, or no penalty.
+OF_CRITICS = ("wgan_gp", "zero_centred", "r1", "r2", "r1_r2", "dragan", "lipschitz")
+
+
 class GAN(pl.LightningModule):
     """Generator and critic of points in the plane, and the generator's moving average, which is judged.
 
@@ -88,6 +92,8 @@ class GAN(pl.LightningModule):
         self.average = AveragedModel(
             self.generator, multi_avg_fn=get_ema_multi_avg_fn(share("ema", ema)), use_buffers=True
         ).requires_grad_(False)
+        if penalty is not None:
+            arguments.one_of("penalty.kind", penalty.kind, OF_CRITICS)
         self.penalty = penalty
         self.loss = arguments.one_of("loss", loss, LOSSES)
         self.critic_steps = arguments.at_least("critic_steps", critic_steps, 1)

@@ -1,6 +1,7 @@
 """Gradient penalties of critics, Jacobians, parameters; forces; and an examiner of such penalties."""
 
 from hoglib.penalties._check import check
+from hoglib.penalties._options import Options
 from hoglib.penalties.critics import dragan, r1, r1_r2, r2, wgan_gp, zero_centred
 from hoglib.penalties.energies import forces
 from hoglib.penalties.jacobians import input_gradient, jacobian, lipschitz, sobolev
@@ -9,6 +10,7 @@ from hoglib.penalties.parameters import parameter_gradient
 
 __all__ = [
     "GradientPenalty",
+    "Options",
     "check",
     "dragan",
     "forces",

@@ -88,6 +88,12 @@ def parameters_of(func: Callable[..., Any]) -> Iterable[Tensor]:
     return owner.parameters() if isinstance(owner, nn.Module) else ()
 
 
+def frozen(func: Callable[..., Any]) -> bool:
+    """Whether it is of a module none of whose parameters learns."""
+    parameters = list(parameters_of(func))
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
 def as_parameters(params: Iterable[Tensor], tree: Any) -> Any:
     """What an autocast region made in half precision, in float32, as parameters are under autocast;
     and all of it in half precision where the parameters are."""

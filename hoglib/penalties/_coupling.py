@@ -11,6 +11,14 @@ from hoglib._warning import warn
 from hoglib.penalties._around import home
 from hoglib.penalties._point import Point
 
+INSTEAD = (
+    "Use LayerNorm, GroupNorm or InstanceNorm in their place (Gulrajani et al., Improved Training of "
+    "Wasserstein GANs, 2017, section 4)."
+)
+LOOK = (
+    "Look for a mean, a deviation or attention along the batch, batch_first=False, or rows that belong "
+    "together, which batch= names; a feature of the batch that is meant may stay, and this be filtered."
+)
 TINY = 1e-6  # of the gradient by the sample itself
 # By a tensor that a critic learns, the critic, and the modes of the modules that ran: what its first
 # gradient told. A function that is made anew for each call goes by its code, which critics may share.
@@ -23,12 +31,12 @@ def look(point: Point) -> None:
     names = [name for module in point.modules if (name := _of_batch(module, point.func))]
     if not names and not _once(point):
         return
-    how = f"through {', '.join(names)}, which normalises by the whole batch" if names else "somehow"
+    how = f", through {', '.join(names)}, which normalises by the whole batch" if names else ""
+    advice = INSTEAD if names else LOOK
     warn(
         f"{point.what}: expected each sample's score to depend on that sample alone, got one that "
-        f"depends on the others, {how}. The gradient by a sample then holds parts of all scores, and "
-        "a penalty on it is not one of each sample. Use LayerNorm, GroupNorm or InstanceNorm in their "
-        "place (Gulrajani et al., Improved Training of Wasserstein GANs, 2017, section 4).",
+        f"depends on the others{how}. The gradient by a sample then holds parts of all scores, and "
+        f"what is made of it is not of each sample. {advice}"
     )
 
 

@@ -18,6 +18,7 @@ from hoglib.penalties import _effect as effect
 from hoglib.penalties._around import (
     as_parameters,
     autocast_on,
+    frozen,
     modules_kept,
     parameters_of,
 )
@@ -75,7 +76,7 @@ class Point:
         self.tells = self.wanted and self.functions  # of those that cut the gradient's graph
         if self.tells:
             effect.check(what, self.y)
-        elif wanted and not self.y.requires_grad:
+        elif wanted and not self.y.requires_grad and not frozen(func):
             raise effect.none(what, effect.OF_X, func, self.at(self.own), args)
 
     def at(self, leaves: Vector) -> Any:
@@ -89,9 +90,22 @@ class Point:
                 points = [leaf if leaf.is_leaf else leaf.clone() for leaf in self.own]
                 return self.func(self.at(points), *self.args)
             except RuntimeError as error:
+                self._explain_dtypes(error)
                 if not any(said in str(error) for said in IN_PLACE):
                     raise
             return self.func(self.at([leaf.clone() for leaf in self.own]), *self.args)
+
+    def _explain_dtypes(self, error: RuntimeError) -> None:
+        """Says which points are in another dtype than the parameters, if torch stumbled over one."""
+        dtypes = {p.dtype for p in parameters_of(self.func) if p.is_floating_point()}
+        other = [leaf for leaf in self.own if len(dtypes) == 1 and leaf.dtype not in dtypes]
+        if other and any(word in str(error) for word in ("dtype", "scalar type", "type (")):
+            (wanted,) = dtypes
+            raise arguments.WrongType(
+                f"{self.what}: expected points in the dtype of the parameters, {wanted}, got "
+                f"{arguments.describe(other[0])}; convert it with `.to({wanted})`, or stay inside the "
+                "autocast region that made it."
+            ) from error
 
     def standing_in(self) -> AbstractContextManager[None]:
         """The stand-ins, for backward passes that run Python which may need them."""
@@ -180,7 +194,8 @@ class Point:
                     "it is one for all of them: leave out the mean over the batch."
                     if y.dim() == 0
                     else "reduce what belongs to a sample, for instance with "
-                    "`output=lambda y: y.flatten(1).mean(1)`, or name another output by output=."
+                    "`output=lambda y: y.flatten(1).mean(1)`, name another output by output=, or, if "
+                    "rows of the points are parts of samples, say by batch= which sample each is of."
                 )
             )
 

@@ -83,10 +83,12 @@ class Samples:
             if index is None:
                 continue
             arguments.tensor(f"{self.what}: batch", index)
-            if index.dtype not in (torch.int64, torch.int32) or index.shape != leaf.shape[:1]:
+            whole = index.dtype in (torch.int64, torch.int32)
+            if not whole or index.shape != leaf.shape[:1]:
                 raise arguments.WrongValue(
                     f"{self.what}: batch: expected whole numbers of shape ({len(leaf)},), one a row, "
-                    f"got {arguments.describe(index)}; convert it with `.long()`."
+                    f"got {arguments.describe(index)}"
+                    + ("." if whole else "; convert it with `.long()`.")
                 )
             if len(index) and int(index.min()) < 0:
                 raise arguments.WrongValue(

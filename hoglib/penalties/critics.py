@@ -102,7 +102,8 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
 
         1/N sum_n |grad_x D(real_n)|^2 / 2 + 1/M sum_m |grad_x D(fake_m)|^2 / 2
 
-    Shapes, options, errors and warnings as for `wgan_gp`; real and fake may be of different numbers.
+    Shapes, options, errors and warnings as for `wgan_gp`; real and fake may be of different numbers
+    where no further argument has a row a sample: args and batch= go to both.
     With return_outputs=True it returns (penalty, (scores of real, scores of fake)).
     Source: Huang et al., The GAN is dead; long live the GAN! (R3GAN), 2024, section 3.
     """

@@ -12,8 +12,8 @@ from hoglib._explaining import explaining
 from hoglib._functorch import transforms_active
 from hoglib._leaves import Vector, filled
 from hoglib._warning import warn
+from hoglib.penalties import _coupling as coupling
 from hoglib.penalties import _effect as effect
-from hoglib.penalties._coupling import coupled
 from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Options, settings
 from hoglib.penalties._point import Point, point_at
@@ -53,6 +53,10 @@ def forces(
     given = settings("forces", _only(options))
     with point_at("forces", energy, positions, args, given, per_sample=False) as point:
         functional = transforms_active()
+        if not functional:
+            point.samples = _structures(point, given.batch)
+            if point.wanted and point.samples is not None and not hessian:
+                coupling.look(point)
         gradient = point.pull(None, graph=True if hessian else None)
         found: tuple[Any, ...] = (point.y, point.at([-g for g in gradient]))
         if hessian:
@@ -97,44 +101,51 @@ def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor
             "pass the others after it, as arguments of energy."
         )
     x, (g,) = point.own[0], gradient
-    y = point.y
+    if point.samples is not None:
+        _apart(point)
     if index is not None:
-        _apart(point, index)
         rows = _rows_by_structure(point, g, x, index)
         none = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
         return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else none for r in rows]
-    if y.dim() and y.numel() == len(x):  # structures in a batch: one row of each in every pass
-        _apart(point, None)
+    if point.samples is not None:  # structures in a batch: one row of each in every pass
         shape = x.shape[1:]
         units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
         found = [_product(point, g, x, u.reshape(shape).expand_as(x)) for u in units]
         return torch.stack(found, 1).reshape(len(x), *shape, *shape)
-    if y.numel() == 1:
-        units = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
-        found = [_product(point, g, x, u.reshape(x.shape)) for u in units]
-        return (torch.stack(found) if found else x).reshape(*x.shape, *x.shape)
-    raise arguments.WrongValue(
-        f"forces(hessian=True): expected one energy, or one for each of {len(x)} structures, got "
-        f"{arguments.describe(y)}; where rows of positions are atoms of several structures, pass "
-        "batch=, the structure of each."
-    )
+    units = torch.eye(x.numel(), dtype=x.dtype, device=x.device)
+    found = [_product(point, g, x, u.reshape(x.shape)) for u in units]
+    return (torch.stack(found) if found else x).reshape(*x.shape, *x.shape)
 
 
-def _apart(point: Point, index: Any) -> None:
-    """The structures are as many as the energies, and do not act on one another."""
-    point.samples = samples = Samples("forces", point.own, point.structure, index)
-    energies = point.y.numel()
-    if samples.count is not None and samples.count > energies:
+def _structures(point: Point, index: Any) -> Samples | None:
+    """Which rows are of which structure, as many as there are energies; None where all are of one."""
+    y, count = point.y, len(point.own[0])
+    if index is None:
+        if not y.dim() or (y.numel() == 1 and count != 1):
+            return None
+        if y.numel() != count or len(y) != count:
+            raise arguments.WrongValue(
+                f"forces: expected one energy, or one for each of {count} structures, got "
+                f"{arguments.describe(y)}; add up energies of atoms, and where rows of positions are "
+                "atoms of several structures, pass batch=, the structure of each."
+            )
+    samples = Samples("forces", point.own, point.structure, index)
+    if samples.count is not None and samples.count > y.numel():
         raise arguments.WrongValue(
-            f"forces: batch: expected numbers below that of the energies, {energies}, got "
+            f"forces: batch: expected numbers below that of the energies, {y.numel()}, got "
             f"{samples.count - 1}."
         )
-    samples.told(energies)
-    if coupled(point):
+    samples.told(y.numel())
+    return samples
+
+
+def _apart(point: Point) -> None:
+    """Structures do not act on one another."""
+    if coupling.coupled(point):
         raise arguments.WrongValue(
-            f"forces(hessian=True): expected {energies} energies of structures that do not act on one "
-            "another, got one that depends on the positions of others. Energies of atoms: add them up "
-            "by structure, and pass batch= for several."
+            f"forces(hessian=True): expected {point.y.numel()} energies of structures that do not act "
+            "on one another, got one that depends on the positions of others. Energies of atoms: add "
+            "them up by structure, and pass batch= for several."
         )
 
 

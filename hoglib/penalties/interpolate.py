@@ -25,7 +25,7 @@ def between(what: str, real: Any, fake: Any, batch: Any, generator: torch.Genera
             raise arguments.WrongValue(
                 f"{what}: expected fake{which} like real{which}, {tuple(a.shape)} on {a.device}, got "
                 f"{tuple(b.shape)} on {b.device}; draw as many as there are real ones (a last batch "
-                "may be smaller), and move them there."
+                "may be smaller; graphs need the same rows), and move them there."
             )
     samples = Samples(what, leaves, structure, batch)
     first = leaves[0]

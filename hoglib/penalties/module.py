@@ -105,6 +105,11 @@ class GradientPenalty(nn.Module):
                 f"GradientPenalty(kind={self.kind!r}): expected real and fake samples, got no fake; "
                 "call it as penalty(critic, real, fake)."
             )
+        if self.kind == "sobolev" and not args:
+            raise arguments.WrongType(
+                "GradientPenalty(kind='sobolev'): expected the derivatives after fake, got none; call "
+                "it as penalty(func, x, None, derivatives)."
+            )
         points = {REAL: (real,), FAKE: (fake,), BOTH: (real, fake)}[given]
         value: Tensor = function(critic, *points, *args, **{**self.options, **options})
         return value * (self.weight * (self.every if counts else 1))

@@ -180,3 +180,18 @@ def test_forces_that_train_nothing_are_told():
         e, _ = penalties.forces(lambda x: model(x) + offset, X)
     e.sum().backward()
     assert offset.grad == 3
+
+
+def test_structures_that_act_on_one_another_are_told():
+    model = build(Potential)
+    with pytest.warns(UserWarning, match="forces: .*depends on the others"):
+        penalties.forces(lambda x: model(x) + x.sum() ** 2, X)
+    penalties.forces(model, X)
+
+
+@pytest.mark.parametrize(
+    "index", [INDEX.double(), INDEX[:5], INDEX - 1, INDEX.tolist()], ids=["float", "short", "negative", "list"]
+)  # fmt: skip
+def test_an_index_is_looked_at_without_a_hessian_too(index):
+    with pytest.raises((TypeError, ValueError), match=r"forces: .*batch"):
+        penalties.forces(lambda x: by_index(x, INDEX), ATOMS, batch=index)

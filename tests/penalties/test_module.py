@@ -124,6 +124,7 @@ REFUSED = {
     "options in a list": (lambda: hog.GradientPenalty(options=["target"]), TypeError, "options: expected a dict"),
     "terms": (lambda: hog.GradientPenalty(options={"reduction": "none"}), ValueError, "reduction='none'"),
     "no fake samples": (lambda: hog.GradientPenalty()(build(plain), X), TypeError, "got no fake"),
+    "no derivatives": (lambda: hog.GradientPenalty("sobolev")(build(plain), X), TypeError, "derivatives after fake"),
     "an option that its kind has not": (lambda: hog.GradientPenalty("r1", options={"target": 1.0}), TypeError, "target"),
 }  # fmt: skip
 
