@@ -3,6 +3,7 @@
 import csv
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def gan_curves(metrics: Path, file: Path) -> Path:
         losses = key.startswith("train/") or key == "val/penalty"
         _curve(above if losses else below, key, points)
     above.set(ylabel="loss")
-    below.set(xlabel="step", ylabel="quality", ylim=(0, 1.02))
+    below.set(xlabel="step", ylabel="quality")
+    below.set_ylim(bottom=0)
     for axis in (above, below):
         axis.spines[["top", "right"]].set_visible(False)
         if axis.lines:
@@ -106,7 +108,12 @@ def points(
 def _columns(metrics: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of each column of training and validation that has more than one row."""
     with metrics.open(newline="") as stream:
-        rows = list(csv.DictReader(stream))
+        every = list(csv.DictReader(stream))
+    # a later `validate` or `test` writes its rows at step 0 again: they are of no training
+    last = next(
+        (i for i, (a, b) in enumerate(pairwise(every), 1) if int(b["step"]) < int(a["step"])), None
+    )
+    rows = every[:last]
     columns = {
         key: [(int(row["step"]) + 1, float(row[key])) for row in rows if row[key] != ""]
         for key in (rows[0] if rows else ())
