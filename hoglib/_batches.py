@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hoglib import _arguments as arguments
+from hoglib import _tree
 
 BY_ITSELF = "a tensor, a dict or an object of your own is handed to the model as it is"
 
@@ -23,6 +24,11 @@ def inputs_of(batch: Any) -> tuple[Any, ...]:
 def targets_of(batch: Any) -> Any:
     """What the criterion compares outputs with: the last of a tuple or list, or the batch."""
     return batch[-1] if _in_parts(batch) else batch
+
+
+def rows(tree: Any, count: int, start: int, end: int) -> Any:
+    """The same rows of each tensor whose leading dimension is that of the examples."""
+    return _tree.map_tensors(lambda t: t[start:end] if t.dim() and len(t) == count else t, tree)
 
 
 def _in_parts(batch: Any) -> bool:

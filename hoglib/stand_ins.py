@@ -157,12 +157,12 @@ def _refuse(original: Callable[..., Any], need: Need, *args: Any, **kwargs: Any)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return original(*args, **kwargs)
     raise arguments.NotSupported(
-        f"{need.name}{_in_module()}: expected an operation with a second derivative, got one without: "
+        f"{need.name}{in_module()}: expected an operation with a second derivative, got one without: "
         f"{need.lacks}. {need.instead}"
     )
 
 
-def _in_module() -> str:
+def in_module() -> str:
     """The innermost module that is running its forward, by its class."""
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib._batches import tensors_in
+from hoglib._batches import rows, tensors_in
 
 Size = Callable[[Any], float]
 
@@ -70,8 +70,7 @@ class Batches:
         """The batch, or what it is split into along its leading dimension."""
         if self._micro_batch is None:
             return [batch]
-        flat, structure = _tree.flatten(batch)
-        sizes = [len(x) for x in flat if isinstance(x, Tensor) and x.dim()]
+        sizes = [len(x) for x in _tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
         if not sizes:
             raise arguments.WrongType(
                 f"micro_batch: expected a batch of tensors that can be split, got "
@@ -80,16 +79,8 @@ class Batches:
         count = sizes[0]
         if count <= self._micro_batch:
             return [batch]
-        split = [
-            x.split(self._micro_batch)
-            if isinstance(x, Tensor) and x.dim() and len(x) == count
-            else x
-            for x in flat
-        ]
-        return [
-            _tree.unflatten([x[i] if isinstance(x, tuple) else x for x in split], structure)
-            for i in range(-(-count // self._micro_batch))
-        ]
+        size = self._micro_batch
+        return [rows(batch, count, start, start + size) for start in range(0, count, size)]
 
 
 def leading(batch: Any) -> float:

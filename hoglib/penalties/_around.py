@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from hoglib import _tree
 from hoglib._functorch import is_compiled
 from hoglib._substitution import Places
-from hoglib.penalties._samples import HALVES
+from hoglib.ops import _halves as halves
 
 
 @contextmanager
@@ -75,11 +75,7 @@ def _with_copies(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 def autocast_on(tensors: Sequence[Tensor]) -> list[str]:
     """The device types of the tensors for which the caller stands under autocast."""
-    return [
-        kind
-        for kind in {x.device.type for x in tensors}
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    ]
+    return [kind for kind in {x.device.type for x in tensors} if halves.autocast_on(kind)]
 
 
 def parameters_of(func: Callable[..., Any]) -> Iterable[Tensor]:
@@ -98,8 +94,8 @@ def as_parameters(params: Iterable[Tensor], tree: Any) -> Any:
     """What an autocast region made in half precision, in float32, as parameters are under autocast;
     and all of it in half precision where the parameters are."""
     dtypes = {p.dtype for p in params if p.is_floating_point()}
-    wanted = dtypes.pop() if len(dtypes) == 1 and dtypes < set(HALVES) else torch.float32
-    others = {torch.float32, *HALVES}
+    wanted = dtypes.pop() if len(dtypes) == 1 and dtypes < set(halves.HALVES) else torch.float32
+    others = {torch.float32, *halves.HALVES}
     return _tree.map_tensors(lambda x: x.to(wanted) if x.dtype in others else x, tree)
 
 

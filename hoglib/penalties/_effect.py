@@ -4,15 +4,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib._functorch import watching_functions
 from hoglib._graph import check_functions, is_compiled, nodes, users_functions
+from hoglib.stand_ins import in_module
 from hoglib.verification._cuts import Cut, Watch
 
 OF_X = "what it returns does not depend on the points"
@@ -77,35 +74,16 @@ def _cuts(func: Callable[..., Any], x: Any, args: tuple[Any, ...]) -> list[str]:
 
 
 class _InModules(Watch):
-    """A watch that knows which module it is in when it sees a cut."""
+    """A watch that knows which module runs when it sees a cut."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._running: list[nn.Module] = []
         self._where: dict[int, str] = {}
 
-    def __enter__(self) -> "_InModules":
-        self._handles = [
-            register_module_forward_pre_hook(lambda module, args: self._running.append(module)),
-            register_module_forward_hook(self._end, always_call=True),
-        ]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().__exit__(*args)
-
-    def _end(self, module: nn.Module, args: Any, out: Any) -> None:
-        self._running.pop()
-
     def said(self, cut: Cut) -> str:
-        module = self._where.get(id(cut))
-        return f"{cut} in {module}" if module else str(cut)
+        return f"{cut}{self._where[id(cut)]}"
 
     def _note(self, how: str, kind: str) -> Cut:
         cut = super()._note(how, kind)
-        if self._running:
-            self._where.setdefault(id(cut), type(self._running[-1]).__name__)
+        self._where.setdefault(id(cut), in_module())
         return cut

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib.ops._halves import widened
 
-HALVES = (torch.float16, torch.bfloat16)
 EMPTY = "{}: expected at least one sample, got none; leave empty batches out."
 
 
@@ -115,7 +115,7 @@ class Samples:
 
     def squares(self, grads: Sequence[Tensor]) -> Tensor:
         """sum over each sample's entries of g^2: [N], halves in float32."""
-        return self.sums([g.float().square() if g.dtype in HALVES else g.square() for g in grads])
+        return self.sums([widened(g).square() for g in grads])
 
     def spread(self, values: Tensor, leaf: Tensor, which: int) -> Tensor:
         """One value a sample [N], for every entry of a leaf."""

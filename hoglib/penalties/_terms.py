@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._batches import rows
 from hoglib._differences import same_random_numbers
 from hoglib._functorch import transforms_active
 from hoglib._leaves import Vector, filled
@@ -145,7 +146,7 @@ def _in_pieces(
     trainable: dict[int, Tensor] = {}
     by_points: list[list[Tensor]] = []
     for start in range(0, count, given.micro_batch):
-        piece = _rows((detached, args), count, start, start + given.micro_batch)
+        piece = rows((detached, args), count, start, start + given.micro_batch)
         points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
                   zip(_tree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
         with terms_at(what, func, piece[0], piece[1], rule, given, generator) as (terms, point):
@@ -173,8 +174,3 @@ def _in_pieces(
     tensors, gradients = zip(*pairs, strict=True)
     value = with_gradients(total, gradients, tensors, TWICE)
     return averaged(what, value, trainable.values(), list(trainable.values()))
-
-
-def _rows(tree: Any, count: int, start: int, end: int) -> Any:
-    """The same rows of each tensor whose leading dimension is that of the samples."""
-    return _tree.map_tensors(lambda t: t[start:end] if t.dim() and len(t) == count else t, tree)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib.penalties._samples import HALVES, Samples, inputs
+from hoglib.ops._standardise import wide
+from hoglib.penalties._samples import Samples, inputs
 
 
 def between(what: str, real: Any, fake: Any, batch: Any, generator: torch.Generator | None) -> Any:
@@ -57,9 +58,8 @@ def drawn(
     draw: Any, shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None
 ) -> Tensor:
     """Random numbers on the tensor's device, drawn where the generator is."""
-    dtype = torch.float32 if like.dtype in HALVES else like.dtype
     where = like.device if generator is None else generator.device
-    drawn: Tensor = draw(shape, generator=generator, device=where, dtype=dtype)
+    drawn: Tensor = draw(shape, generator=generator, device=where, dtype=wide(like.dtype))
     return drawn.to(like.device)
 
 

@@ -71,12 +71,9 @@ class GradientPenalty(nn.Module):
             raise arguments.WrongType(
                 f"options: expected a dict of the penalty's options, got {arguments.describe(options)}."
             )
-        chosen = {"micro_batch": micro_batch, "autocast": autocast, "output": output}
-        defaults = {"micro_batch": None, "autocast": False, "output": None}
-        self.options = {
-            **(options or {}),
-            **{key: value for key, value in chosen.items() if value != defaults[key]},
-        }
+        chosen = {"micro_batch": micro_batch, "autocast": autocast or None, "output": output}
+        given = {key: value for key, value in chosen.items() if value is not None}
+        self.options = {**(options or {}), **given}
         known = _options_of(self.kind)
         for name in self.options:
             if name not in known:

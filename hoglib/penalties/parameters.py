@@ -14,11 +14,11 @@ from hoglib._gradient_graph import gradient_graph
 from hoglib._leaves import Vector
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
+from hoglib.ops._halves import widened
 from hoglib.ops._norms_of_rows import root
 from hoglib.penalties import _effect as effect
 from hoglib.penalties._around import as_parameters, autocast_on
 from hoglib.penalties._distributed import averaged
-from hoglib.penalties._samples import HALVES
 from hoglib.stand_ins import stand_ins_if
 
 
@@ -76,8 +76,7 @@ def parameter_gradient(
         else:
             value, _, grads = gradient_graph(of_leaves, leaves, what, wanted)
             found = [g for g in grads if g is not None]
-        wide = [g.float() if g.dtype in HALVES else g for g in found]
-        norm = _tree.sum_scalars([(g * g.conj()).real.sum() for g in wide])
+        norm = _tree.sum_scalars([(g * g.conj()).real.sum() for g in map(widened, found)])
         norm = norm if squared else root(norm)
         if wanted and not functional and not norm.requires_grad:
             raise effect.none(

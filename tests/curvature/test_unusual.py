@@ -508,7 +508,7 @@ def test_dropout_is_no_fault_of_a_function():
     params = dict(net.named_parameters())
 
     def loss(p, x):
-        return last(Cubed.apply(torch.func.functional_call(net, p, (x,)))).square().mean()
+        return last(Right.apply(torch.func.functional_call(net, p, (x,)))).square().mean()
 
     hog.hvp(
         loss,
@@ -518,15 +518,3 @@ def test_dropout_is_no_fault_of_a_function():
     )
     _second_look._SEEN.clear()
     hog.hessian(loss, params, torch.randn(5, 3).double())
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * g * x**2

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hoglib import _differences as differences
 from hoglib.penalties._check._critics import Critic, Makers
-from hoglib.penalties._check._subject import Subject
+from hoglib.penalties._check._subject import DIFFER, Subject
 from hoglib.verification._cuts import INNER, Cut
 from hoglib.verification.report import Row
 
@@ -50,10 +50,7 @@ def _derivative(subject: Subject, critic: Critic, x: Tensor) -> Row:
     fake = x.clone()
     again = [subject(critic, x, fake).number for _ in range(2)]
     if again[0] != again[1]:
-        text = (
-            "not judged: equal calls differ; its random numbers are not of torch, NumPy or Python."
-        )
-        return Row(GRADIENT, "skip", None, text)
+        return Row(GRADIENT, "skip", None, DIFFER)
     leaves = [p.detach().clone() for p in critic.parameters()]
 
     def value(at: list[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from hoglib.penalties._check._critics import Critic, Makers
 from hoglib.penalties._check._kinds import Kind
 from hoglib.penalties._check._mistakes import Formula, Table, close, off
 from hoglib.penalties._check._subject import Outcome, Subject
+from hoglib.verification._copies import same
 from hoglib.verification.report import Row
 
 NAME = "points"
@@ -82,7 +83,7 @@ def taken(calls: Sequence[Tensor], real: Tensor, fake: Tensor) -> Tensor | str:
             f"the critic was called with shape {tuple(calls[-1].shape)}, real has "
             f"{tuple(real.shape)}: a coefficient was broadcast to what it should not be. {BETWEEN}"
         )
-    others = [x for x in shaped if not (_same(x, real) or _same(x, fake))]
+    others = [x for x in shaped if not (same(x, real) or same(x, fake))]
     rows = torch.cat([x.reshape(-1, *real.shape[1:]) for x in others or shaped])
     if len(rows) < len(real):
         return (
@@ -96,10 +97,6 @@ def _is_batch(x: Tensor, real: Tensor) -> bool:
     if x.shape[-real.dim() + 1 :] != real.shape[1:]:
         return False
     return x.dim() == real.dim() or x.numel() in (real.numel(), real[:1].numel())
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and bool(torch.equal(x, y))
 
 
 def _given(
