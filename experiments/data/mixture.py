@@ -3,7 +3,7 @@
 Source: Gulrajani et al., Improved Training of Wasserstein GANs, 2017, figure 2 and the code of it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import pi
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from experiments.data.stream import HeldOut, Stream
 from hoglib import _arguments as arguments
 
 PARTS = 25
@@ -71,47 +72,20 @@ def _on_roll(u: Tensor) -> Tensor:
     return torch.stack([t * t.cos(), t * t.sin()], 1) / ROLL_SCALE
 
 
-class SampleStream:
-    """Batches of real points, each a function of the seed and its number alone.
-
-    It tells Lightning its position (`state_dict`), so a run that is resumed in the middle goes on
-    with the batch that would have come next.
-    """
+class SampleStream(Stream):
+    """Batches of real points."""
 
     def __init__(self, kind: str, batches: int, batch: int, seed: int) -> None:
-        self.kind, self.batches, self.batch, self.seed = kind, batches, batch, seed
-        self.position = 0
+        super().__init__(batches, seed)
+        self.kind, self.batch = kind, batch
 
-    def __len__(self) -> int:
-        return self.batches
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for _ in range(self.position % self.batches, self.batches):
-            number, self.position = self.position, self.position + 1
-            yield sample(self.kind, self.batch, self.seed * 2**20 + number)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seed": self.seed, "position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seed, self.position = state["seed"], state["position"]
+    def batch_of(self, seed: int) -> Tensor:
+        return sample(self.kind, self.batch, seed)
 
 
-class HeldOut:
-    """The same two samples of real points at every visit, as one batch.
-
-    Generated points are compared with the first; the second tells how far two real samples of this
-    size are apart.
-    """
-
-    def __init__(self, kind: str, points: int, seed: int) -> None:
-        self.batch = (sample(kind, points, seed), sample(kind, points, seed + 1))
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter([self.batch])
+def two_samples(kind: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """What generated points are compared with, and what tells how far two real samples are apart."""
+    return sample(kind, count, seed), sample(kind, count, seed + 1)
 
 
 class Points(pl.LightningDataModule):
@@ -146,7 +120,7 @@ class Points(pl.LightningDataModule):
         return SampleStream(self.kind, self.iterations, self.batch, self.seed)
 
     def val_dataloader(self) -> HeldOut:
-        return HeldOut(self.kind, self.validation_points, VALIDATION_SEED)
+        return HeldOut(two_samples(self.kind, self.validation_points, VALIDATION_SEED))
 
     def test_dataloader(self) -> HeldOut:
-        return HeldOut(self.kind, self.test_points, TEST_SEED)
+        return HeldOut(two_samples(self.kind, self.test_points, TEST_SEED))

@@ -3,7 +3,6 @@
 Source: Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, section 5.1.
 """
 
-from collections.abc import Iterator
 from math import pi
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from experiments.data.stream import HeldOut, Stream
 from hoglib import _arguments as arguments
 
 Batch = tuple[Tensor, Tensor]
@@ -48,45 +48,19 @@ def sample(tasks: int, shots: int, queries: int, seed: int) -> Waves:
     return Waves(points(shots), points(queries), amplitude, phase)
 
 
-class TaskStream:
-    """Meta-batches (support, query), each a function of the seed and its number alone.
-
-    It tells Lightning its position (`state_dict`), so a run that is resumed in the middle goes on
-    with the batch that would have come next.
-    """
+class TaskStream(Stream):
+    """Meta-batches (support, query)."""
 
     def __init__(self, batches: int, tasks: int, shots: int, queries: int, seed: int) -> None:
-        self.batches, self.tasks, self.shots, self.queries = batches, tasks, shots, queries
-        self.seed = seed
-        self.position = 0
+        super().__init__(batches, seed)
+        self.tasks, self.shots, self.queries = tasks, shots, queries
 
-    def __len__(self) -> int:
-        return self.batches
-
-    def __iter__(self) -> Iterator[tuple[Batch, Batch]]:
-        for _ in range(self.position % self.batches, self.batches):
-            number, self.position = self.position, self.position + 1
-            waves = sample(self.tasks, self.shots, self.queries, self.seed * 2**20 + number)
-            yield waves.support, waves.query
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seed": self.seed, "position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seed, self.position = state["seed"], state["position"]
+    def batch_of(self, seed: int) -> tuple[Batch, Batch]:
+        return pair(sample(self.tasks, self.shots, self.queries, seed))
 
 
-class HeldOut:
-    """The same tasks at every visit, as one batch."""
-
-    def __init__(self, waves: Waves) -> None:
-        self.batch = (waves.support, waves.query)
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[tuple[Batch, Batch]]:
-        return iter([self.batch])
+def pair(waves: Waves) -> tuple[Batch, Batch]:
+    return waves.support, waves.query
 
 
 class SinusoidTasks(pl.LightningDataModule):
@@ -119,10 +93,10 @@ class SinusoidTasks(pl.LightningDataModule):
         return TaskStream(self.iterations, self.tasks, self.shots, self.queries, self.seed)
 
     def val_dataloader(self) -> HeldOut:
-        return HeldOut(sample(self.validation_tasks, self.shots, 100, VALIDATION_SEED))
+        return HeldOut(pair(sample(self.validation_tasks, self.shots, 100, VALIDATION_SEED)))
 
     def test_dataloader(self) -> HeldOut:
-        return HeldOut(self.test_waves())
+        return HeldOut(pair(self.test_waves()))
 
     def test_waves(self) -> Waves:
         """The held-out tasks of the test, with 100 query points each and their true parameters."""
