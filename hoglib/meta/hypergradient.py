@@ -153,6 +153,7 @@ class _Loop:
                 params,
                 batch,
                 constant=is_before_the_last(i, self.steps, self.truncate),
+                alone=end - start == 1,
             )
             params, state = self._rule(hyper).update(params, grads, state)
             losses.append(loss)
