@@ -97,6 +97,7 @@ def adapt(
                 batch,
                 constant=segment.constant(i),
                 alone=end - start == 1,
+                check=i == 0,
             )
             params, state = rule.update(params, grads, state)
         return (params, state), []
@@ -149,24 +150,32 @@ def _length(memory: str, steps: int) -> int:
 
 
 def gradient(
-    loss: WithNotes, params: Params, batch: Any, *, constant: bool, alone: bool = False
+    loss: WithNotes,
+    params: Params,
+    batch: Any,
+    *,
+    constant: bool,
+    alone: bool = False,
+    check: bool = True,
 ) -> tuple[Params, Any]:
     """grad loss(params, batch), and (the loss, its notes), both without a graph.
 
     constant: the gradient has no graph; otherwise it has one wherever the caller records one. alone:
-    what is run again, if anything, is this and nothing else of the model.
+    what is run again, if anything, is this and nothing else of the model. check: its custom Functions
+    are looked at, which the first step of a loop does for all.
     """
+    check = check and not constant
     if _functorch.transforms_active():
-        return _by_transform(loss, params, batch, constant)
-    return _by_autograd(loss, params, batch, constant, alone)
+        return _by_transform(loss, params, batch, constant, check)
+    return _by_autograd(loss, params, batch, constant, alone, check)
 
 
 def _by_transform(
-    loss: WithNotes, params: Params, batch: Any, constant: bool
+    loss: WithNotes, params: Params, batch: Any, constant: bool, check: bool
 ) -> tuple[Params, Any]:
     def checked(params: Params, batch: Any) -> tuple[Tensor, Any]:
         value, notes = loss(params, batch)
-        if not constant:
+        if check:
             check_functions(value, "the inner step")
         return value, (value.detach(), notes)
 
@@ -177,7 +186,7 @@ def _by_transform(
 
 
 def _by_autograd(
-    loss: WithNotes, params: Params, batch: Any, constant: bool, alone: bool
+    loss: WithNotes, params: Params, batch: Any, constant: bool, alone: bool, check: bool
 ) -> tuple[Params, Any]:
     """The same by plain autograd: several times as fast, and it takes Functions of the old "
     "style."""
@@ -193,8 +202,8 @@ def _by_autograd(
                 "one that does not; look for .detach(), .item(), .data or torch.no_grad() in the "
                 "model or the loss, or for inner parameters that nothing uses."
             )
-        if create_graph:
-            check_functions(value, "the inner step")
+        if check and create_graph:
+            check_functions(value, "the inner step", own)
         grads = torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True)
     return _tree.unflatten(filled(list(grads), own), structure), (value.detach(), notes)
 

@@ -287,7 +287,7 @@ class Learner(nn.Module, ABC):
             with self._noting() as statistics:
                 return self._inner_value(point, params, support, loss), statistics
 
-        return gradient(noted, params, support, constant=constant, alone=alone)
+        return gradient(noted, params, support, constant=constant, alone=alone, check=i == 0)
 
     def _outer(self, point: Point, support: Any, query: Any) -> tuple[Tensor, Any, Params]:
         """The outer loss of a task after the inner loop, what is noted of both, and what "
