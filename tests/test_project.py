@@ -143,7 +143,18 @@ def test_public_names():
         "hvp",
         "laplacian",
     ]
-    assert hog.meta.__all__ == ["MAML", "Rule", "adapt", "inner_step", "sgd"]
+    assert hog.meta.__all__ == [
+        "MAML",
+        "RULES",
+        "Rule",
+        "adam",
+        "adamw",
+        "adapt",
+        "inner_step",
+        "momentum",
+        "rmsprop",
+        "sgd",
+    ]
     for module in (hog, hog.ops, hog.nn, hog.meta, hog.curvature):
         for name in module.__all__:
             assert getattr(module, name) is not None

@@ -2,6 +2,17 @@
 
 from hoglib.meta.inner import adapt, inner_step
 from hoglib.meta.maml import MAML
-from hoglib.meta.rules import Rule, sgd
+from hoglib.meta.rules import RULES, Rule, adam, adamw, momentum, rmsprop, sgd
 
-__all__ = ["MAML", "Rule", "adapt", "inner_step", "sgd"]
+__all__ = [
+    "MAML",
+    "RULES",
+    "Rule",
+    "adam",
+    "adamw",
+    "adapt",
+    "inner_step",
+    "momentum",
+    "rmsprop",
+    "sgd",
+]
