@@ -24,7 +24,9 @@ class Attends(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(
+            4, 2, 6, dropout=0.0, activation="gelu", batch_first=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x.reshape(len(x), -1, 4)).mean(1)
