@@ -1,0 +1,591 @@
+"""What an inner loop can be made of: rates, losses, rules, parts that adapt, batches of any kind."""
+
+import copy
+import functools
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+import hoglib as hog
+from tests.meta.networks import as_list, image_tasks, meta_gradient, network
+from tests.oracles import gradient_by_differences, random_like, relative
+
+MEMORY = ["store", "remat", "checkpoint"]
+MAPPED = pytest.mark.parametrize("over_tasks", ["loop", "vmap"])
+
+
+def by_hand(learner, tasks, inner, steps, query=None):
+    """The meta-gradient of all that is learned, by torch's own backward: inner(learned, params, batch, i)
+    gives the parameters after step i, query the loss of a task."""
+    learned = {n: p.detach().clone().requires_grad_() for n, p in learner.named_parameters()}
+    of_model = {n.removeprefix("model."): p for n, p in learned.items() if n.startswith("model.")}
+    total = 0.0
+    for support, (x, y) in as_list(tasks):
+        params = dict(of_model)
+        for i in range(steps):
+            params = inner(learned, params, support, i)
+        loss = F.mse_loss(functional_call(learner.model, params, (x,)), y)
+        total = total + loss / len(tasks[0][0])
+    grads = torch.autograd.grad(total, list(learned.values()), allow_unused=True)
+    return {
+        n: torch.zeros_like(p) if g is None else g
+        for (n, p), g in zip(learned.items(), grads, strict=True)
+    }
+
+
+def inner_gradients(learner, params, support, loss=F.mse_loss):
+    x, y = support
+    value = loss(functional_call(learner.model, params, (x,)), y)
+    grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
+    return dict(zip(params, grads, strict=True))
+
+
+RATES = {
+    "model": lambda name: "rates.values.model",
+    "layer": lambda name: f"rates.values.{name.rpartition('.')[0]}",
+    "parameter": lambda name: f"rates.values.{name.replace('.', '/')}",
+    "element": lambda name: f"rates.values.{name.replace('.', '/')}",
+}
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("per_step", [False, True], ids=["one rate", "a rate a step"])
+@pytest.mark.parametrize("of", RATES)
+def test_learned_rates(of, per_step, memory, over_tasks):
+    tasks = image_tasks()
+    maml = hog.MAML(
+        network("LayerNorm"), F.mse_loss, inner_lr=0.05, inner_steps=3, learn_lr=of,
+        lr_per_step=per_step, memory=memory, over_tasks=over_tasks,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for rate in maml.rates.parameters():
+        with torch.no_grad():
+            rate.mul_(1 + 0.2 * torch.rand_like(rate))
+
+    def inner(learned, params, support, i):
+        g = inner_gradients(maml, params, support)
+        rates = {n: learned[RATES[of](n)] for n in params}
+        return {n: p - (rates[n][i] if per_step else rates[n]) * g[n] for n, p in params.items()}
+
+    expected = by_hand(maml, tasks, inner, 3)
+    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
+    assert all(g.abs().sum() > 0 for n, g in expected.items() if n.startswith("rates"))
+
+
+def test_sizes_of_learned_rates():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    sizes = {}
+    for of in RATES:
+        maml = hog.MAML(model, F.mse_loss, inner_steps=4, learn_lr=of, lr_per_step=True)
+        sizes[of] = sum(p.numel() for p in maml.rates.parameters()) // 4
+    assert sizes == {"model": 1, "layer": 2, "parameter": 4, "element": 17}
+
+
+class Learned(nn.Module):
+    """An inner loss with parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 3), nn.Softplus(), nn.Linear(3, 1)).double()
+
+    def forward(self, outputs, targets):
+        return self.net(outputs - targets).square().mean()
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+def test_learned_inner_loss(memory, over_tasks):
+    torch.manual_seed(0)
+    tasks, loss = image_tasks(), Learned()
+    maml = hog.MAML(
+        network("none"), F.mse_loss, inner_lr=0.05, inner_steps=2, inner_loss=loss, memory=memory,
+        over_tasks=over_tasks,
+    )  # fmt: skip
+
+    def inner(learned, params, support, i):
+        own = {n.removeprefix("inner_loss."): p for n, p in learned.items() if "inner_loss." in n}
+        g = inner_gradients(maml, params, support, lambda *a: functional_call(loss, own, a))
+        return {n: p - 0.05 * g[n] for n, p in params.items()}
+
+    expected = by_hand(maml, tasks, inner, 2)
+    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
+    assert all(g.abs().sum() > 0 for n, g in expected.items() if n != "inner_loss.net.2.bias")
+
+
+class LearnedRule(nn.Module):
+    """A rule with parameters: a step size and a decay."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = nn.Parameter(torch.tensor(0.05, dtype=torch.float64))
+        self.decay = nn.Parameter(torch.tensor(0.1, dtype=torch.float64))
+
+    def init(self, params):
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+
+    def update(self, params, grads, state):
+        state = {name: 0.5 * state[name] + grads[name] for name in params}
+        new = {n: p * (1 - self.decay) - self.size * state[n] for n, p in params.items()}
+        return new, state
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+def test_learned_rule(memory, over_tasks):
+    tasks = image_tasks()
+    maml = hog.MAML(
+        network("none"), F.mse_loss, inner_steps=3, rule=LearnedRule(), memory=memory,
+        over_tasks=over_tasks,
+    )  # fmt: skip
+    ours = meta_gradient(maml, tasks)
+
+    def meta_loss(learned):
+        rule = LearnedRule()
+        losses = []
+        for (sx, sy), (qx, qy) in as_list(tasks):
+            params = {n.removeprefix("model."): p for n, p in learned.items() if "model." in n}
+            state = rule.init(params)
+            for _ in range(3):
+                g = torch.func.grad(
+                    lambda p, sx=sx, sy=sy: F.mse_loss(functional_call(maml.model, p, (sx,)), sy)
+                )(params)
+                state = {n: 0.5 * state[n] + g[n] for n in params}
+                params = {
+                    n: p * (1 - learned["rule.decay"]) - learned["rule.size"] * state[n]
+                    for n, p in params.items()
+                }
+            losses.append(F.mse_loss(functional_call(maml.model, params, (qx,)), qy))
+        return torch.stack(losses).mean()
+
+    learned = {n: p.detach() for n, p in maml.named_parameters()}
+    assert relative(ours, torch.func.grad(meta_loss)(learned)) < 1e-12
+    assert set(ours) == set(learned)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [functools.partial(hog.meta.sgd, momentum=0.9), hog.meta.sgd(0.05, momentum=0.9)],
+    ids=["function of the rate", "a rule"],
+)
+def test_rules_of_ones_own(rule):
+    tasks = image_tasks()
+    options = {"inner_lr": 0.05, "inner_steps": 3}
+    ours = meta_gradient(hog.MAML(network("none"), F.mse_loss, rule=rule, **options), tasks)
+    named = hog.MAML(
+        network("none"), F.mse_loss, rule="sgd", rule_options={"momentum": 0.9}, **options
+    )
+    assert relative(ours, meta_gradient(named, tasks)) == 0
+
+
+HEADS = {
+    "prefix": ["4"],
+    "one name": "4",
+    "names": ["4.weight", "4.bias"],
+    "predicate": lambda name, p: name.startswith("4") and p.dim() > 0,
+}
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_part_adapts_and_everything_learns(head, memory, over_tasks):
+    """ANIL."""
+    tasks = image_tasks()
+    maml = hog.MAML(
+        network("BatchNorm"), F.mse_loss, inner_lr=0.1, inner_steps=3, inner_params=HEADS[head],
+        memory=memory, over_tasks=over_tasks,
+    )  # fmt: skip
+    before = {n: p.clone() for n, p in maml.model.named_parameters()}
+    adapted = maml.adapt(as_list(tasks)[0][0])
+    assert [n for n in before if not torch.equal(adapted[n], before[n])] == ["4.weight", "4.bias"]
+
+    def inner(learned, params, support, i):
+        head = {n: p for n, p in params.items() if n.startswith("4")}
+        x, y = support
+        value = F.mse_loss(functional_call(plain, params, (x,)), y)
+        grads = torch.autograd.grad(value, list(head.values()), create_graph=True)
+        return {**params, **{n: head[n] - 0.1 * g for n, g in zip(head, grads, strict=True)}}
+
+    plain = without_statistics(maml.model)
+    expected = by_hand(
+        type("", (), {"model": plain, "named_parameters": maml.named_parameters})(), tasks, inner, 3
+    )
+    assert relative(meta_gradient(maml, tasks), expected) < 1e-12
+
+
+def without_statistics(model):
+    twin = copy.deepcopy(model)
+    for layer in twin.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return twin
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+def test_multi_step_loss(memory, over_tasks):
+    tasks, weights = image_tasks(), [0.5, 0.0, 0.2, 0.3]
+    options = {"inner_lr": 0.05, "memory": memory, "over_tasks": over_tasks}
+    maml = hog.MAML(
+        network("LayerNorm"), F.mse_loss, inner_steps=4, step_weights=weights, **options
+    )
+    value, ours = maml.loss(tasks).item(), meta_gradient(maml, tasks)
+    expected, total = {n: torch.zeros_like(g) for n, g in ours.items()}, 0.0
+    for i, weight in enumerate(weights):
+        part = hog.MAML(network("LayerNorm"), F.mse_loss, inner_steps=i + 1, **options)
+        total += weight * part.loss(tasks).item()
+        expected = {n: expected[n] + weight * g for n, g in meta_gradient(part, tasks).items()}
+    assert relative(ours, expected) < 1e-12
+    assert abs(value - total) < 1e-12
+
+
+def test_annealed_weights():
+    assert hog.meta.multi_step_weights(4, 0, 10) == [0.25] * 4
+    assert hog.meta.multi_step_weights(4, 10, 10) == hog.meta.multi_step_weights(4, 99, 10)
+    assert hog.meta.multi_step_weights(4, 10, 10) == [0, 0, 0, 1]
+    halfway = hog.meta.multi_step_weights(4, 5, 10)
+    assert halfway == [0.125] * 3 + [0.625]
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("rule", ["sgd", "adam"])
+def test_truncation(rule, memory, over_tasks):
+    """The steps before the last two are taken at face value."""
+    tasks, options = image_tasks(), {"inner_lr": 0.02, "rule": rule, "over_tasks": over_tasks}
+    if rule == "adam":
+        options["rule_options"] = {"eps": 0.1}
+    maml = hog.MAML(
+        network("LayerNorm"), F.mse_loss, inner_steps=5, truncate=2, memory=memory, **options
+    )
+    ours = meta_gradient(maml, tasks)
+    made = hog.meta.sgd(0.02) if rule == "sgd" else hog.meta.adam(0.02, eps=0.1)
+    expected = {n: torch.zeros_like(g) for n, g in ours.items()}
+    for support, query in as_list(tasks):
+        params = hog.trainable_params(maml.model)
+        state = made.init(params)
+        for i in range(5):
+            g = inner_gradients(maml, params, support)
+            if i < 3:
+                g = {n: x.detach() for n, x in g.items()}
+            params, state = made.update(params, g, state)
+        grads = torch.autograd.grad(maml.objective(params, query), list(maml.model.parameters()))
+        for n, g in zip(expected, grads, strict=True):
+            expected[n] += g / len(tasks[0][0])
+    assert relative(ours, expected) < 1e-12
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_truncation_at_its_ends_is_first_order_and_the_whole(steps):
+    tasks, options = image_tasks(), {"inner_lr": 0.05, "inner_steps": steps}
+    make = functools.partial(hog.MAML, network("none"), F.mse_loss, **options)
+    first, whole = (meta_gradient(make(first_order=f), tasks) for f in (True, False))
+    assert relative(meta_gradient(make(truncate=0), tasks), first) == 0
+    assert relative(meta_gradient(make(truncate=steps), tasks), whole) < 1e-15
+
+
+# Batches of any kind
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, a, b):
+        return self.layer(a) * b
+
+
+class OfDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, batch):
+        return {"out": self.layer(batch["x"]) * batch["scale"]}
+
+
+def rand(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+
+KINDS = {
+    "several inputs": (TwoInputs, F.mse_loss, None, lambda k: (rand(3, k, 2), rand(3, k, 2), rand(3, k, 2))),
+    "a dict": (
+        OfDict, lambda out, batch: F.mse_loss(out["out"], batch["y"]), None,
+        lambda k: {"x": rand(3, k, 2), "y": rand(3, k, 2), "scale": rand(3)},
+    ),
+    "a tensor": (lambda: nn.Linear(2, 2), lambda out, x: F.mse_loss(out, x), None, lambda k: rand(3, k, 2)),
+    "by forward": (
+        TwoInputs, lambda out, batch: F.mse_loss(out, batch["y"]),
+        lambda model, batch: model(b=batch["b"], a=batch["a"]),
+        lambda k: {"a": rand(3, k, 2), "b": rand(3, k, 2), "y": rand(3, k, 2)},
+    ),
+}  # fmt: skip
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_any_kind(kind, memory, over_tasks):
+    make, criterion, forward, batch = KINDS[kind]
+    torch.manual_seed(0)
+    model, tasks = make().double(), (batch(4), batch(5))
+    maml = hog.MAML(
+        model, criterion, forward=forward, inner_lr=0.1, inner_steps=2, memory=memory,
+        over_tasks=over_tasks,
+    )  # fmt: skip
+    ours = meta_gradient(maml, tasks)
+    loss = hog.functional_loss(model, criterion, forward=forward)
+    one_by_one = [
+        tuple(torch.utils._pytree.tree_map(lambda t, i=i: t[i], part) for part in tasks)
+        for i in range(3)
+    ]
+
+    def meta_loss(params):
+        values = []
+        for support, query in one_by_one:
+            theta = params
+            for _ in range(2):
+                g = torch.func.grad(loss)(theta, support)
+                theta = {n: p - 0.1 * g[n] for n, p in theta.items()}
+            values.append(loss(theta, query))
+        return torch.stack(values).mean()
+
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    expected = {f"model.{n}": g for n, g in gradient_by_differences(meta_loss, params).items()}
+    assert relative(ours, expected) < 1e-6
+    if over_tasks == "loop":
+        assert relative(meta_gradient(maml, one_by_one), ours) < 1e-12
+        collated = torch.utils.data.default_collate(one_by_one)
+        assert relative(meta_gradient(maml, collated), ours) < 1e-12
+
+
+def test_a_list_of_equal_tasks_is_stacked_where_that_pays():
+    tasks = [
+        (tuple(x[i] for x in s), tuple(x[i] for x in q)) for s, q in [fixed()] for i in range(3)
+    ]
+    calls = []
+    model = nn.Linear(2, 2).double()
+    model.register_forward_hook(lambda *a: calls.append(1))
+    hog.MAML(model, F.mse_loss).loss(tasks)
+    stacked = len(calls)
+    calls.clear()
+    hog.MAML(model, F.mse_loss, over_tasks="loop").loss(tasks)
+    assert len(calls) > stacked
+
+
+def fixed():
+    return (rand(3, 4, 2), rand(3, 4, 2)), (rand(3, 5, 2), rand(3, 5, 2))
+
+
+def test_criterion_with_parameters_is_learned():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+        def forward(self, outputs, targets):
+            return self.log_scale.exp() * F.mse_loss(outputs, targets) - self.log_scale
+
+    maml = hog.MAML(network("none"), Scaled(), inner_lr=0.05, inner_steps=2)
+    ours, tasks = meta_gradient(maml, image_tasks()), image_tasks()
+
+    def at(scale):
+        with torch.no_grad():
+            maml.criterion.log_scale.fill_(scale)
+            return maml.loss(tasks)
+
+    slope = (at(0.3 + 1e-5) - at(0.3 - 1e-5)) / 2e-5
+    assert abs(ours["criterion.log_scale"] - slope) < 1e-7 * abs(slope)
+
+
+# Batch norm
+
+
+def test_policies_of_batch_norm():
+    model = network("BatchNorm")
+    model[1].running_mean.fill_(0.3)
+    model[1].running_var.fill_(2.0)
+    tasks, support = image_tasks(), as_list(image_tasks())[0][0]
+
+    def of(policy, training):
+        model.train(training)
+        maml = hog.MAML(model, F.mse_loss, inner_lr=0.1, batch_norm=policy)
+        return torch.cat([p.reshape(-1) for p in maml.adapt(support).values()])
+
+    by_batch, by_running = of("by_mode", True), of("by_mode", False)
+    assert not torch.allclose(by_batch, by_running)
+    for training in (True, False):
+        assert torch.equal(of("transductive", training), by_batch)
+        assert torch.equal(of("frozen", training), by_running)
+    state = copy.deepcopy(model.state_dict())
+    for policy in ("by_mode", "transductive", "frozen", "per_step"):
+        hog.MAML(model.train(), F.mse_loss, batch_norm=policy).loss(tasks).backward()
+    assert all(
+        torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True)
+    )
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+def test_statistics_per_step(memory, over_tasks):
+    tasks, model = image_tasks(), network("BatchNorm")
+    maml = hog.MAML(
+        model, F.mse_loss, inner_lr=0.1, inner_steps=2, batch_norm="per_step", memory=memory,
+        over_tasks=over_tasks,
+    )  # fmt: skip
+    plain = hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=2, over_tasks=over_tasks)
+    assert relative(meta_gradient(maml, tasks), meta_gradient(plain, tasks)) < 1e-12
+    mean = maml.statistics.get_buffer("mean/1")
+    assert mean.shape == (3, 3)
+    expected = []
+    for i in range(3):
+        found = []
+        for support, query in as_list(tasks):
+            x = (support if i < 2 else query)[0]
+            theta = plain.adapt(support, steps=i)
+            found.append(F.conv2d(x, theta["0.weight"], theta["0.bias"], padding=1).mean((0, 2, 3)))
+        expected.append(0.1 * torch.stack(found).mean(0))
+    torch.testing.assert_close(mean, torch.stack(expected))
+    # in eval mode step i normalises by entry i
+    model.eval()
+    x, support = tasks[1][0][0], as_list(tasks)[0][0]
+    maml.statistics.get_buffer("var/1")[2] = 3.0
+    adapted = maml.adapt(support)
+    twin = copy.deepcopy(model)
+    twin[1].running_mean, twin[1].running_var = mean[2].clone(), torch.full((3,), 3.0).double()
+    torch.testing.assert_close(maml(x, params=adapted), functional_call(twin, adapted, (x,)))
+    again = pickle.loads(pickle.dumps(maml))
+    torch.testing.assert_close(again.adapt(support), adapted)
+    other = hog.MAML(
+        network("BatchNorm"), F.mse_loss, inner_lr=0.1, inner_steps=2, batch_norm="per_step"
+    )
+    other.load_state_dict(maml.state_dict())
+    torch.testing.assert_close(other.eval().adapt(support), adapted)
+
+
+def test_evaluation_by_statistics_that_nothing_updated_is_told():
+    maml = hog.MAML(network("BatchNorm"), F.mse_loss)
+    tasks = image_tasks()
+    maml.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        maml.loss(tasks)  # as it was trained elsewhere, for all that is known
+        maml.train()
+        maml.loss(tasks)
+    maml.eval()
+    with pytest.warns(UserWarning, match="batch_norm='transductive'"):
+        maml.adapt(as_list(tasks)[0][0])
+
+
+# Errors
+
+
+def nan_at(step):
+    """An inner loss that is NaN in the second task from a step on."""
+    tasks = image_tasks()
+    lr = {1: 0.05, 3: 1e80}[step]
+    if step == 1:
+        tasks[0][1][1] = float("nan")
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)).double()
+    if step == 3:
+        tasks[0][0][0].zero_()  # the first task stays where it is, almost
+        tasks[0][1][0].zero_()
+        nn.init.zeros_(model[1].bias)
+        tasks[1][1][0].zero_()
+    return hog.MAML(model, F.mse_loss, inner_lr=lr, inner_steps=5), tasks
+
+
+@MAPPED
+@pytest.mark.parametrize("step", [1, 3])
+def test_an_inner_loss_that_is_not_finite_names_task_and_step(step, over_tasks):
+    maml, tasks = nan_at(step)
+    maml._mapper.over_tasks = over_tasks
+    with pytest.raises(FloatingPointError, match=f"at task 1 of 2, step {step} of 5"):
+        maml.loss(tasks)
+
+
+def make(**options):
+    return lambda: hog.MAML(nn.Linear(2, 2), F.mse_loss, **options)
+
+
+ERRORS = {
+    "rates a step of nothing": (make(lr_per_step=True), ValueError, "learn_lr.*got None"),
+    "unknown granularity": (make(learn_lr="channel"), ValueError, "model, layer, parameter, element"),
+    "rates for a rule that has its own": (
+        make(rule=hog.meta.sgd(0.1), learn_lr="model"), ValueError, "give the function that makes it",
+    ),
+    "unknown rule": (make(rule="lion"), ValueError, "sgd, momentum, adam, adamw, rmsprop"),
+    "rule that is none": (make(rule=lambda lr: lr), TypeError, "hoglib.meta.Rule"),
+    "options of no name": (make(rule=hog.meta.adam, rule_options={"eps": 1}), ValueError, "functools.partial"),
+    "no such part": (make(inner_params=["head"]), ValueError, "got 'head'; it has weight, bias"),
+    "nothing adapts": (make(inner_params=lambda n, p: False), ValueError, "at least one parameter"),
+    "weights of other steps": (make(inner_steps=3, step_weights=[1.0]), ValueError, "expected 3 weights"),
+    "no weight": (make(inner_steps=2, step_weights=[0, 0]), ValueError, "not all of them"),
+    "truncated below none": (make(truncate=-1), ValueError, "truncate.*at least 0"),
+    "unknown policy": (make(batch_norm="batch"), ValueError, "by_mode, transductive, per_step, frozen"),
+    "tasks of other sizes by vmap": (
+        lambda: hog.MAML(nn.Linear(2, 2).double(), F.mse_loss, over_tasks="vmap").loss(
+            [((rand(2, 2), rand(2, 2)), (rand(2, 2), rand(2, 2))), ((rand(3, 2), rand(3, 2)), (rand(3, 2), rand(3, 2)))]
+        ), ValueError, "same shapes",
+    ),
+    "stacks of other lengths": (
+        lambda: hog.MAML(OfDict().double(), lambda o, b: o["out"].mean()).loss(
+            ({"x": rand(3, 4, 2), "scale": rand(2)}, {"x": rand(3, 4, 2), "scale": rand(3)})
+        ), ValueError, "support: .*leading dimension is that of the tasks",
+    ),
+    "an inner loss of nothing": (
+        lambda: hog.MAML(nn.Linear(2, 2).double(), F.mse_loss, inner_loss=lambda o, y: o.detach().sum(), over_tasks="loop").loss(fixed()),
+        RuntimeError, "inner loss: .*does not; look for .detach",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors(error):
+    call, kind, message = ERRORS[error]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def test_first_order_gives_learned_rates_their_gradient():
+    maml = hog.MAML(network("none"), F.mse_loss, learn_lr="parameter", first_order=True)
+    grads = meta_gradient(maml, image_tasks())
+    assert all(g.abs().sum() > 0 for n, g in grads.items() if n.startswith("rates"))
+
+
+def test_random_directions_of_the_whole_kitchen_sink():
+    """Everything at once, against differences."""
+    maml = hog.MAML(
+        network("GroupNorm"), F.mse_loss, inner_lr=0.02, inner_steps=4, learn_lr="parameter",
+        lr_per_step=True, rule="adam", rule_options={"eps": 0.1}, inner_loss=Learned(),
+        inner_params=["4", "1"], step_weights=[0.1, 0.2, 0.3, 0.4], memory="checkpoint",
+    )  # fmt: skip
+    tasks = image_tasks()
+    ours = meta_gradient(maml, tasks)
+    learned = dict(maml.named_parameters())
+    assert set(ours) == set(learned)
+    torch.manual_seed(0)
+    v = random_like(learned)
+
+    def at(t):
+        with torch.no_grad():
+            for n, p in learned.items():
+                p.add_(t * v[n])
+            value = maml.loss(tasks)
+            for n, p in learned.items():
+                p.sub_(t * v[n])
+        return value
+
+    slope = (at(1e-6) - at(-1e-6)) / 2e-6
+    along = sum((g * v[n]).sum() for n, g in ours.items())
+    assert abs(along - slope) < 1e-6 * abs(slope)
