@@ -115,7 +115,7 @@ def reweighted(
     file: Path,
 ) -> Path:
     """Digits of lowest and highest weight [n]; weights of right and wrong labels; (step, accuracy)."""
-    figure = plt.figure(figsize=(11, 6.2), layout="constrained")
+    figure: Any = plt.figure(figsize=(11, 6.2), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(1, 1.2))
     order = weights.argsort(stable=True)
     lowest, highest = above.subfigures(1, 2)

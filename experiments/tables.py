@@ -122,27 +122,33 @@ def reweighted(
 
     right: which test examples [n] it tells right; curves: (step, accuracy) on the way.
     """
-    head = ["trained on", "accuracy", "best on the way", "right labels", "wrong labels", "AUC"]
-    rows = [head]
+    rows = [["trained on", "accuracy", "behind", "best", "right labels", "wrong labels", "AUC"]]
+    first, *_ = right.values()
     for label, flags in right.items():
-        share, count = flags.double().mean().item(), len(flags)
-        interval = 1.96 * sqrt(share * (1 - share) / count)
         best = max((value for _, value in curves.get(label, [])), default=nan)
-        weights = ["" if len(rows) > 1 else f"{value:.2f}" for value in found]
-        row = [f"{share:.1%} ± {interval:.1%}", f"{best:.1%}", *weights]
-        rows.append([label, *("-" if "nan" in cell else cell for cell in row)])
-    count = len(next(iter(right.values())))
+        row = [label, share(flags), "", f"{best:.1%}", "", "", ""]
+        if flags is first:
+            row[4:] = [f"{value:.2f}" for value in found]
+        else:
+            row[2] = share(first.double() - flags.double())
+        rows.append(["-" if "nan" in cell else cell for cell in row])
     return "\n".join(
         [
-            f"Accuracy on {count} held-out digits, ± 95% interval; {noise}",
+            f"Accuracy on {len(first)} held-out digits, ± 95% interval; {noise}",
             "",
             *align(rows, left=1),
             "",
-            "best on the way: the highest of the curve on these same digits, which flatters; right, "
-            "wrong labels: mean\nweight, 1 in plain training; AUC: of the weights as a detector of "
-            "wrong labels (chance: 0.5).",
+            "behind: the first, digit by digit; best: the highest on the way, by these same digits, "
+            "which flatters;\nright, wrong labels: mean weight, 1 in plain training; AUC: of the "
+            "weights as a detector of wrong labels.",
         ]
     )
+
+
+def share(values: Tensor) -> str:
+    """The mean of values [n] as a percentage, +- 1.96 s / sqrt(n)."""
+    interval = 1.96 * values.double().std(correction=0).item() / sqrt(len(values))
+    return f"{values.double().mean().item():.1%} ± {interval:.1%}"
 
 
 def align(rows: list[list[str]], left: int = 0) -> list[str]:

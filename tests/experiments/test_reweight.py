@@ -209,7 +209,8 @@ def test_all_networks_start_alike_and_none_depends_on_the_others():
     assert len(alone) < len(some) < len(every)
     for fewer in (some, alone):
         assert_close(fewer, {name: every[name] for name in fewer}, rtol=0, atol=0)
-    fit("--trainer.max_steps", "1", "--model.lr", "1e-12", "--checkpoint_every", "1")
+    once = ("--trainer.max_steps", "1", "--model.lr", "1e-12", "--checkpoint_every", "1")
+    fit(*once, "--test_after_fit", "false")
     start = checkpoint(folder(3))["state_dict"]
     for name in ("noisy", "clean", "both"):
         ours, theirs = (
@@ -338,9 +339,11 @@ def test_the_area_under_the_curve():
 
 
 def test_the_table():
-    right = {"a": torch.arange(100) < 90, "b": torch.arange(100) < 50}
+    right = {"a": torch.arange(100) < 90, "b": torch.arange(100) < 50, "c": torch.arange(100) < 0}
     curves = {"a": [(1, 0.95), (2, 0.9)], "b": []}
-    lines = tables.reweighted(right, curves, tables.Detection(1.5, 0.25, 0.9), "x").splitlines()
+    lines = tables.reweighted(right, curves, tables.Detection(1.5, math.nan, 0.9), "x").splitlines()
     assert lines[0] == "Accuracy on 100 held-out digits, ± 95% interval; x"
-    assert lines[4].split() == ["a", "90.0%", "±", "5.9%", "95.0%", "1.50", "0.25", "0.90"]
-    assert lines[5].split() == ["b", "50.0%", "±", "9.8%", "-"]
+    # sqrt(0.9 * 0.1 / 100) = 0.03; 40 of 100 pairs differ: sqrt(0.4 * 0.6 / 100) = 0.049
+    assert lines[4].split() == ["a", "90.0%", "±", "5.9%", "95.0%", "1.50", "-", "0.90"]
+    assert lines[5].split() == ["b", "50.0%", "±", "9.8%", "40.0%", "±", "9.6%", "-"]
+    assert lines[6].split() == ["c", "0.0%", "±", "0.0%", "90.0%", "±", "5.9%", "-"]
