@@ -128,7 +128,7 @@ def reweighted(
         left.hist(weights[some].numpy(), bins.numpy(), color=colour, alpha=0.6, label=name)
     left.set(xlabel="average weight (1: as in plain training)", ylabel="training examples")
     left.set_yscale("symlog", linthresh=10)  # a few have weights of ten, hundreds have none
-    left.set_yticks([0, 1, 10, 100, 1000], ["0", "1", "10", "100", "1000"])
+    left.set_yticks([0, 10, 100, 1000], ["0", "10", "100", "1000"])
     for (name, points), colour in zip(curves.items(), (TEN, ONE, TRUTH, INK), strict=False):
         right.plot(*zip(*points, strict=True) if points else ([], []), color=colour, label=name)
     right.set(xlabel="step", ylabel="accuracy on held-out digits")
