@@ -11,6 +11,7 @@ import matplotlib as mpl
 import torch
 
 import hoglib as hog
+from experiments.data.digits import Examples
 from experiments.data.mixture import PARTS
 
 mpl.use("Agg")
@@ -18,6 +19,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 INK, TRUTH, BEFORE, ONE, TEN = "#222222", "#999999", "#c7c7c7", "#e08214", "#2166ac"
+DIGITS = 14  # in each group of the picture of weights
 
 
 def adaptation(maml: hog.MAML, waves: Any, label: str, file: Path, tasks: int = 3) -> Path:
@@ -47,7 +49,7 @@ def adaptation(maml: hog.MAML, waves: Any, label: str, file: Path, tasks: int = 
 def training_curve(metrics: Path, file: Path) -> Path:
     """Every column of a metrics.csv that has more than one row, against the step."""
     figure, axis = plt.subplots(figsize=(6, 4))
-    for key, points in _columns(metrics).items():
+    for key, points in columns(metrics).items():
         _curve(axis, key, points)
     axis.set(xlabel="meta-step", ylabel="mean squared error", yscale="log")
     axis.spines[["top", "right"]].set_visible(False)
@@ -60,7 +62,7 @@ def training_curve(metrics: Path, file: Path) -> Path:
 def gan_curves(metrics: Path, file: Path) -> Path:
     """Losses and penalty of a metrics.csv above, quality of held-out points below."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
-    for key, points in _columns(metrics).items():
+    for key, points in columns(metrics).items():
         if key == "val/covered":
             points = [(step, value / PARTS) for step, value in points]
             key = "val/covered (share)"
@@ -105,7 +107,55 @@ def points(
     return _save(figure, file)
 
 
-def _columns(metrics: Path) -> dict[str, list[tuple[int, float]]]:
+def reweighted(
+    examples: Examples,
+    weights: torch.Tensor,
+    curves: dict[str, list[tuple[int, float]]],
+    title: str,
+    file: Path,
+) -> Path:
+    """Digits of lowest and highest weight [n]; weights of right and wrong labels; (step, accuracy)."""
+    figure: Any = plt.figure(figsize=(11, 6.2), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.2))
+    order = weights.argsort(stable=True)
+    lowest, highest = above.subfigures(1, 2)
+    _digits(lowest, "lowest average weights", examples, order[:DIGITS])
+    _digits(highest, "highest average weights", examples, order.flip(0)[:DIGITS])
+    left, right = below.subplots(1, 2)
+    wrong = examples.label != examples.truth
+    bins = torch.linspace(0, weights.max().item() if len(weights) else 1, 41)
+    for name, some, colour in (("wrong labels", wrong, ONE), ("right labels", ~wrong, TEN)):
+        left.hist(weights[some].numpy(), bins.numpy(), color=colour, alpha=0.6, label=name)
+    left.set(xlabel="average weight (1: as in plain training)", ylabel="training examples")
+    left.set_yscale("symlog", linthresh=10)  # a few have weights of ten, hundreds have none
+    left.set_yticks([0, 10, 100, 1000], ["0", "10", "100", "1000"])
+    for (name, points), colour in zip(curves.items(), (TEN, ONE, TRUTH, INK), strict=False):
+        right.plot(*zip(*points, strict=True) if points else ([], []), color=colour, label=name)
+    right.set(xlabel="step", ylabel="accuracy on held-out digits")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=9)
+    figure.suptitle(f'{title}; "0, is 9": the label says 0, truth is 9', fontsize=11)
+    return _save(figure, file)
+
+
+def _digits(figure: Any, title: str, examples: Examples, picks: torch.Tensor) -> None:
+    """Images in two rows, each with the label that was given and, if that is wrong, the true one."""
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(2, DIGITS // 2).flatten()
+    for axis in axes:
+        axis.set_axis_off()
+    for axis, pick in zip(axes, picks.tolist(), strict=False):
+        given, truth = int(examples.label[pick]), int(examples.truth[pick])
+        axis.imshow(examples.x[pick].reshape(8, 8).numpy(), cmap="gray_r")
+        axis.set_title(
+            f"{given}" if given == truth else f"{given}, is {truth}",
+            fontsize=9,
+            color=TEN if given == truth else ONE,
+        )
+
+
+def columns(metrics: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of each column of training and validation that has more than one row."""
     with metrics.open(newline="") as stream:
         every = list(csv.DictReader(stream))

@@ -91,6 +91,66 @@ def generated(
     return "\n".join([head, "", *align(rows, left=2), "", note])
 
 
+class Detection(NamedTuple):
+    """Average weights of examples with right and with wrong labels, and how well they tell these apart.
+
+    auc: the probability that of a wrong and a right label, each drawn by chance, the wrong one has the
+    lower weight (the area under the ROC curve); nan where there are none of a kind.
+    """
+
+    right: float
+    wrong: float
+    auc: float
+
+
+def detection(weights: Tensor, wrong: Tensor) -> Detection:
+    """weights [n]; wrong [n], whether a label is."""
+    of_right, of_wrong = weights[~wrong].double(), weights[wrong].double()
+    lower = of_wrong[:, None] < of_right
+    equal = of_wrong[:, None] == of_right
+    auc = (lower + 0.5 * equal).mean().item() if lower.numel() else nan
+    return Detection(of_right.mean().item(), of_wrong.mean().item(), auc)
+
+
+def reweighted(
+    right: dict[str, Tensor],
+    curves: dict[str, list[tuple[int, float]]],
+    found: Detection,
+    noise: str,
+) -> str:
+    """Accuracy of each network, and the weights of the first.
+
+    right: which test examples [n] it tells right; curves: (step, accuracy) on the way.
+    """
+    rows = [["trained on", "accuracy", "behind", "best", "right labels", "wrong labels", "AUC"]]
+    first, *_ = right.values()
+    for label, flags in right.items():
+        best = max((value for _, value in curves.get(label, [])), default=nan)
+        row = [label, share(flags), "", f"{best:.1%}", "", "", ""]
+        if flags is first:
+            row[4:] = [f"{value:.2f}" for value in found]
+        else:
+            row[2] = share(first.double() - flags.double())
+        rows.append(["-" if "nan" in cell else cell for cell in row])
+    return "\n".join(
+        [
+            f"Accuracy on {len(first)} held-out digits, ± 95% interval; {noise}",
+            "",
+            *align(rows, left=1),
+            "",
+            "behind: the first, digit by digit; best: the highest on the way, by these same digits, "
+            "which flatters;\nright, wrong labels: mean weight, 1 in plain training; AUC: of the "
+            "weights as a detector of wrong labels.",
+        ]
+    )
+
+
+def share(values: Tensor) -> str:
+    """The mean of values [n] as a percentage, +- 1.96 s / sqrt(n)."""
+    interval = 1.96 * values.double().std(correction=0).item() / sqrt(len(values))
+    return f"{values.double().mean().item():.1%} ± {interval:.1%}"
+
+
 def align(rows: list[list[str]], left: int = 0) -> list[str]:
     """Right-aligned columns under a ruled head; the first `left` ones left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -1,0 +1,212 @@
+"""Learning to reweight examples: wrong labels found by a few right ones, beside plain training."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+import hoglib as hog
+from experiments import plots, runs, tables
+from experiments.data.digits import CLASSES, IMAGES, PIXELS, Examples
+from experiments.networks import mlp
+from hoglib import _arguments as arguments
+
+Params = dict[str, Tensor]
+Objective = Callable[[Params, Any], Tensor]
+REWEIGHTED = "reweighted"
+# What the other networks are trained on, which know nothing of weights.
+OTHERS = {
+    "noisy": "noisy labels as they are",
+    "clean": "the clean set alone",
+    "both": "noisy and clean together",
+}
+LABELS = {REWEIGHTED: "noisy labels, reweighted", **OTHERS}
+
+
+class Weighted(NamedTuple):
+    """Targets with a weight for each: label [n], weight [n]."""
+
+    label: Tensor
+    weight: Tensor
+
+
+def weighted_loss(logits: Tensor, targets: Weighted) -> Tensor:
+    """sum_i w_i l_i, with l_i the cross-entropy of example i."""
+    losses = hog.ops.softmax_cross_entropy(logits, targets.label, reduction="none")
+    return (targets.weight * losses).sum()
+
+
+def evenly(examples: Examples) -> Tensor:
+    """Weights [n] of a mean."""
+    return torch.full_like(examples.x[:, 0], 1 / len(examples.x))
+
+
+def learned_weights(
+    objective: Objective, params: Params, noisy: Examples, clean: Examples
+) -> Tensor:
+    """The weights [n] of noisy examples with which a step on them lowers the loss of clean ones most.
+
+        theta'(e) = theta - a grad_theta sum_i e_i l_i(theta)
+        u_i = -d/de_i L_clean(theta'(e)) at e = 0        w_i = max(u_i, 0) / sum_j max(u_j, 0)
+
+    All are zero if no example would help. The rate a is 1 here: it multiplies each u_i and leaves w
+    as it is. Source: Ren et al., Learning to Reweight Examples for Robust Deep Learning, 2018, eq. 12
+    to 14.
+    """
+    found = hog.meta.hypergradient(
+        lambda params, _: objective(params, (clean.x, Weighted(clean.label, evenly(clean)))),
+        lambda params, e: objective(params, (noisy.x, Weighted(noisy.label, e))),
+        params,
+        torch.zeros_like(evenly(noisy)),
+        rule=hog.meta.sgd(1.0),
+        steps=1,
+    )
+    useful = (-found.gradient).clamp(min=0)
+    return useful / useful.sum().clamp(min=torch.finfo(useful.dtype).tiny)
+
+
+class Reweighting(pl.LightningModule):
+    """A network trained with learned weights, and others from the same start on the same batches.
+
+    A training step takes noisy examples and all clean ones. The network "reweighted" learns from the
+    noisy ones by `learned_weights`, and sees clean ones through these weights alone.
+
+    against: the others, which weigh their examples evenly, of "noisy" (the same examples), "clean"
+    (the clean ones) and "both"; hidden, act: of all networks; lr: of their Adam; decay: whether lr
+    falls linearly to zero over the run.
+    """
+
+    weight_sum: Tensor
+    visits: Tensor
+
+    def __init__(
+        self,
+        against: list[str] | None = None,
+        hidden: list[int] | None = None,
+        act: str = "relu",
+        lr: float = 1e-3,
+        decay: bool = True,
+    ) -> None:
+        super().__init__()
+        widths = [128, 128] if hidden is None else hidden
+        for width in widths:
+            arguments.at_least("hidden", width, 1)
+        others = list(OTHERS) if against is None else against
+        for name in others:
+            arguments.one_of("against", name, OTHERS)
+        self.lr = arguments.positive("lr", lr)
+        self.decay = decay
+        start = mlp([PIXELS, *widths, CLASSES], act)
+        names = dict.fromkeys([REWEIGHTED, *others])
+        self.networks = nn.ModuleDict({name: deepcopy(start) for name in names})
+        self.objectives = {
+            name: hog.functional_loss(network, weighted_loss)
+            for name, network in self.networks.items()
+        }
+        self.options = {"networks": list(names), "hidden": list(widths), "act": act}
+        # Of each image of the whole set, by its number: the sum of its weights, times the batch, and
+        # how often it came.
+        self.register_buffer("weight_sum", torch.zeros(IMAGES))
+        self.register_buffer("visits", torch.zeros(IMAGES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.networks[REWEIGHTED](x)
+
+    def configure_optimizers(self) -> Any:
+        """One Adam for all: its steps are by element, so each network has those of its own loss."""
+
+        def factor(steps: int) -> float:
+            batches = self.trainer.num_training_batches * (self.trainer.max_epochs or 1)
+            return 1 - min(steps / batches, 1) if steps and self.decay else 1.0
+
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def training_step(self, batch: tuple[Examples, Examples], batch_idx: int) -> Tensor:
+        noisy, clean = batch
+        weights = self.weights(noisy, clean)
+        self.weight_sum[noisy.number] += weights * len(weights)
+        self.visits[noisy.number] += 1
+        losses = {name: self.loss(name, noisy, clean, weights) for name in self.networks}
+        for name, loss in losses.items():
+            arguments.finite(f"loss of {name}", loss, "Lower lr, or look for NaN in the data.")
+        values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
+        self.log_dict(values, prog_bar=True, batch_size=len(weights))
+        return torch.stack([*losses.values()]).sum()
+
+    def weights(self, noisy: Examples, clean: Examples) -> Tensor:
+        objective = self.objectives[REWEIGHTED]
+        return learned_weights(objective, hog.trainable_params(objective.model), noisy, clean)
+
+    def loss(self, name: str, noisy: Examples, clean: Examples, weights: Tensor) -> Tensor:
+        """What a network is trained on: the weights are those of the noisy examples."""
+        both = Examples(*map(torch.cat, zip(noisy, clean, strict=True)))
+        examples = {"clean": clean, "both": both}.get(name, noisy)
+        if name != REWEIGHTED:
+            weights = evenly(examples)
+        objective = self.objectives[name]
+        params = hog.trainable_params(objective.model)
+        return objective(params, (examples.x, Weighted(examples.label, weights)))
+
+    def right(self, examples: Examples) -> dict[str, Tensor]:
+        """Which examples [n] each network tells right."""
+        return {
+            name: network(examples.x).argmax(1) == examples.truth
+            for name, network in self.networks.items()
+        }
+
+    def validation_step(self, batch: Examples, batch_idx: int) -> None:
+        values = {f"val/{name}": r.float().mean() for name, r in self.right(batch).items()}
+        self.log_dict(values, batch_size=len(batch.x))
+
+    def test_step(self, batch: Examples, batch_idx: int) -> None:
+        folder = runs.run_folder(self.trainer)
+        metrics = folder / "metrics.csv"
+        columns = plots.columns(metrics) if metrics.exists() else {}
+        curves = {LABELS[name]: columns.get(f"val/{name}", []) for name in self.networks}
+        right = {LABELS[name]: flags.cpu() for name, flags in self.right(batch).items()}
+        noisy, weights = self.average_weights()
+        found = tables.detection(weights, noisy.label != noisy.truth)
+        noise = self.trainer.datamodule.noise  # type: ignore[attr-defined]
+        table = tables.reweighted(right, curves, found, noise)
+        print(f"\n{table}\n")
+        (folder / "table.txt").write_text(table + "\n")
+        picture = plots.reweighted(noisy, weights, curves, noise, folder / "weights.png")
+        print(f"Saved {folder / 'table.txt'}, {picture}")
+        values = {f"accuracy_{name}": right[LABELS[name]].float().mean() for name in self.networks}
+        self.log_dict({f"test/{key}": v for key, v in values.items()}, batch_size=len(batch.x))
+        self.log("test/auc", found.auc, batch_size=len(batch.x))
+
+    def average_weights(self) -> tuple[Examples, Tensor]:
+        """The noisy examples that came, and the average over the run of weight times batch."""
+        noisy = self.trainer.datamodule.split.noisy  # type: ignore[attr-defined]
+        came = self.visits.cpu()[noisy.number] > 0
+        noisy = Examples(*(part[came] for part in noisy))
+        return noisy, (self.weight_sum / self.visits).cpu()[noisy.number]
+
+    @property
+    def trained_with(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be judged or gone on from."""
+        return {**self.options, **self.trainer.datamodule.options}  # type: ignore[attr-defined]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["trained_with"] = self.trained_with
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Networks and weights belong to a split: another one would test on what was trained on."""
+        theirs = checkpoint.get("trained_with", {})
+        ours = {
+            name: value for name, value in self.trained_with.items() if value != theirs.get(name)
+        }
+        if ours:
+            listed = ", ".join(f"{name} {value}" for name, value in ours.items())
+            came = ", ".join(f"{name} {theirs.get(name)}" for name in ours)
+            raise arguments.WrongValue(
+                f"checkpoint: expected one trained with {listed}, as the config says, got one "
+                f"trained with {came}; give the config.yaml that lies beside the checkpoint with "
+                "--config."
+            )
