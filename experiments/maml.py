@@ -1,24 +1,27 @@
 """Few-shot regression: MAML, and the conventionally trained baseline it is compared with."""
 
 import copy
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import plots, tables
 from experiments.networks import mlp
 from experiments.runs import find_checkpoint, run_folder
 from hoglib import _arguments as arguments
+from hoglib.meta import Learner
 
 Batch = tuple[Tensor, Tensor]
 Tasks = tuple[Batch, Batch]
 
 
-def errors_after(maml: hog.MAML, tasks: Tasks, steps: Sequence[int]) -> Tensor:
+def errors_after(maml: Learner, tasks: Tasks, steps: Sequence[int]) -> Tensor:
     """Query losses [len(steps), tasks] after each number of gradient steps, in ascending order."""
 
     def of_task(support: Batch, query: Batch) -> Tensor:
@@ -32,13 +35,22 @@ def errors_after(maml: hog.MAML, tasks: Tasks, steps: Sequence[int]) -> Tensor:
         return torch.func.vmap(of_task, out_dims=1)(*tasks)
 
 
+ALGORITHMS: dict[str, type[Learner]] = {
+    "maml": hog.MAML,
+    "reptile": hog.meta.Reptile,
+    "imaml": hog.meta.IMAML,
+}
+
+
 class FewShotRegression(pl.LightningModule):
     """What both methods share (abstract): the network, adaptation to held-out tasks, and its errors.
 
-    hidden: widths of the hidden layers; act: their activation; inner_lr, inner_steps, first_order: the
-    inner loop of `hoglib.MAML`; lr: of the outer Adam; eval_steps: the numbers of gradient steps
-    after which held-out tasks are judged; baseline: a run directory (the newest version in it is
-    taken) or a checkpoint, whose errors stand beside this model's in the table.
+    hidden: widths of the hidden layers; act: their activation; algorithm: "maml", "reptile" or "imaml";
+    inner_lr, inner_steps, first_order: its inner loop; options: any further argument of `hoglib.MAML`,
+    `hoglib.meta.Reptile` or `hoglib.meta.IMAML`, such as learn_lr, rule, inner_params or memory; lr: of
+    the outer Adam; eval_steps: the numbers of gradient steps after which held-out tasks are judged;
+    baseline: a run directory (the newest version in it is taken) or a checkpoint, whose errors stand
+    beside this model's in the table.
     """
 
     label: str
@@ -53,18 +65,18 @@ class FewShotRegression(pl.LightningModule):
         lr: float = 1e-3,
         eval_steps: list[int] | None = None,
         baseline: str | None = None,
+        algorithm: str = "maml",
+        options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         widths = [1, *([40, 40] if hidden is None else hidden), 1]
         for width in widths:
             arguments.at_least("hidden", width, 1)
-        self.maml = hog.MAML(
-            mlp(widths, act),
-            F.mse_loss,
-            inner_lr=inner_lr,
-            inner_steps=inner_steps,
-            first_order=first_order,
-        )
+        kind = ALGORITHMS[arguments.one_of("algorithm", algorithm, ALGORITHMS)]
+        given = {"inner_lr": inner_lr, "inner_steps": inner_steps, **(options or {})}
+        if first_order:
+            given["first_order"] = True  # which only MAML knows
+        self.maml = _made(kind, mlp(widths, act), given)
         self.lr = arguments.positive("lr", lr)
         self.eval_steps = [0, 1, 5, 10] if eval_steps is None else eval_steps
         for step in self.eval_steps:
@@ -102,8 +114,9 @@ class FewShotRegression(pl.LightningModule):
         table = tables.few_shot(columns, self.eval_steps)
         for count, row in zip(self.eval_steps, columns[self.label], strict=True):
             self.log(f"test/mse_after_{count}", tables.summary(row).mean, batch_size=len(row))
-        print(f"\n{table}\n")
-        self._save(table, batch)
+        if self.trainer.is_global_zero:
+            print(f"\n{table}\n")
+            self._save(table, batch)
 
     def _save(self, table: str, tasks: Tasks) -> None:
         """Table and pictures beside the run's checkpoint."""
@@ -126,8 +139,9 @@ class MAMLRegression(FewShotRegression):
     label = "MAML"
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
-        loss = self.maml.loss(batch)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch[0][0]))
+        tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
+        loss = weight * self.maml.loss(tasks)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1, sync_dist=True)
         return loss
 
 
@@ -146,7 +160,23 @@ class JointRegression(FewShotRegression):
         return loss
 
 
-def load_baseline(model: FewShotRegression, where: str) -> hog.MAML:
+def _made(kind: type[Learner], network: nn.Module, options: dict[str, Any]) -> Learner:
+    try:
+        return kind(network, F.mse_loss, **options)
+    except TypeError as error:
+        if isinstance(error, arguments.Explained):
+            raise
+        known = [n for n in inspect.signature(kind.__init__).parameters if n not in HANDED]
+        raise arguments.WrongValue(
+            f"options: expected arguments of {kind.__name__}, which are {', '.join(known)}, got "
+            f"{', '.join(options)} ({error})."
+        ) from error
+
+
+HANDED = ("self", "model", "criterion")
+
+
+def load_baseline(model: FewShotRegression, where: str) -> Learner:
     """The baseline's parameters in a copy of this model's network, adapted the same way."""
     checkpoint = find_checkpoint(where)
     state = torch.load(checkpoint, map_location=model.device, weights_only=True)["state_dict"]

@@ -10,9 +10,9 @@ from typing import Any
 import matplotlib as mpl
 import torch
 
-import hoglib as hog
 from experiments.data.digits import Examples
 from experiments.data.mixture import PARTS
+from hoglib.meta import Learner
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -22,7 +22,7 @@ INK, TRUTH, BEFORE, ONE, TEN = "#222222", "#999999", "#c7c7c7", "#e08214", "#216
 DIGITS = 14  # in each group of the picture of weights
 
 
-def adaptation(maml: hog.MAML, waves: Any, label: str, file: Path, tasks: int = 3) -> Path:
+def adaptation(maml: Learner, waves: Any, label: str, file: Path, tasks: int = 3) -> Path:
     """Held-out sine waves: truth, support points, prediction before, after 1 and after 10 steps."""
     grid = torch.linspace(-5, 5, 200, device=next(maml.parameters()).device).unsqueeze(-1)
     figure, axes = plt.subplots(1, tasks, figsize=(4 * tasks, 3.2), sharey=True)

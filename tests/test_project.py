@@ -148,6 +148,7 @@ def test_public_names():
         "MAML",
         "RULES",
         "Hypergradient",
+        "Learner",
         "Reptile",
         "Residual",
         "Rule",

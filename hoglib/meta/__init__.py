@@ -4,6 +4,7 @@ from hoglib.meta.hypergradient import Hypergradient, hypergradient
 from hoglib.meta.imaml import IMAML
 from hoglib.meta.implicit import Residual
 from hoglib.meta.inner import adapt, inner_step
+from hoglib.meta.learner import Learner
 from hoglib.meta.maml import MAML, multi_step_weights
 from hoglib.meta.reptile import Reptile
 from hoglib.meta.rules import RULES, Rule, adam, adamw, momentum, rmsprop, sgd
@@ -14,6 +15,7 @@ __all__ = [
     "MAML",
     "RULES",
     "Hypergradient",
+    "Learner",
     "Reptile",
     "Residual",
     "Rule",

@@ -273,6 +273,9 @@ class Learner(nn.Module, ABC):
         segment = Segment(run, lambda i: self._constant(i, steps))
         params = {name: point.model[name] for name in adapting}
         carry = (params, self._rule(0, point, adapting).init(params), None)
+        if self._memory() != "store":  # what is run again keeps all that it is given
+            rest = {n: p for n, p in point.model.items() if n not in params}
+            point = point._replace(model=rest)
         (params, _, total), notes = unroll(
             segment, steps, carry, (point, support, query), self._memory(), tuple(self.modules())
         )

@@ -20,7 +20,7 @@ from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._substitution import batch_statistics, lingering
 from hoglib.ops import _captured
-from hoglib.ops._modes import Standing
+from hoglib.ops._modes import Standing, aside
 from hoglib.ops._surroundings import Autocast, Surroundings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -96,10 +96,11 @@ def recompute(
     tensors = call.tensors(leaves)
     if not tensors:
         return fn(*args, **keywords)
-    call.surroundings = Surroundings(
-        tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
-    )
-    return call.result(_Recompute.apply(call.first, *tensors))
+    with aside():  # but for fn, which is given them again
+        call.surroundings = Surroundings(
+            tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
+        )
+        return call.result(_Recompute.apply(call.first, *tensors))
 
 
 def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
