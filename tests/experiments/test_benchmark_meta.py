@@ -20,7 +20,7 @@ from experiments.benchmarks.meta.methods import (
     MANY_STEPS,
     META_GRADIENT,
 )
-from experiments.benchmarks.meta.tasks import LEARNERS, Learner, learner
+from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner
 from experiments.benchmarks.workload import Missing
 
 PEERS = ["higher", "TorchOpt", JAX]
@@ -111,10 +111,13 @@ def test_smoke_of_a_peer(package, method):
 
 
 def test_inner_loops_of_many_steps(without_peers):
-    point = learner("steps", "5", small=True)
+    point, exact = learner("steps", "5", small=True), checked("steps", "5")
     assert (point.count, point.inner_steps) == (1, 2)
-    rows = measure(replace(point, inner_steps=9), MANY_STEPS, 1, 60, memory=True)
+    assert (exact.count, exact.inner_steps, exact.support[0].dtype) == (1, 5, torch.float64)
+    longer = replace(point, inner_steps=9)
+    rows = measure(longer, MANY_STEPS, 1, 60, memory=True, checked=exact)
     assert {name: row["message"] for name, row in rows.items() if row["status"] != "ok"} == {}
+    assert all(row["error"] < 1e-9 for row in rows.values())
     peaks = {name: row["peak_bytes"] for name, row in rows.items()}
     stored = peaks.pop("store by hand")
     for name, peak in peaks.items():

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workload", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--problem", nargs="+", help="only these learners, or numbers of steps")
     parser.add_argument("--repeats", type=int, help="at most this many rounds (20)")
-    parser.add_argument("--seconds", type=float, help="no new round beyond this, a process (10)")
+    parser.add_argument("--seconds", type=float, help="no new round beyond this, a process")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/meta"))
     parser.add_argument(
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         results = json.loads((given.output / "results.json").read_text())
     else:
         options = ["--repeats", str(given.repeats or (1 if given.smoke else 20))]
-        options += ["--seconds", str(given.seconds or 10)]
+        options += ["--seconds", str(given.seconds)] if given.seconds else []
         options += ["--smoke"] * given.smoke
         jobs = [
             (name, problem)
