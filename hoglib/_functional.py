@@ -17,7 +17,7 @@ from hoglib._batches import (
     inputs_of,
     targets_of,
 )
-from hoglib._substitution import substituted
+from hoglib._substitution import Treatment, substituted, without_statistics
 
 Params = dict[str, Tensor]
 Criterion = Callable[[Any, Any], Tensor]
@@ -69,6 +69,7 @@ class FunctionalLoss:
                 "`forward=lambda model, batch: model(**batch)`."
             )
         self._dtype: torch.dtype | None = None
+        self._treat: Treatment = without_statistics
         self._names: set[str] = set()
 
     def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
@@ -127,6 +128,12 @@ class FunctionalLoss:
         loss._dtype = torch.float64
         return loss
 
+    def treating(self, treat: Treatment) -> "FunctionalLoss":
+        """This loss with something else in the places of the model's layers; see `substituted`."""
+        loss = copy(self)
+        loss._treat = treat
+        return loss
+
     def _with(self, params: Params) -> AbstractContextManager[None]:
         if not isinstance(params, dict):
             raise arguments.WrongType(
@@ -135,7 +142,7 @@ class FunctionalLoss:
             )
         if not params.keys() <= self._names:
             self._check_names(params)
-        return substituted(self.model, params, self._dtype)
+        return substituted(self.model, params, self._dtype, self._treat)
 
     def _check_names(self, params: Params) -> None:
         parameters = self.model.named_parameters(remove_duplicate=False)

@@ -7,7 +7,7 @@ the module on ctx) would then find those, and differentiate by the wrong ones wi
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -77,6 +77,8 @@ class Places:
             self._busy.pop()
 
 
+Treatment = Callable[[Places, nn.Module], None]
+
 # Places that hold a substitute: the thread that put it there, and how often. Two threads at once in one
 # model would each find the other's, and put it back for good.
 _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
@@ -136,16 +138,27 @@ def standing_again(standing: Standing) -> Iterator[None]:
             store[name] = value
 
 
+def without_statistics(places: Places, layer: nn.Module) -> None:
+    """A normalisation layer in train mode uses the batch's statistics and updates none."""
+    if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
+        for name, value in WITHOUT_STATISTICS.items():
+            places.put(layer, name, value)
+
+
 @contextmanager
 def substituted(
-    model: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    treat: Treatment = without_statistics,
 ) -> Iterator[None]:
     """The model with these parameters in the place of its own, whatever calls it inside.
 
     The model is left as it was: buffers that a forward changes are copies, and train-mode normalisation
     layers use the statistics of the batch and do not update their running averages, which torch could
     not do under functional transforms anyway. With `dtype`, the model's other floating-point parameters
-    and buffers are in it too (complex ones in the complex one). Inside `lingering()` everything stays
+    and buffers are in it too (complex ones in the complex one). `treat` puts into the places of each
+    module what else is to stand there. Inside `lingering()` everything stays
     until the next substitution in the model; but one that is inside of another's ends with its block,
     so that the outer one goes on with its own.
     """
@@ -153,12 +166,12 @@ def substituted(
     if lasting is not None and not lasting.in_use(model):
         lasting.restore(model)
         with lasting.using(model):
-            _substitute(lasting, model, params, dtype)
+            _substitute(lasting, model, params, dtype, treat)
             yield
         return
     places = Places()
     try:
-        _substitute(places, model, params, dtype)
+        _substitute(places, model, params, dtype, treat)
         yield
     finally:
         places.restore()
@@ -170,14 +183,18 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
     places = Places()
     try:
         for module in model.modules():
-            _without_statistics(places, module)
+            without_statistics(places, module)
         yield
     finally:
         places.restore()
 
 
 def _substitute(
-    places: Places, model: nn.Module, params: Mapping[str, Tensor], dtype: torch.dtype | None
+    places: Places,
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    treat: Treatment,
 ) -> None:
     """Parameters, and copies of the buffers, in every place in the model that holds one.
 
@@ -218,16 +235,10 @@ def _substitute(
             for name in LISTS_OF_WEIGHTS:  # which its forward makes anew
                 if name in vars(module):
                     places.put(module, name, vars(module)[name])
-        _without_statistics(places, module)
+        treat(places, module)
 
 
 def _in_dtype(own: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None or not (own.is_floating_point() or own.is_complex()):
         return own
     return own.to(dtype.to_complex() if own.is_complex() else dtype)
-
-
-def _without_statistics(places: Places, layer: nn.Module) -> None:
-    if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
-        for name, value in WITHOUT_STATISTICS.items():
-            places.put(layer, name, value)

@@ -1,7 +1,26 @@
 """Meta-learning: inner loops that can be differentiated, on unmodified modules."""
 
+from hoglib.meta.hypergradient import Hypergradient, hypergradient
+from hoglib.meta.imaml import IMAML
+from hoglib.meta.implicit import Residual
 from hoglib.meta.inner import adapt, inner_step
-from hoglib.meta.maml import MAML
-from hoglib.meta.rules import Rule, sgd
+from hoglib.meta.maml import MAML, multi_step_weights
+from hoglib.meta.reptile import Reptile
+from hoglib.meta.rules import RULES, Rule, sgd
+from hoglib.meta.tasks import shard
 
-__all__ = ["MAML", "Rule", "adapt", "inner_step", "sgd"]
+__all__ = [
+    "IMAML",
+    "MAML",
+    "RULES",
+    "Hypergradient",
+    "Reptile",
+    "Residual",
+    "Rule",
+    "adapt",
+    "hypergradient",
+    "inner_step",
+    "multi_step_weights",
+    "sgd",
+    "shard",
+]

@@ -1,16 +1,41 @@
-"""The inner loop: a few gradient steps on one task, as a function that can be differentiated."""
+"""The inner loop: gradient steps on one task, as a function that can be differentiated."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from math import isqrt
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
-from hoglib import _tree
+from hoglib import _arguments as arguments
+from hoglib import _functorch, _tree
+from hoglib._functional import FunctionalLoss, Params
 from hoglib._graph import check_functions
-from hoglib.meta.rules import Params, Rule
+from hoglib._leaves import filled, own_leaves
+from hoglib._substitution import lingering
+from hoglib.meta.rules import Rule
+from hoglib.ops import _captured
+from hoglib.ops._remat import recompute, running_again
 
 Loss = Callable[[Params, Any], Tensor]
+WithNotes = Callable[[Params, Any], tuple[Tensor, Any]]
+MEMORY = ("store", "remat", "checkpoint")
+RUNS_AGAIN = (
+    "expected a model whose graph keeps its tensors, got one with saved-tensor hooks, as "
+    "torch.utils.checkpoint has: in a later backward it would run again by the model's own "
+    "parameters instead of the adapted ones. Use memory='remat', which runs whole steps again."
+)
+
+
+class Segment(NamedTuple):
+    """Some steps of an inner loop: from the carry before the first to that after the last."""
+
+    # run(start, end, carry, constants) -> (carry, what each step notes)
+    run: Callable[[int, int, Any, Any], tuple[Any, list[Any]]]
+    # whether the gradient of a step is a constant
+    constant: Callable[[int], bool]
 
 
 def inner_step(
@@ -26,19 +51,12 @@ def inner_step(
 
         g = grad loss(theta, batch)        (theta', state') = rule.update(theta, g, state)
 
-    Returns (theta', state'), differentiable by theta and, unless first_order, through g. It is made of
-    `torch.func.grad`, so it runs under vmap, inside other transforms and in inference mode.
-    Raises RuntimeError for a custom Function that is `@once_differentiable`.
+    Returns (theta', state'), differentiable by theta and, unless first_order, through g. It runs
+    under vmap and inside other transforms of torch.func, under no_grad and in inference mode.
+    Raises RuntimeError for a custom Function that is `@once_differentiable`, and for a loss that
+    does not depend on params.
     """
-    at = _tree.map_tensors(Tensor.detach, params) if first_order else params
-
-    def checked(at: Params, batch: Any) -> Tensor:
-        value = loss(at, batch)
-        if not first_order:
-            check_functions(value, "the inner step")
-        return value
-
-    grads = torch.func.grad(checked)(at, batch)
+    grads, _ = gradient(_plain(loss), params, batch, constant=first_order)
     return rule.update(params, grads, state)
 
 
@@ -50,9 +68,159 @@ def adapt(
     *,
     steps: int,
     first_order: bool = False,
+    truncate: int | None = None,
+    memory: str = "store",
 ) -> Params:
-    """The parameters after `steps` inner steps on one batch."""
-    state = rule.init(params)
-    for _ in range(steps):
-        params, state = inner_step(loss, params, batch, rule, state, first_order=first_order)
+    """The parameters after `steps` inner steps on one batch.
+
+        theta_0 = params        theta_{i+1} = the inner step at theta_i        returns theta_steps
+
+    truncate: only the last so many steps are differentiated through; in those before g is a
+    constant, as it is in all of them with first_order. memory: what is kept for backward: "store":
+    the graph of every step; "remat": the parameters after every step, which is run again;
+    "checkpoint": those after every sqrt(steps)-th, and in backward the graphs of as many steps,
+    which takes least where parameters outweigh activations. Gradients flow to params, to tensors of
+    the batch, to those of the rule and, if loss is a `functional_loss`, to the model's other
+    parameters. Raises, beside what `inner_step` raises, ValueError for another `memory` than
+    "store" and a loss or rule that holds tensors otherwise, since their gradients would vanish.
+    """
+    arguments.at_least("steps", steps, 0)
+    check_truncate(truncate)
+    rest, tensors = _what_it_reads(loss, rule, params, arguments.one_of("memory", memory, MEMORY))
+
+    def run(start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
+        (params, state), (batch, rest, _) = carry, constants
+        for i in range(start, end):
+            grads, _ = gradient(
+                _plain(lambda params, batch: loss({**rest, **params} if rest else params, batch)),
+                params,
+                batch,
+                constant=segment.constant(i),
+            )
+            params, state = rule.update(params, grads, state)
+        return (params, state), []
+
+    segment = Segment(run, lambda i: first_order or is_before_the_last(i, steps, truncate))
+    carry = (params, rule.init(params))
+    (params, _), _ = unroll(segment, steps, carry, (batch, rest, tensors), memory)
     return params
+
+
+def is_before_the_last(i: int, steps: int, truncate: int | None) -> bool:
+    return truncate is not None and i < steps - truncate
+
+
+def check_truncate(truncate: int | None) -> int | None:
+    return None if truncate is None else arguments.at_least("truncate", truncate, 0)
+
+
+def unroll(
+    segment: Segment,
+    steps: int,
+    carry: Any,
+    constants: Any,
+    memory: str,
+    modes_of: tuple[nn.Module, ...] = (),
+) -> tuple[Any, list[Any]]:
+    """The carry after all steps, and the notes of each.
+
+    constants: all that the steps depend on beside the carry, so that gradients reach it.
+    """
+    notes: list[Any] = []
+    done = 0
+    while done < steps:
+        end = done + _length(memory, steps)
+        constant = segment.constant(done)
+        while end > done + 1 and (end > steps or segment.constant(end - 1) != constant):
+            end -= 1
+        if memory == "store" or constant:  # a constant gradient has no graph to be saved
+            carry, more = segment.run(done, end, carry, constants)
+        else:
+            carry, more = recompute(segment.run, done, end, carry, constants, modes_of=modes_of)
+        notes, done = [*notes, *more], end
+    return carry, notes
+
+
+def _length(memory: str, steps: int) -> int:
+    if memory == "store":
+        return steps
+    return 1 if memory == "remat" else max(1, isqrt(steps))
+
+
+def gradient(loss: WithNotes, params: Params, batch: Any, *, constant: bool) -> tuple[Params, Any]:
+    """grad loss(params, batch), and (the loss, its notes), both without a graph.
+
+    constant: the gradient has no graph; otherwise it has one wherever the caller records one.
+    """
+    if _functorch.transforms_active():
+        return _by_transform(loss, params, batch, constant)
+    return _by_autograd(loss, params, batch, constant)
+
+
+def _by_transform(
+    loss: WithNotes, params: Params, batch: Any, constant: bool
+) -> tuple[Params, Any]:
+    def checked(params: Params, batch: Any) -> tuple[Tensor, Any]:
+        value, notes = loss(params, batch)
+        if not constant:
+            check_functions(value, "the inner step")
+        return value, (value.detach(), notes)
+
+    at = _tree.map_tensors(Tensor.detach, params) if constant else params
+    with torch.no_grad() if constant else nullcontext(), lingering():
+        grads, (value, notes) = torch.func.grad(checked, has_aux=True)(at, batch)
+    return grads, (value.detach(), notes)
+
+
+def _by_autograd(loss: WithNotes, params: Params, batch: Any, constant: bool) -> tuple[Params, Any]:
+    """The same by plain autograd: several times as fast, and it takes Functions of the old "
+    "style."""
+    create_graph = torch.is_grad_enabled() and not constant
+    leaves, structure = _tree.flatten(params)
+    own = own_leaves(leaves, create_graph)
+    with torch.enable_grad(), lingering(), _hooks_refused(create_graph):
+        value, notes = loss(_tree.unflatten(own, structure), batch)
+        if not value.requires_grad:
+            raise arguments.NoSecondDerivative(
+                "the inner loss: expected a value that depends on the parameters that adapt, got "
+                "one that does not; look for .detach(), .item(), .data or torch.no_grad() in the "
+                "model or the loss, or for inner parameters that nothing uses."
+            )
+        if create_graph:
+            check_functions(value, "the inner step")
+        grads = torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True)
+    return _tree.unflatten(filled(list(grads), own), structure), (value.detach(), notes)
+
+
+@contextmanager
+def _hooks_refused(wanted: bool) -> Iterator[None]:
+    """Where a graph is to be kept beyond the step.
+
+    A step that is run again has its derivatives taken while the parameters that it ran with stand.
+    """
+    if not wanted or running_again():
+        yield
+        return
+    with disable_saved_tensors_hooks(RUNS_AGAIN):
+        yield
+
+
+def _plain(loss: Loss) -> WithNotes:
+    return lambda params, batch: (arguments.scalar("loss(params, batch)", loss(params, batch)), ())
+
+
+def _what_it_reads(
+    loss: Loss, rule: Rule, params: Params, memory: str
+) -> tuple[Params, list[nn.Module]]:
+    """The model's other parameters, and the modules that a loss reads, for what is run again."""
+    if memory == "store":
+        return {}, []
+    _captured.refuse("adapt(rule=...)", rule.update)
+    if not isinstance(loss, FunctionalLoss):
+        _captured.refuse("adapt", loss)
+        return {}, []
+    rest: Params = {
+        n: p for n, p in loss.model.named_parameters() if p.requires_grad and n not in params
+    }
+    criterion = loss.user_criterion
+    return rest, [criterion] if isinstance(criterion, nn.Module) else []

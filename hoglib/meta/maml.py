@@ -1,6 +1,5 @@
 """Model-agnostic meta-learning on an unmodified module."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,47 +8,58 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
-from hoglib._explaining import explaining
-from hoglib._functional import (
-    Criterion,
-    FunctionalLoss,
-    Params,
-    functional_loss,
-    trainable_params,
-)
-from hoglib._precomputed import with_gradients
-from hoglib._recording import recordable
-from hoglib.meta import tasks as stacks
-from hoglib.meta.inner import adapt
-from hoglib.meta.rules import sgd
-from hoglib.stand_ins import stand_ins_if
-
-OVER_TASKS = ("auto", "vmap", "loop")
-TWICE = (
-    "maml.loss(tasks): expected backward() without create_graph, got create_graph=True; the gradients "
-    "of the tasks are computed before backward and have no graph. For derivatives of the meta-gradient "
-    "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which are differentiable "
-    "to any order."
-)
+from hoglib._functional import Criterion, Forward, trainable_params
+from hoglib._leaves import filled
+from hoglib._substitution import lingering
+from hoglib.meta.inner import MEMORY, check_truncate, is_before_the_last
+from hoglib.meta.learner import InnerParams, Learner, Point
+from hoglib.meta.mapping import OfTask
+from hoglib.meta.rates import GRANULARITIES, Rates
+from hoglib.meta.rules import Rule
 
 
-class MAML(nn.Module):
+class MAML(Learner):
     r"""MAML: parameters from which a few gradient steps learn a task.
 
-        theta_i = theta - alpha grad L_i(theta; support_i), inner_steps times
-        meta-loss = mean_i L_i(theta_i; query_i)
+        theta_i = inner_steps updates of theta by rule, down grad L_inner(.; support_i)
+        meta-loss = mean_i L(theta_i; query_i)
 
     model: any nn.Module; it is called with other parameters and never changed. criterion(outputs,
-    targets) gives a scalar. inner_lr is alpha. first_order drops the derivative of the inner gradient
-    (FOMAML). over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses by
-    the shapes of the parameters, and loops (with a warning) where vmap cannot run the model. memory:
-    "store" keeps the graph of every inner step. stand_ins: inner steps run inside
-    `hoglib.second_order()`, where torch calls that have no second derivative, or a wrong one, go to
-    functions that have a right one.
+    targets) gives a scalar, the outer loss L. Batches go into the model as `functional_loss` says,
+    or by `forward(model, batch)`. Beside the model's, its parameters are those of rates and losses
+    that are learned: give `maml.parameters()` to the outer optimizer.
 
-    Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError, when it runs, for a
-    custom Function in the model that is `@once_differentiable`.
-    Source: Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1.
+    The inner loop. rule: "sgd", "momentum", "adam", "adamw", "rmsprop" (with rule_options), a
+    function from a learning rate to a `Rule`, or an object with `init` and `update`, whose
+    parameters are learned if it is a module. learn_lr: inner_lr is the start of rates that are
+    learned, for the "model", each "layer", "parameter" or "element" (Meta-SGD); lr_per_step: one
+    for each step as well (MAML++). inner_loss: the criterion of the inner loop, if another;
+    learned, if it is a module with parameters. inner_params: which parameters adapt, by a predicate
+    (name, tensor) or by names and prefixes (ANIL: ["head"]); all are meta-learned.
+
+    The meta-gradient. first_order drops the derivative of the inner gradient (FOMAML); truncate=k
+    keeps it in the last k steps only. step_weights: of the outer losses after each step, whose sum
+    is minimised (multi-step loss). memory: "store" keeps the graph of every inner step; "remat" the
+    parameters after each, at about 1.4 times the time; "checkpoint" those after every
+    sqrt(steps)-th, and the graphs of as many, which is least where parameters outweigh activations.
+    Models with torch.utils.checkpoint in them are run by "remat". All are the same to rounding.
+
+    batch_norm: "by_mode": layers in train mode use the statistics of the batch at hand and update
+    none, those in eval mode use their running ones; "transductive": the batch's in either mode;
+    "per_step": the batch's in train mode, and in eval mode running averages of them that are kept
+    for each step; "frozen": the model's running statistics in either mode.
+
+    over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses by the
+    shapes of the parameters, and loops (with a warning) where vmap cannot run the model. stand_ins:
+    inner steps run inside `hoglib.second_order()`, where torch calls that have no second
+    derivative, or a wrong one, go to functions that have a right one.
+
+    Attributes (inner_steps, first_order, truncate, step_weights, memory) may be changed between
+    steps. Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError, when it
+    runs, for a custom Function in the model that is `@once_differentiable`.
+    Sources: Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1; Li et al.,
+    Meta-SGD, 2017; Antoniou, Edwards and Storkey, How to train your MAML, 2019; Raghu et al., Rapid
+    Learning or Feature Reuse?, 2020 (ANIL); Shaban et al., Truncated Back-propagation, 2019.
     """
 
     def __init__(
@@ -61,188 +71,106 @@ class MAML(nn.Module):
         inner_steps: int = 1,
         first_order: bool = False,
         memory: str = "store",
+        rule: str | Rule | Callable[[Any], Rule] | nn.Module = "sgd",
+        rule_options: dict[str, Any] | None = None,
+        learn_lr: str | None = None,
+        lr_per_step: bool = False,
+        inner_loss: Criterion | None = None,
+        inner_params: InnerParams = None,
+        step_weights: Sequence[float] | None = None,
+        truncate: int | None = None,
+        batch_norm: str = "by_mode",
+        forward: Forward | None = None,
         over_tasks: str = "auto",
         stand_ins: bool = True,
     ) -> None:
-        super().__init__()
-        self._objective: FunctionalLoss = functional_loss(model, criterion)
-        trainable_params(
-            model
-        )  # raises here, not at the first step, when there is nothing to learn
-        self.model = model
-        self.inner_lr = arguments.positive("inner_lr", inner_lr)
-        self.inner_steps = arguments.at_least("inner_steps", inner_steps, 1)
+        super().__init__(
+            model, criterion, inner_lr=inner_lr, inner_steps=inner_steps, rule=rule,
+            rule_options=rule_options, inner_loss=inner_loss, inner_params=inner_params,
+            batch_norm=batch_norm, forward=forward, over_tasks=over_tasks, stand_ins=stand_ins,
+        )  # fmt: skip
         self.first_order = arguments.flag("first_order", first_order)
-        self.memory = arguments.one_of("memory", memory, ["store"])
-        self.over_tasks = arguments.one_of("over_tasks", over_tasks, OVER_TASKS)
-        self.stand_ins = arguments.flag("stand_ins", stand_ins)
-        self._criterion = criterion
-        self._vmappable = True  # until it is tried
+        self.memory = arguments.one_of("memory", memory, MEMORY)
+        self.truncate = check_truncate(truncate)
+        self.step_weights = step_weights
+        self._weights(self.inner_steps)
+        self._learn_rates(learn_lr, arguments.flag("lr_per_step", lr_per_step))
 
-    @property
-    def objective(self) -> FunctionalLoss:
-        """The loss of the model as a function of parameters and batch."""
-        if self._objective.model is not self.model:  # another model was put in its place
-            self._objective = functional_loss(self.model, self._criterion)
-        return self._objective
-
-    def forward(self, *args: Any, params: Params | None = None, **kwargs: Any) -> Any:
-        """The model's output, with `params` (from `adapt`) in the place of its own."""
-        if params is None:
-            return self.model(*args, **kwargs)
-        return self.objective.call(params, *args, **kwargs)
-
-    def adapt(
-        self, support: Any, *, params: Params | None = None, steps: int | None = None
-    ) -> Params:
-        """The parameters after the inner steps on one task's support set, (x [K, ...], y [K, ...]).
-
-        Starts at the model's own trainable parameters, or at `params`. The result is differentiable
-        by them where grad is enabled, and works under no_grad and in inference mode. `steps`, 0 or
-        more, overrides inner_steps.
-        """
-        stacks.check_batch("support", support)
-        start = trainable_params(self.model) if params is None else params
-        count = self.inner_steps if steps is None else arguments.at_least("steps", steps, 0)
-        return self._adapt(start, _usable(support), count)
-
-    def loss(self, tasks: Any) -> Tensor:
-        """The meta-loss, a scalar whose `backward()` fills the `.grad` of the model's parameters.
-
-        tasks: a tuple (support, query) of stacks, each (x [B, K, ...], y [B, K, ...]) with B tasks,
-        or a list of tasks, each (support, query) with (x [K, ...], y [K, ...]), which may differ in
-        size; two lists of two tensors, as a DataLoader collates them, are stacks. The gradients of all
-        tasks are computed here, and handed on by backward; so the result cannot be differentiated
-        twice, nor by the tasks: both raise. Where grad is disabled only the value is computed.
-
-        Raises ValueError for an empty support set or sizes that do not match; FloatingPointError when
-        the loss of a task is not finite, naming the tasks.
-        """
-        if _functorch.transforms_active():
-            raise arguments.NotSupported(
-                "maml.loss(tasks): expected to be called outside of torch.func transforms, got called "
-                "inside one, where its gradients have no graph. Write the loss with "
-                "`maml.adapt(support)` and `maml(x, params=adapted)`, which run inside of any."
+    def _learn_rates(self, of: str | None, per_step: bool) -> None:
+        if of is None:
+            if per_step:
+                raise arguments.WrongValue(
+                    "lr_per_step: expected learn_lr to say what the learned rates are of, got "
+                    f"None; set it to one of {', '.join(GRANULARITIES)}."
+                )
+            return
+        if hasattr(self.rule, "init"):
+            raise arguments.WrongValue(
+                "learn_lr: expected a rule that takes a learning rate, a name or a function of "
+                "it, got a rule that has its own; give the function that makes it."
             )
-        tasks = stacks.unpack(tasks)
-        count = stacks.check_tasks(tasks)
-        tasks = _usable(tasks)
         params = trainable_params(self.model)
-        names = list(params)
-        wants_gradient = torch.is_grad_enabled()
-        detached = {name: p.detach() for name, p in params.items()}
-        with stand_ins_if(self.stand_ins):  # also while what it runs again in backward is run
-            values, grads = self._values_and_grads(detached, tasks, count, wants_gradient)
-        arguments.finite(
-            "meta-loss",
-            values,
-            "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or "
-            "look for NaN in the data. The parameters are as they were before this step.",
+        adapting = {name: params[name] for name in self._adapting(params)}
+        self.rates = Rates(
+            adapting, self.inner_lr, of=of, steps=self.inner_steps if per_step else None
         )
-        if not wants_gradient:
-            return values.mean()
-        return with_gradients(
-            values.mean(), [grads[n] for n in names], [params[n] for n in names], TWICE
-        )
+
+    def _constant(self, i: int, steps: int) -> bool:
+        return self.first_order or is_before_the_last(i, steps, self.truncate)
+
+    def _memory(self) -> str:
+        return self.memory
+
+    def _weights(self, steps: int) -> list[float] | None:
+        if self.step_weights is None:
+            return None
+        weights = [arguments.number("step_weights", weight) for weight in self.step_weights]
+        if len(weights) != steps or not any(weights):
+            raise arguments.WrongValue(
+                f"step_weights: expected {steps} weights, one after each inner step and not all "
+                f"of them zero, got {list(self.step_weights)}; see "
+                "`hoglib.meta.multi_step_weights`."
+            )
+        return weights
+
+    def _of_task(self, point: Point, support: Any, query: Any, wanted: bool) -> OfTask:
+        if not wanted:
+            value, notes, _ = self._outer(point, support, query)
+            return OfTask(value, {}, notes)
+        if _functorch.transforms_active():
+
+            def noted(point: Point) -> tuple[Tensor, Any]:
+                value, notes, _ = self._outer(point, support, query)
+                return value, notes
+
+            grads, (value, notes) = torch.func.grad_and_value(noted, has_aux=True)(point)
+            return OfTask(value, grads._asdict(), notes)
+        leaves, structure = _tree.flatten(point)
+        own = [leaf.detach().requires_grad_() for leaf in leaves]
+        with lingering():  # for what backward of the outer loss runs again
+            value, notes, _ = self._outer(_tree.unflatten(own, structure), support, query)
+            found = torch.autograd.grad(value, own, allow_unused=True)
+        grads = _tree.unflatten(filled(list(found), own), structure)
+        return OfTask(value.detach(), grads._asdict(), notes)
 
     def extra_repr(self) -> str:
         return (
-            f"inner_lr={self.inner_lr}, inner_steps={self.inner_steps}, "
-            f"first_order={self.first_order}, memory={self.memory!r}, over_tasks={self.over_tasks!r}"
+            f"{super().extra_repr()}, first_order={self.first_order}, memory={self.memory!r}"
+            + (f", truncate={self.truncate}" if self.truncate is not None else "")
+            + (f", batch_norm={self.batch_norm!r}" if self.batch_norm != "by_mode" else "")
         )
 
-    def _task_loss(self, params: Params, support: Any, query: Any) -> Tensor:
-        adapted = self._adapt(params, support, self.inner_steps)
-        return self.objective(adapted, query)
 
-    def _adapt(self, params: Params, support: Any, steps: int) -> Params:
-        rule = sgd(self.inner_lr)
-        with stand_ins_if(self.stand_ins):
-            return adapt(
-                self.objective, params, support, rule, steps=steps, first_order=self.first_order
-            )
+def multi_step_weights(steps: int, epoch: int, epochs: int) -> list[float]:
+    r"""Weights of the outer losses after each inner step, which move from all steps to the last.
 
-    def _values_and_grads(
-        self, params: Params, tasks: Any, count: int, wants_gradient: bool
-    ) -> tuple[Tensor, Params]:
-        """The loss of each task, and the mean over tasks of its gradients."""
-        function: Callable[..., Any] = self._task_loss
-        if wants_gradient:
-            function = torch.func.grad_and_value(self._task_loss)
-        every = stacks.each(tasks)
-        if isinstance(tasks, list) or not self._vectorize(params):
-            with explaining("MAML"):
-                return _one_by_one(function, params, every, count, wants_gradient)
-        try:
-            return _all_at_once(function, params, tasks, wants_gradient)
-        except RuntimeError as error:
-            if isinstance(error, arguments.Explained):
-                raise
-            reason = str(error).splitlines()[0]
-            if self.over_tasks == "vmap":
-                raise arguments.CannotVmap(
-                    f"MAML(over_tasks='vmap'): expected a model that vmap can run, got an error: "
-                    f"{reason} Use over_tasks='loop'."
-                ) from error
-            # Whatever it was, the loop either shows it plainly or is the way round it.
-            with explaining("MAML"):
-                result = _one_by_one(function, params, every, count, wants_gradient)
-        self._vmappable = False
-        warnings.warn(
-            f"MAML loops over the tasks, because vmap cannot run this model: {reason} "
-            f"Pass over_tasks='loop' to say so yourself.",
-            stacklevel=3,
-        )
-        return result
+        v_i = (1 - epoch / epochs) / steps        for i < steps; what is left of 1 for the last
 
-    def _vectorize(self, params: Params) -> bool:
-        if self.over_tasks == "auto":
-            return self._vmappable and vmap_pays(params)
-        return self.over_tasks == "vmap"
-
-
-def _usable(tree: Any) -> Any:
-    """Tensors that were made in inference mode can be used outside of it only as copies."""
-    return tree if torch.is_inference_mode_enabled() else recordable(tree)
-
-
-def vmap_pays(params: Params) -> bool:
-    """Whether all tasks at once are faster than one after the other.
-
-    On a CPU grouped convolutions, into which vmap turns convolutions with a kernel a task, are slower
-    than the loop; small matrix products are far faster. On other devices one launch for all wins.
+    For `MAML(step_weights=...)`, from the same weight for all at epoch 0 to the last alone from
+    `epochs` on. Source: Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, MSL
+    (annealed linearly).
     """
-    return all(p.device.type != "cpu" or p.dim() <= 2 for p in params.values())
-
-
-def _all_at_once(
-    function: Callable[..., Any], params: Params, tasks: Any, wants_gradient: bool
-) -> tuple[Tensor, Params]:
-    # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
-    all_tasks = torch.func.vmap(function, in_dims=(None, 0, 0), randomness="different")
-    output = all_tasks(params, *tasks)
-    if not wants_gradient:
-        return output, {}
-    grads, values = output
-    return values, {name: grad.mean(0) for name, grad in grads.items()}
-
-
-def _one_by_one(
-    function: Callable[..., Any],
-    params: Params,
-    tasks: Sequence[tuple[Any, Any]],
-    count: int,
-    wants_gradient: bool,
-) -> tuple[Tensor, Params]:
-    values: list[Tensor] = []
-    mean: Params = {}
-    for support, query in tasks:
-        output = function(params, support, query)
-        if not wants_gradient:
-            values.append(output)
-            continue
-        grads, value = output
-        values.append(value)
-        step = _tree.scale(grads, 1 / count)
-        mean = _tree.add(mean, step) if mean else step
-    return torch.stack(values), mean
+    arguments.at_least("steps", steps, 1)
+    arguments.at_least("epochs", epochs, 1)
+    share = max(0.0, 1 - arguments.at_least("epoch", epoch, 0) / epochs) / steps
+    return [share] * (steps - 1) + [1 - share * (steps - 1)]

@@ -1,7 +1,7 @@
 """Inner-loop update rules as pure, differentiable functions.
 
-A rule is two functions: `init(params) -> state` and `update(params, grads, state) -> (params, state)`.
-Nothing is changed in place, so a gradient flows through every update.
+A rule is two functions: `init(params) -> state` and `update(params, grads, state) -> (params,
+state)`. Nothing is changed in place, so a gradient flows through every update.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,8 @@ Params = dict[str, Tensor]
 
 
 class Rule(NamedTuple):
-    """An update rule: `init(params) -> state`, `update(params, grads, state) -> (params, state)`."""
+    """An update rule: `init(params) -> state`, `update(params, grads, state) -> (params, "
+    "state)`."""
 
     init: Callable[[Params], Any]
     update: Callable[[Params, Params, Any], tuple[Params, Any]]
@@ -29,13 +30,19 @@ def sgd(lr: float) -> Rule:
 
     Raises TypeError and ValueError for an lr that is not a positive finite number.
     """
-    lr = arguments.positive("lr", lr)
+    if not isinstance(lr, Tensor | dict):
+        lr = arguments.positive("lr", lr)
 
     def init(params: Params) -> tuple[()]:
         return ()
 
     def update(params: Params, grads: Params, state: Any) -> tuple[Params, Any]:
+        if isinstance(lr, dict):
+            return {n: p - lr[n] * grads[n] for n, p in params.items()}, state
         updated: Params = _tree.add(params, grads, alpha=-lr)
         return updated, state
 
     return Rule(init, update)
+
+
+RULES = {"sgd": sgd}

@@ -1,14 +1,15 @@
 """What a task is made of, and the checks on it.
 
-A batch is a pair (inputs, targets) whose leading dimension counts examples; a task is a pair
-(support, query) of batches. Tasks come stacked, as one pair whose tensors have a leading task
-dimension, or as a list of pairs.
+A task is a pair (support, query) of batches, each of any kind that `functional_loss` takes. Tasks
+come stacked, as one pair whose tensors have a leading task dimension, or as a list of pairs.
 """
 
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hoglib import _arguments as arguments
@@ -18,14 +19,14 @@ Task = tuple[Any, Any]
 
 
 def check_batch(what: str, batch: Any) -> None:
-    """A pair (inputs, targets) with the same number of examples, at least one."""
-    sizes = _sizes(what, batch, dims=1)
+    """At least one tensor with an element; of a pair of tensors, as many targets as inputs."""
+    sizes = _pair(what, batch, dims=1)
     if len({size[0] for size in sizes}) > 1:
         raise arguments.WrongValue(
             f"{what}: expected as many targets as inputs, got leading dimensions "
             f"{', '.join(str(size[0]) for size in sizes)}."
         )
-    if sizes[0][0] == 0:
+    if sizes and sizes[0][0] == 0:
         raise arguments.WrongValue(
             f"{what}: expected at least one example, got an empty set; "
             f"a task cannot be learned from, or judged on, nothing."
@@ -35,8 +36,9 @@ def check_batch(what: str, batch: Any) -> None:
 def unpack(tasks: Any) -> Any:
     """A stack as a tuple, also when a collate function made it a list; a list of tasks as it is."""
     if isinstance(tasks, list) and len(tasks) == 2:
-        pairs = (isinstance(part, tuple | list) and len(part) == 2 for part in tasks)
-        if all(pairs) and all(isinstance(x, Tensor) for part in tasks for x in part):
+        pairs = all(isinstance(part, tuple | list) and len(part) == 2 for part in tasks)
+        tensors = pairs and all(isinstance(x, Tensor) for part in tasks for x in part)
+        if tensors or not pairs:
             return tuple(tasks)
     return tasks
 
@@ -46,10 +48,10 @@ def check_tasks(tasks: Any) -> int:
     for leaf in _tree.leaves(tasks):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise arguments.NoSecondDerivative(
-                "tasks: expected tensors that do not require grad, got one that does; maml.loss does "
-                "not differentiate by the tasks. Detach them, or write the loss with "
-                "`maml.adapt(support)` and `maml(x, params=adapted)`, which are differentiable by "
-                "everything."
+                "tasks: expected tensors that do not require grad, got one that does; .loss does "
+                "not differentiate by the tasks. Detach them, use `hoglib.meta.hypergradient`, or "
+                "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which "
+                "are differentiable by everything."
             )
     if isinstance(tasks, list):
         for i, task in enumerate(tasks):
@@ -61,31 +63,75 @@ def check_tasks(tasks: Any) -> int:
         return len(tasks)
     counts = []
     for what, stack in zip(("support", "query"), _task("tasks", tasks), strict=True):
-        sizes = _sizes(what, stack, dims=2)
+        sizes = _pair(what, stack, dims=2)
         if len({tuple(size) for size in sizes}) > 1:
             raise arguments.WrongValue(
-                f"{what}: expected inputs and targets [tasks, examples, ...] with the same tasks and "
-                f"examples, got leading dimensions {', '.join(str(size) for size in sizes)}."
+                f"{what}: expected inputs and targets [tasks, examples, ...] with the same tasks "
+                f"and examples, got leading dimensions {', '.join(str(size) for size in sizes)}."
             )
-        if 0 in sizes[0]:
+        if sizes and 0 in sizes[0]:
             raise arguments.WrongValue(
                 f"{what}: expected at least one task with at least one example, got {sizes[0]}."
             )
-        counts.append(sizes[0][0])
+        counts.append(_stacked(what, stack))
     if counts[0] != counts[1]:
         raise arguments.WrongValue(
             f"tasks: expected as many query sets as support sets, got {counts[0]} support and "
             f"{counts[1]} query sets; stack them in the same order, one of each a task."
         )
-    return int(counts[0])
+    return counts[0]
 
 
 def each(tasks: Any) -> Sequence[Task]:
     """The tasks one by one."""
     if isinstance(tasks, list):
         return tasks
-    count = _tree.leaves(tasks)[0].shape[0]
+    count = next(len(x) for x in _tree.leaves(tasks) if isinstance(x, Tensor))
     return [_tree.map_tensors(itemgetter(i), tasks) for i in range(count)]
+
+
+def stacked(tasks: Any) -> Any | None:
+    """Tasks as one pair of stacks; None for a list whose tasks differ in size or structure."""
+    if not isinstance(tasks, list):
+        return tasks
+    flat = [_tree.flatten(tuple(task)) for task in tasks]
+    first, structure = flat[0]
+    for leaves, other in flat:
+        if other != structure:
+            return None
+        for x, y in zip(leaves, first, strict=True):
+            if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+                return None
+            if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+                return None
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return _tree.unflatten([torch.stack(column) for column in columns], structure)
+
+
+def shard(tasks: Any) -> tuple[Any, float]:
+    """The tasks of this process under torch.distributed, and the weight of their loss.
+
+        (weight maml.loss(mine)).backward(), averaged over the processes, is maml.loss(tasks).backward()
+
+    Each process gets every world_size-th task, whatever their number; it is the mean over all tasks
+    also where they do not divide evenly. Without torch.distributed: all tasks, and 1.
+    Raises ValueError for fewer tasks than processes.
+    """
+    tasks = unpack(tasks)
+    count = check_tasks(tasks)
+    if not (dist.is_available() and dist.is_initialized()):
+        return tasks, 1.0
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if count < world:
+        raise arguments.WrongValue(
+            f"tasks: expected at least one task for each of the {world} processes, got {count}; "
+            "give larger meta-batches, or start fewer processes."
+        )
+    if isinstance(tasks, list):
+        mine: Any = tasks[rank::world]
+    else:
+        mine = _tree.map_tensors(lambda x: x[rank::world], tasks)
+    return mine, len(range(rank, count, world)) * world / count
 
 
 def _task(what: str, task: Any) -> Task:
@@ -94,30 +140,46 @@ def _task(what: str, task: Any) -> Task:
             f"{len(task)} of them" if isinstance(task, tuple | list) else arguments.describe(task)
         )
         raise arguments.WrongValue(
-            f"{what}: expected a pair (support, query), each (inputs, targets), got {came}."
+            f"{what}: expected a pair (support, query), each a batch, for instance (inputs, "
+            f"targets), got {came}."
         )
     return task[0], task[1]
 
 
-def _sizes(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
-    """The leading dimensions of inputs and targets."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
+def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
+    """The leading dimensions of inputs and targets, of a pair of tensors; of others none."""
+    tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
+    if not tensors:
         raise arguments.WrongValue(
-            f"{what}: expected a pair (inputs, targets), got {arguments.describe(batch)}; a task is "
-            f"((support inputs, support targets), (query inputs, query targets))."
+            f"{what}: expected a batch of tensors, for instance (inputs, targets), got "
+            f"{arguments.describe(batch)}; a task is ((support inputs, support targets), (query "
+            "inputs, query targets))."
         )
-    if not all(_tree.leaves(part) for part in batch):
+    if not any(x.numel() for x in tensors):
         raise arguments.WrongValue(
-            f"{what}: expected tensors as inputs and targets, got an empty container; "
-            f"pass one tensor, or a container of tensors, for each."
+            f"{what}: expected at least one example, got an empty set; "
+            f"a task cannot be learned from, or judged on, nothing."
         )
-    sizes = []
-    for part in _tree.leaves(batch):
-        arguments.tensor(what, part)
+    plain = isinstance(batch, tuple | list) and len(batch) == 2
+    if not (plain and all(isinstance(part, Tensor) for part in batch)):
+        return []
+    for part in batch:
         if part.dim() < dims:
             expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
             raise arguments.WrongValue(
                 f"{what}: expected tensors {expected}, got {arguments.describe(part)}."
             )
-        sizes.append(tuple(part.shape[:dims]))
-    return sizes
+    return [tuple(part.shape[:dims]) for part in batch]
+
+
+def _stacked(what: str, stack: Any) -> int:
+    """The number of tasks in a stack: the leading dimension of every tensor."""
+    tensors = [leaf for leaf in _tree.leaves(stack) if isinstance(leaf, Tensor)]
+    counts = {len(x) if x.dim() else 0 for x in tensors}
+    if len(counts) != 1:
+        raise arguments.WrongValue(
+            f"{what}: expected tensors whose leading dimension is that of the tasks, got shapes "
+            f"{', '.join(str(tuple(x.shape)) for x in tensors)}; stack one entry for each task, or "
+            "give a list of tasks."
+        )
+    return counts.pop()

@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
-from hoglib._substitution import batch_statistics
+from hoglib._substitution import batch_statistics, lingering
 from hoglib.ops import _captured
 from hoglib.ops._surroundings import Autocast, Surroundings
 
@@ -47,7 +47,7 @@ def remat(fn: F) -> F:
     the closure too), autocast, and the train or eval mode of lifted modules. It changes no buffer: the
     running statistics of a train-mode BatchNorm are updated once, by the first run, and inside
     torch.func transforms, where torch cannot, not at all. fn runs without a graph of its own; where
-    it needs derivatives inside, it takes them by `torch.func.grad`.
+    it needs derivatives inside, it takes them by `torch.func.grad` or by variables of its own.
 
     Raises ValueError for a function whose closure, globals, defaults, partial arguments or self hold
     tensors or modules, because their gradients would vanish, and shows how to write it (functions of
@@ -81,8 +81,12 @@ def recompute(
     *args: Any,
     generators: Sequence[torch.Generator] = (),
     keywords: dict[str, Any] | None = None,
+    modes_of: Sequence[nn.Module] = (),
 ) -> Any:
-    """fn(*args, **keywords) as `remat` runs it, for a caller who vouches for the closure of fn."""
+    """fn(*args, **keywords) as `remat` runs it, for a caller who vouches for the closure of fn.
+
+    modes_of: modules, beside those among the arguments, whose train or eval mode counts.
+    """
     keywords = keywords or {}
     if _runs_as_it_is():
         return fn(*args, **keywords)
@@ -92,7 +96,7 @@ def recompute(
     if not tensors:
         return fn(*args, **keywords)
     call.surroundings = Surroundings(
-        tensors, [*generators, *_generators(leaves)], call.scope.modules()
+        tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
     )
     return call.result(_Recompute.apply(call.first, *tensors))
 
@@ -104,12 +108,7 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _runs_as_it_is() -> bool:
     """Where nothing would be saved, or a Function would be wrong or in the way."""
     unrecorded = not torch.is_grad_enabled() and not _functorch.transforms_active()
-    return (
-        unrecorded
-        or getattr(_running, "inside", False)
-        or _functorch.forward_mode_active()
-        or _functorch.tracing()
-    )
+    return unrecorded or running_again() or _functorch.forward_mode_active() or _functorch.tracing()
 
 
 class _Recompute(torch.autograd.Function):
@@ -170,7 +169,8 @@ class _Vjp:
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         inputs, cotangents = tensors[: self.count], tensors[self.count :]
-        with self.autocast.restored():
+        # What backward of fn runs again (a checkpoint in a module) finds the parameters of this run.
+        with self.autocast.restored(), lingering():
             # torch.func is slower, and refuses Functions without setup_context.
             by = self._by_func if _functorch.transforms_active() else self._by_autograd
             return by(inputs, cotangents)
@@ -341,12 +341,17 @@ _running = local()
 
 @contextmanager
 def _inside() -> Iterator[None]:
-    before = getattr(_running, "inside", False)
+    before = running_again()
     _running.inside = True
     try:
         yield
     finally:
         _running.inside = before
+
+
+def running_again() -> bool:
+    """Whether the caller is what a recomputation runs, or its first run."""
+    return getattr(_running, "inside", False)
 
 
 def _generators(leaves: list[Any]) -> list[torch.Generator]:

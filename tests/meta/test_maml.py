@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.meta.maml import vmap_pays
+from hoglib.meta.mapping import vmap_pays
 from tests.models import MODELS, build
 from tests.oracles import gradient_by_differences, relative
 
@@ -106,9 +106,11 @@ def test_the_usual_layout_is_still_wrong_in_torch():
     # why vmap is outermost here; if this fails, torch has mended vmap(task).mean().backward()
     learner, tasks = maml("LayerNorm", stand_ins=False), stacks()
     params = {n: p.detach() for n, p in hog.trainable_params(learner.model).items()}
-    usual = torch.func.grad(
-        lambda p: torch.func.vmap(learner._task_loss, (None, 0, 0))(p, *tasks).mean()
-    )(params)
+
+    def loss(params, support, query):
+        return learner.objective(learner.adapt(support, params=params), query)
+
+    usual = torch.func.grad(lambda p: torch.func.vmap(loss, (None, 0, 0))(p, *tasks).mean())(params)
     assert relative(usual, meta_gradient(learner, tasks)) > 1e-4
 
 
@@ -346,7 +348,7 @@ ERRORS = {
         r"criterion\(outputs, targets\): expected a scalar, got .*\(4, 2\)",
     ),
     "loss is not finite": (diverging(), FloatingPointError, "lower inner_lr"),
-    "one task is NaN": (lambda: maml("plain").loss(bad_task(2)), FloatingPointError, "at 2 of 3"),
+    "one task is NaN": (lambda: maml("plain").loss(bad_task(2)), FloatingPointError, "inner loss.*task 2 of 3, step 1 of 1"),
     "empty support": (
         lambda: maml("plain").loss(((SX[:, :0], SY[:, :0]), (QX, QY))), ValueError, "support: .*at least one example",
     ),
@@ -365,8 +367,6 @@ ERRORS = {
         r"tasks\[0\]: support.* 4, 1",
     ),
     "tasks are one tensor": (lambda: maml("plain").loss(SX), ValueError, r"pair \(support, query\)"),
-    "support is one tensor": (lambda: maml("plain").loss((SX, QX)), ValueError, "support: .*pair"),
-    "targets are a list": (lambda: maml("plain").adapt((SX[0], [1, 2, 3, 4])), TypeError, "support: .*Tensor"),
     "tasks that require grad": (
         lambda: maml("plain").loss(((SX.clone().requires_grad_(), SY), (QX, QY))), RuntimeError, "Detach them",
     ),
@@ -381,7 +381,7 @@ ERRORS = {
         lambda: maml("plain").adapt((SX[0], SY[0]), params={"0.weigth": SX}), ValueError, "did you mean '0.weight'",
     ),
     "first_order is a word": (lambda: maml("plain", first_order="no"), TypeError, "first_order: expected True or False"),
-    "empty containers": (lambda: maml("plain").adapt(([], [])), ValueError, "support: .*empty container"),
+    "empty containers": (lambda: maml("plain").adapt(([], [])), ValueError, "support: expected a batch of tensors"),
     "negative steps": (lambda: maml("plain").adapt((SX[0], SY[0]), steps=-1), ValueError, "steps.*at least 0"),
 }  # fmt: skip
 

@@ -1,0 +1,136 @@
+"""Gradients through a minimum, by the implicit function theorem: no inner loop is "
+"differentiated."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._gradient_graph import gradient_graph, through
+from hoglib._leaves import Vector, filled
+from hoglib._substitution import lingering
+from hoglib._warning import warn
+from hoglib.curvature.operator import HessianOperator
+
+Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
+SOLVERS = ("cg", "neumann")
+NEUMANN = 100  # terms, where nobody says how many
+
+
+class Residual(NamedTuple):
+    """How far the two assumptions of the implicit function theorem are from being true."""
+
+    system: Tensor  # |v - (H + damping) x| / |v|, of the linear system
+    stationarity: Tensor  # |d inner / d params|, which is 0 at a minimum
+
+
+class Solver(NamedTuple):
+    """How (H + damping I) x = v is solved."""
+
+    name: str
+    iterations: int | None
+    damping: float
+    tol: float | None
+    step_size: float | None  # of the Neumann series
+
+
+def solver_of(
+    name: str, iterations: int | None, damping: float, tol: float | None, step_size: float | None
+) -> Solver:
+    arguments.one_of("solver", name, SOLVERS)
+    if iterations is not None:
+        arguments.at_least("iterations", iterations, 1)
+    if name == "neumann":
+        if step_size is None:
+            raise arguments.WrongValue(
+                "step_size: expected a positive number for the Neumann series, below 2 over the "
+                "largest eigenvalue of the Hessian, got None; an inner learning rate that "
+                "converges is one."
+            )
+        arguments.positive("step_size", step_size)
+    damping = arguments.number("damping", damping, minimum=0)
+    return Solver(name, iterations, damping, tol, step_size)
+
+
+def implicit_gradient(
+    outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver
+) -> tuple[Tensor, Any, Residual]:
+    r"""outer at a minimum of inner, and its gradient by hyper.
+
+        v = d outer / d params        (H + damping I) x = v        H = d^2 inner / d params^2
+        d outer / d hyper (total) = d outer / d hyper - (d^2 inner / d hyper d params) x
+
+    params is taken for a minimum; the residual says how far it is from one. "cg": conjugate
+    gradients; "neumann": x = step_size sum_k (I - step_size (H + damping I))^k v, so many terms.
+    Sources: Bengio, Gradient-based optimization of hyperparameters, 2000; Rajeswaran et al., iMAML,
+    2019, eq. 6; Lorraine, Vicol and Duvenaud, 2020, algorithm 3 (Neumann).
+    """
+    at, structure = _tree.flatten(params)
+    of, form = _tree.flatten(hyper)
+    count = len(at)
+
+    def of_leaves(function: Scalar) -> Callable[..., Tensor]:
+        def run(*leaves: Tensor) -> Tensor:
+            return function(
+                _tree.unflatten(leaves[:count], structure), _tree.unflatten(leaves[count:], form)
+            )
+
+        return run
+
+    own = [leaf.detach().requires_grad_() for leaf in (*at, *of)]
+    with lingering(), torch.enable_grad():
+        value = of_leaves(outer)(*own)
+        found: list[Tensor | None] = [None] * len(own)
+        if value.requires_grad:
+            found = list(torch.autograd.grad(value, own, allow_unused=True))
+    slopes = filled(found, own)
+    v, direct = slopes[:count], slopes[count:]
+    x, system = _solve(inner, params, hyper, _tree.unflatten(v, structure), solver)
+    with lingering(), torch.enable_grad():
+        _, own, gradient = gradient_graph(of_leaves(inner), [*at, *of], "the inner loss", False)
+        mixed = filled(through(gradient[:count], own[count:], x, "the inner loss"), own[count:])
+    flat = [part for part in gradient[:count] if part is not None]
+    stationarity = _tree.norm([part.detach() for part in flat])
+    total = [a - b for a, b in zip(direct, mixed, strict=True)]
+    return value.detach(), _tree.unflatten(total, form), Residual(system, stationarity)
+
+
+def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]:
+    """x, leaf by leaf, and |v - A x| / |v|."""
+    fixed = _tree.map_tensors(Tensor.detach, hyper)
+    point = _tree.map_tensors(Tensor.detach, params)
+    leaf = _tree.leaves(point)[0]
+    operator: Any = HessianOperator(
+        lambda params, batch: inner(params, fixed), point, leaf.new_zeros(1),
+        check_deterministic=False, stand_ins=False,
+    )  # fmt: skip
+    if solver.damping:
+        operator = operator.damped(solver.damping)
+    if not bool(_tree.norm(v) > 0):
+        return _tree.leaves(v), leaf.new_zeros(())
+    if solver.name == "cg":
+        x, solution = operator.solve(
+            v, tol=solver.tol, max_iter=solver.iterations, return_info=True
+        )
+        if solver.iterations is None and not bool(solution.converged):
+            warn(
+                f"the implicit gradient: its linear system was solved to "
+                f"{float(solution.residual):.2g} of its right-hand side only, in "
+                f"{solution.iterations} iterations; give more damping, or say by iterations=... "
+                "how many are enough."
+            )
+        return _tree.leaves(x), solution.residual.to(leaf.device)
+    step = solver.step_size or 1.0
+    terms = NEUMANN if solver.iterations is None else solver.iterations
+    x = _tree.scale(v, step)
+    for _ in range(terms - 1):
+        x = _tree.add(x, _tree.add(v, operator @ x, alpha=-1.0), alpha=step)
+    rest = _tree.add(v, operator @ x, alpha=-1.0)
+    residual = _tree.norm(rest) / _tree.norm(v)
+    arguments.finite(
+        "the Neumann series", residual, "It diverges: lower step_size, or use the solver 'cg'."
+    )
+    return _tree.leaves(x), residual

@@ -1,0 +1,111 @@
+"""Tasks all at once, by vmap, or one after the other."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._explaining import explaining
+from hoglib._functional import Params
+from hoglib._warning import warn
+from hoglib.meta import tasks as stacks
+
+OVER_TASKS = ("auto", "vmap", "loop")
+
+
+class OfTask(NamedTuple):
+    """What a task gives; of several tasks, the values stacked and the gradients' mean."""
+
+    value: Tensor
+    grads: dict[str, Any]  # a tree of gradients; empty where none are wanted
+    notes: Any  # tensors
+
+
+Function = Callable[[Any, Any], OfTask]  # of support and query
+
+
+class Mapper:
+    """Runs a function over tasks as it was asked to, or as pays; and remembers what vmap cannot "
+    "run."""
+
+    def __init__(self, over_tasks: str) -> None:
+        self.over_tasks = arguments.one_of("over_tasks", over_tasks, OVER_TASKS)
+        self.vmappable = True  # until it is tried
+
+    def __call__(self, function: Function, tasks: Any, what: str, params: Params) -> OfTask:
+        stack = self._to_vectorize(tasks, params)
+        if stack is None:
+            with explaining(what):
+                return one_by_one(function, stacks.each(tasks))
+        try:
+            return all_at_once(function, stack)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if isinstance(error, arguments.Explained):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if self.over_tasks == "vmap":
+                raise arguments.CannotVmap(
+                    f"{what}(over_tasks='vmap'): expected a model that vmap can run, got an error: "
+                    f"{reason} Use over_tasks='loop'."
+                ) from error
+            # Whatever it was, the loop either shows it plainly or is the way round it.
+            with explaining(what):
+                result = one_by_one(function, stacks.each(tasks))
+        self.vmappable = False
+        warn(
+            f"{what} loops over the tasks, because vmap cannot run this model: {reason} "
+            f"Pass over_tasks='loop' to say so yourself."
+        )
+        return result
+
+    def _to_vectorize(self, tasks: Any, params: Params) -> Any | None:
+        """The tasks as one stack, if vmap is to run them."""
+        if self.over_tasks == "loop":
+            return None
+        if self.over_tasks == "auto" and not (self.vmappable and vmap_pays(params)):
+            return None
+        stack = stacks.stacked(tasks)
+        if stack is None and self.over_tasks == "vmap":
+            raise arguments.WrongValue(
+                "tasks: expected tasks of the same shapes with over_tasks='vmap', got a list of "
+                "tasks that differ; use over_tasks='auto' or 'loop'."
+            )
+        return stack
+
+
+def vmap_pays(params: Params) -> bool:
+    """Whether all tasks at once are faster than one after the other.
+
+    On a CPU grouped convolutions, into which vmap turns convolutions with a kernel a task, are
+    slower than the loop; small matrix products are far faster. On other devices one launch for all
+    wins.
+    """
+    return all(p.device.type != "cpu" or p.dim() <= 2 for p in params.values())
+
+
+def all_at_once(function: Function, tasks: Any) -> OfTask:
+    # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
+    leaves, structure = _tree.flatten(tasks)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def of_tensors(*given: Tensor) -> OfTask:
+        left = iter(given)
+        filled = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return function(*_tree.unflatten(filled, structure))
+
+    found = torch.func.vmap(of_tensors, randomness="different")(*tensors)
+    return found._replace(grads=_tree.map(lambda grad: grad.mean(0), found.grads))
+
+
+def one_by_one(function: Function, tasks: Sequence[tuple[Any, Any]]) -> OfTask:
+    values, notes, total = [], [], None
+    for support, query in tasks:
+        found = function(support, query)
+        values.append(found.value)
+        notes.append(found.notes)
+        total = found.grads if total is None else _tree.add(total, found.grads)
+    stacked = _tree.map(lambda *parts: torch.stack(parts), *notes)
+    return OfTask(torch.stack(values), _tree.scale(total, 1 / len(tasks)), stacked)

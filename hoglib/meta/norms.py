@@ -1,0 +1,123 @@
+"""What train-mode batch norm does in an inner loop: four policies, said plainly."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from hoglib._substitution import WITHOUT_STATISTICS, Places, Treatment, without_statistics
+
+POLICIES = ("by_mode", "transductive", "per_step", "frozen")
+Statistics = dict[str, tuple[Tensor, Tensor]]
+
+
+Layers = dict[str, _BatchNorm]
+
+
+def with_statistics(model: nn.Module) -> Layers:
+    """The batch norms that keep running statistics, by name; to be asked outside of any "
+    "substitution."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats
+    }
+
+
+def transductive(places: Places, layer: nn.Module) -> None:
+    """The statistics of the batch at hand, in train and eval mode alike."""
+    if isinstance(layer, _NormBase) and layer.track_running_stats:
+        for name, value in WITHOUT_STATISTICS.items():
+            places.put(layer, name, value)
+
+
+def frozen(places: Places, layer: nn.Module) -> None:
+    """The model's running statistics, in train and eval mode alike."""
+    if isinstance(layer, _NormBase) and layer.track_running_stats and layer.training:
+        places.put(layer, "training", False)
+
+
+TREATMENTS: dict[str, Treatment] = {
+    "by_mode": without_statistics,
+    "transductive": transductive,
+    "frozen": frozen,
+}
+
+
+class PerStep(nn.Module):
+    """Running statistics for each number of inner steps, since they differ from step to step.
+
+    In train mode a layer uses the batch's, of which these are the moving averages over meta-steps
+    and tasks; in eval mode it uses these. Entry i is of the parameters after i steps; more steps
+    than there are entries use the last.
+    Source: Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, BNRS.
+    """
+
+    def __init__(self, model: nn.Module, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self._names: dict[str, str] = {}
+        for name, layer in with_statistics(model).items():
+            self._names[name] = name.replace(".", "/")
+            mean, var = layer.running_mean, layer.running_var
+            assert mean is not None
+            assert var is not None
+            self.register_buffer(f"mean/{self._names[name]}", mean.expand(steps + 1, -1).clone())
+            self.register_buffer(f"var/{self._names[name]}", var.expand(steps + 1, -1).clone())
+
+    def at(self, step: int, layers: Layers) -> Treatment:
+        """What stands in the layers' places at parameters after so many steps."""
+        names = {id(layer): name for name, layer in layers.items()}
+
+        def treat(places: Places, layer: nn.Module) -> None:
+            name = names.get(id(layer))
+            if name is None or layer.training:
+                without_statistics(places, layer)
+                return
+            mean, var = self._of(name)
+            i = min(step, self.steps)
+            places.put(layer, "running_mean", mean[i])
+            places.put(layer, "running_var", var[i])
+
+        return treat
+
+    @torch.no_grad()
+    def update(self, found: list[Statistics], layers: Layers) -> None:
+        """Move toward the means over tasks of what each step found: entries [tasks, channels]."""
+        for i, statistics in enumerate(found[: self.steps + 1]):
+            for name, of_tasks in statistics.items():
+                momentum = layers[name].momentum
+                for own, new in zip(self._of(name), of_tasks, strict=True):
+                    own[i].lerp_(new.mean(0).to(own.dtype), 0.1 if momentum is None else momentum)
+
+    def _of(self, name: str) -> tuple[Tensor, Tensor]:
+        key = self._names[name]
+        return self.get_buffer(f"mean/{key}"), self.get_buffer(f"var/{key}")
+
+
+@contextmanager
+def noting(layers: Layers) -> Iterator[Statistics]:
+    """The mean and the unbiased variance of what comes into each train-mode layer, without "
+    "graphs."""
+    found: Statistics = {}
+    handles = []
+
+    def note(name: str) -> Any:
+        def hook(layer: nn.Module, args: Any) -> None:
+            x = args[0].detach()
+            dims = [0, *range(2, x.dim())]
+            found[name] = x.mean(dims), x.var(dims)
+
+        return hook
+
+    for name, layer in layers.items():
+        if layer.training:
+            handles.append(layer.register_forward_pre_hook(note(name)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
