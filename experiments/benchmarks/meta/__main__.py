@@ -1,4 +1,4 @@
-"""Meta-gradients in hoglib beside those by hand and by other libraries (under four minutes):
+"""Meta-gradients in hoglib beside those by hand and by other libraries (some four minutes):
 
     python -m experiments.benchmarks.meta [--smoke] [--write-docs]
 

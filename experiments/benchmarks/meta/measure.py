@@ -26,7 +26,7 @@ Row = dict[str, Any]
 CPU = torch.device("cpu")
 # the wrong meta-gradients that torch gives are off by 2e-4 and more
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
-SECONDS = {"meta-gradient": 10.0, "steps": 5.0}  # no new round beyond these
+SECONDS = {"meta-gradient": 6.0, "steps": 5.0}  # no new round beyond these
 
 
 def measure(

@@ -68,7 +68,8 @@ def sinusoid(small: bool, fused: bool = False) -> Learner:
     amplitude, phase = torch.rand(tasks, 1, 1) * 4.9 + 0.1, torch.rand(tasks, 1, 1) * math.pi
     support, query = torch.rand(2, tasks, shots, 1) * 10 - 5
     batches = [(x, amplitude * torch.sin(x - phase)) for x in (support, query)]
-    return Learner("tanh", model, F.mse_loss, batches[0], batches[1], 0.01, 2 if small else 10)
+    kind = "linear_act" if fused else "tanh"
+    return Learner(kind, model, F.mse_loss, batches[0], batches[1], 0.01, 2 if small else 10)
 
 
 def conv4(small: bool, channels: int = 32, tasks: int = 4, steps: int = 5) -> Learner:

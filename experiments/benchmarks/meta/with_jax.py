@@ -7,7 +7,7 @@ from typing import Any
 from experiments.benchmarks.meta.tasks import Learner
 from experiments.benchmarks.meta.with_torch import Call, Found
 from experiments.benchmarks.with_jax import encoder, to_jax
-from experiments.benchmarks.workload import peer
+from experiments.benchmarks.workload import Missing, peer
 
 Array = Any
 Leaves = tuple[Array, ...]  # in torch's order
@@ -41,6 +41,8 @@ def conv4(leaves: Leaves, x: Array) -> Array:
 
 def network(learner: Learner) -> Network:
     jax = peer("jax")
+    if learner.kind == "linear_act":
+        raise Missing("as sinusoid")  # JAX fuses the layers of both
     if learner.kind == "conv4":
         return conv4
     if learner.kind == "transformer":
