@@ -237,6 +237,21 @@ def parameters(params: Any) -> Any:
     return params
 
 
+def other_structure(what: str, tree: Any, params: Any, leaf: str = "...") -> WrongValue:
+    """What to raise for a tree that has not the structure of params; `leaf` makes one of its leaves."""
+    names, came = _tree.paths(params), _tree.paths(tree)
+    missing = [name for name in names if name not in set(came)]
+    extra = sorted(set(came) - set(names))
+    return WrongValue(
+        f"{what}: expected the structure of params ({type(params).__name__} of {len(names)}), got "
+        f"another one ({type(tree).__name__} of {len(came)})"
+        + (f"; missing: {_listing(missing)}" if missing else "")
+        + (f"; not in params: {_listing(extra)}" if extra else "")
+        + f". Build {what} from params, for instance "
+        f"`{{name: {leaf} for name, p in params.items()}}`."
+    )
+
+
 def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
     """The leaves of one vector like params, or of a block: of several along a trailing dimension."""
     if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
@@ -248,17 +263,7 @@ def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
     expected, expected_structure = _tree.flatten(params)
     names = _tree.paths(params)
     if structure != expected_structure:
-        came = set(_tree.paths(tree))
-        missing = [name for name in names if name not in came]
-        extra = sorted(came - set(names))
-        raise WrongValue(
-            f"{what}: expected the structure of params ({type(params).__name__} of {len(names)}), got "
-            f"another one ({type(tree).__name__} of {len(leaves)})"
-            + (f"; missing: {_listing(missing)}" if missing else "")
-            + (f"; not in params: {_listing(extra)}" if extra else "")
-            + f". Build {what} from params, for instance "
-            f"`{{name: torch.randn_like(p) for name, p in params.items()}}`."
-        )
+        raise other_structure(what, tree, params, "torch.randn_like(p)")
     first = tensor(_leaf(what, names[0]), leaves[0])
     columns = first.shape[-1:] if first.dim() == expected[0].dim() + 1 else ()
     for name, leaf, like in zip(names, leaves, expected, strict=True):

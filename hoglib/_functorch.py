@@ -155,6 +155,12 @@ class Aside:
             overrides._push_mode(self._mode)
 
 
+def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
+    """The mode of this class that sees torch's functions now."""
+    stack = overrides._get_current_function_mode_stack()
+    return next((mode for mode in reversed(stack) if isinstance(mode, kind)), None)
+
+
 @contextmanager
 def own_kernels() -> Iterator[None]:
     """Without the kernels of oneDNN and cuDNN.

@@ -18,13 +18,13 @@ LOSES = (
 )
 
 
-def check_functions(values: Tensor | list[Tensor], what: str) -> None:
-    """Look at the custom Functions that values were computed by.
+def check_functions(values: Tensor | list[Tensor], what: str, since: Iterable[Tensor] = ()) -> None:
+    """Look at the custom Functions that values were computed by, from the tensors `since` on.
 
     Raises NoSecondDerivative for one whose backward is `@once_differentiable`; warns of one that keeps
     a floating-point tensor that is neither its input nor its output. Costs microseconds a node.
     """
-    for node, function in users_functions(values):
+    for node, function in users_functions(values, since):
         name = function.__qualname__
         if _functorch.is_once_differentiable(function):
             raise arguments.NoSecondDerivative(
@@ -77,10 +77,10 @@ def _tell(name: str, what: str, returned: Any, incoming: Any) -> None:
         )
 
 
-def nodes(outputs: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of the graphs of the tensors among the outputs."""
+def nodes(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[Any]:
+    """The nodes of the graphs of the tensors among the outputs, but for what `since` came from."""
     pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
-    seen: set[Any] = {None}
+    seen: set[Any] = {None, *(x.grad_fn for x in since)}
     while pending:
         node = pending.pop()
         if node in seen:
@@ -103,9 +103,11 @@ def held_bytes(values: list[Tensor]) -> int:
     return sum(_functorch.output_bytes(node) for node in nodes(values))
 
 
-def users_functions(values: Tensor | list[Tensor]) -> Iterator[tuple[Any, type[Function]]]:
+def users_functions(
+    values: Tensor | list[Tensor], since: Iterable[Tensor] = ()
+) -> Iterator[tuple[Any, type[Function]]]:
     """The nodes of custom Functions, but for those of torch and of hoglib."""
-    for node in nodes([values] if isinstance(values, Tensor) else values):
+    for node in nodes([values] if isinstance(values, Tensor) else values, since):
         function = _users(node)
         if function is not None:
             yield node, function

@@ -143,7 +143,25 @@ def test_public_names():
         "hvp",
         "laplacian",
     ]
-    assert hog.meta.__all__ == ["MAML", "Rule", "adapt", "inner_step", "sgd"]
+    assert hog.meta.__all__ == [
+        "IMAML",
+        "MAML",
+        "RULES",
+        "Hypergradient",
+        "Reptile",
+        "Residual",
+        "Rule",
+        "adam",
+        "adamw",
+        "adapt",
+        "hypergradient",
+        "inner_step",
+        "momentum",
+        "multi_step_weights",
+        "rmsprop",
+        "sgd",
+        "shard",
+    ]
     for module in (hog, hog.ops, hog.nn, hog.meta, hog.curvature):
         for name in module.__all__:
             assert getattr(module, name) is not None

@@ -6,7 +6,7 @@ from hoglib.meta.implicit import Residual
 from hoglib.meta.inner import adapt, inner_step
 from hoglib.meta.maml import MAML, multi_step_weights
 from hoglib.meta.reptile import Reptile
-from hoglib.meta.rules import RULES, Rule, sgd
+from hoglib.meta.rules import RULES, Rule, adam, adamw, momentum, rmsprop, sgd
 from hoglib.meta.tasks import shard
 
 __all__ = [
@@ -17,10 +17,14 @@ __all__ = [
     "Reptile",
     "Residual",
     "Rule",
+    "adam",
+    "adamw",
     "adapt",
     "hypergradient",
     "inner_step",
+    "momentum",
     "multi_step_weights",
+    "rmsprop",
     "sgd",
     "shard",
 ]

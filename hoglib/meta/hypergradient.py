@@ -153,6 +153,8 @@ class _Loop:
                 params,
                 batch,
                 constant=is_before_the_last(i, self.steps, self.truncate),
+                alone=end - start == 1,
+                check=i == 0,
             )
             params, state = self._rule(hyper).update(params, grads, state)
             losses.append(loss)

@@ -1,7 +1,7 @@
 """The inner loop: gradient steps on one task, as a function that can be differentiated."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -96,6 +96,8 @@ def adapt(
                 params,
                 batch,
                 constant=segment.constant(i),
+                alone=end - start == 1,
+                check=i == 0,
             )
             params, state = rule.update(params, grads, state)
         return (params, state), []
@@ -147,22 +149,33 @@ def _length(memory: str, steps: int) -> int:
     return 1 if memory == "remat" else max(1, isqrt(steps))
 
 
-def gradient(loss: WithNotes, params: Params, batch: Any, *, constant: bool) -> tuple[Params, Any]:
+def gradient(
+    loss: WithNotes,
+    params: Params,
+    batch: Any,
+    *,
+    constant: bool,
+    alone: bool = False,
+    check: bool = True,
+) -> tuple[Params, Any]:
     """grad loss(params, batch), and (the loss, its notes), both without a graph.
 
-    constant: the gradient has no graph; otherwise it has one wherever the caller records one.
+    constant: the gradient has no graph; otherwise it has one wherever the caller records one. alone:
+    what is run again, if anything, is this and nothing else of the model. check: its custom Functions
+    are looked at, which the first step of a loop does for all.
     """
+    check = check and not constant
     if _functorch.transforms_active():
-        return _by_transform(loss, params, batch, constant)
-    return _by_autograd(loss, params, batch, constant)
+        return _by_transform(loss, params, batch, constant, check)
+    return _by_autograd(loss, params, batch, constant, alone, check)
 
 
 def _by_transform(
-    loss: WithNotes, params: Params, batch: Any, constant: bool
+    loss: WithNotes, params: Params, batch: Any, constant: bool, check: bool
 ) -> tuple[Params, Any]:
     def checked(params: Params, batch: Any) -> tuple[Tensor, Any]:
         value, notes = loss(params, batch)
-        if not constant:
+        if check:
             check_functions(value, "the inner step")
         return value, (value.detach(), notes)
 
@@ -172,13 +185,16 @@ def _by_transform(
     return grads, (value.detach(), notes)
 
 
-def _by_autograd(loss: WithNotes, params: Params, batch: Any, constant: bool) -> tuple[Params, Any]:
+def _by_autograd(
+    loss: WithNotes, params: Params, batch: Any, constant: bool, alone: bool, check: bool
+) -> tuple[Params, Any]:
     """The same by plain autograd: several times as fast, and it takes Functions of the old "
     "style."""
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = _tree.flatten(params)
     own = own_leaves(leaves, create_graph)
-    with torch.enable_grad(), lingering(), _hooks_refused(create_graph):
+    refused = create_graph and not (alone and running_again())
+    with torch.enable_grad(), lingering(), hooks_refused(refused):
         value, notes = loss(_tree.unflatten(own, structure), batch)
         if not value.requires_grad:
             raise arguments.NoSecondDerivative(
@@ -186,23 +202,18 @@ def _by_autograd(loss: WithNotes, params: Params, batch: Any, constant: bool) ->
                 "one that does not; look for .detach(), .item(), .data or torch.no_grad() in the "
                 "model or the loss, or for inner parameters that nothing uses."
             )
-        if create_graph:
-            check_functions(value, "the inner step")
+        if check and create_graph:
+            check_functions(value, "the inner step", own)
         grads = torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True)
     return _tree.unflatten(filled(list(grads), own), structure), (value.detach(), notes)
 
 
-@contextmanager
-def _hooks_refused(wanted: bool) -> Iterator[None]:
-    """Where a graph is to be kept beyond the step.
+def hooks_refused(wanted: bool, message: str = RUNS_AGAIN) -> AbstractContextManager[None]:
+    """Where a graph is kept until the model holds other parameters.
 
-    A step that is run again has its derivatives taken while the parameters that it ran with stand.
+    A step that is run again by itself has its derivatives taken while its parameters stand.
     """
-    if not wanted or running_again():
-        yield
-        return
-    with disable_saved_tensors_hooks(RUNS_AGAIN):
-        yield
+    return disable_saved_tensors_hooks(message) if wanted else nullcontext()
 
 
 def _plain(loss: Loss) -> WithNotes:

@@ -24,7 +24,8 @@ from hoglib._substitution import Treatment, substituted
 from hoglib._warning import warn
 from hoglib.meta import norms
 from hoglib.meta import tasks as stacks
-from hoglib.meta.inner import Segment, gradient, unroll
+from hoglib.meta._guards import check_finite, look_at_functions
+from hoglib.meta.inner import RUNS_AGAIN, Segment, gradient, hooks_refused, unroll
 from hoglib.meta.mapping import Mapper, OfTask
 from hoglib.meta.rules import RULES, Rule
 from hoglib.stand_ins import stand_ins_if
@@ -95,6 +96,8 @@ class Learner(nn.Module, ABC):
         self.statistics = norms.PerStep(model, inner_steps) if batch_norm == "per_step" else None
         self.stand_ins = arguments.flag("stand_ins", stand_ins)
         self._mapper = Mapper(over_tasks)
+        self._runs_again = False  # parts of the model do, in backward
+        self._looked_at: int | None = None
         self._layers: norms.Layers = {}
         self._normalised_by_batches = False  # by a train-mode layer, when it was trained
         rule_of(rule, self.inner_lr, self.rule_options)
@@ -130,10 +133,7 @@ class Learner(nn.Module, ABC):
             return self.model(*args, **kwargs)
         self._look_at_norms()
         loss = self.objective.treating(self._norms(self.inner_steps))
-        guard: AbstractContextManager[None] = nullcontext()
-        if torch.is_grad_enabled() and not _functorch.transforms_active():
-            guard = torch.autograd.graph.disable_saved_tensors_hooks(LATER)
-        with guard:
+        with self._kept(LATER):
             return loss.call(params, *args, **kwargs)
 
     def adapt(
@@ -187,8 +187,17 @@ class Learner(nn.Module, ABC):
             def of_task(support: Any, query: Any) -> OfTask:
                 return self._of_task(point, support, query, wanted)
 
-            found = self._mapper(of_task, _usable(tasks), what, own.model)
-        self._check_finite(found)
+            tasks = _usable(tasks)
+            if wanted and not self._constant(self.inner_steps - 1, self.inner_steps):
+                self._look_at_functions(point, stacks.each(tasks)[0][0])
+            try:
+                found = self._mapper(of_task, tasks, what, own.model)
+            except RuntimeError as error:
+                if self._runs_again or RUNS_AGAIN not in str(error):
+                    raise
+                self._runs_again = True  # as `_memory` heeds
+                found = self._mapper(of_task, tasks, what, own.model)
+        check_finite(found)
         if not wanted:
             return found.value.mean()
         self._note(found)
@@ -206,6 +215,11 @@ class Learner(nn.Module, ABC):
             f"inner_lr={self.inner_lr}, inner_steps={self.inner_steps}, rule={name_of(self.rule)}, "
             f"over_tasks={self.over_tasks!r}"
         )
+
+    def _kept(self, message: str = RUNS_AGAIN) -> AbstractContextManager[None]:
+        """Around a call of the model whose graph is used when other parameters stand in it."""
+        wanted = torch.is_grad_enabled() and not _functorch.transforms_active()
+        return hooks_refused(wanted, message)
 
     # the inner loop
 
@@ -243,13 +257,16 @@ class Learner(nn.Module, ABC):
         def run(start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
             (params, state, total), (point, support, query) = carry, constants
             notes = []
+            alone = end - start == 1 and weights is None
             for i in range(start, end):
                 rule = self._rule(i, point, adapting)
-                grads, note = self._gradient(i, point, params, support, segment.constant(i))
+                constant = segment.constant(i)
+                grads, note = self._gradient(i, point, params, support, constant, alone)
                 params, state = rule.update(params, grads, state)
                 notes.append(note)
                 if weights is not None and weights[i] and i + 1 < steps:
-                    value = weights[i] * self._outer_value(point, params, query, i + 1)
+                    with self._kept():
+                        value = weights[i] * self._outer_value(point, params, query, i + 1)
                     total = value if total is None else total + value
             return (params, state, total), notes
 
@@ -257,12 +274,12 @@ class Learner(nn.Module, ABC):
         params = {name: point.model[name] for name in adapting}
         carry = (params, self._rule(0, point, adapting).init(params), None)
         (params, _, total), notes = unroll(
-            segment, steps, carry, (point, support, query), self._memory(), (self,)
+            segment, steps, carry, (point, support, query), self._memory(), tuple(self.modules())
         )
         return params, total, notes
 
     def _gradient(
-        self, i: int, point: Point, params: Params, support: Any, constant: bool
+        self, i: int, point: Point, params: Params, support: Any, constant: bool, alone: bool
     ) -> tuple[Params, Any]:
         loss = self.inner_objective.treating(self._norms(i))
 
@@ -270,7 +287,7 @@ class Learner(nn.Module, ABC):
             with self._noting() as statistics:
                 return self._inner_value(point, params, support, loss), statistics
 
-        return gradient(noted, params, support, constant=constant)
+        return gradient(noted, params, support, constant=constant, alone=alone, check=i == 0)
 
     def _outer(self, point: Point, support: Any, query: Any) -> tuple[Tensor, Any, Params]:
         """The outer loss of a task after the inner loop, what is noted of both, and what "
@@ -384,26 +401,21 @@ class Learner(nn.Module, ABC):
                 )
                 return
 
-    def _check_finite(self, found: OfTask) -> None:
-        inner = found.notes[0].detach()
-        if not bool(torch.isfinite(inner).all()):
-            task, step = (~torch.isfinite(inner)).nonzero()[0].tolist()
-            raise arguments.NotFinite(
-                f"inner loss: expected a finite number, got {inner[task, step].item()} at task "
-                f"{task} of {len(inner)}, step {step + 1} of {inner.shape[1]}. "
-                + (
-                    "Look for NaN in its support set, or in the parameters."
-                    if step == 0
-                    else "The inner loop diverges: lower inner_lr, or take fewer steps."
-                )
-                + " The parameters are as they were before this step."
+    def _look_at_functions(self, point: Point, support: Any) -> None:
+        """Once for each model: whether custom Functions in it lose a part of the second derivative."""
+        if self._looked_at == id(self.model):
+            return
+        self._looked_at = id(self.model)
+        names = self._adapting(point.model)
+
+        def loss(*leaves: Tensor) -> Tensor:
+            params = dict(zip(names, leaves, strict=True))
+            return self._inner_value(
+                point, params, support, self.inner_objective.treating(self._norms(0))
             )
-        arguments.finite(
-            "meta-loss",
-            found.value,
-            "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, "
-            "or look for NaN in the data. The parameters are as they were before this step.",
-        )
+
+        with torch.enable_grad():
+            look_at_functions(type(self).__name__, loss, [point.model[name] for name in names])
 
 
 def rule_of(rule: Any, lr: Any, options: dict[str, Any]) -> Rule:

@@ -119,7 +119,7 @@ class MAML(Learner):
         return self.first_order or is_before_the_last(i, steps, self.truncate)
 
     def _memory(self) -> str:
-        return self.memory
+        return "remat" if self._runs_again else self.memory
 
     def _weights(self, steps: int) -> list[float] | None:
         if self.step_weights is None:

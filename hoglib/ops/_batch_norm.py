@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib.ops import _fused_batch_norm as fused_batch_norm
 from hoglib.ops import _running as running
 from hoglib.ops._standardise import fused
 
@@ -36,9 +37,8 @@ def batch_norm(
     statistics, for those that require grad, and for shapes and dtypes that do not fit.
     Ioffe & Szegedy, Batch Normalization, 2015.
     """
-    arguments.real("input", input)
-    running.per_channel(input)
-    if training and input.numel() and input.numel() == input.shape[1]:
+    values = arguments.real("input", input).numel()
+    if training and input.dim() > 1 and values and values == input.shape[1]:
         raise arguments.WrongValue(
             "input: expected more than 1 value per channel when training, got input size "
             f"{tuple(input.shape)}."
@@ -68,9 +68,18 @@ def _torch_batch_norm(
     )
 
 
-def _in_one(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor | None:
+def _in_one(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: running.Statistics,
+    eps: float,
+) -> Tensor | None:
+    if fused_batch_norm.plain():
+        return fused_batch_norm.normalised(x, weight, bias, statistics, eps)
     if not x.is_contiguous():  # others, channels last above all, keep their layout
         return None
+    running.update(x, (0, *range(2, x.dim())), statistics)
     across = x.transpose(0, 1)
     y = fused(across.reshape(1, x.shape[1], -1), weight, bias, eps)
     return y.reshape(across.shape).transpose(0, 1).contiguous()

@@ -69,7 +69,14 @@ def _torch_instance_norm(
     return y.reshape(input.shape)
 
 
-def _in_one(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _in_one(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: running.Statistics,
+    eps: float,
+) -> Tensor:
+    running.update(x, tuple(range(2, x.dim())), statistics)
     return fused(x.flatten(2), weight, bias, eps).reshape(x.shape)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib.ops import _fused_layer_norm as fused_layer_norm
 from hoglib.ops._halves import autocast_on
 from hoglib.ops._refusals import Refused
 from hoglib.ops._standardise import (
@@ -56,6 +57,10 @@ def layer_norm(
         same_dtype(input, weight=weight, bias=bias)
     inner = wide(dtype)
     x = input.to(inner)
+    if can_fuse(x, eps) and fused_layer_norm.plain():
+        scale, shift = widened(weight, inner), widened(bias, inner)
+        y = fused_layer_norm.normalised(x, shape, scale, shift, eps)
+        return y if y.dtype == dtype else y.to(dtype)
     if can_fuse(x, eps):
         y = fused(x.reshape(1, -1, prod(shape)), None, None, eps).reshape(x.shape)
     else:

@@ -1,5 +1,7 @@
 """Which derivatives may be taken of what runs now, and who looks on."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 from torch.overrides import TorchFunctionMode
 
 from hoglib import _functorch as functorch
@@ -12,6 +14,19 @@ class StandingIn(TorchFunctionMode):
 def aside() -> functorch.Aside:
     """Inside, an op of hoglib runs without that mode, which has nothing to do there."""
     return functorch.Aside(StandingIn)
+
+
+class Standing:
+    """The stand-ins that are on, to be on again where something is run later, or by torch.func, which
+    switches modes off while it applies a Function."""
+
+    def __init__(self) -> None:
+        self._mode = functorch.function_mode(StandingIn)
+
+    def again(self) -> AbstractContextManager[object]:
+        if self._mode is None or functorch.function_mode(StandingIn) is not None:
+            return nullcontext()
+        return self._mode
 
 
 def reverse_only() -> bool:

@@ -20,6 +20,7 @@ from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._substitution import batch_statistics, lingering
 from hoglib.ops import _captured
+from hoglib.ops._modes import Standing
 from hoglib.ops._surroundings import Autocast, Surroundings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -244,6 +245,7 @@ class _Call:
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
         self.transformed = _functorch.transforms_active()
+        self.standing = Standing()
         self.changed: dict[int, Tensor] = {}  # buffers that the first run changed, as they were
         self.first, self.again = _Run(self, self._first), _Run(self, self._again)
 
@@ -315,7 +317,7 @@ class _Call:
         for i, tensor in zip(self.slots, tensors, strict=False):
             leaves[i] = tensor
         args, keywords = _tree.unflatten(leaves, self.structure)
-        with _inside(), self.surroundings.autocast.restored():
+        with _inside(), self.standing.again(), self.surroundings.autocast.restored():
             return self.fn(*args, **keywords)
 
     def result(self, tensors: Tensors) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,17 @@ from hoglib.ops._standardise import (
     widened,
 )
 
-# (x, weight, bias, eps) -> y in one kernel, or None where it cannot
-Fuse = Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor | None]
+
+class Statistics(NamedTuple):
+    """Running statistics that move in this call, or None."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    momentum: float
+
+
+# (x, weight, bias, statistics, eps) -> y in one kernel, the statistics moved; or None where it cannot
+Fuse = Callable[[Tensor, Tensor | None, Tensor | None, Statistics, float], Tensor | None]
 
 _KEPT: ContextVar[bool] = ContextVar("statistics_kept", default=False)
 
@@ -67,18 +77,19 @@ def normalised(
     check(input, running_mean, running_var, needed=not by_input)
     same_dtype(input, **given)
     inner = wide(input.dtype)
-    x = input.to(inner)
-    weight, bias = (widened(value, inner) for value in (weight, bias))
+    x = input if input.dtype == inner else input.to(inner)
+    weight, bias = widened(weight, inner), widened(bias, inner)
     if not by_input:
         assert running_mean is not None
         assert running_var is not None
         return evaluated(x, running_mean, running_var, weight, bias, eps).to(input.dtype)
-    update(x, dims, running_mean, running_var, momentum)
+    moving = running_mean is not None and running_var is not None and _move(x)
+    statistics = Statistics(*(running_mean, running_var) if moving else (None, None), momentum)
     if can_fuse(x, eps):
-        flat_weight, flat_bias = (None if p is None else p.reshape(-1) for p in (weight, bias))
-        y = fuse(x, flat_weight, flat_bias, eps)
+        y = fuse(x, _flat(weight), _flat(bias), statistics, eps)
         if y is not None:
-            return y.to(input.dtype)
+            return y if y.dtype == input.dtype else y.to(input.dtype)
+    update(x, dims, statistics)
     weight, bias = (None if p is None else along_channels(p, x) for p in (weight, bias))
     if not x.numel():  # there is no mean, and NaN times nothing would reach the weight
         return affine(x, weight, bias).to(input.dtype)
@@ -140,29 +151,37 @@ def evaluated(
     return torch.addcmul(along_channels(shift, x), x, along_channels(scale, x))
 
 
-def update(
-    x: Tensor,
-    dims: tuple[int, ...],
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-) -> None:
-    """Move running statistics by `momentum` toward those of x along dims; what is left is averaged.
+def _flat(value: Tensor | None) -> Tensor | None:
+    return value if value is None or value.dim() == 1 else value.reshape(-1)
 
-    Under a torch.func transform they are left alone: they would take what belongs to the transform.
-    """
-    if running_mean is None or running_var is None or not x.numel():
-        return
+
+def _move(x: Tensor) -> bool:
+    """Whether running statistics move, which under a torch.func transform they do not: they would take
+    what belongs to the transform."""
     compiling = torch.compiler.is_compiling()  # the compiler cannot read a context variable
-    if transforms_active() or (not compiling and _KEPT.get()):
+    return bool(x.numel()) and not transforms_active() and (compiling or not _KEPT.get())
+
+
+def update(x: Tensor, dims: tuple[int, ...], statistics: Statistics) -> None:
+    """Move them toward the mean and the variance of x along dims; what is left is averaged."""
+    if statistics.mean is None:
         return
     with torch.no_grad():
-        count = x.numel() // x.shape[1] // (1 if 0 in dims else x.shape[0])
         x = x.detach()
         mean = x.mean(dims, keepdim=True)
         var = (x - mean).square().mean(dims)  # a third of the time of `torch.var`
-        unbiased = var * (count / (count - 1) if count > 1 else inf)
-        for running, now in ((running_mean, mean), (running_var, unbiased)):
-            now = now if 0 in dims else now.reshape(x.shape[:2]).mean(0)
-            old = running.to(now.dtype)
-            running.copy_(old * (1 - momentum) + now.reshape(old.shape) * momentum)
+        if 0 not in dims:
+            mean, var = mean.reshape(x.shape[:2]).mean(0), var.mean(0)
+        count = x.numel() // x.shape[1] // (1 if 0 in dims else x.shape[0])
+        move(statistics, mean, var, count)
+
+
+def move(statistics: Statistics, mean: Tensor, var: Tensor, count: int) -> None:
+    """Move them by `momentum` toward a mean and the biased variance of `count` values; no grad mode."""
+    if statistics.mean is None or statistics.var is None:
+        return
+    unbiased = var * (count / (count - 1) if count > 1 else inf)
+    for running, now in ((statistics.mean, mean), (statistics.var, unbiased)):
+        old = running.to(now.dtype)
+        moved = old * (1 - statistics.momentum) + now.reshape(old.shape) * statistics.momentum
+        running.copy_(moved)

@@ -25,7 +25,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype)
+    return x if x is None or x.dtype == dtype else x.to(dtype)
 
 
 def same_dtype(input: Tensor, **parameters: Tensor | None) -> None:

@@ -11,7 +11,7 @@ from torch.autograd import Function
 from hoglib import _tree
 from hoglib._functorch import watching_functions
 from hoglib.verification import _plain as plain
-from hoglib.verification._call import is_float
+from hoglib.verification._call import is_float, is_part
 from hoglib.verification._copies import fresh
 
 
@@ -66,7 +66,7 @@ def applications(run: Callable[[], Any]) -> list[Application]:
 
 def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
     """A call of a Function, if it is differentiated by anything."""
-    if function.__module__.startswith("torch."):  # a checkpoint, or a compiled function
+    if is_part(function) or function.__module__.startswith("torch."):  # a checkpoint, compiled code
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
     values = tuple(map(fresh, args))

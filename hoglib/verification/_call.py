@@ -131,7 +131,13 @@ def name_of(fn: Any) -> str:
 def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:
     """The custom Functions in the graphs of the outputs."""
     found = (custom_function(node) for node in nodes(outputs))
-    return {function for function in found if function is not None}
+    return {function for function in found if function is not None and not is_part(function)}
+
+
+def is_part(function: type[torch.autograd.Function]) -> bool:
+    """Whether it is a part of one of hoglib's ops, right inside of that alone, for it keeps what the op
+    made of its inputs: the derivatives of the op are judged, not its own."""
+    return bool(getattr(function, "part_of_an_op", False))
 
 
 def is_float(value: Any) -> bool:

@@ -1,0 +1,52 @@
+"""What is said of an inner loop that is not what it seems: losses that are not finite, Functions that
+lose their second derivative."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib._differences import same_random_numbers
+from hoglib._leaves import own_leaves
+from hoglib._second_look import look_at_gradient, new_functions
+from hoglib._substitution import lingering
+from hoglib.meta.mapping import OfTask
+
+
+def check_finite(found: OfTask) -> None:
+    """Raises FloatingPointError at the first inner loss that is not finite, or outer one.
+
+    The notes' first entry are the inner losses [tasks, steps].
+    """
+    inner = found.notes[0].detach()
+    if not bool(torch.isfinite(inner).all()):
+        task, step = (~torch.isfinite(inner)).nonzero()[0].tolist()
+        raise arguments.NotFinite(
+            f"inner loss: expected a finite number, got {inner[task, step].item()} at task {task} of "
+            f"{len(inner)}, step {step + 1} of {inner.shape[1]}. "
+            + (
+                "Look for NaN in its support set, or in the parameters."
+                if step == 0
+                else "The inner loop diverges: lower inner_lr, or take fewer steps."
+            )
+            + " The parameters are as they were before this step."
+        )
+    arguments.finite(
+        "meta-loss",
+        found.value,
+        "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
+        "for NaN in the data. The parameters are as they were before this step.",
+    )
+
+
+def look_at_functions(what: str, loss: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+    """Compares a product with the Hessian of an inner loss with differences, if it runs through
+    custom Functions that no product ran through before, and warns where they are apart."""
+    with same_random_numbers(leaves), lingering():
+        functions = new_functions(loss(*own_leaves(leaves, False)))
+        if not functions:
+            return
+        generator = torch.Generator().manual_seed(0)
+        vector = [torch.randn(x.shape, generator=generator).to(x) for x in leaves]
+        look_at_gradient(what, functions, loss, leaves, vector)
