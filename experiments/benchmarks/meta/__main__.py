@@ -1,6 +1,6 @@
-"""Meta-gradients in hoglib beside those by hand and by other libraries (some four minutes):
+"""Meta-gradients in hoglib beside those by hand and by other libraries (some five minutes):
 
-    python -m experiments.benchmarks.meta [--smoke] [--write-docs]
+    python -m experiments.benchmarks.meta [--smoke] [--jobs 2] [--write-docs]  # two at a time: three
 
 Each learner has a process of its own, on one thread and one core. Every method is held against a loop
 by hand in float64 first; only those that are right are timed. Then the memory and the time of long
