@@ -5,21 +5,24 @@ import statistics
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import torch
 
-from experiments.data.digits import Examples
-from experiments.data.mixture import PARTS
 from hoglib.meta import Learner
+
+if TYPE_CHECKING:
+    from experiments.data.digits import Examples  # brings Lightning, which benchmarks do without
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 INK, TRUTH, BEFORE, ONE, TEN = "#222222", "#999999", "#c7c7c7", "#e08214", "#2166ac"
 DIGITS = 14  # in each group of the picture of weights
+KEPT = {"store": INK, "checkpoint": ONE, "remat": TEN}  # of an inner loop, for its backward
 
 
 def adaptation(maml: Learner, waves: Any, label: str, file: Path, tasks: int = 3) -> Path:
@@ -61,6 +64,8 @@ def training_curve(metrics: Path, file: Path) -> Path:
 
 def gan_curves(metrics: Path, file: Path) -> Path:
     """Losses and penalty of a metrics.csv above, quality of held-out points below."""
+    from experiments.data.mixture import PARTS  # brings Lightning, which benchmarks do without
+
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 6), sharex=True)
     for key, points in columns(metrics).items():
         if key == "val/covered":
@@ -108,7 +113,7 @@ def points(
 
 
 def reweighted(
-    examples: Examples,
+    examples: "Examples",
     weights: torch.Tensor,
     curves: dict[str, list[tuple[int, float]]],
     title: str,
@@ -139,7 +144,7 @@ def reweighted(
     return _save(figure, file)
 
 
-def _digits(figure: Any, title: str, examples: Examples, picks: torch.Tensor) -> None:
+def _digits(figure: Any, title: str, examples: "Examples", picks: torch.Tensor) -> None:
     """Images in two rows, each with the label that was given and, if that is wrong, the true one."""
     figure.suptitle(title, fontsize=10)
     axes = figure.subplots(2, DIGITS // 2).flatten()
@@ -238,6 +243,39 @@ def _bars(axis: Any, methods: dict[str, Any]) -> None:
     axis.invert_yaxis()
     axis.tick_params(labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def meta_memory(methods: dict[str, dict[int, tuple[float, float]]], file: Path) -> Path:
+    """Inner loops of many steps: peak memory on the left, time on the right; by hand dashed.
+
+    methods: {name: {steps: (peak MiB, time to the graphs stored by hand)}}, the name with what is kept.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
+    for name, found in methods.items():
+        colour = next((c for kept, c in KEPT.items() if kept in name), TRUTH)
+        look: dict[str, Any] = {"marker": "o", "markersize": 7, "linestyle": "-", "zorder": 2}
+        if not name.startswith("hoglib"):
+            look = {"marker": "s", "markersize": 4, "linestyle": "--", "zorder": 3}
+        steps = sorted(found)
+        for axis, part in ((left, 0), (right, 1)):
+            values = [found[count][part] for count in steps]
+            axis.plot(steps, values, color=colour, alpha=0.8, label=name, **look)
+    left.set(yscale="log", ylabel="peak memory, MiB")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter("{x:g}")
+    right.set(ylabel="time, to the graphs stored by hand")
+    right.set_ylim(bottom=0)
+    every = sorted({count for found in methods.values() for count in found})
+    for axis in (left, right):
+        axis.set(xscale="log", xlabel="inner steps")
+        axis.set_xticks(every, [str(count) for count in every])
+        axis.minorticks_off()
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("conv4-32, 5-way 1-shot: the meta-gradient of one task")
+    handles, names = left.get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=3, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    return _save(figure, file)
 
 
 def _save(figure: Figure, file: Path) -> Path:

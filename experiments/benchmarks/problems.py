@@ -76,15 +76,17 @@ class Network(nn.Module):
 
 
 class Encoder(nn.Module):
-    """4 layers of torch's transformer encoder with GELU, the mean over the sequence, a linear layer."""
+    """Torch's transformer encoder with GELU, the mean over the sequence, a linear layer."""
 
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    def __init__(
+        self, width: int, heads: int, hidden: int, layers: int = 4, classes: int = 10
+    ) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(
             width, heads, hidden, dropout=0.0, activation="gelu", batch_first=True
         )
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 10)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.encoder(x).mean(1))

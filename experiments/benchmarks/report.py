@@ -95,11 +95,16 @@ def measured_on(results: Results) -> str:
 
 def write(page: Path, results: Results) -> None:
     """Put the table between the marks of the page."""
-    text = page.read_text()
-    if START not in text or END not in text:
-        raise ValueError(f"{page}: expected the marks {START!r} and {END!r}; write them in.")
     picture = "![Times in plain gradients, hoglib in blue](images/benchmarks.png)"
-    parts = [START, measured_on(results), table(results), picture, END]
-    region = "\n\n".join(parts)
-    pattern = re.escape(START) + ".*?" + re.escape(END)
+    put(page, (START, END), [measured_on(results), table(results), picture])
+
+
+def put(page: Path, marks: tuple[str, str], parts: list[str]) -> None:
+    """Put these paragraphs between the marks of the page, for what was there."""
+    text = page.read_text()
+    start, end = marks
+    if start not in text or end not in text:
+        raise ValueError(f"{page}: expected the marks {start!r} and {end!r}; write them in.")
+    region = "\n\n".join([start, *parts, end])
+    pattern = re.escape(start) + ".*?" + re.escape(end)
     page.write_text(re.sub(pattern, lambda _: region, text, flags=re.DOTALL))

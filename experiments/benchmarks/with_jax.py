@@ -33,7 +33,7 @@ def cnn(p: Params, x: Array) -> Array:
     return x.mean((2, 3)) @ p["head.weight"].T + p["head.bias"]
 
 
-def encoder(heads: int) -> Callable[[Params, Array], Array]:
+def encoder(heads: int, layers: int = 4) -> Callable[[Params, Array], Array]:
     jax, jnp = importlib.import_module("jax"), importlib.import_module("jax.numpy")
 
     def norm(p: Params, x: Array) -> Array:
@@ -58,7 +58,7 @@ def encoder(heads: int) -> Callable[[Params, Array], Array]:
         return {key.removeprefix(start): p[key] for key in p if key.startswith(start)}
 
     def run(p: Params, x: Array) -> Array:
-        for i in range(4):
+        for i in range(layers):
             layer = below(p, f"encoder.layers.{i}")
             x = norm(below(layer, "norm1"), x + attention(below(layer, "self_attn"), x))
             hidden = jax.nn.gelu(linear(below(layer, "linear1"), x), approximate=False)
