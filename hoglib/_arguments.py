@@ -39,6 +39,8 @@ class NotDeterministic(Explained, RuntimeError):
 class NotPositiveDefinite(Explained, ArithmeticError):
     """An ArithmeticError about a matrix with a direction of negative curvature; it explains itself."""
 
+    iterations = 1  # at which it was met
+
 
 class NotConverged(Explained, RuntimeError):
     """A RuntimeError about an iteration that did not reach its tolerance; it explains itself."""

@@ -17,6 +17,7 @@ from hoglib._batches import (
     inputs_of,
     targets_of,
 )
+from hoglib._functorch import eagerly, has_compiled
 from hoglib._substitution import Treatment, substituted, without_statistics
 
 Params = dict[str, Tensor]
@@ -71,6 +72,7 @@ class FunctionalLoss:
         self._dtype: torch.dtype | None = None
         self._treat: Treatment = without_statistics
         self._names: set[str] = set()
+        self._compiled = False  # until the first call
 
     def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
         if more:
@@ -88,7 +90,7 @@ class FunctionalLoss:
 
     def _run(self, params: Params, batch: Any) -> Any:
         home = params or list(self.model.parameters())
-        with explaining_devices(batch, home):
+        with explaining_devices(batch, home), eagerly(self._compiled):
             if self._forward is not None:
                 return self._forward(self.model, batch)
             args = inputs_of(batch)
@@ -147,6 +149,7 @@ class FunctionalLoss:
     def _check_names(self, params: Params) -> None:
         parameters = self.model.named_parameters(remove_duplicate=False)
         self._names = {name for name, _ in parameters}
+        self._compiled = has_compiled(self.model)
         for name in params:
             if name not in self._names:
                 close = get_close_matches(str(name), self._names, n=1)

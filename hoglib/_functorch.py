@@ -9,7 +9,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -100,6 +100,18 @@ def watching_functions(
 def is_compiled(func: Any) -> bool:
     """Whether it is a module that torch.compile made of another one."""
     return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
+
+
+def has_compiled(module: torch.nn.Module) -> bool:
+    """Whether a part of it was compiled, as a new module or in place."""
+    return any(
+        is_compiled(part) or part._compiled_call_impl is not None for part in module.modules()
+    )
+
+
+def eagerly(wanted: bool) -> AbstractContextManager[Any]:
+    """Compiled modules run as they were before: compiled code has no second derivative."""
+    return torch.compiler.set_stance("force_eager") if wanted else nullcontext()
 
 
 def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -132,11 +132,13 @@ def _positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
         )
     if float(lowest) <= 0:
         rayleigh = float(lowest) / length
-        raise arguments.NotPositiveDefinite(
+        error = arguments.NotPositiveDefinite(
             f"solve: expected a positive definite matrix, got a direction p with p^T A p = "
             f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Use damping larger than "
             f"{abs(rayleigh):.3g}, or a GGNOperator, which has no negative curvature."
         )
+        error.iterations = iterations
+        raise error
 
 
 def _preconditioner(

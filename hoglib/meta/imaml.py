@@ -31,8 +31,8 @@ class IMAML(Learner):
     inner_loss) gets its gradient likewise. The graph of one gradient is all the memory it takes,
     whatever the number of steps. Tasks are run one after the other. Other arguments, and what `adapt`,
     `loss` and calling it do, as in `hoglib.MAML`.
-    Raises, beside what `MAML` raises, ArithmeticError where strength and damping do not make the
-    system positive definite, as conjugate gradients need it.
+    Warns where strength and damping do not make the system positive definite, as conjugate gradients
+    need it, and goes on with what they found before they met a direction of negative curvature.
     Source: Rajeswaran, Finn, Kakade and Levine, Meta-Learning with Implicit Gradients, 2019, eq. 3
     and 6.
     """
@@ -42,7 +42,7 @@ class IMAML(Learner):
         model: nn.Module,
         criterion: Criterion,
         *,
-        strength: float = 1.0,
+        strength: float = 2.0,
         inner_lr: float = 0.01,
         inner_steps: int = 20,
         solver: str = "cg",
@@ -69,7 +69,7 @@ class IMAML(Learner):
             )
         self.strength = arguments.positive("strength", strength)
         step_size = self.inner_lr if step_size is None else step_size
-        self.solver = solver_of(solver, iterations, damping, None, step_size)
+        self.solver = solver_of(solver, iterations, damping, None, step_size)._replace(goes_on=True)
         self.residual: Residual | None = None
 
     def _constant(self, i: int, steps: int) -> bool:

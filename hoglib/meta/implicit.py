@@ -35,6 +35,7 @@ class Solver(NamedTuple):
     damping: float
     tol: float | None
     step_size: float | None  # of the Neumann series
+    goes_on: bool = False  # past a direction of negative curvature, with what there is before it
 
 
 def solver_of(
@@ -112,9 +113,7 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
     if not bool(_tree.norm(v) > 0):
         return _tree.leaves(v), leaf.new_zeros(())
     if solver.name == "cg":
-        x, solution = operator.solve(
-            v, tol=solver.tol, max_iter=solver.iterations, return_info=True
-        )
+        x, solution = _conjugate(operator, v, solver)
         if solver.iterations is None and not bool(solution.converged):
             warn(
                 f"the implicit gradient: its linear system was solved to "
@@ -134,3 +133,23 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
         "the Neumann series", residual, "It diverges: lower step_size, or use the solver 'cg'."
     )
     return _tree.leaves(x), residual
+
+
+def _conjugate(operator: Any, v: Any, solver: Solver) -> tuple[Any, Any]:
+    def solve(limit: int | None) -> tuple[Any, Any]:
+        return operator.solve(v, tol=solver.tol, max_iter=limit, return_info=True)
+
+    try:
+        return solve(solver.iterations)
+    except arguments.NotPositiveDefinite as error:
+        why = (
+            "the implicit gradient: expected a minimum of the inner loss, where its Hessian has no "
+            f"direction of negative curvature, got one ({str(error).partition('. ')[0]}). Give more "
+            "damping, a stronger regulariser (IMAML: strength) or more inner steps."
+        )
+        if not solver.goes_on:
+            raise arguments.NotPositiveDefinite(why) from error
+        warn(
+            f"{why} What conjugate gradients found before it is used; `residual` tells how far it is."
+        )
+        return solve(error.iterations - 1)

@@ -129,6 +129,7 @@ def unroll(
     constants: all that the steps depend on beside the carry, so that gradients reach it.
     """
     notes: list[Any] = []
+    run, constants = _lifted(segment.run, constants)
     done = 0
     while done < steps:
         end = done + _length(memory, steps)
@@ -136,11 +137,25 @@ def unroll(
         while end > done + 1 and (end > steps or segment.constant(end - 1) != constant):
             end -= 1
         if memory == "store" or constant:  # a constant gradient has no graph to be saved
-            carry, more = segment.run(done, end, carry, constants)
+            carry, more = run(done, end, carry, constants)
         else:
-            carry, more = recompute(segment.run, done, end, carry, constants, modes_of=modes_of)
+            carry, more = recompute(run, done, end, carry, constants, modes_of=modes_of)
         notes, done = [*notes, *more], end
     return carry, notes
+
+
+def _lifted(run: Callable[..., Any], constants: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """A segment of the tensors and modules among its constants; other objects stay as they are."""
+    leaves, structure = _tree.flatten(constants)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | nn.Module)]
+    others = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
+
+    def of_lifted(start: int, end: int, carry: Any, lifted: list[Any]) -> Any:
+        every = {**others, **dict(zip(places, lifted, strict=True))}
+        filled = [every[i] for i in range(len(every))]
+        return run(start, end, carry, _tree.unflatten(filled, structure))
+
+    return of_lifted, [leaves[i] for i in places]
 
 
 def _length(memory: str, steps: int) -> int:

@@ -42,8 +42,8 @@ class Mapper:
                 return one_by_one(function, stacks.each(tasks))
         try:
             return all_at_once(function, stack)
-        except (RuntimeError, ValueError, TypeError) as error:
-            if isinstance(error, arguments.Explained):
+        except Exception as error:
+            if isinstance(error, arguments.Explained) and self.over_tasks == "vmap":
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if self.over_tasks == "vmap":

@@ -36,9 +36,9 @@ def check_batch(what: str, batch: Any) -> None:
 def unpack(tasks: Any) -> Any:
     """A stack as a tuple, also when a collate function made it a list; a list of tasks as it is."""
     if isinstance(tasks, list) and len(tasks) == 2:
-        pairs = all(isinstance(part, tuple | list) and len(part) == 2 for part in tasks)
-        tensors = pairs and all(isinstance(x, Tensor) for part in tasks for x in part)
-        if tensors or not pairs:
+        collated = all(isinstance(part, list) for part in tasks)
+        no_tasks = not any(isinstance(part, tuple | list) for part in tasks)
+        if collated or no_tasks:
             return tuple(tasks)
     return tasks
 
@@ -148,7 +148,10 @@ def _task(what: str, task: Any) -> Task:
 
 def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
     """The leading dimensions of inputs and targets, of a pair of tensors; of others none."""
-    tensors = [leaf for leaf in _tree.leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = _tree.leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if dims == 1 and any(_is_object(leaf) for leaf in leaves):
+        return []
     if not tensors:
         raise arguments.WrongValue(
             f"{what}: expected a batch of tensors, for instance (inputs, targets), got "
@@ -170,6 +173,12 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
                 f"{what}: expected tensors {expected}, got {arguments.describe(part)}."
             )
     return [tuple(part.shape[:dims]) for part in batch]
+
+
+def _is_object(leaf: Any) -> bool:
+    """Whether it is something that only the model knows the inside of."""
+    known = (Tensor, str, bytes, int, float, complex, type(None), type)
+    return not (isinstance(leaf, known) or hasattr(leaf, "__array__"))
 
 
 def _stacked(what: str, stack: Any) -> int:

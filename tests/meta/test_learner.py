@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -589,3 +590,59 @@ def test_random_directions_of_the_whole_kitchen_sink():
     slope = (at(1e-6) - at(-1e-6)) / 2e-6
     along = sum((g * v[n]).sum() for n, g in ours.items())
     assert abs(along - slope) < 1e-6 * abs(slope)
+
+
+def test_compiled_models_run_as_they_were():
+    """In whole, in part and in place; backends of torch that leave it as it is are fast enough."""
+    tasks, expected = (
+        image_tasks(),
+        meta_gradient(hog.MAML(network("none"), F.mse_loss), image_tasks()),
+    )
+    whole = torch.compile(network("none"), backend="aot_eager")
+    part, in_place = network("none"), network("none")
+    part[0] = torch.compile(part[0], backend="aot_eager")
+    in_place.compile(backend="aot_eager")
+    for model in (whole, part, in_place):
+        for memory in MEMORY:
+            maml = hog.MAML(model, F.mse_loss, memory=memory, over_tasks="loop")
+            ours = meta_gradient(maml, tasks)
+            assert relative(list(ours.values()), list(expected.values())) < 1e-12
+
+
+@dataclass
+class Pair:
+    """A batch that only the model knows the inside of."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_batches_that_are_objects(memory):
+    class OfPairs(nn.Sequential):
+        def forward(self, batch):
+            return super().forward(batch.x)
+
+    tasks = as_list(image_tasks())
+    model = OfPairs(*network("none"))
+    maml = hog.MAML(model, lambda out, b: F.mse_loss(out, b.y), inner_steps=2, memory=memory)
+    ours = meta_gradient(maml, [(Pair(*support), Pair(*query)) for support, query in tasks])
+    plain = hog.MAML(network("none"), F.mse_loss, inner_steps=2)
+    assert relative(ours, meta_gradient(plain, tasks)) < 1e-12
+
+
+def test_two_tasks_of_single_tensors_are_tasks():
+    maml = hog.MAML(nn.Linear(2, 2).double(), F.mse_loss)
+    tasks = [(rand(4, 2), rand(4, 2)), (rand(4, 2) + 1, rand(4, 2) - 1)]
+    values = [maml.loss([task]).item() for task in tasks]
+    assert abs(maml.loss(tasks).item() - sum(values) / 2) < 1e-12
+    collated = [torch.stack([s for s, _ in tasks]), torch.stack([q for _, q in tasks])]
+    assert abs(maml.loss(collated).item() - sum(values) / 2) < 1e-12
+
+
+def test_what_vmap_refuses_is_looped_over():
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 3)), nn.Tanh(), nn.Linear(3, 2)).double()
+    tasks = fixed()
+    expected = meta_gradient(hog.MAML(scripted, F.mse_loss, over_tasks="loop"), tasks)
+    with pytest.warns(UserWarning, match="loops over the tasks"):
+        assert relative(meta_gradient(hog.MAML(scripted, F.mse_loss), tasks), expected) == 0
