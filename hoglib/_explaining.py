@@ -10,6 +10,7 @@ NO_WAY = (
     "not implemented", "forward AD", "does not currently support double backward",
     "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
     "setup_context", "doesn't have storage",
+    "for sparse tensors", "Sparse division",
 )  # fmt: skip
 
 

@@ -60,8 +60,8 @@ class FunctionalLoss:
     ) -> None:
         _module(model)
         self.model = model
-        self._criterion = _instance("criterion", criterion)
-        self._forward = None if forward is None else _instance("forward", forward)
+        self._criterion = instance("criterion", criterion)
+        self._forward = None if forward is None else instance("forward", forward)
         reason = None if forward is None else binding_error(forward, (model, None))
         if reason is not None:
             raise arguments.WrongType(
@@ -220,7 +220,7 @@ def _module(model: Any) -> None:
         )
 
 
-def _instance(what: str, value: Any) -> Any:
+def instance(what: str, value: Any) -> Any:
     """A function or module, not the class that one is made from."""
     arguments.function(what, value)
     if isinstance(value, type):

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
-from hoglib._differences import same_random_numbers
+from hoglib._graph import survey
 from hoglib._leaves import own_leaves
 from hoglib._second_look import look_at_gradient, new_functions
 from hoglib._substitution import lingering
+from hoglib._warning import warn
 from hoglib.meta.mapping import OfTask
 
 
@@ -40,10 +41,38 @@ def check_finite(found: OfTask) -> None:
     )
 
 
+def only_what_is_learned(
+    what: str, values: list[Tensor], own: list[Tensor], learned: dict[str, Tensor]
+) -> None:
+    """The graphs of inner and outer losses end in the tensors that gradients are taken by.
+
+    Raises NoSecondDerivative for a parameter of the model that it reaches by another way than its place
+    in a module, since it never adapts; warns of other tensors that require grad, which get none.
+    """
+    known = {id(x) for x in own}
+    names = {id(p): name for name, p in learned.items()}
+    for value in values:
+        for leaf in survey(value).leaves.values():
+            if id(leaf) in known:
+                continue
+            if id(leaf) in names:
+                raise arguments.NoSecondDerivative(
+                    f"{what}: expected a model that finds its parameters in their modules, got one "
+                    f"that uses {names[id(leaf)]} from elsewhere too (a list of weights, a closure): "
+                    "there it would neither adapt nor get a gradient. Read it from its module."
+                )
+            known.add(id(leaf))
+            warn(
+                f"{what}: the losses use {arguments.describe(leaf)} that requires grad and belongs to "
+                "none of the modules that are learned (model, criterion, inner_loss, rule): it gets no "
+                "gradient from loss(tasks). Make it a parameter of one of them, or detach() it."
+            )
+
+
 def look_at_functions(what: str, loss: Callable[..., Tensor], leaves: list[Tensor]) -> None:
     """Compares a product with the Hessian of an inner loss with differences, if it runs through
     custom Functions that no product ran through before, and warns where they are apart."""
-    with same_random_numbers(leaves), lingering():
+    with lingering():
         functions = new_functions(loss(*own_leaves(leaves, False)))
         if not functions:
             return

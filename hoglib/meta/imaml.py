@@ -1,5 +1,5 @@
-"""Meta-learning with implicit gradients: memory and result do not depend on the path of the "
-"inner loop."""
+"""Meta-learning with implicit gradients: memory and result do not depend on the path of the
+inner loop."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
-"""Gradients through a minimum, by the implicit function theorem: no inner loop is "
-"differentiated."""
+"""Gradients through a minimum, by the implicit function theorem: no inner loop is
+differentiated."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -203,8 +203,8 @@ def _by_transform(
 def _by_autograd(
     loss: WithNotes, params: Params, batch: Any, constant: bool, alone: bool, check: bool
 ) -> tuple[Params, Any]:
-    """The same by plain autograd: several times as fast, and it takes Functions of the old "
-    "style."""
+    """The same by plain autograd: several times as fast, and it takes Functions of the old
+    style."""
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = _tree.flatten(params)
     own = own_leaves(leaves, create_graph)

@@ -3,19 +3,23 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
-from hoglib import _functorch
+from hoglib import _functorch, _tree
+from hoglib._differences import same_random_numbers
+from hoglib._explaining import explaining
 from hoglib._functional import (
     Criterion,
     Forward,
     FunctionalLoss,
     Params,
     functional_loss,
+    instance,
     trainable_params,
 )
 from hoglib._precomputed import with_gradients
@@ -24,10 +28,12 @@ from hoglib._substitution import Treatment, substituted
 from hoglib._warning import warn
 from hoglib.meta import norms
 from hoglib.meta import tasks as stacks
-from hoglib.meta._guards import check_finite, look_at_functions
+from hoglib.meta._guards import check_finite, look_at_functions, only_what_is_learned
+from hoglib.meta._settings import CHECKS
 from hoglib.meta.inner import RUNS_AGAIN, Segment, gradient, hooks_refused, unroll
 from hoglib.meta.mapping import Mapper, OfTask
-from hoglib.meta.rules import RULES, Rule
+from hoglib.meta.naming import name_of, rule_of
+from hoglib.meta.rules import Rule
 from hoglib.stand_ins import stand_ins_if
 
 TWICE = (
@@ -78,24 +84,24 @@ class Learner(nn.Module, ABC):
         self._objectives: dict[str, FunctionalLoss] = {}
         functional_loss(model, criterion, forward=forward)
         if inner_loss is not None:
-            functional_loss(model, inner_loss, forward=forward)
-        trainable_params(
-            model
-        )  # raises here, not at the first step, when there is nothing to learn
+            instance("inner_loss", inner_loss)
+        trainable_params(model)  # raises here, not at the first step, if there is nothing to learn
         self.model = model
         self.criterion = criterion
         self.inner_loss = inner_loss
         self._forward = forward
-        self.inner_lr = arguments.positive("inner_lr", inner_lr)
-        self.inner_steps = arguments.at_least("inner_steps", inner_steps, 1)
-        self.rule = rule
-        self.rule_options = {} if rule_options is None else dict(rule_options)
-        self.rates: nn.Module | None = None
-        self.inner_params = inner_params
-        self.batch_norm = arguments.one_of("batch_norm", batch_norm, norms.POLICIES)
-        self.statistics = norms.PerStep(model, inner_steps) if batch_norm == "per_step" else None
-        self.stand_ins = arguments.flag("stand_ins", stand_ins)
         self._mapper = Mapper(over_tasks)
+        self.rates: nn.Module | None = None
+        self.statistics: norms.PerStep | None = None
+        self.inner_lr = inner_lr
+        self.inner_steps = inner_steps
+        self.rule = rule
+        self.rule_options = {} if rule_options is None else rule_options
+        self.inner_params = inner_params
+        if batch_norm == "per_step":
+            self.statistics = norms.PerStep(model, self.inner_steps)
+        self.batch_norm = batch_norm
+        self.stand_ins = stand_ins
         self._runs_again = False  # parts of the model do, in backward
         self._looked_at: int | None = None
         self._layers: norms.Layers = {}
@@ -111,9 +117,18 @@ class Learner(nn.Module, ABC):
 
     # what a user calls
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An option that is changed between steps is checked as it was at first."""
+        check = CHECKS.get(name)
+        super().__setattr__(name, value if check is None else check(self, value))
+
     @property
     def over_tasks(self) -> str:
         return self._mapper.over_tasks
+
+    @over_tasks.setter
+    def over_tasks(self, how: str) -> None:
+        self._mapper = Mapper(how)
 
     @property
     def objective(self) -> FunctionalLoss:
@@ -188,8 +203,8 @@ class Learner(nn.Module, ABC):
                 return self._of_task(point, support, query, wanted)
 
             tasks = _usable(tasks)
-            if wanted and not self._constant(self.inner_steps - 1, self.inner_steps):
-                self._look_at_functions(point, stacks.each(tasks)[0][0])
+            if wanted:
+                self._look(what, point, *stacks.each(tasks)[0])
             try:
                 found = self._mapper(of_task, tasks, what, own.model)
             except RuntimeError as error:
@@ -293,8 +308,7 @@ class Learner(nn.Module, ABC):
         return gradient(noted, params, support, constant=constant, alone=alone, check=i == 0)
 
     def _outer(self, point: Point, support: Any, query: Any) -> tuple[Tensor, Any, Params]:
-        """The outer loss of a task after the inner loop, what is noted of both, and what "
-        "adapted."""
+        """The outer loss of a task after the inner loop, what is noted of both, and what adapted."""
         steps = self.inner_steps
         params, total, notes = self._unroll(point, support, steps, query)
         with self._noting() as statistics:
@@ -306,13 +320,12 @@ class Learner(nn.Module, ABC):
         return value, (losses, [statistics for _, statistics in notes] + [statistics]), params
 
     def _rule(self, i: int, point: Point, names: list[str]) -> Rule:
-        if self.rates is None:
-            lr: Any = self.inner_lr
-        else:
-            with self._extras_at(point):
-                lr = self.rates(names, i)
-        rule = rule_of(self.rule, lr, self.rule_options)
-        if isinstance(self.rule, nn.Module) and point.extras:
+        if not point.extras:
+            return rule_of(self.rule, self.inner_lr, self.rule_options)
+        with self._extras_at(point):
+            lr = self.inner_lr if self.rates is None else self.rates(names, i)
+            rule = rule_of(self.rule, lr, self.rule_options)
+        if isinstance(self.rule, nn.Module):
             return Rule(self._with_extras(point, rule.init), self._with_extras(point, rule.update))
         return rule
 
@@ -404,49 +417,33 @@ class Learner(nn.Module, ABC):
                 )
                 return
 
-    def _look_at_functions(self, point: Point, support: Any) -> None:
-        """Once for each model: whether custom Functions in it lose a part of the second derivative."""
+    def _look(self, what: str, point: Point, support: Any, query: Any) -> None:
+        """Once for each model: whether gradients reach all that they should, and from all Functions."""
         if self._looked_at == id(self.model):
             return
-        self._looked_at = id(self.model)
         names = self._adapting(point.model)
+        start = [point.model[name] for name in names]
+        norm = self._norms(0)
 
-        def loss(*leaves: Tensor) -> Tensor:
-            params = dict(zip(names, leaves, strict=True))
-            return self._inner_value(
-                point, params, support, self.inner_objective.treating(self._norms(0))
-            )
+        def inner(at: Point, *leaves: Tensor) -> Tensor:
+            loss = self.inner_objective.treating(norm)
+            return self._inner_value(at, dict(zip(names, leaves, strict=True)), support, loss)
 
-        with torch.enable_grad():
-            look_at_functions(type(self).__name__, loss, [point.model[name] for name in names])
-
-
-def rule_of(rule: Any, lr: Any, options: dict[str, Any]) -> Rule:
-    """The update rule that a name, a function of the learning rate or an object stands for."""
-    if isinstance(rule, str):
-        return RULES[arguments.one_of("rule", rule, RULES)](lr, **options)
-    if options:
-        raise arguments.WrongValue(
-            "rule_options: expected none with a rule that is not a name, got "
-            f"{', '.join(options)}; give them to the rule itself, for instance by "
-            "functools.partial."
-        )
-    if hasattr(rule, "init") and hasattr(rule, "update"):
-        return Rule(rule.init, rule.update)
-    found = arguments.function("rule", rule)(lr)
-    if not (hasattr(found, "init") and hasattr(found, "update")):
-        raise arguments.WrongType(
-            f"rule: expected one of {', '.join(RULES)}, a `hoglib.meta.Rule`, a module with init "
-            f"and update, or a function from a learning rate to one, got "
-            f"{arguments.describe(found)} from it."
-        )
-    return Rule(found.init, found.update)
-
-
-def name_of(rule: Any) -> str:
-    if isinstance(rule, str):
-        return repr(rule)
-    return str(getattr(rule, "__name__", type(rule).__name__))
+        with torch.enable_grad(), same_random_numbers(start), explaining(what):
+            leaves, structure = _tree.flatten(point)
+            own = [leaf.detach().requires_grad_() for leaf in leaves]
+            at = _tree.unflatten(own, structure)
+            before = {name: at.model[name] for name in names}
+            values = [inner(at, *before.values())]
+            after, state = before, self._rule(0, at, names).init(before)
+            for i in range(min(2, self.inner_steps)):  # some rules show all of them in the second
+                grads, _ = self._gradient(i, at, after, support, constant=True, alone=False)
+                after, state = self._rule(i, at, names).update(after, grads, state)
+            values.append(self._outer_value(at, after, query, self.inner_steps))
+            only_what_is_learned(what, values, own, dict(self.named_parameters()))
+            if not self._constant(self.inner_steps - 1, self.inner_steps):
+                look_at_functions(what, partial(inner, point), start)
+        self._looked_at = id(self.model)
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from hoglib import _functorch, _tree
 from hoglib._functional import Criterion, Forward, trainable_params
 from hoglib._leaves import filled
 from hoglib._substitution import lingering
-from hoglib.meta.inner import MEMORY, check_truncate, is_before_the_last
+from hoglib.meta.inner import is_before_the_last
 from hoglib.meta.learner import InnerParams, Learner, Point
 from hoglib.meta.mapping import OfTask
+from hoglib.meta.naming import has_both
 from hoglib.meta.rates import GRANULARITIES, Rates
 from hoglib.meta.rules import Rule
 
@@ -89,9 +90,9 @@ class MAML(Learner):
             rule_options=rule_options, inner_loss=inner_loss, inner_params=inner_params,
             batch_norm=batch_norm, forward=forward, over_tasks=over_tasks, stand_ins=stand_ins,
         )  # fmt: skip
-        self.first_order = arguments.flag("first_order", first_order)
-        self.memory = arguments.one_of("memory", memory, MEMORY)
-        self.truncate = check_truncate(truncate)
+        self.first_order = first_order
+        self.memory = memory
+        self.truncate = truncate
         self.step_weights = step_weights
         self._weights(self.inner_steps)
         self._learn_rates(learn_lr, arguments.flag("lr_per_step", lr_per_step))
@@ -104,7 +105,7 @@ class MAML(Learner):
                     f"None; set it to one of {', '.join(GRANULARITIES)}."
                 )
             return
-        if hasattr(self.rule, "init"):
+        if has_both(self.rule):
             raise arguments.WrongValue(
                 "learn_lr: expected a rule that takes a learning rate, a name or a function of "
                 "it, got a rule that has its own; give the function that makes it."
@@ -124,7 +125,12 @@ class MAML(Learner):
     def _weights(self, steps: int) -> list[float] | None:
         if self.step_weights is None:
             return None
-        weights = [arguments.number("step_weights", weight) for weight in self.step_weights]
+        if not isinstance(self.step_weights, list | tuple):
+            raise arguments.WrongType(
+                "step_weights: expected a list of numbers, got "
+                f"{arguments.describe(self.step_weights)}."
+            )
+        weights = [arguments.number("step_weights", w, minimum=0) for w in self.step_weights]
         if len(weights) != steps or not any(weights):
             raise arguments.WrongValue(
                 f"step_weights: expected {steps} weights, one after each inner step and not all "

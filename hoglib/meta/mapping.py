@@ -28,8 +28,8 @@ Function = Callable[[Any, Any], OfTask]  # of support and query
 
 
 class Mapper:
-    """Runs a function over tasks as it was asked to, or as pays; and remembers what vmap cannot "
-    "run."""
+    """Runs a function over tasks as it was asked to, or as pays; and remembers what vmap cannot
+    run."""
 
     def __init__(self, over_tasks: str) -> None:
         self.over_tasks = arguments.one_of("over_tasks", over_tasks, OVER_TASKS)
@@ -48,8 +48,8 @@ class Mapper:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if self.over_tasks == "vmap":
                 raise arguments.CannotVmap(
-                    f"{what}(over_tasks='vmap'): expected a model that vmap can run, got an error: "
-                    f"{reason} Use over_tasks='loop'."
+                    f"{what}(over_tasks='vmap'): expected a model that runs under vmap, got an error: "
+                    f"{reason} If it is not the model's own, use over_tasks='loop'."
                 ) from error
             # Whatever it was, the loop either shows it plainly or is the way round it.
             with explaining(what):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from hoglib import _arguments as arguments
 from hoglib._substitution import WITHOUT_STATISTICS, Places, Treatment, without_statistics
 
 POLICIES = ("by_mode", "transductive", "per_step", "frozen")
@@ -18,8 +19,8 @@ Layers = dict[str, _BatchNorm]
 
 
 def with_statistics(model: nn.Module) -> Layers:
-    """The batch norms that keep running statistics, by name; to be asked outside of any "
-    "substitution."""
+    """The batch norms that keep running statistics, by name; to be asked outside of any
+    substitution."""
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -70,6 +71,11 @@ class PerStep(nn.Module):
 
     def at(self, step: int, layers: Layers) -> Treatment:
         """What stands in the layers' places at parameters after so many steps."""
+        if layers.keys() != self._names.keys():
+            raise arguments.WrongValue(
+                f"batch_norm='per_step': expected the layers {', '.join(self._names)}, got "
+                f"{', '.join(layers) or 'none'}; make a new learner for another model."
+            )
         names = {id(layer): name for name, layer in layers.items()}
 
         def treat(places: Places, layer: nn.Module) -> None:
@@ -100,8 +106,8 @@ class PerStep(nn.Module):
 
 @contextmanager
 def noting(layers: Layers) -> Iterator[Statistics]:
-    """The mean and the unbiased variance of what comes into each train-mode layer, without "
-    "graphs."""
+    """The mean and the unbiased variance of what comes into each train-mode layer, without
+    graphs."""
     found: Statistics = {}
     handles = []
 

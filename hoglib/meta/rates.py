@@ -1,5 +1,5 @@
-"""Learned inner learning rates: one number a model, a layer, a parameter or an element, and a "
-"step."""
+"""Learned inner learning rates: one number a model, a layer, a parameter or an element, and a
+step."""
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,13 @@ class Rates(nn.Module):
         at = None if self.steps is None else min(step, self.steps - 1)
         found = {}
         for name in names:
-            rate = self.values[self._key(name)]
+            key = self._key(name)
+            if key not in self.values:
+                raise arguments.WrongValue(
+                    "learn_lr: expected the parameters that adapted when the learner was made, got "
+                    f"{name} as well, for which there is no learned rate; make a new learner."
+                )
+            rate = self.values[key]
             found[name] = rate if at is None else rate[at]
         return found
 

@@ -528,6 +528,12 @@ ERRORS = {
     "unknown rule": (make(rule="lion"), ValueError, "sgd, momentum, adam, adamw, rmsprop"),
     "rule that is none": (make(rule=lambda lr: lr), TypeError, "hoglib.meta.Rule"),
     "options of no name": (make(rule=hog.meta.adam, rule_options={"eps": 1}), ValueError, "functools.partial"),
+    "an optimizer of torch": (make(rule=torch.optim.SGD), TypeError, "SGD of torch.optim"),
+    "no such option": (make(rule="adam", rule_options={"ep": 1}), ValueError, "betas, eps.*got 'ep'"),
+    "half a rule": (make(rule=hog.meta.Rule(None, None)), TypeError, "rule: expected"),
+    "negative weight": (make(step_weights=[-1.0]), ValueError, "at least 0"),
+    "weights of one number": (make(step_weights=1.0), TypeError, "a list of numbers"),
+    "inner loss is a class": (make(inner_loss=nn.MSELoss), TypeError, "inner_loss: .*make one"),
     "no such part": (make(inner_params=["head"]), ValueError, "got 'head'; it has weight, bias"),
     "nothing adapts": (make(inner_params=lambda n, p: False), ValueError, "at least one parameter"),
     "weights of other steps": (make(inner_steps=3, step_weights=[1.0]), ValueError, "expected 3 weights"),
@@ -646,3 +652,87 @@ def test_what_vmap_refuses_is_looped_over():
     expected = meta_gradient(hog.MAML(scripted, F.mse_loss, over_tasks="loop"), tasks)
     with pytest.warns(UserWarning, match="loops over the tasks"):
         assert relative(meta_gradient(hog.MAML(scripted, F.mse_loss), tasks), expected) == 0
+
+
+class RuleOfRate(nn.Module):
+    """A rule with a parameter, as a function of the learning rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.mu = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, lr):
+        return hog.meta.sgd(lr, momentum=self.mu)
+
+
+@MAPPED
+@pytest.mark.parametrize("memory", MEMORY)
+def test_a_rule_that_is_a_module_of_the_rate_is_learned(memory, over_tasks):
+    tasks = image_tasks()
+    maml = hog.MAML(
+        network("none"), F.mse_loss, inner_lr=0.05, inner_steps=3, rule=RuleOfRate(),
+        memory=memory, over_tasks=over_tasks,
+    )  # fmt: skip
+    ours = meta_gradient(maml, tasks)["rule.mu"]
+
+    def at(mu):
+        with torch.no_grad():
+            maml.rule.mu.fill_(mu)
+            return maml.loss(tasks)
+
+    slope = (at(0.5 + 1e-5) - at(0.5 - 1e-5)) / 2e-5
+    assert abs(ours - slope) < 1e-6 * abs(slope)
+
+
+def test_a_tensor_outside_of_modules_is_told():
+    mu = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    rule = functools.partial(hog.meta.sgd, momentum=mu)
+    maml = hog.MAML(network("none"), F.mse_loss, rule=rule, inner_steps=2)
+    with pytest.warns(UserWarning, match="gets no gradient from loss"):
+        maml.loss(image_tasks())
+    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    maml = hog.MAML(network("none"), lambda out, y: weight * F.mse_loss(out, y))
+    with pytest.warns(UserWarning, match="a float64 tensor of shape"):
+        maml.loss(image_tasks())
+
+
+class FromElsewhere(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+        self.weights = [self.a.weight]
+
+    def forward(self, x):
+        return self.a(x) @ self.weights[0]
+
+
+@pytest.mark.parametrize("kind", [hog.MAML, hog.meta.Reptile, hog.meta.IMAML])
+def test_a_parameter_from_elsewhere_raises(kind):
+    learner = kind(FromElsewhere().double(), F.mse_loss)
+    with pytest.raises(RuntimeError, match=r"uses model.a.weight from elsewhere"):
+        learner.loss(fixed())
+
+
+CHANGES = {
+    "first_order": ("no", TypeError), "memory": ("disk", ValueError), "inner_steps": (0, ValueError),
+    "batch_norm": ("per_step", ValueError), "truncate": ("no", TypeError), "inner_lr": (-1.0, ValueError),
+    "over_tasks": ("map", ValueError), "inner_params": (3, TypeError), "rule_options": ([1], TypeError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_options_are_checked_when_they_change(name):
+    value, error = CHANGES[name]
+    maml = hog.MAML(nn.Linear(2, 2), F.mse_loss)
+    with pytest.raises(error, match=name):
+        setattr(maml, name, value)
+    with pytest.raises(ValueError, match=r"learner\.rates"):
+        hog.MAML(nn.Linear(2, 2), F.mse_loss, learn_lr="model").inner_lr = 0.5
+
+
+def test_a_layer_that_thaws_has_no_learned_rate():
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)).double()
+    maml = hog.MAML(model, F.mse_loss, learn_lr="parameter")
+    model.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"got 0.weight as well"):
+        maml.loss(fixed())
