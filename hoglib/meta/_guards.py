@@ -34,7 +34,7 @@ def check_finite(found: OfTask) -> None:
             + " The parameters are as they were before this step."
         )
     arguments.finite(
-        "meta-loss",
+        "meta-loss of the tasks",
         found.value,
         "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
         "for NaN in the data. The parameters are as they were before this step.",
@@ -67,6 +67,12 @@ def only_what_is_learned(
                 "none of the modules that are learned (model, criterion, inner_loss, rule): it gets no "
                 "gradient from loss(tasks). Make it a parameter of one of them, or detach() it."
             )
+
+
+def uses_any(value: Tensor, tensors: list[Tensor]) -> bool:
+    """Whether a value was computed from one of these leaves."""
+    found = survey(value).leaves
+    return any(id(x) in found for x in tensors)
 
 
 def look_at_functions(what: str, loss: Callable[..., Tensor], leaves: list[Tensor]) -> None:

@@ -14,6 +14,7 @@ from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
 from hoglib.meta.implicit import SOLVERS, Residual, implicit_gradient, solver_of
 from hoglib.meta.inner import MEMORY, Segment, check_truncate, gradient, is_before_the_last, unroll
+from hoglib.meta.naming import rule_of
 from hoglib.meta.rules import Rule
 from hoglib.stand_ins import stand_ins_if
 
@@ -163,8 +164,7 @@ class _Loop:
     def _rule(self, hyper: Any) -> Rule:
         if hasattr(self.rule, "update"):
             return self.rule
-        found: Rule = self.rule(hyper)
-        return found
+        return rule_of(self.rule, hyper, {})
 
 
 def _steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:

@@ -67,7 +67,12 @@ class IMAML(Learner):
                 "batch_norm: expected 'by_mode', 'transductive' or 'frozen' with IMAML, got "
                 "'per_step'; a minimum knows no steps."
             )
-        self.strength = arguments.positive("strength", strength)
+        self.strength = arguments.number("strength", strength, minimum=0)
+        if not self.strength > 0:
+            raise arguments.WrongValue(
+                "strength: expected a number greater than 0, got 0: without a regulariser the "
+                "solutions of tasks do not depend on where they start. Typical values are 0.5 to 5."
+            )
         step_size = self.inner_lr if step_size is None else step_size
         self.solver = solver_of(solver, iterations, damping, None, step_size)._replace(goes_on=True)
         self.residual: Residual | None = None

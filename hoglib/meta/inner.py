@@ -28,6 +28,12 @@ RUNS_AGAIN = (
     "parameters instead of the adapted ones. Use memory='remat', which runs whole steps again."
 )
 
+UNUSED = (
+    "the {which} loss: expected a value that depends on the parameters{whom}, got one that does not; "
+    "look for .detach(), .item(), .data or torch.no_grad() in the model or the loss, and for "
+    "parameters that nothing uses."
+)
+
 
 class Segment(NamedTuple):
     """Some steps of an inner loop: from the carry before the first to that after the last."""
@@ -212,11 +218,7 @@ def _by_autograd(
     with torch.enable_grad(), lingering(), hooks_refused(refused):
         value, notes = loss(_tree.unflatten(own, structure), batch)
         if not value.requires_grad:
-            raise arguments.NoSecondDerivative(
-                "the inner loss: expected a value that depends on the parameters that adapt, got "
-                "one that does not; look for .detach(), .item(), .data or torch.no_grad() in the "
-                "model or the loss, or for inner parameters that nothing uses."
-            )
+            raise arguments.NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
         if check and create_graph:
             check_functions(value, "the inner step", own)
         grads = torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True)

@@ -28,9 +28,14 @@ from hoglib._substitution import Treatment, substituted
 from hoglib._warning import warn
 from hoglib.meta import norms
 from hoglib.meta import tasks as stacks
-from hoglib.meta._guards import check_finite, look_at_functions, only_what_is_learned
+from hoglib.meta._guards import (
+    check_finite,
+    look_at_functions,
+    only_what_is_learned,
+    uses_any,
+)
 from hoglib.meta._settings import CHECKS
-from hoglib.meta.inner import RUNS_AGAIN, Segment, gradient, hooks_refused, unroll
+from hoglib.meta.inner import RUNS_AGAIN, UNUSED, Segment, gradient, hooks_refused, unroll
 from hoglib.meta.mapping import Mapper, OfTask
 from hoglib.meta.naming import name_of, rule_of
 from hoglib.meta.rules import Rule
@@ -197,7 +202,8 @@ class Learner(nn.Module, ABC):
         own = self._point()
         self._look_at_norms()
         with _outside_inference_mode(), stand_ins_if(self.stand_ins):
-            point = Point(*({n: p.detach() for n, p in part.items()} for part in own))
+            # Copies, for a model or a rule that works in place.
+            point = Point(*({n: p.detach().clone() for n, p in part.items()} for part in own))
 
             def of_task(support: Any, query: Any) -> OfTask:
                 return self._of_task(point, support, query, wanted)
@@ -286,7 +292,7 @@ class Learner(nn.Module, ABC):
             return (params, state, total), notes
 
         segment = Segment(run, lambda i: self._constant(i, steps))
-        params = {name: point.model[name] for name in adapting}
+        params = {name: point.model[name].clone() for name in adapting}
         carry = (params, self._rule(0, point, adapting).init(params), None)
         if self._memory() != "store":  # what is run again keeps all that it is given
             rest = {n: p for n, p in point.model.items() if n not in params}
@@ -435,11 +441,15 @@ class Learner(nn.Module, ABC):
             at = _tree.unflatten(own, structure)
             before = {name: at.model[name] for name in names}
             values = [inner(at, *before.values())]
+            if not uses_any(values[0], list(before.values())):
+                raise arguments.NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
             after, state = before, self._rule(0, at, names).init(before)
             for i in range(min(2, self.inner_steps)):  # some rules show all of them in the second
                 grads, _ = self._gradient(i, at, after, support, constant=True, alone=False)
                 after, state = self._rule(i, at, names).update(after, grads, state)
             values.append(self._outer_value(at, after, query, self.inner_steps))
+            if not values[1].requires_grad:
+                raise arguments.NoSecondDerivative(UNUSED.format(which="outer", whom=""))
             only_what_is_learned(what, values, own, dict(self.named_parameters()))
             if not self._constant(self.inner_steps - 1, self.inner_steps):
                 look_at_functions(what, partial(inner, point), start)

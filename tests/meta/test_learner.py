@@ -515,6 +515,12 @@ def test_an_inner_loss_that_is_not_finite_names_task_and_step(step, over_tasks):
         maml.loss(tasks)
 
 
+class Idle(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+        self.idle = nn.Parameter(torch.zeros(2))
+
+
 def make(**options):
     return lambda: hog.MAML(nn.Linear(2, 2), F.mse_loss, **options)
 
@@ -553,6 +559,18 @@ ERRORS = {
     "an inner loss of nothing": (
         lambda: hog.MAML(nn.Linear(2, 2).double(), F.mse_loss, inner_loss=lambda o, y: o.detach().sum(), over_tasks="loop").loss(fixed()),
         RuntimeError, "inner loss: .*does not; look for .detach",
+    ),
+    "an inner loss of nothing, by vmap": (
+        lambda: hog.MAML(nn.Linear(2, 2).double(), lambda o, y: o.detach().sum()).loss(fixed()),
+        RuntimeError, "inner loss: .*does not; look for .detach",
+    ),
+    "an outer loss of nothing": (
+        lambda: hog.MAML(nn.Linear(2, 2).double(), lambda o, y: o.detach().sum(), inner_loss=F.mse_loss).loss(fixed()),
+        RuntimeError, "outer loss: .*does not; look for .detach",
+    ),
+    "inner parameters that nothing uses": (
+        lambda: hog.MAML(Idle().double(), F.mse_loss, inner_params="idle").loss(fixed()),
+        RuntimeError, "parameters that adapt.*that nothing uses",
     ),
 }  # fmt: skip
 
@@ -736,3 +754,52 @@ def test_a_layer_that_thaws_has_no_learned_rate():
     model.requires_grad_(True)
     with pytest.raises(ValueError, match=r"got 0.weight as well"):
         maml.loss(fixed())
+
+
+class Constrained(nn.Module):
+    """Clips its weights in place whenever it runs, as weight-clipping layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.layer.weight.data.clamp_(-0.1, 0.1)
+        return self.layer(x)
+
+
+def in_place(lr):
+    def update(params, grads, state):
+        with torch.no_grad():
+            for name, p in params.items():
+                p.sub_(lr * grads[name])
+        return params, state
+
+    return hog.meta.Rule(lambda params: (), update)
+
+
+@pytest.mark.filterwarnings("ignore:.*loops over the tasks")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", [hog.MAML, hog.meta.Reptile, hog.meta.IMAML])
+def test_models_and_rules_that_work_in_place_leave_the_parameters(kind, grad):
+    tasks = fixed()
+    for model, rule in ((Constrained().double(), "sgd"), (nn.Linear(2, 2).double(), in_place)):
+        learner = kind(model, F.mse_loss, rule=rule, inner_lr=0.1, inner_steps=2)
+        before = copy.deepcopy(model.state_dict())
+        with torch.set_grad_enabled(grad and rule == "sgd"):
+            learner.loss(tasks)
+            learner.adapt(tuple(x[0] for x in tasks[0]))
+        torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+def test_a_model_that_clips_its_weights_adapts_as_in_training():
+    model, (x, y) = Constrained().double(), (rand(4, 2), rand(4, 2))
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(twin(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        adapted = hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=3).adapt((x, y))
+    torch.testing.assert_close(adapted, dict(twin.named_parameters()))
