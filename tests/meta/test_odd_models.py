@@ -1,0 +1,177 @@
+"""Meta-gradients of models that break inner loops elsewhere, against differences of a loop written here.
+
+The oracle shares no code with hoglib: `torch.func.functional_call`, first derivatives, torch.optim.
+"""
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hoglib as hog
+from tests.meta.odd_cases import CASES, WITHOUT, Case, hidden, x4
+
+MEMORY = ("store", "remat", "checkpoint")
+STEPS, LR = 3, 0.05
+
+
+def build(name: str) -> Case:
+    torch.manual_seed(3)
+    case: Case = CASES[name]()
+    return case
+
+
+def adapted(case: Case, params: Any, batch: Any, rule: str) -> Any:
+    """The parameters after the inner loop, by torch.optim."""
+    leaves = {n: p.detach().clone().requires_grad_() for n, p in params.items()}
+    kinds = {
+        "momentum": lambda p: torch.optim.SGD(p, LR, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam(p, LR, eps=0.1),
+    }
+    optimizer = kinds[rule](list(leaves.values()))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value(case, leaves, batch).backward(inputs=list(leaves.values()))
+        for p in leaves.values():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        optimizer.step()
+    return {n: p.detach() for n, p in leaves.items()}
+
+
+def value(case: Case, params: Any, batch: Any) -> torch.Tensor:
+    buffers = {f"model.{n}": b.clone() for n, b in case.model.named_buffers()}
+    named = {f"model.{n}": p for n, p in params.items()}
+    return torch.func.functional_call(case, {**named, **buffers}, (batch,))
+
+
+def meta_loss(case: Case, params: Any, tasks: Any, rule: str) -> torch.Tensor:
+    token = WITHOUT.set(True)
+    try:
+        found = [value(case, adapted(case, params, s, rule), q).detach() for s, q in tasks]
+    finally:
+        WITHOUT.reset(token)
+    return torch.stack(found).mean()
+
+
+def snapshot(model: nn.Module) -> Any:
+    parts = [(m.training, sorted(vars(m)), len(m._forward_pre_hooks)) for m in model.modules()]
+    tensors = [*model.parameters(), *model.buffers()]
+    return parts, [id(t) for t in tensors], [t.detach().clone() for t in tensors]
+
+
+def unchanged(model: nn.Module, before: Any) -> bool:
+    now = snapshot(model)
+    return now[:2] == before[:2] and all(
+        torch.equal(*pair) for pair in zip(now[2], before[2], strict=True)
+    )
+
+
+def learner(case: Case, rule: str, **options: Any) -> hog.MAML:
+    return hog.MAML(
+        case.model, case.criterion, forward=case.run, inner_lr=LR, inner_steps=STEPS, rule=rule,
+        rule_options={"eps": 0.1} if rule == "adam" else None, **options,
+    )  # fmt: skip
+
+
+def along(grads: Any, v: Any) -> float:
+    real = lambda x: torch.view_as_real(x) if x.is_complex() else x  # noqa: E731
+    return sum(float((real(grads[n]) * real(part)).sum()) for n, part in v.items())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of vmap
+@pytest.mark.parametrize("rule", ["momentum", "adam"])
+@pytest.mark.parametrize("name", CASES)
+def test_meta_gradient(name, rule):
+    case = build(name)
+    tasks, model = case.tasks(), case.model
+    params = {n: p.detach().clone() for n, p in hog.trainable_params(model).items()}
+    expected = meta_loss(case, params, tasks, rule)
+    found: list[Any] = []
+    before, rng = snapshot(model), torch.get_rng_state()
+    ways = ("loop", "vmap") if case.vmap else ("loop",)
+    for memory, over in itertools.product(MEMORY if rule == "momentum" else MEMORY[:2], ways):
+        maml = learner(case, rule, memory=memory, over_tasks=over)
+        maml.zero_grad()
+        loss = maml.loss(tasks)
+        loss.backward()
+        assert abs(loss.detach() - expected) < 1e-11 * max(1, abs(expected))
+        found.append({n: p.grad for n, p in hog.trainable_params(model).items()})
+        apart = sum((found[-1][n] - found[0][n]).abs().square().sum() for n in params) ** 0.5
+        assert apart < 1e-10 * sum(g.abs().square().sum() for g in found[0].values()) ** 0.5
+    assert unchanged(model, before)
+    assert torch.equal(rng, torch.get_rng_state())
+    if not case.vmap:
+        with pytest.raises(RuntimeError, match="over_tasks='loop'"):
+            learner(case, rule, over_tasks="vmap").loss(tasks)
+        assert unchanged(model, before)
+    if rule == "momentum" and case.differences:  # Adam's step has kinks
+        torch.manual_seed(1)
+        v = {n: torch.randn_like(p) for n, p in params.items()}
+
+        def at(h):
+            moved = {n: p + h * v[n] for n, p in params.items()}
+            return float(meta_loss(case, moved, tasks, rule))
+
+        coarse, fine = ((at(h) - at(-h)) / (2 * h) for h in (2e-4, 1e-4))
+        slope = (4 * fine - coarse) / 3
+        assert abs(along(found[0], v) - slope) < 1e-6 * max(abs(slope), 1e-2)
+
+
+class Fails(nn.Module):
+    """Raises in its n-th call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.left, self.error = 0, RuntimeError
+
+    def forward(self, x):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("planned")
+        return self.body(x)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("over", ["loop", "vmap"])
+def test_an_exception_leaves_the_model_as_it_was(over, memory, error):
+    case = Case(Fails(), x4)
+    tasks, before = case.tasks(), snapshot(case.model)
+    maml = learner(case, "momentum", memory=memory, over_tasks=over, batch_norm="per_step")
+    whole = maml.loss(tasks).detach()
+    raised = 0
+    for call in range(1, 2 * STEPS + 1):
+        case.model.left, case.model.error = call, error
+        kept = {n: b.clone() for n, b in maml.statistics.named_buffers()}
+        try:
+            maml.loss(tasks)
+        except (ValueError, RuntimeError, KeyboardInterrupt):
+            raised += 1
+            assert all(torch.equal(b, kept[n]) for n, b in maml.statistics.named_buffers())
+        assert unchanged(case.model, before)
+    assert raised >= STEPS
+    case.model.left = 0
+    assert torch.equal(maml.loss(tasks).detach(), whole)
+
+
+@pytest.mark.parametrize("kind", ["old", "new"])
+def test_functions_that_lose_a_part_are_told(kind):
+    class Loses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x.cos() if kind == "old" else x.detach().cos().numpy()
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * torch.as_tensor(ctx.kept)
+
+    case = Case(hidden(nn.Linear(4, 4), lambda net, h: Loses.apply(h)), x4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        learner(case, "momentum", over_tasks="loop").loss(case.tasks())
+    assert any("differs by" in str(one.message) and "Loses" in str(one.message) for one in told)
