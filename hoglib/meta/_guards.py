@@ -42,31 +42,40 @@ def check_finite(found: OfTask) -> None:
 
 
 def only_what_is_learned(
-    what: str, values: list[Tensor], own: list[Tensor], learned: dict[str, Tensor]
+    what: str,
+    losses: Callable[[], list[Tensor]],
+    own: list[Tensor],
+    learned: dict[str, Tensor],
 ) -> None:
-    """The graphs of inner and outer losses end in the tensors that gradients are taken by.
+    """The graphs of inner and outer losses end in tensors of their own.
 
     Raises NoSecondDerivative for a parameter of the model that it reaches by another way than its place
     in a module, since it never adapts; warns of other tensors that require grad, which get none.
     """
-    known = {id(x) for x in own}
+    found = _foreign(losses(), own)
+    # What a forward makes for itself, to differentiate by, is another one at the next call.
+    again = {id(x) for x in _foreign(losses(), own)} if found else set()
     names = {id(p): name for name, p in learned.items()}
-    for value in values:
-        for leaf in survey(value).leaves.values():
-            if id(leaf) in known:
-                continue
-            if id(leaf) in names:
-                raise arguments.NoSecondDerivative(
-                    f"{what}: expected a model that finds its parameters in their modules, got one "
-                    f"that uses {names[id(leaf)]} from elsewhere too (a list of weights, a closure): "
-                    "there it would neither adapt nor get a gradient. Read it from its module."
-                )
-            known.add(id(leaf))
+    for leaf in found:
+        if id(leaf) in names:
+            raise arguments.NoSecondDerivative(
+                f"{what}: expected a model that finds its parameters in their modules, got one that uses "
+                f"{names[id(leaf)]} from elsewhere too (a list of weights, a closure): there it would "
+                "neither adapt nor get a gradient. Read it from its module."
+            )
+        if id(leaf) in again:
             warn(
                 f"{what}: the losses use {arguments.describe(leaf)} that requires grad and belongs to "
                 "none of the modules that are learned (model, criterion, inner_loss, rule): it gets no "
                 "gradient from loss(tasks). Make it a parameter of one of them, or detach() it."
             )
+
+
+def _foreign(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
+    known, found = {id(x) for x in own}, {}
+    for value in values:
+        found |= survey(value).leaves
+    return [leaf for key, leaf in found.items() if key not in known]
 
 
 def uses_any(value: Tensor, tensors: list[Tensor]) -> bool:

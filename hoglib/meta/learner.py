@@ -435,22 +435,28 @@ class Learner(nn.Module, ABC):
             loss = self.inner_objective.treating(norm)
             return self._inner_value(at, dict(zip(names, leaves, strict=True)), support, loss)
 
-        with torch.enable_grad(), same_random_numbers(start), explaining(what):
-            leaves, structure = _tree.flatten(point)
-            own = [leaf.detach().requires_grad_() for leaf in leaves]
-            at = _tree.unflatten(own, structure)
-            before = {name: at.model[name] for name in names}
-            values = [inner(at, *before.values())]
-            if not uses_any(values[0], list(before.values())):
+        leaves, structure = _tree.flatten(point)
+        own = [leaf.detach().requires_grad_() for leaf in leaves]
+        at = _tree.unflatten(own, structure)
+        before = {name: at.model[name] for name in names}
+
+        def losses() -> list[Tensor]:
+            """The inner one at the start, and the outer one after a step or two."""
+            first = inner(at, *before.values())
+            if not uses_any(first, list(before.values())):
                 raise arguments.NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
             after, state = before, self._rule(0, at, names).init(before)
             for i in range(min(2, self.inner_steps)):  # some rules show all of them in the second
                 grads, _ = self._gradient(i, at, after, support, constant=True, alone=False)
                 after, state = self._rule(i, at, names).update(after, grads, state)
-            values.append(self._outer_value(at, after, query, self.inner_steps))
-            if not values[1].requires_grad:
+            last = self._outer_value(at, after, query, self.inner_steps)
+            if not last.requires_grad:
                 raise arguments.NoSecondDerivative(UNUSED.format(which="outer", whom=""))
-            only_what_is_learned(what, values, own, dict(self.named_parameters()))
+            return [first, last]
+
+        with torch.enable_grad(), same_random_numbers(start), explaining(what):
+            data = [x for x in _tree.leaves((support, query)) if isinstance(x, Tensor)]
+            only_what_is_learned(what, losses, [*own, *data], dict(self.named_parameters()))
             if not self._constant(self.inner_steps - 1, self.inner_steps):
                 look_at_functions(what, partial(inner, point), start)
         self._looked_at = id(self.model)

@@ -51,8 +51,8 @@ class MAML(Learner):
     for each step; "frozen": the model's running statistics in either mode.
 
     over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses by the
-    shapes of the parameters, and loops (with a warning) where vmap cannot run the model. stand_ins:
-    inner steps run inside `hoglib.second_order()`, where torch calls that have no second
+    shapes of parameters and tasks, and loops (with a warning) where vmap cannot run the model.
+    stand_ins: inner steps run inside `hoglib.second_order()`, where torch calls that have no second
     derivative, or a wrong one, go to functions that have a right one.
 
     Attributes (inner_steps, first_order, truncate, step_weights, memory) may be changed between

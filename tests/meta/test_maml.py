@@ -201,8 +201,14 @@ def test_uneven_tasks_count_once_each():
 
 
 def test_vmap_or_loop_is_chosen_by_shape():
-    assert vmap_pays(dict(nn.Linear(2, 2).named_parameters()))
-    assert not vmap_pays(dict(nn.Conv2d(1, 2, 3).named_parameters()))
+    def pays(model, *shape):
+        batch = (torch.zeros(4, *shape), torch.zeros(4, shape[0]))
+        return vmap_pays(dict(model.named_parameters()), (batch, batch))
+
+    assert pays(nn.Linear(40, 40), 10, 40)
+    assert pays(nn.Conv1d(4, 16, 3), 5, 4, 20)
+    assert not pays(nn.Conv2d(32, 64, 3), 25, 32, 28, 28)
+    assert not pays(nn.Linear(1024, 1024), 100, 1024)
 
 
 class Branches(nn.Linear):
