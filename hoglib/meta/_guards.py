@@ -59,8 +59,8 @@ def only_what_is_learned(
     for leaf in found:
         if id(leaf) in names:
             raise arguments.NoSecondDerivative(
-                f"{what}: expected a model that finds its parameters in their modules, got one that uses "
-                f"{names[id(leaf)]} from elsewhere too (a list of weights, a closure): there it would "
+                f"{what}: expected a model that finds its parameters in their modules, got one that "
+                f"uses {names[id(leaf)]} from elsewhere too (a list of weights, a closure): there it would "
                 "neither adapt nor get a gradient. Read it from its module."
             )
         if id(leaf) in again:
@@ -72,7 +72,8 @@ def only_what_is_learned(
 
 
 def _foreign(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
-    known, found = {id(x) for x in own}, {}
+    known = {id(x) for x in own}
+    found: dict[int, Tensor] = {}
     for value in values:
         found |= survey(value).leaves
     return [leaf for key, leaf in found.items() if key not in known]
