@@ -60,8 +60,8 @@ def only_what_is_learned(
         if id(leaf) in names:
             raise arguments.NoSecondDerivative(
                 f"{what}: expected a model that finds its parameters in their modules, got one that "
-                f"uses {names[id(leaf)]} from elsewhere too (a list of weights, a closure): there it would "
-                "neither adapt nor get a gradient. Read it from its module."
+                f"uses {names[id(leaf)]} from elsewhere too (a list of weights, a closure): there it "
+                "would neither adapt nor get a gradient. Read it from its module."
             )
         if id(leaf) in again:
             warn(
