@@ -135,7 +135,9 @@ def unroll(
     constants: all that the steps depend on beside the carry, so that gradients reach it.
     """
     notes: list[Any] = []
-    run, constants = _lifted(segment.run, constants)
+    run = segment.run
+    if memory != "store":
+        run, constants = _lifted(run, constants)
     done = 0
     while done < steps:
         end = done + _length(memory, steps)

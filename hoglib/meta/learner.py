@@ -210,7 +210,7 @@ class Learner(nn.Module, ABC):
 
             tasks = _usable(tasks)
             if wanted:
-                self._look(what, point, *stacks.each(tasks)[0])
+                self._look(what, point, tasks)
             try:
                 found = self._mapper(of_task, tasks, what, own.model)
             except RuntimeError as error:
@@ -423,10 +423,11 @@ class Learner(nn.Module, ABC):
                 )
                 return
 
-    def _look(self, what: str, point: Point, support: Any, query: Any) -> None:
+    def _look(self, what: str, point: Point, tasks: Any) -> None:
         """Once for each model: whether gradients reach all that they should, and from all Functions."""
         if self._looked_at == id(self.model):
             return
+        support, query = stacks.first(tasks)
         names = self._adapting(point.model)
         start = [point.model[name] for name in names]
         norm = self._norms(0)

@@ -89,7 +89,7 @@ def vmap_pays(params: Params, tasks: Any) -> bool:
     """
     if any(p.device.type != "cpu" for p in params.values()):
         return True
-    support = [x for x in _tree.leaves(stacks.each(tasks)[0][0]) if isinstance(x, Tensor)]
+    support = [x for x in _tree.leaves(stacks.first(tasks)[0]) if isinstance(x, Tensor)]
     rows = max((x.numel() // (x.shape[1] if x.dim() > 1 else 1) for x in support), default=1)
     return rows * _tree.size(params) <= WORK
 

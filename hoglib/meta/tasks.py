@@ -90,6 +90,12 @@ def each(tasks: Any) -> Sequence[Task]:
     return [_tree.map_tensors(itemgetter(i), tasks) for i in range(count)]
 
 
+def first(tasks: Any) -> Task:
+    """One of the tasks."""
+    task: Task = tasks[0] if isinstance(tasks, list) else _tree.map_tensors(itemgetter(0), tasks)
+    return task
+
+
 def stacked(tasks: Any) -> Any | None:
     """Tasks as one pair of stacks; None for a list whose tasks differ in size or structure."""
     if not isinstance(tasks, list):
