@@ -157,6 +157,8 @@ def test_the_residual_is_that_of_the_system_and_of_the_minimum(terms):
     power = torch.linalg.matrix_power(torch.eye(3, dtype=F64) - 0.4 * A, terms)
     assert_close(found.residual.system, (power @ v).norm() / v.norm())
     assert_close(found.residual.stationarity, parts(slice(None), w)[1].norm())
+    x = torch.linalg.solve(A, v - power @ v)  # 0.4 sum_k (I - 0.4 A)^k v, k < terms
+    assert_close(found.gradient["rho"], -x @ parts(slice(None), w)[3] + 2 * HYPER["rho"])
 
 
 def test_a_step_of_conjugate_gradients():
