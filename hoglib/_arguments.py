@@ -226,16 +226,16 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
             )
 
 
-def parameters(params: Any) -> Any:
+def parameters(params: Any, what: str = "params") -> Any:
     """A pytree of floating-point tensors with at least one leaf."""
     names, leaves = _tree.paths(params), _tree.leaves(params)
     if not leaves:
         raise WrongValue(
-            "params: expected at least one tensor, got none; a model whose parameters are all "
+            f"{what}: expected at least one tensor, got none; a model whose parameters are all "
             "frozen has nothing to differentiate: call requires_grad_(True) on what should learn."
         )
     for name, leaf in zip(names, leaves, strict=True):
-        differentiable(_leaf("params", name), leaf)
+        differentiable(_leaf(what, name), leaf)
     return params
 
 

@@ -12,7 +12,7 @@ from hoglib._gradient_graph import only_as_given
 from hoglib._leaves import filled
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
-from hoglib.meta.implicit import SOLVERS, Residual, implicit_gradient, solver_of
+from hoglib.meta.implicit import SOLVERS, Residual, check_used, implicit_gradient, solver_of
 from hoglib.meta.inner import MEMORY, Segment, check_truncate, gradient, is_before_the_last, unroll
 from hoglib.meta.naming import rule_of
 from hoglib.meta.rules import Rule
@@ -69,8 +69,8 @@ def hypergradient(
     `residual` says how well the system was solved, and how far theta* is from a minimum.
 
     Works under no_grad and in inference mode. Nothing is written to `.grad`.
-    Raises ValueError for functions that do not depend on hyper as given and for missing rule or
-    steps; FloatingPointError for an inner or outer loss that is not finite, naming the step.
+    Raises RuntimeError for functions that do not depend on hyper as given, ValueError for missing
+    rule or steps; FloatingPointError for an inner or outer loss that is not finite, naming the step.
     Sources: Maclaurin, Duvenaud and Adams, 2015; Shaban et al., 2019 (truncate); Lorraine et al.,
     2020.
     """
@@ -84,7 +84,7 @@ def hypergradient(
             "hypergradient: expected to be called outside of torch.func transforms, got called "
             "inside one; write it with `hoglib.meta.adapt`, which runs inside of any."
         )
-    arguments.parameters(hyper)
+    arguments.parameters(hyper, "hyper")
     solver = None
     if method != "unrolled":
         solver = solver_of(method, iterations, damping, tol, step_size)
@@ -98,15 +98,12 @@ def hypergradient(
                 found, losses = loop.run(_tree.unflatten(own, form), memory)
                 value = _scalar("outer(params, hyper)", outer(found, _tree.unflatten(own, form)))
                 _check_finite(losses, value)
-                if not value.requires_grad:
-                    raise arguments.NoSecondDerivative(
-                        "hypergradient: expected an inner or outer loss that depends on hyper, "
-                        "got none that does; take it from the argument, not from a tensor that is "
-                        "closed over."
-                    )
-                only_as_given(value, given, "hypergradient")
-                grads = filled(list(torch.autograd.grad(value, own, allow_unused=True)), own)
-            result = _tree.unflatten(grads, form)
+                grads: list[Tensor | None] = [None] * len(own)
+                if value.requires_grad:
+                    only_as_given(value, given, "hypergradient")
+                    grads = list(torch.autograd.grad(value, own, allow_unused=True))
+            check_used(grads)
+            result = _tree.unflatten(filled(grads, own), form)
             return Hypergradient(value.detach(), result, _detached(found), None)
         with torch.no_grad():
             found, losses = loop.run(_tree.unflatten(own, form), "store")
@@ -178,6 +175,11 @@ def _steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
     if count and rule is None:
         raise arguments.WrongValue(
             f"rule: expected an update rule for {count} inner steps, got None; for instance "
+            "`rule=hoglib.meta.sgd(0.1)`."
+        )
+    if isinstance(rule, str):
+        raise arguments.WrongType(
+            f"rule: expected a rule with its rate, got the name {rule!r}; for instance "
             "`rule=hoglib.meta.sgd(0.1)`."
         )
     if rule is not None and not hasattr(rule, "update"):

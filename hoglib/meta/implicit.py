@@ -1,7 +1,7 @@
 """Gradients through a minimum, by the implicit function theorem: no inner loop is
 differentiated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from hoglib.curvature.operator import HessianOperator
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SOLVERS = ("cg", "neumann")
 NEUMANN = 100  # terms, where nobody says how many
+DIVERGED = 1e6  # times the right-hand side, below which a series that converges always is
 
 
 class Residual(NamedTuple):
@@ -87,16 +88,32 @@ def implicit_gradient(
         found: list[Tensor | None] = [None] * len(own)
         if value.requires_grad:
             found = list(torch.autograd.grad(value, own, allow_unused=True))
-    slopes = filled(found, own)
-    v, direct = slopes[:count], slopes[count:]
+    v, direct = filled(found[:count], own[:count]), found[count:]
     x, system = _solve(inner, params, hyper, _tree.unflatten(v, structure), solver)
     with lingering(), torch.enable_grad():
         _, own, gradient = gradient_graph(of_leaves(inner), [*at, *of], "the inner loss", False)
-        mixed = filled(through(gradient[:count], own[count:], x, "the inner loss"), own[count:])
+        mixed = through(gradient[:count], own[count:], x, "the inner loss")
     flat = [part for part in gradient[:count] if part is not None]
     stationarity = _tree.norm([part.detach() for part in flat])
-    total = [a - b for a, b in zip(direct, mixed, strict=True)]
+    check_used([*direct, *mixed], of_minimum=True)
+    slopes = (filled(part, own[count:]) for part in (direct, mixed))
+    total = [a - b for a, b in zip(*slopes, strict=True)]
     return value.detach(), _tree.unflatten(total, form), Residual(system, stationarity)
+
+
+def check_used(grads: Sequence[Tensor | None], *, of_minimum: bool = False) -> None:
+    """Something depends on hyper; zeros would look like an optimum."""
+    if all(grad is None for grad in grads):
+        raise arguments.NoSecondDerivative(
+            "hypergradient: expected an inner or outer loss that depends on hyper, got none that "
+            "does; take it from the argument, not from a tensor that is closed over."
+            + (
+                " A minimum does not depend on the rule or the start that led there: for those use "
+                "method='unrolled'."
+                if of_minimum
+                else ""
+            )
+        )
 
 
 def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]:
@@ -125,13 +142,17 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
     step = solver.step_size or 1.0
     terms = NEUMANN if solver.iterations is None else solver.iterations
     x = _tree.scale(v, step)
-    for _ in range(terms - 1):
-        x = _tree.add(x, _tree.add(v, operator @ x, alpha=-1.0), alpha=step)
-    rest = _tree.add(v, operator @ x, alpha=-1.0)
-    residual = _tree.norm(rest) / _tree.norm(v)
-    arguments.finite(
-        "the Neumann series", residual, "It diverges: lower step_size, or use the solver 'cg'."
-    )
+    for k in range(terms):
+        rest = _tree.add(v, operator @ x, alpha=-1.0)  # (I - step A)^(k + 1) v
+        residual = _tree.norm(rest) / _tree.norm(v)
+        if not bool(residual < DIVERGED):
+            raise arguments.NotFinite(
+                f"the Neumann series: expected terms that shrink, got one of {float(residual):.2g} "
+                f"times the right-hand side after {k + 1}. It diverges: lower step_size, or use the "
+                "solver 'cg'."
+            )
+        if k + 1 < terms:
+            x = _tree.add(x, rest, alpha=step)
     return _tree.leaves(x), residual
 
 

@@ -1,0 +1,212 @@
+"""iMAML on tasks whose minima are solutions of linear equations, which autograd goes through."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.testing import assert_close
+
+import hoglib as hog
+from tests.meta.networks import as_list, image_tasks, meta_gradient, network
+from tests.oracles import relative
+
+LAMBDA = 2.0
+ENOUGH = {"strength": LAMBDA, "inner_lr": 0.2, "inner_steps": 300, "iterations": 20}
+
+
+def rand(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def stack(count, features=3):
+    x = rand(3, count, features)
+    return x, x @ rand(features, 1) + 0.3 * rand(3, count, 1)
+
+
+TASKS = stack(6), stack(4)
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(3, 1, bias=False).double()
+
+
+def with_body():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)).double()
+
+
+class Scaled(nn.Module):
+    """A learned inner loss: its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_size = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
+
+    def forward(self, outputs, targets):
+        return self.log_size.exp() * F.mse_loss(outputs, targets)
+
+
+def body_of(found, x):
+    return x @ found["model.0.weight"].T if "model.0.weight" in found else x
+
+
+def minimum(found, support):
+    """argmin_w size mean (h w - y)^2 + lambda / 2 |w - theta|^2, with h what the body gives."""
+    x, y = support
+    head = "model.1.weight" if "model.1.weight" in found else "model.weight"
+    theta, h = found[head], body_of(found, x)
+    size = found["inner_loss.log_size"].exp() if "inner_loss.log_size" in found else 1.0
+    A = 2 * size / len(y) * h.T @ h + LAMBDA * torch.eye(h.shape[1], dtype=h.dtype)
+    return torch.linalg.solve(A, 2 * size / len(y) * h.T @ y + LAMBDA * theta.T).T
+
+
+def closed_form(learner):
+    found = {n: p.detach().requires_grad_() for n, p in learner.named_parameters()}
+    losses = [
+        F.mse_loss(body_of(found, x) @ minimum(found, support).T, y)
+        for support, (x, y) in as_list(TASKS)
+    ]
+    value = torch.stack(losses).mean()
+    grads = torch.autograd.grad(value, list(found.values()))
+    return value.detach(), dict(zip(found, grads, strict=True))
+
+
+CASES = {
+    "everything adapts": (linear, {}),
+    "the head adapts (ANIL)": (with_body, {"inner_params": ["1"]}),
+    "a learned inner loss": (linear, {"inner_loss": Scaled()}),
+    "both": (with_body, {"inner_params": ["1"], "inner_loss": Scaled()}),
+    "neumann": (linear, {"solver": "neumann", "iterations": 300}),
+    "by another rule": (linear, {"rule": "momentum", "rule_options": {"momentum": 0.5}}),
+    "tasks as a list": (linear, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_closed_form(case):
+    model, options = CASES[case]
+    learner = hog.meta.IMAML(model(), F.mse_loss, **{**ENOUGH, **options})
+    value, expected = closed_form(learner)
+    tasks = as_list(TASKS) if "list" in case else TASKS
+    assert_close(learner.loss(tasks).detach(), value, rtol=1e-10, atol=0)
+    ours = meta_gradient(learner, tasks)
+    assert ours.keys() == expected.keys()
+    for name in expected:
+        assert_close(ours[name], expected[name], rtol=1e-9, atol=1e-12)
+    assert learner.residual.system.max() < 1e-10
+    assert learner.residual.stationarity.max() < 1e-10
+
+
+def test_damping_is_added_to_the_system():
+    model = linear()
+    ours = meta_gradient(hog.meta.IMAML(model, F.mse_loss, damping=0.7, **ENOUGH), TASKS)
+    found = {"model.weight": model.weight.detach()}
+    expected = torch.zeros(1, 3, dtype=torch.float64)
+    for (x, y), (qx, qy) in as_list(TASKS):
+        w = minimum(found, (x, y))
+        A = 2 / len(y) * x.T @ x + (LAMBDA + 0.7) * torch.eye(3, dtype=x.dtype)
+        v = 2 / len(qy) * (qx @ w.T - qy).T @ qx
+        expected += LAMBDA * torch.linalg.solve(A, v.T).T / 3
+    assert_close(ours["model.weight"], expected, rtol=1e-9, atol=0)
+
+
+def test_the_residual_tells_how_far_it_is_from_both_assumptions():
+    """For each task: after two steps from theta, and with one step of conjugate gradients."""
+    model = linear()
+    learner = hog.meta.IMAML(
+        model, F.mse_loss, strength=LAMBDA, inner_lr=0.1, inner_steps=2, iterations=1
+    )
+    learner.loss(TASKS)
+    theta = model.weight.detach()
+    for i, ((x, y), (qx, qy)) in enumerate(as_list(TASKS)):
+        A = 2 / len(y) * x.T @ x + LAMBDA * torch.eye(3, dtype=x.dtype)
+        slope = lambda w, A=A, x=x, y=y: w @ A - 2 / len(y) * y.T @ x - LAMBDA * theta  # noqa: E731
+        w = theta - 0.1 * slope(theta)
+        w = w - 0.1 * slope(w)
+        assert_close(learner.residual.stationarity[i], slope(w).norm())
+        v = (2 / len(qy) * (qx @ w.T - qy).T @ qx)[0]
+        step = v * (v @ v) / (v @ A @ v)
+        assert_close(learner.residual.system[i], (v - A @ step).norm() / v.norm())
+
+
+def test_adapt_goes_to_the_minimum():
+    learner = hog.meta.IMAML(linear(), F.mse_loss, **ENOUGH)
+    support = as_list(TASKS)[0][0]
+    found = {"model.weight": learner.model.weight.detach()}
+    assert_close(learner.adapt(support)["weight"].detach(), minimum(found, support))
+
+
+def test_where_the_inner_loop_converges_it_is_the_gradient_of_all_its_steps():
+    tasks, model = image_tasks(), network("LayerNorm")
+    options = {"strength": 10.0, "inner_lr": 0.03, "inner_steps": 100, "iterations": 200}
+    ours = meta_gradient(hog.meta.IMAML(model, F.mse_loss, **options), tasks)
+    theta, values = dict(model.named_parameters()), []
+    for (sx, sy), (qx, qy) in as_list(tasks):
+        params = theta
+        for _ in range(100):
+            value = F.mse_loss(functional_call(model, params, (sx,)), sy)
+            value = value + 5 * sum((params[n] - theta[n]).square().sum() for n in theta)
+            grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
+            params = {n: p - 0.03 * g for (n, p), g in zip(params.items(), grads, strict=True)}
+        values.append(F.mse_loss(functional_call(model, params, (qx,)), qy))
+    expected = torch.autograd.grad(torch.stack(values).mean(), list(theta.values()))
+    assert relative(list(ours.values()), list(expected)) < 1e-8
+
+
+class Saddle(nn.Module):
+    """f(w) = -w^2 near 0 and growing far from it: no minimum where it starts."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([0.1, 0.2], dtype=torch.float64))
+
+    def forward(self, x):
+        return x * (self.w**4 - 5 * self.w**2).sum()
+
+
+def test_negative_curvature_is_told_and_it_goes_on():
+    batch = torch.ones(2, 1, dtype=torch.float64)
+    tasks = [((batch, batch), (batch, batch))]
+    learner = hog.meta.IMAML(
+        Saddle(), lambda out, y: out.mean(), strength=1.0, inner_lr=1e-3, inner_steps=1
+    )
+    with pytest.warns(UserWarning, match=r"direction of negative curvature.*more damping"):
+        loss = learner.loss(tasks)
+    loss.backward()
+    assert torch.isfinite(learner.model.w.grad).all()
+    assert learner.residual.system > 0.5
+    steady = hog.meta.IMAML(
+        Saddle(), lambda out, y: out.mean(), strength=1.0, inner_lr=1e-3, inner_steps=1,
+        damping=20.0,
+    )  # fmt: skip
+    steady.loss(tasks)
+    assert steady.residual.system < 1e-8
+
+
+def test_only_forwards_grow_with_the_steps():
+    """No step is run a second time, or kept: the graph is that of one gradient."""
+    sizes = []
+    for steps in (2, 20):
+        learner = hog.meta.IMAML(linear(), F.mse_loss, inner_steps=steps, iterations=2)
+        calls = []
+        learner.model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        learner.loss(TASKS)
+        sizes.append(len(calls))
+    assert sizes[1] - sizes[0] == 3 * 18
+
+
+ERRORS = {
+    "no strength": ({"strength": 0}, ValueError, "strength: expected a finite number greater than 0"),
+    "an unknown solver": ({"solver": "lu"}, ValueError, "solver: expected one of cg, neumann"),
+    "statistics per step": ({"batch_norm": "per_step"}, ValueError, "a minimum knows no steps"),
+    "no iterations": ({"iterations": 0}, ValueError, "iterations: expected a whole number of at least 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors(error):
+    options, kind, message = ERRORS[error]
+    with pytest.raises(kind, match=message):
+        hog.meta.IMAML(linear(), F.mse_loss, **options)
