@@ -34,7 +34,7 @@ def check_finite(found: OfTask) -> None:
             + " The parameters are as they were before this step."
         )
     arguments.finite(
-        "meta-loss of the tasks",
+        "meta-loss",
         found.value,
         "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
         "for NaN in the data. The parameters are as they were before this step.",

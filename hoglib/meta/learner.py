@@ -459,7 +459,7 @@ class Learner(nn.Module, ABC):
             data = [x for x in _tree.leaves((support, query)) if isinstance(x, Tensor)]
             only_what_is_learned(what, losses, [*own, *data], dict(self.named_parameters()))
             if not self._constant(self.inner_steps - 1, self.inner_steps):
-                look_at_functions(what, partial(inner, point), start)
+                look_at_functions("the inner step", partial(inner, point), start)
         self._looked_at = id(self.model)
 
 

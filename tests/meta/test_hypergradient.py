@@ -234,7 +234,7 @@ ERRORS = {
     "an unknown method": (lambda: hypergradient(method="exact"), ValueError, "unrolled, cg, neumann"),
     "an unknown memory": (lambda: hypergradient(memory="none"), ValueError, "store, remat, checkpoint"),
     "no rule": (lambda: hypergradient(rule=None), ValueError, "rule: expected an update rule for 6 inner steps, got None"),
-    "a rule by name": (lambda: hypergradient(rule="sgd"), TypeError, "rule: expected a function"),
+    "a rule by name": (lambda: hypergradient(rule="sgd"), TypeError, "rule: expected a rule with its rate"),
     "no steps": (lambda: hypergradient(steps=0), ValueError, "steps: expected a whole number of at least 1"),
     "fewer batches than steps": (lambda: hypergradient(batches=BATCHES[:2]), ValueError, "one for each of 6 steps, got 2"),
     "integers": (lambda: hypergradient({**HYPER, "rho": torch.tensor(1)}), TypeError, "rho"),

@@ -198,7 +198,7 @@ def test_only_forwards_grow_with_the_steps():
 
 
 ERRORS = {
-    "no strength": ({"strength": 0}, ValueError, "strength: expected a finite number greater than 0"),
+    "no strength": ({"strength": 0}, ValueError, "strength: expected a number greater than 0"),
     "an unknown solver": ({"solver": "lu"}, ValueError, "solver: expected one of cg, neumann"),
     "statistics per step": ({"batch_norm": "per_step"}, ValueError, "a minimum knows no steps"),
     "no iterations": ({"iterations": 0}, ValueError, "iterations: expected a whole number of at least 1"),
