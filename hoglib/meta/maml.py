@@ -41,7 +41,7 @@ class MAML(Learner):
     The meta-gradient. first_order drops the derivative of the inner gradient (FOMAML); truncate=k
     keeps it in the last k steps only. step_weights: of the outer losses after each step, whose sum
     is minimised (multi-step loss). memory: "store" keeps the graph of every inner step; "remat" the
-    parameters after each, at about 1.4 times the time; "checkpoint" those after every
+    parameters after each, at some 1.6 times the time; "checkpoint" those after every
     sqrt(steps)-th, and the graphs of as many, which is least where parameters outweigh activations.
     Models with torch.utils.checkpoint in them are run by "remat". All are the same to rounding.
 
