@@ -19,6 +19,16 @@ def recording() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Where tensors can be differentiated by: inference mode is left for no_grad."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def recordable(tree: T) -> T:
     """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
 

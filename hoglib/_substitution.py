@@ -138,11 +138,17 @@ def standing_again(standing: Standing) -> Iterator[None]:
             store[name] = value
 
 
-def without_statistics(places: Places, layer: nn.Module) -> None:
-    """A normalisation layer in train mode uses the batch's statistics and updates none."""
-    if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats:
+def by_batch(places: Places, layer: nn.Module) -> None:
+    """A normalisation layer uses the batch's statistics and updates none, in train and eval mode."""
+    if isinstance(layer, _NormBase) and layer.track_running_stats:
         for name, value in WITHOUT_STATISTICS.items():
             places.put(layer, name, value)
+
+
+def without_statistics(places: Places, layer: nn.Module) -> None:
+    """The same in train mode alone."""
+    if layer.training:
+        by_batch(places, layer)
 
 
 @contextmanager

@@ -20,25 +20,32 @@ def check_finite(found: OfTask) -> None:
 
     The notes' first entry are the inner losses [tasks, steps].
     """
-    inner = found.notes[0].detach()
-    if not bool(torch.isfinite(inner).all()):
-        task, step = (~torch.isfinite(inner)).nonzero()[0].tolist()
-        raise arguments.NotFinite(
-            f"inner loss: expected a finite number, got {inner[task, step].item()} at task {task} of "
-            f"{len(inner)}, step {step + 1} of {inner.shape[1]}. "
-            + (
-                "Look for NaN in its support set, or in the parameters."
-                if step == 0
-                else "The inner loop diverges: lower inner_lr, or take fewer steps."
-            )
-            + " The parameters are as they were before this step."
-        )
+    stay = " The parameters are as they were before this step."
+    inner_losses_finite(
+        found.notes[0].detach(), "Look for NaN in its support set, or in the parameters." + stay,
+        "The inner loop diverges: lower inner_lr, or take fewer steps." + stay,
+    )  # fmt: skip
     arguments.finite(
         "meta-loss",
         found.value,
         "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
         "for NaN in the data. The parameters are as they were before this step.",
     )
+
+
+def inner_losses_finite(losses: Tensor, at_first: str, later: str) -> None:
+    """Raises FloatingPointError at the first of losses [steps] or [tasks, steps] that is not finite.
+
+    at_first, later: what to do about one in the first step, and in another.
+    """
+    bad = (~torch.isfinite(losses)).nonzero()
+    if len(bad):
+        *task, step = bad[0].tolist()
+        raise arguments.NotFinite(
+            f"inner loss: expected a finite number, got {losses[*task, step].item()} at "
+            + (f"task {task[0]} of {len(losses)}, " if task else "")
+            + f"step {step + 1} of {losses.shape[-1]}. {later if step else at_first}"
+        )
 
 
 def only_what_is_learned(

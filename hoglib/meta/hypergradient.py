@@ -12,9 +12,10 @@ from hoglib._gradient_graph import only_as_given
 from hoglib._leaves import filled
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
+from hoglib.meta._guards import inner_losses_finite
 from hoglib.meta.implicit import SOLVERS, Residual, check_used, implicit_gradient, solver_of
 from hoglib.meta.inner import MEMORY, Segment, check_truncate, gradient, is_before_the_last, unroll
-from hoglib.meta.naming import rule_of
+from hoglib.meta.naming import has_both, rule_of
 from hoglib.meta.rules import Rule
 from hoglib.stand_ins import stand_ins_if
 
@@ -48,18 +49,18 @@ def hypergradient(
     step_size: float | None = None,
     stand_ins: bool = True,
 ) -> Hypergradient:
-    r"""The gradient of outer after a training on inner, by hyper: d outer(theta*(hyper), hyper) / d
-    hyper.
+    r"""The gradient, by hyper, of a loss after a training that hyper sets up.
 
+        gradient = d outer(theta*(hyper), hyper) / d hyper
         theta_0 = params        theta_{i+1} = rule(theta_i, d inner(theta_i, hyper) / d theta)
         theta* = theta_steps
 
     outer(params, hyper), inner(params, hyper): scalars; inner(params, hyper, batches[i]) where
     there are batches, one a step. hyper: any tree of floating-point tensors: weights of examples,
     strengths of a regulariser, data, learning rates, an initial point. params: where the training
-    starts, a tree, or a function of hyper. rule: a `Rule`, or a function of hyper, `lambda hyper:
-    hog.meta.sgd(hyper["lr"])`. Gradients flow where hyper is an argument; tensors that the
-    functions close over are constants.
+    starts, a tree, or a function of hyper. rule: a `Rule`, or a function of hyper, for instance
+    `lambda hyper: hog.meta.sgd(hyper["lr"])`. Gradients flow where hyper is an argument; tensors
+    that the functions close over are constants.
 
     method: "unrolled" differentiates the steps themselves, exactly; memory and truncate as in
     `hoglib.meta.adapt`. "cg" and "neumann" take theta* for a minimum of inner and differentiate
@@ -96,7 +97,9 @@ def hypergradient(
         if solver is None:
             with lingering():
                 found, losses = loop.run(_tree.unflatten(own, form), memory)
-                value = _scalar("outer(params, hyper)", outer(found, _tree.unflatten(own, form)))
+                value = arguments.scalar(
+                    "outer(params, hyper)", outer(found, _tree.unflatten(own, form))
+                )
                 _check_finite(losses, value)
                 grads: list[Tensor | None] = [None] * len(own)
                 if value.requires_grad:
@@ -109,7 +112,7 @@ def hypergradient(
             found, losses = loop.run(_tree.unflatten(own, form), "store")
         fixed = None if batches is None else batches[-1]
         value, result, residual = implicit_gradient(
-            lambda params, hyper: _scalar("outer(params, hyper)", outer(params, hyper)),
+            lambda params, hyper: arguments.scalar("outer(params, hyper)", outer(params, hyper)),
             lambda params, hyper: loop.value(params, hyper, fixed),
             _detached(found),
             _tree.unflatten(given, form),
@@ -130,7 +133,7 @@ class _Loop:
 
     def value(self, params: Any, hyper: Any, batch: Any) -> Tensor:
         more = () if self.batches is None else (batch,)
-        return _scalar("inner(params, hyper)", self.inner(params, hyper, *more))
+        return arguments.scalar("inner(params, hyper)", self.inner(params, hyper, *more))
 
     def run(self, hyper: Any, memory: str) -> tuple[Any, list[Tensor]]:
         """The parameters at the end, and the inner loss at each step."""
@@ -159,8 +162,6 @@ class _Loop:
         return (params, state), losses
 
     def _rule(self, hyper: Any) -> Rule:
-        if hasattr(self.rule, "update"):
-            return self.rule
         return rule_of(self.rule, hyper, {})
 
 
@@ -182,31 +183,18 @@ def _steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
             f"rule: expected a rule with its rate, got the name {rule!r}; for instance "
             "`rule=hoglib.meta.sgd(0.1)`."
         )
-    if rule is not None and not hasattr(rule, "update"):
+    if rule is not None and not has_both(rule):
         arguments.function("rule", rule)
     return count
 
 
 def _check_finite(losses: list[Tensor], value: Tensor) -> None:
     if losses:
-        every = torch.stack(losses)
-        bad = (~torch.isfinite(every)).nonzero()
-        if len(bad):
-            step = int(bad[0])
-            raise arguments.NotFinite(
-                f"inner loss: expected a finite number, got {every[step].item()} at step "
-                f"{step + 1} of {len(losses)}. "
-                + (
-                    "Look for NaN in params, hyper or the data."
-                    if step == 0
-                    else "The inner training diverges: lower its learning rate."
-                )
-            )
+        inner_losses_finite(
+            torch.stack(losses), "Look for NaN in params, hyper or the data.",
+            "The inner training diverges: lower its learning rate.",
+        )  # fmt: skip
     arguments.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
-
-
-def _scalar(what: str, value: Any) -> Tensor:
-    return arguments.scalar(what, value)
 
 
 def _detached(tree: Any) -> Any:

@@ -11,7 +11,8 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._functional import Criterion, Forward, FunctionalLoss, Params
 from hoglib.meta.implicit import Residual, implicit_gradient, solver_of
-from hoglib.meta.learner import InnerParams, Learner, Point
+from hoglib.meta.learner import Learner
+from hoglib.meta.loop import InnerParams, Point
 from hoglib.meta.mapping import OfTask
 from hoglib.meta.rules import Rule
 
@@ -19,9 +20,11 @@ from hoglib.meta.rules import Rule
 class IMAML(Learner):
     r"""iMAML: parameters that the solutions of tasks are drawn to.
 
-        theta_i = argmin L_inner(.; support_i) + strength / 2 |. - theta|^2, by inner_steps updates
-        from theta gradient = mean_i (I + H_i / strength)^-1 d L(theta_i; query_i)        H_i = d^2
-        L_inner at theta_i
+        theta_i = argmin L_inner(.; support_i) + strength / 2 |. - theta|^2
+        gradient = mean_i (I + H_i / strength)^-1 d L(theta_i; query_i)
+        H_i = d^2 L_inner(.; support_i) at theta_i
+
+    The argmin is what inner_steps updates by rule, from theta on, come to.
 
     The gradient is that of a minimum, which inner_steps have to reach; after `loss` the attribute
     `residual` says for each task how far they came (stationarity) and how well the linear system was

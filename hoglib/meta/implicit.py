@@ -139,7 +139,8 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
                 "how many are enough."
             )
         return _tree.leaves(x), solution.residual.to(leaf.device)
-    step = solver.step_size or 1.0
+    step = solver.step_size
+    assert step is not None  # as `solver_of` sees to
     terms = NEUMANN if solver.iterations is None else solver.iterations
     x = _tree.scale(v, step)
     for k in range(terms):

@@ -200,7 +200,7 @@ def _by_transform(
         value, notes = loss(params, batch)
         if check:
             check_functions(value, "the inner step")
-        return value, (value.detach(), notes)
+        return value, (value, notes)
 
     at = _tree.map_tensors(Tensor.detach, params) if constant else params
     with torch.no_grad() if constant else nullcontext(), lingering():
@@ -211,8 +211,7 @@ def _by_transform(
 def _by_autograd(
     loss: WithNotes, params: Params, batch: Any, constant: bool, alone: bool, check: bool
 ) -> tuple[Params, Any]:
-    """The same by plain autograd: several times as fast, and it takes Functions of the old
-    style."""
+    """The same by plain autograd: several times as fast, and it takes Functions of the old style."""
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = _tree.flatten(params)
     own = own_leaves(leaves, create_graph)

@@ -12,7 +12,8 @@ from hoglib._functional import Criterion, Forward, trainable_params
 from hoglib._leaves import filled
 from hoglib._substitution import lingering
 from hoglib.meta.inner import is_before_the_last
-from hoglib.meta.learner import InnerParams, Learner, Point
+from hoglib.meta.learner import Learner
+from hoglib.meta.loop import InnerParams, Point
 from hoglib.meta.mapping import OfTask
 from hoglib.meta.naming import has_both
 from hoglib.meta.rates import GRANULARITIES, Rates

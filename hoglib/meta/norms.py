@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hoglib import _arguments as arguments
-from hoglib._substitution import WITHOUT_STATISTICS, Places, Treatment, without_statistics
+from hoglib._substitution import Places, Treatment, by_batch, without_statistics
 
 POLICIES = ("by_mode", "transductive", "per_step", "frozen")
 Statistics = dict[str, tuple[Tensor, Tensor]]
-
-
 Layers = dict[str, _BatchNorm]
 
 
@@ -28,13 +26,6 @@ def with_statistics(model: nn.Module) -> Layers:
     }
 
 
-def transductive(places: Places, layer: nn.Module) -> None:
-    """The statistics of the batch at hand, in train and eval mode alike."""
-    if isinstance(layer, _NormBase) and layer.track_running_stats:
-        for name, value in WITHOUT_STATISTICS.items():
-            places.put(layer, name, value)
-
-
 def frozen(places: Places, layer: nn.Module) -> None:
     """The model's running statistics, in train and eval mode alike."""
     if isinstance(layer, _NormBase) and layer.track_running_stats and layer.training:
@@ -43,7 +34,7 @@ def frozen(places: Places, layer: nn.Module) -> None:
 
 TREATMENTS: dict[str, Treatment] = {
     "by_mode": without_statistics,
-    "transductive": transductive,
+    "transductive": by_batch,
     "frozen": frozen,
 }
 

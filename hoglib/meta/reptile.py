@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hoglib import _arguments as arguments
-from hoglib import _tree
 from hoglib._functional import Criterion, Forward
-from hoglib.meta.learner import InnerParams, Learner, Point
+from hoglib.meta.learner import Learner
+from hoglib.meta.loop import InnerParams, Point
 from hoglib.meta.mapping import OfTask
 from hoglib.meta.rules import Rule
 
@@ -71,4 +71,4 @@ class Reptile(Learner):
                 name: p - adapted[name] if name in adapted else torch.zeros_like(p)
                 for name, p in point.model.items()
             }
-        return OfTask(value, {"model": _tree.map(torch.detach, moved), "extras": {}}, notes)
+        return OfTask(value, {"model": moved, "extras": {}}, notes)

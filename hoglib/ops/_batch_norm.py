@@ -10,6 +10,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib.ops import _fused_batch_norm as fused_batch_norm
 from hoglib.ops import _running as running
+from hoglib.ops._modes import plain
 from hoglib.ops._standardise import fused
 
 
@@ -75,7 +76,7 @@ def _in_one(
     statistics: running.Statistics,
     eps: float,
 ) -> Tensor | None:
-    if fused_batch_norm.plain():
+    if plain():
         return fused_batch_norm.normalised(x, weight, bias, statistics, eps)
     if not x.is_contiguous():  # others, channels last above all, keep their layout
         return None

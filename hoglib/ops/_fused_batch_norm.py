@@ -17,17 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib._functorch import transforms_active
-from hoglib.ops._modes import aside, reverse_only
+from hoglib.ops._modes import aside, plain
 from hoglib.ops._running import Statistics, move, update
 from hoglib.ops._standardise import moments
 
 Parameter = Tensor | None
-
-
-def plain() -> bool:
-    """Whether the kernels may run: only reverse mode, and no transform, has a part in it."""
-    return not transforms_active() and reverse_only()
 
 
 def normalised(

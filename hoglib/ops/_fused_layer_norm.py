@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.ops._fused_batch_norm import plain as plain
-from hoglib.ops._modes import aside
+from hoglib.ops._modes import aside, plain
 from hoglib.ops._standardise import moments
 
 Parameter = Tensor | None

@@ -11,6 +11,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib.ops import _fused_layer_norm as fused_layer_norm
 from hoglib.ops._halves import autocast_on
+from hoglib.ops._modes import plain
 from hoglib.ops._refusals import Refused
 from hoglib.ops._standardise import (
     affine,
@@ -57,7 +58,7 @@ def layer_norm(
         same_dtype(input, weight=weight, bias=bias)
     inner = wide(dtype)
     x = input.to(inner)
-    if can_fuse(x, eps) and fused_layer_norm.plain():
+    if can_fuse(x, eps) and plain():
         scale, shift = widened(weight, inner), widened(bias, inner)
         y = fused_layer_norm.normalised(x, shape, scale, shift, eps)
         return y if y.dtype == dtype else y.to(dtype)

@@ -32,3 +32,8 @@ class Standing:
 def reverse_only() -> bool:
     """Whether forward mode has no part in it: none is active, and no tracer records for later."""
     return not functorch.tracing() and not functorch.forward_mode_active()
+
+
+def plain() -> bool:
+    """Whether reverse mode alone has a part in it, and no transform of torch.func."""
+    return not functorch.transforms_active() and reverse_only()

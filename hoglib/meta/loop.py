@@ -1,0 +1,284 @@
+"""The inner loop of a module, with all that it can be made of: rates, losses, rules, norms, parts."""
+
+from abc import ABC
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hoglib import _arguments as arguments
+from hoglib import _functorch
+from hoglib._functional import (
+    Criterion,
+    Forward,
+    FunctionalLoss,
+    Params,
+    functional_loss,
+    instance,
+    trainable_params,
+)
+from hoglib._substitution import Treatment, substituted
+from hoglib.meta import norms
+from hoglib.meta._settings import CHECKS
+from hoglib.meta.inner import RUNS_AGAIN, Segment, gradient, hooks_refused, unroll
+from hoglib.meta.mapping import Mapper
+from hoglib.meta.naming import name_of, rule_of
+from hoglib.meta.rules import Rule
+
+InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
+
+
+class Point(NamedTuple):
+    """Where tasks start: all that is learned."""
+
+    model: Params  # the trainable parameters of the model, by their names in it
+    extras: Params  # those of losses, rates and rules that are modules, by their names in `extras`
+
+
+class InnerLoop(nn.Module, ABC):
+    """Steps on a model from a point of all that is learned (abstract); see `hoglib.MAML`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Criterion,
+        *,
+        inner_lr: float,
+        inner_steps: int,
+        rule: str | Rule | Callable[[Any], Rule] | nn.Module,
+        rule_options: dict[str, Any] | None,
+        inner_loss: Criterion | None,
+        inner_params: InnerParams,
+        batch_norm: str,
+        forward: Forward | None,
+        over_tasks: str,
+        stand_ins: bool,
+    ) -> None:
+        super().__init__()
+        self._objectives: dict[str, FunctionalLoss] = {}
+        functional_loss(model, criterion, forward=forward)
+        if inner_loss is not None:
+            instance("inner_loss", inner_loss)
+        trainable_params(model)  # raises here, not at the first step, if there is nothing to learn
+        self.model = model
+        self.criterion = criterion
+        self.inner_loss = inner_loss
+        self._forward = forward
+        self._mapper = Mapper(over_tasks)
+        self.rates: nn.Module | None = None
+        self.statistics: norms.PerStep | None = None
+        self.inner_lr = inner_lr
+        self.inner_steps = inner_steps
+        self.rule = rule
+        self.rule_options = {} if rule_options is None else rule_options
+        self.inner_params = inner_params
+        if batch_norm == "per_step":
+            self.statistics = norms.PerStep(model, self.inner_steps)
+        self.batch_norm = batch_norm
+        self.stand_ins = stand_ins
+        self._runs_again = False  # parts of the model do, in backward
+        self._looked_at: int | None = None
+        self._layers: norms.Layers = {}
+        self._normalised_by_batches = False  # by a train-mode layer, when it was trained
+        rule_of(rule, self.inner_lr, self.rule_options)
+        self._adapting(trainable_params(model))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An option that is changed between steps is checked as it was at first."""
+        check = CHECKS.get(name)
+        super().__setattr__(name, value if check is None else check(self, value))
+
+    @property
+    def over_tasks(self) -> str:
+        return self._mapper.over_tasks
+
+    @over_tasks.setter
+    def over_tasks(self, how: str) -> None:
+        self._mapper = Mapper(how)
+
+    @property
+    def objective(self) -> FunctionalLoss:
+        """The outer loss of the model as a function of parameters and batch."""
+        return self._objective("outer", self.criterion)
+
+    @property
+    def inner_objective(self) -> FunctionalLoss:
+        """The loss of the inner loop as a function of parameters and batch."""
+        return (
+            self.objective if self.inner_loss is None else self._objective("inner", self.inner_loss)
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"inner_lr={self.inner_lr}, inner_steps={self.inner_steps}, rule={name_of(self.rule)}, "
+            f"over_tasks={self.over_tasks!r}"
+        )
+
+    # the inner loop
+
+    def _constant(self, i: int, steps: int) -> bool:
+        """Whether the gradient of a step is taken for a constant."""
+        return False
+
+    def _inner_value(
+        self, point: Point, params: Params, support: Any, loss: FunctionalLoss
+    ) -> Tensor:
+        """The loss that an inner step goes down."""
+        with self._extras_at(point):
+            return loss({**point.model, **params}, support)
+
+    def _outer_value(self, point: Point, params: Params, query: Any, step: int) -> Tensor:
+        """The loss of the query set at the parameters after so many steps."""
+        loss = self.objective.treating(self._norms(step))
+        with self._extras_at(point):
+            return loss({**point.model, **params}, query)
+
+    def _weights(self, steps: int) -> Sequence[float] | None:
+        """Those of the outer loss after each step; None for the last alone."""
+        return None
+
+    def _memory(self) -> str:
+        return "store"
+
+    def _unroll(
+        self, point: Point, support: Any, steps: int, query: Any = None
+    ) -> tuple[Params, Tensor | None, Any]:
+        """What adapts, after so many steps; the weighted outer losses on the way; and notes."""
+        adapting = self._adapting(point.model)
+        weights = None if query is None else self._weights(steps)
+
+        def run(start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
+            (params, state, total), (point, support, query) = carry, constants
+            notes = []
+            alone = end - start == 1 and weights is None
+            for i in range(start, end):
+                rule = self._rule(i, point, adapting)
+                constant = segment.constant(i)
+                grads, note = self._gradient(i, point, params, support, constant, alone)
+                params, state = rule.update(params, grads, state)
+                notes.append(note)
+                if weights is not None and weights[i] and i + 1 < steps:
+                    with self._kept():
+                        value = weights[i] * self._outer_value(point, params, query, i + 1)
+                    total = value if total is None else total + value
+            return (params, state, total), notes
+
+        segment = Segment(run, lambda i: self._constant(i, steps))
+        params = {name: point.model[name].clone() for name in adapting}
+        carry = (params, self._rule(0, point, adapting).init(params), None)
+        if self._memory() != "store":  # what is run again keeps all that it is given
+            rest = {n: p for n, p in point.model.items() if n not in params}
+            point = point._replace(model=rest)
+        (params, _, total), notes = unroll(
+            segment, steps, carry, (point, support, query), self._memory(), tuple(self.modules())
+        )
+        return params, total, notes
+
+    def _gradient(
+        self, i: int, point: Point, params: Params, support: Any, constant: bool, alone: bool
+    ) -> tuple[Params, Any]:
+        loss = self.inner_objective.treating(self._norms(i))
+
+        def noted(params: Params, support: Any) -> tuple[Tensor, Any]:
+            with self._noting() as statistics:
+                return self._inner_value(point, params, support, loss), statistics
+
+        return gradient(noted, params, support, constant=constant, alone=alone, check=i == 0)
+
+    def _outer(self, point: Point, support: Any, query: Any) -> tuple[Tensor, Any, Params]:
+        """The outer loss of a task after the inner loop, what is noted of both, and what adapted."""
+        steps = self.inner_steps
+        params, total, notes = self._unroll(point, support, steps, query)
+        with self._noting() as statistics:
+            value = self._outer_value(point, params, query, steps)
+        weights = self._weights(steps)
+        if weights is not None:
+            value = weights[-1] * value if total is None else total + weights[-1] * value
+        losses = torch.stack([loss for loss, _ in notes])
+        return value, (losses, [statistics for _, statistics in notes] + [statistics]), params
+
+    def _rule(self, i: int, point: Point, names: list[str]) -> Rule:
+        if not point.extras:
+            return rule_of(self.rule, self.inner_lr, self.rule_options)
+        with self._extras_at(point):
+            lr = self.inner_lr if self.rates is None else self.rates(names, i)
+            rule = rule_of(self.rule, lr, self.rule_options)
+        if isinstance(self.rule, nn.Module):
+            return Rule(self._with_extras(point, rule.init), self._with_extras(point, rule.update))
+        return rule
+
+    def _with_extras(self, point: Point, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with self._extras_at(point):
+                return function(*args)
+
+        return run
+
+    def _kept(self, message: str = RUNS_AGAIN) -> AbstractContextManager[None]:
+        """Around a call of the model whose graph is used when other parameters stand in it."""
+        wanted = torch.is_grad_enabled() and not _functorch.transforms_active()
+        return hooks_refused(wanted, message)
+
+    # what it is made of
+
+    def _objective(self, which: str, criterion: Criterion) -> FunctionalLoss:
+        known = self._objectives.get(which)
+        if known is None or known.model is not self.model or known.user_criterion is not criterion:
+            known = functional_loss(self.model, criterion, forward=self._forward)
+            self._objectives[which] = known
+        return known
+
+    def _point(self) -> Point:
+        extras: Params = {n: p for n, p in self._extras().named_parameters() if p.requires_grad}
+        return Point(trainable_params(self.model), extras)
+
+    def _extras(self) -> nn.ModuleDict:
+        """Losses, rates and rules that are modules."""
+        parts = {
+            "criterion": self.criterion, "inner_loss": self.inner_loss,
+            "rates": self.rates, "rule": self.rule,
+        }  # fmt: skip
+        return nn.ModuleDict({n: part for n, part in parts.items() if isinstance(part, nn.Module)})
+
+    def _extras_at(self, point: Point) -> AbstractContextManager[None]:
+        return substituted(self._extras(), point.extras) if point.extras else nullcontext()
+
+    def _adapting(self, params: Iterable[str]) -> list[str]:
+        """The names of the parameters that adapt."""
+        names = list(params)
+        chosen = self.inner_params
+        if chosen is None:
+            return names
+        if callable(chosen):
+            own = dict(self.model.named_parameters())
+            found = [name for name in names if chosen(name, own[name])]
+        else:
+            parts = [chosen] if isinstance(chosen, str) else list(chosen)
+            for part in parts:
+                if not any(_is_in(name, part) for name in names):
+                    raise arguments.WrongValue(
+                        f"inner_params: expected names or prefixes of trainable parameters of "
+                        f"{type(self.model).__name__}, got {part!r}; it has {', '.join(names)}."
+                    )
+            found = [name for name in names if any(_is_in(name, part) for part in parts)]
+        if not found:
+            raise arguments.WrongValue(
+                f"inner_params: expected at least one parameter that adapts, got none of "
+                f"{', '.join(names)}; let the predicate be true for one."
+            )
+        return found
+
+    def _norms(self, step: int) -> Treatment:
+        """What batch norms do at parameters after so many steps."""
+        if self.statistics is not None:
+            return self.statistics.at(step, self._layers)
+        return norms.TREATMENTS[self.batch_norm]
+
+    def _noting(self) -> AbstractContextManager[norms.Statistics]:
+        return nullcontext({}) if self.statistics is None else norms.noting(self._layers)
+
+
+def _is_in(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
