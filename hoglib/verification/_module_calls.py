@@ -31,7 +31,7 @@ class Names:
 
     def __init__(self, loss: Any) -> None:
         found = [one for one in held(loss) if isinstance(one.value, nn.Module)]
-        self.generators = [
+        self._generators = [
             one.value for one in held(loss) if isinstance(one.value, torch.Generator)
         ]
         self._names: dict[int, str] = {}
@@ -79,6 +79,11 @@ class Names:
     def modules(self) -> Iterator[nn.Module]:
         for root in self.roots:
             yield from root.modules()
+
+    def generators(self) -> list[torch.Generator]:
+        """Those that the loss holds, and that modules keep."""
+        kept = [x for m in self.modules() for x in vars(m).values()]
+        return [*self._generators, *(x for x in kept if isinstance(x, torch.Generator))]
 
 
 def _tops(found: list[Capture]) -> list[Capture]:
@@ -145,6 +150,11 @@ class ModuleCall:
     @property
     def called(self) -> str:
         return called(self.name, self.module)
+
+    @property
+    def title(self) -> str:
+        """Its qualified name; for a whole model, which has none, its class."""
+        return self.name or ("the loss" if self.module is None else type(self.module).__name__)
 
 
 def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:

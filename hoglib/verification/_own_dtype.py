@@ -34,7 +34,7 @@ def row(
     with Setting(problem, None) as here, lingering():
         verdict = ask(here.judge())
         if verdict.at_fault:
-            faults = here.locator.faults(ask, verdict)
+            faults = list(here.locator.faults(ask, verdict))
             text = f"{telling.off(verdict, what)} in {telling.where(faults)}."
             return Row(name, "fail", verdict.error, text), faults, what
         if dtype not in KEEPS:

@@ -70,7 +70,7 @@ def caller() -> Place | None:
 def _innermost(frame: FrameType | None) -> Place | None:
     while frame is not None:
         file = frame.f_code.co_filename
-        if _ours(file):
+        if _ours(file) and frame.f_code.co_name not in _WATCHES:
             return None
         if foreign(file):
             return Place(file, frame.f_lineno)

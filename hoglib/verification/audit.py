@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib._functorch import eagerly
 from hoglib._leaves import own_leaves
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
@@ -108,8 +110,10 @@ class _Audit:
         except Exception as error:
             text = f"the loss does not run on its batch: {told(error)}.{telling.inside(running)}"
             return Report(name, [Row("runs", "fail", None, text)])
-        rows = [*self._derivatives(), *fragile.rows(seen, self._problem.names)]
-        return Report(name, [*self._culprits.values(), *rows])
+        with eagerly(seen.compiled):
+            rows = [*self._derivatives(), *fragile.rows(seen, self._problem.names)]
+        culprits = [*fragile.culprits(seen, self._problem.names), *self._culprits.values()]
+        return Report(name, [*culprits, *rows])
 
     def _derivatives(self) -> list[Row]:
         try:
@@ -163,17 +167,17 @@ class _Audit:
     ) -> Row:
         verdict = self._verdict(setting, ask, directions)
         if verdict.at_fault:
-            faults = setting.locator.faults(ask, verdict)
+            found = setting.locator.faults(ask, verdict)
+            # the first will do of what nobody asked for
+            faults = [*found] if asked else [*islice(found, 1)]
+            text = f"{telling.off(verdict, what)}, in {telling.where(faults)}"
             if asked:
                 self._accuse(faults, what)
-            text = f"{telling.off(verdict, what)}, in {telling.where(faults)}."
-            if asked:
-                return Row(name, "fail", verdict.error, text)
+                return Row(name, "fail", verdict.error, f"{text}.")
             if verdict.raised is not None:
-                return Row(name, "skip", None, text)
-            return Row(
-                name, "warn", verdict.error, f"{text} It was not asked for; do not use it here."
-            )
+                return Row(name, "skip", None, f"{text}.")
+            text += ", first of all. It was not asked for; do not use it here."
+            return Row(name, "warn", verdict.error, text)
         if verdict.wrong is None:
             return Row(
                 name, "warn" if asked else "skip", None,
@@ -200,7 +204,7 @@ class _Audit:
 
     def _accuse(self, faults: list[Fault], what: str) -> None:
         for fault in faults:
-            name = f"culprit: {fault.call.name or 'the loss'}"
+            name = f"culprit: {fault.call.title}"
             if name not in self._culprits:
                 text = telling.culprit(fault, what)
                 self._culprits[name] = Row(name, "fail", fault.verdict.error, text)
