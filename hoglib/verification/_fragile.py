@@ -24,14 +24,14 @@ def rows(look: Look, names: Names) -> Iterator[Row]:
 
 
 def culprits(look: Look, names: Names) -> Iterator[Row]:
-    """A row for each thing that a run showed and that makes a second derivative impossible, or wrong."""
+    """A row for each thing that a run showed and that makes second derivatives wrong or impossible."""
     if look.compiled_raises is not None:
         for name in _compiled(names) or ["the loss"]:
             yield Row(
                 f"culprit: {name}", "fail", None,
                 "It was compiled by torch.compile, and compiled code has no second derivative: "
-                f"{str(look.compiled_raises).splitlines()[0][:160]}. Use the module that was compiled, or "
-                "`hoglib.functional_loss`, which runs it uncompiled. All else is judged uncompiled.",
+                f"{str(look.compiled_raises).splitlines()[0][:160]}. Use the module that was compiled, "
+                "or `hoglib.functional_loss`, which runs it uncompiled. All else is judged uncompiled.",
             )  # fmt: skip
     if look.from_elsewhere:
         yield Row(

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib import _tree
 from hoglib._functional import call_with
@@ -36,6 +36,13 @@ class Fault(NamedTuple):
     own: list[Operation]  # all of its own code
     unknown: list[ModuleCall]  # parts that could not be judged by themselves
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The one whose code makes the operations; a method of it may be called by another one."""
+        owners = {id(op.owner): op.owner for op, _ in self.operations}
+        (owner,) = owners.values() if len(owners) == 1 else (None,)
+        return owner or self.call.module
+
 
 class Locator:
     """Finds faults in the tree of calls of a loss.
@@ -55,10 +62,10 @@ class Locator:
 
     def faults(self, ask: Ask, verdict: Verdict) -> Iterator[Fault]:
         """Of a derivative that is wrong, or raises, for the whole loss; one for each module."""
-        told: set[str] = set()
+        told: set[int] = set()
         for fault in self._descend(self._root, ask, verdict, verdict.raised is not None):
-            if fault.call.title not in told:
-                told.add(fault.call.title)
+            if id(fault.module) not in told:
+                told.add(id(fault.module))
                 yield fault
 
     def _descend(

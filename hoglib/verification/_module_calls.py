@@ -76,6 +76,17 @@ class Names:
     def of(self, module: nn.Module) -> str:
         return self._names.get(id(module), type(module).__name__)
 
+    def title(self, module: nn.Module | None) -> str:
+        """Its qualified name; for a whole model, which has none, its class."""
+        return "the loss" if module is None else self.of(module) or type(module).__name__
+
+    def called(self, module: nn.Module | None) -> str:
+        """The same in a sentence."""
+        if module is None:
+            return "the loss, outside of modules"
+        name, kind = self.of(module), type(module).__name__
+        return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
+
     def modules(self) -> Iterator[nn.Module]:
         for root in self.roots:
             yield from root.modules()
@@ -91,14 +102,6 @@ def _tops(found: list[Capture]) -> list[Capture]:
     parts = {id(part) for one in found for part in one.value.modules() if part is not one.value}
     tops = {id(one.value): one for one in reversed(found) if id(one.value) not in parts}
     return list(reversed(tops.values()))
-
-
-def called(name: str, module: nn.Module | None) -> str:
-    """A module in a sentence."""
-    if module is None:
-        return "the loss, outside of modules"
-    kind = type(module).__name__
-    return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
 
 
 class Running:
@@ -146,15 +149,6 @@ class ModuleCall:
     parameters: dict[str, Tensor] = field(default_factory=dict)  # those that required grad
     parts: list["ModuleCall"] = field(default_factory=list)
     inside_transforms: bool = False
-
-    @property
-    def called(self) -> str:
-        return called(self.name, self.module)
-
-    @property
-    def title(self) -> str:
-        """Its qualified name; for a whole model, which has none, its class."""
-        return self.name or ("the loss" if self.module is None else type(self.module).__name__)
 
 
 def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
@@ -218,6 +212,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     place: Place | None
+    owner: nn.Module | None  # whose code makes it, called by its name or by another module's
     function: type[Function] | None = None
 
 
@@ -243,7 +238,7 @@ class _Operations(TorchFunctionMode):
             if name == "__get__":
                 name = getattr(getattr(func, "__self__", None), "__name__", name)
             args, kwargs = given
-            self.found.append(Operation(name, func, args, kwargs, where.here()))
+            self.found.append(Operation(name, func, args, kwargs, where.here(), where.owner()))
         return result
 
 
@@ -267,7 +262,13 @@ def operations(module: nn.Module | None, run: Callable[[], Any]) -> list[Operati
             given = _copied(args)
             watch.found.append(
                 Operation(
-                    function.__qualname__, function.apply, given, {}, where.caller(), function
+                    function.__qualname__,
+                    function.apply,
+                    given,
+                    {},
+                    where.caller(),
+                    where.owner(),
+                    function,
                 )
             )
 

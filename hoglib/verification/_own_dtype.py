@@ -35,7 +35,7 @@ def row(
         verdict = ask(here.judge())
         if verdict.at_fault:
             faults = list(here.locator.faults(ask, verdict))
-            text = f"{telling.off(verdict, what)} in {telling.where(faults)}."
+            text = f"{telling.off(verdict, what)} in {telling.where(faults, problem.names)}."
             return Row(name, "fail", verdict.error, text), faults, what
         if dtype not in KEEPS:
             return Row(name, "pass"), [], what

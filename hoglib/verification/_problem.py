@@ -33,7 +33,7 @@ class Problem:
         return [*self.names.generators(), *in_batch]
 
     def frozen(self) -> dict[int, int]:
-        """Of leaves that are the weight of an embedding, the row with a gradient of zero by definition."""
+        """Of leaves that are weights of embeddings, the row with a gradient of zero by definition."""
         places = {id(x): i for i, x in enumerate(self.originals)}
         padded = [row for m in self.names.roots for row in padding_rows(m)]
         return {places[id(weight)]: row for _, weight, row in padded if id(weight) in places}

@@ -12,7 +12,7 @@ from hoglib.verification._around import told
 from hoglib.verification._call import is_float, name_of
 from hoglib.verification._judging import Verdict
 from hoglib.verification._locating import Fault
-from hoglib.verification._module_calls import Operation, Running, called
+from hoglib.verification._module_calls import Names, Operation, Running
 from hoglib.verification._routes import Route
 from hoglib.verification._stops import Stop
 from hoglib.verification._treatment import is_culprit
@@ -38,7 +38,7 @@ def title(loss: Any) -> str:
 def inside(running: Running) -> str:
     """The module in which an error was raised, as a sentence."""
     failed = running.failed
-    return "" if failed is None else f" In {called(running.names.of(failed), failed)}."
+    return "" if failed is None else f" In {running.names.called(failed)}."
 
 
 def off(verdict: Verdict, what: str) -> str:
@@ -65,18 +65,18 @@ def _percent(error: float) -> str:
     return f"{error:.0%}" if error >= 0.01 else f"{error:.0e} of its size"
 
 
-def where(faults: list[Fault]) -> str:
+def where(faults: list[Fault], known: Names) -> str:
     """The modules at fault, with the operations, in one line."""
     found = []
     for fault in faults:
         names = ", ".join(dict.fromkeys(op.name for op, _ in fault.operations[:MOST]))
-        found.append(fault.call.called + (f": `{names}`" if names else ""))
+        found.append(known.called(fault.module) + (f": `{names}`" if names else ""))
     return "; ".join(found)
 
 
-def culprit(fault: Fault, what: str) -> str:
+def culprit(fault: Fault, what: str, known: Names) -> str:
     """All that is known of one fault."""
-    text = f"{fault.call.called}: {off(fault.verdict, what)} through it."
+    text = f"{known.called(fault.module)}: {off(fault.verdict, what)} through it."
     if not fault.operations:
         return f"{text} {_no_operation(fault)}"
     seen: set[str] = set()

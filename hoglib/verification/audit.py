@@ -112,8 +112,9 @@ class _Audit:
             return Report(name, [Row("runs", "fail", None, text)])
         with eagerly(seen.compiled):
             rows = [*self._derivatives(), *fragile.rows(seen, self._problem.names)]
-        culprits = [*fragile.culprits(seen, self._problem.names), *self._culprits.values()]
-        return Report(name, [*culprits, *rows])
+        for row in fragile.culprits(seen, self._problem.names):
+            self._add(row)
+        return Report(name, [*self._culprits.values(), *rows])
 
     def _derivatives(self) -> list[Row]:
         try:
@@ -170,7 +171,7 @@ class _Audit:
             found = setting.locator.faults(ask, verdict)
             # the first will do of what nobody asked for
             faults = [*found] if asked else [*islice(found, 1)]
-            text = f"{telling.off(verdict, what)}, in {telling.where(faults)}"
+            text = f"{telling.off(verdict, what)}, in {telling.where(faults, self._problem.names)}"
             if asked:
                 self._accuse(faults, what)
                 return Row(name, "fail", verdict.error, f"{text}.")
@@ -203,11 +204,18 @@ class _Audit:
         return best
 
     def _accuse(self, faults: list[Fault], what: str) -> None:
+        names = self._problem.names
         for fault in faults:
-            name = f"culprit: {fault.call.title}"
-            if name not in self._culprits:
-                text = telling.culprit(fault, what)
-                self._culprits[name] = Row(name, "fail", fault.verdict.error, text)
+            text = telling.culprit(fault, what, names)
+            name = f"culprit: {names.title(fault.module)}"
+            if name not in self._culprits:  # what was found first: the lowest order
+                self._add(Row(name, "fail", fault.verdict.error, text))
+
+    def _add(self, row: Row) -> None:
+        """A culprit; a module has one row."""
+        known = self._culprits.setdefault(row.name, row)
+        if row.text not in known.text:
+            self._culprits[row.name] = known._replace(text=f"{known.text}\n{row.text}")
 
 
 def _stops(setting: Setting) -> Iterator[Row]:
