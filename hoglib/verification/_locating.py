@@ -58,7 +58,7 @@ class Locator:
     ) -> None:
         self._root, self._whole, self._around = root, whole, around
         self._judges: dict[int, Judge | None] = {}
-        self._own: dict[int, list[tuple[Operation, Judge]]] = {}
+        self._own: dict[int, list[tuple[Operation, Judge | None]]] = {}
 
     def faults(self, ask: Ask, verdict: Verdict) -> Iterator[Fault]:
         """Of a derivative that is wrong, or raises, for the whole loss; one for each module."""
@@ -82,7 +82,8 @@ class Locator:
                 below = True
                 yield from self._descend(part, ask, one, raises)
         own = self._operations(call)
-        wrong = [(op, one) for op, judge in own if (one := _asked(judge, ask, raises)).at_fault]
+        judged = [(op, _asked(judge, ask, raises)) for op, judge in own if judge is not None]
+        wrong = [(op, one) for op, one in judged if one.at_fault]
         if wrong or not below:
             yield Fault(call, verdict, wrong, [op for op, _ in own], unknown)
 
@@ -116,15 +117,16 @@ class Locator:
         values = [call.parameters[name] for name in names]
         return _as_scalar(run, (call.args, call.kwargs), values)
 
-    def _operations(self, call: ModuleCall) -> list[tuple[Operation, Judge]]:
+    def _operations(self, call: ModuleCall) -> list[tuple[Operation, Judge | None]]:
         """Of a module's own code, each kind once."""
         if id(call) not in self._own:
             kinds: dict[Any, Operation] = {}
             with suppress(Exception):  # no better told than by the verdict on the module
                 for op in operations(call.module, lambda: self._run(call)):
                     kinds.setdefault((op.name, op.place, _shapes(op)), op)
-            judges = [(op, self._of_operation(op)) for op in list(kinds.values())[:MOST]]
-            self._own[id(call)] = [(op, judge) for op, judge in judges if judge is not None]
+            self._own[id(call)] = [
+                (op, self._of_operation(op)) for op in list(kinds.values())[:MOST]
+            ]
         return self._own[id(call)]
 
     def _run(self, call: ModuleCall) -> Any:
@@ -141,6 +143,8 @@ class Locator:
             return call_with(call.module, values, *args, **kwargs)
 
     def _of_operation(self, op: Operation) -> Judge | None:
+        """None where it does not run by itself, or has no variables."""
+
         def run(inputs: Any, values: Vector) -> Any:
             args, kwargs = inputs
             with self._around():
@@ -148,7 +152,7 @@ class Locator:
 
         try:
             f, leaves, _ = _as_scalar(run, (op.args, op.kwargs), [])
-            return Judge(f, leaves, Stops())
+            return Judge(f, leaves, Stops()) if leaves else None
         except Exception:  # it does not run by itself
             return None
 

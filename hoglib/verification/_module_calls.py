@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib import _tree
 from hoglib._functional import FunctionalLoss
-from hoglib._functorch import is_compiled, transforms_active, watching_functions
+from hoglib._functorch import transforms_active, watching_functions
 from hoglib.ops._captured import Capture, held
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float, is_part
@@ -174,8 +174,9 @@ def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
             stack.pop()
 
     handles = []
-    known = {id(module): module for root_module in names.roots for module in _seen(root_module)}
-    for module in known.values():
+    for module in {id(module): module for module in names.modules()}.values():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         handles.append(module.register_forward_pre_hook(start, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(end, with_kwargs=True))
     try:
@@ -184,17 +185,6 @@ def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
         for handle in handles:
             handle.remove()
     return root
-
-
-def _seen(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and its parts, but for those inside of compiled and scripted ones."""
-    yield module
-    if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
-        return
-    if module._compiled_call_impl is not None:
-        return
-    for part in module.children():
-        yield from _seen(part)
 
 
 def _copied(tree: Any) -> Any:
@@ -257,8 +247,7 @@ def operations(module: nn.Module | None, run: Callable[[], Any]) -> list[Operati
     watch = _Operations(lambda: depth == 0)
 
     def applied(function: type[Function], args: tuple[Any, ...]) -> None:
-        graphed = any(is_float(x) and x.requires_grad for x in args)
-        if depth == 0 and graphed and not is_part(function):
+        if depth == 0 and not is_part(function):
             given = _copied(args)
             watch.found.append(
                 Operation(

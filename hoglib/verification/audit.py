@@ -98,6 +98,7 @@ class _Audit:
 
     def __init__(self, problem: Problem, chosen: list[Route]) -> None:
         self._problem, self._chosen = problem, chosen
+        self._telling = telling.Telling(problem.names)
         self._culprits: dict[str, Row] = {}
         self._kinked: set[int] = set()  # directions along which a kink was in the way
 
@@ -131,7 +132,7 @@ class _Audit:
             return [Row("dtype: float64", "skip", None, text), *rows]
         for route, product in zip(self._chosen, products, strict=True):
             if product is not None:
-                row, faults, what = own_dtype.row(self._problem, route, at, product)
+                row, faults, what = own_dtype.row(self._problem, self._telling, route, at, product)
                 self._accuse(faults, what)
                 rows.append(row)
         return rows
@@ -171,7 +172,7 @@ class _Audit:
             found = setting.locator.faults(ask, verdict)
             # the first will do of what nobody asked for
             faults = [*found] if asked else [*islice(found, 1)]
-            text = f"{telling.off(verdict, what)}, in {telling.where(faults, self._problem.names)}"
+            text = f"{telling.off(verdict, what)}, in {self._telling.where(faults)}"
             if asked:
                 self._accuse(faults, what)
                 return Row(name, "fail", verdict.error, f"{text}.")
@@ -206,9 +207,9 @@ class _Audit:
     def _accuse(self, faults: list[Fault], what: str) -> None:
         names = self._problem.names
         for fault in faults:
-            text = telling.culprit(fault, what, names)
             name = f"culprit: {names.title(fault.module)}"
             if name not in self._culprits:  # what was found first: the lowest order
+                text = self._telling.culprit(fault, what)
                 self._add(Row(name, "fail", fault.verdict.error, text))
 
     def _add(self, row: Row) -> None:
