@@ -51,7 +51,12 @@ def _joined(found: Parts, group_of: Callable[[Part], Group]) -> Parts:
         if part.kind in ("operation", "function") and not part.wrong:
             place = group_of(part)
             groups[key] = (part.order, *place) if place else (part.order, part.kind, part.name)
-    lost = {end for edge in found.edges.values() if edge.kind == "lost" for end in edge[:2]}
+    lost = {
+        key
+        for edge in found.edges.values()
+        if edge.kind == "lost" or found.parts[edge.start].kind == "kept"
+        for key in edge[:2]
+    }
     groups.update({key: (key,) for key in lost})
     ways: dict[str, set[Group]] = {key: set() for key in found.parts}
     for start, end in found.edges:
