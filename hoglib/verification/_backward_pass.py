@@ -68,12 +68,14 @@ class Pass:
             handles.append(node.register_prehook(partial(self._enter, node, watched)))
             handles.append(node.register_hook(partial(self._leave, node, function)))
         try:
-            return list(
-                torch.autograd.grad(
-                    list(values), list(by), list(incoming), create_graph=create_graph,
-                    retain_graph=True, allow_unused=True,
-                )
-            )  # fmt: skip
+            # in this thread, where the Functions that backward applies are seen
+            with torch.autograd.set_multithreading_enabled(False):
+                return list(
+                    torch.autograd.grad(
+                        list(values), list(by), list(incoming), create_graph=create_graph,
+                        retain_graph=True, allow_unused=True,
+                    )
+                )  # fmt: skip
         except Exception as error:
             self.raised = Raised(self._running[-1][0] if self._running else None, told(error))
             return [None] * len(by)

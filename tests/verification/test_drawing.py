@@ -79,6 +79,29 @@ class Exp(Cube):
         return y * g
 
 
+class Slope(Function):
+    """3 x^2 by NumPy, and how it is differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.as_tensor(3 * x.detach().cpu().numpy() ** 2).to(x.device)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 6 * x * g
+
+
+class Nested(Cube):
+    """Right: its backward applies a Function that is differentiable."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return Slope.apply(x) * g
+
+
 class NoGrad(Cube):
     @staticmethod
     def backward(ctx, g):
@@ -290,10 +313,25 @@ def test_the_text_is_the_same_twice_and_names_no_address():
 # What is wrong.
 
 
-@pytest.mark.parametrize("function", [Cube, Scaled, Exp], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [Cube, Scaled, Exp, Nested], ids=lambda f: f.__name__)
 def test_right_functions_have_no_cut(function):
     assert hog.graph(function, x3()).cuts == ()
     assert hog.graph(lambda x: function.apply(x.sin()).sum(), x3(), order=3).cuts == ()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    for function in (Cube, Nested, Saves, NoGrad, Breaks):
+        expected, found = (hog.graph(function, x3().to(at)) for at in ("cpu", "cuda"))
+        assert str(found) == str(expected)
+        assert found.cuts == expected.cuts
+
+
+def test_a_function_that_a_backward_applies_is_in_its_box():
+    text = str(hog.graph(Nested, x3()))
+    inside = text.partition('label="made in Nested.backward"')[2].partition("}")[0]
+    assert 'label="Slope\\n(3,)"' in inside
+    assert reaches(text, "x", "Slope")
 
 
 def test_an_input_without_a_gradient_is_no_cut():
