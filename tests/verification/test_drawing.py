@@ -272,6 +272,26 @@ def test_a_module_that_runs_twice_has_two_boxes():
     assert 'label="layer (Linear), call 2"' in text
 
 
+def test_modules_after_one_that_raised():
+    class Refuses(nn.Module):
+        def forward(self, x):
+            raise ValueError("not today")
+
+    refuses, layer = Refuses(), nn.Linear(3, 3)
+
+    def fn(x):
+        try:
+            return refuses(x)
+        except ValueError:
+            return layer(x).sin()
+
+    text = str(hog.graph(fn, x3()))
+    assert "Refuses" not in text
+    before, _, inside = text.partition('label="layer (Linear)"')
+    assert "Sin" in before
+    assert "Sin" not in inside.partition("}")[0]
+
+
 def test_only_by_what_requires_grad_if_anything_does():
     a = x3().requires_grad_()
     found = labels(hog.graph(lambda a, b: (a * b).sum(), (a, x3()))).values()
@@ -417,6 +437,7 @@ def test_a_backward_that_raises_leaves_the_forward():
     assert ("Breaks", "output") in arrows(picture)
     assert "grad of x" not in str(picture)
     assert '\\"today\\" \\\\ <b>' in str(picture)
+    assert "&lt;lambda&gt; and its gradient" in str(hog.graph(lambda x: x * 2, x3()))
 
 
 def test_no_graph_at_all_is_told():
@@ -472,6 +493,34 @@ def test_what_is_wrong_is_not_joined():
     assert any(text.startswith("CUT in NoGrad") for text in found)
     assert any(text.startswith("ctx.saved_tensors[1]") for text in found)
     assert "Saves\n(3,)" in found
+
+
+class Layer(nn.Module):
+    """A linear layer, and what is wrong after it."""
+
+    def __init__(self, wrong=None):
+        super().__init__()
+        self.linear, self.wrong = nn.Linear(4, 4), wrong
+
+    def forward(self, x):
+        x = self.linear(x).tanh()
+        return x if self.wrong is None else self.wrong(x)
+
+
+@pytest.mark.parametrize(
+    ("limit", "how"), [(200, "call of a module"), (130, "module"), (60, "name")]
+)
+def test_what_is_wrong_in_a_module_is_not_joined(limit, how):
+    def distance(x):
+        return torch.cdist(x, x.detach() + 1)
+
+    layers = [Layer(NoGrad.apply), Layer(Saves.apply), *(Layer() for _ in range(20))]
+    for wrong, kept in ((None, "NoGrad"), (None, "Saves"), (distance, "CdistBackward")):
+        model = nn.Sequential(*layers, Layer(wrong))
+        picture = hog.graph(model, torch.randn(4, 4), max_nodes=limit)
+        assert f"joined by {how})" in str(picture)
+        assert any(text.startswith(f"{kept}\n") for text in labels(picture).values())
+        assert not re.search(r"(n\d+) -> \1 ", str(picture))
 
 
 # What was passed stays.
