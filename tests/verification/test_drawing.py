@@ -277,7 +277,7 @@ def test_modules_after_one_that_raised():
         def forward(self, x):
             raise ValueError("not today")
 
-    refuses, layer = Refuses(), nn.Linear(3, 3)
+    refuses, layer = Refuses(), nn.BatchNorm1d(3)
 
     def fn(x):
         try:
@@ -285,9 +285,10 @@ def test_modules_after_one_that_raised():
         except ValueError:
             return layer(x).sin()
 
-    text = str(hog.graph(fn, x3()))
+    text = str(hog.graph(fn, torch.randn(4, 3)))
     assert "Refuses" not in text
-    before, _, inside = text.partition('label="layer (Linear)"')
+    assert torch.equal(layer.running_mean, torch.zeros(3))
+    before, _, inside = text.partition('label="layer (BatchNorm1d)"')
     assert "Sin" in before
     assert "Sin" not in inside.partition("}")[0]
 
