@@ -15,7 +15,7 @@ from hoglib.verification import _kept as kept
 from hoglib.verification._backward_pass import Pass
 from hoglib.verification._call import Call, is_float
 from hoglib.verification._gathering import Gathering
-from hoglib.verification._module_calls import ModuleCalls
+from hoglib.verification._spans import ModuleCalls
 from hoglib.verification._names import Names
 from hoglib.verification._parts import Part, Parts
 

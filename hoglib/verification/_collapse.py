@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hoglib.verification._module_calls import CALL
+from hoglib.verification._spans import CALL
 from hoglib.verification._parts import Edge, Part, Parts
 
 Group = tuple[object, ...]

@@ -9,7 +9,7 @@ from hoglib import _functorch
 from hoglib._graph import nodes
 from hoglib.verification import _kept as kept
 from hoglib.verification._call import is_part
-from hoglib.verification._module_calls import ModuleCalls
+from hoglib.verification._spans import ModuleCalls
 from hoglib.verification._parts import Part, Parts
 
 
