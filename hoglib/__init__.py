@@ -17,13 +17,14 @@ from hoglib.curvature import (
 from hoglib.meta import MAML
 from hoglib.penalties import GradientPenalty
 from hoglib.stand_ins import second_order
-from hoglib.verification import Report, VerificationError, audit, verify
+from hoglib.verification import Graph, Report, VerificationError, audit, graph, verify
 
 __all__ = [
     "MAML",
     "FisherOperator",
     "GGNOperator",
     "GradientPenalty",
+    "Graph",
     "HessianOperator",
     "Report",
     "VerificationError",
@@ -34,6 +35,7 @@ __all__ = [
     "functional_loss",
     "ggn",
     "ggn_vp",
+    "graph",
     "hessian",
     "hvp",
     "laplacian",

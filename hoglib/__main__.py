@@ -1,4 +1,5 @@
-"""The command `hoglib`: `verify` judges Functions, `ops` lists the ops, `env` what runs here."""
+"""The command `hoglib`: `verify` judges Functions, `ops` lists the ops, `env` what runs here,
+`graph` draws the graph of a gradient."""
 
 import argparse
 import io
@@ -17,6 +18,14 @@ list of such tuples; a Function may have a static reference() of plain torch ope
 `surrogate = True` if its gradient differs from the derivative on purpose.
 
 Exit status: 0 all right, 1 something is wrong, 2 something could not be run.
+"""
+GRAPH = """\
+Draw the graph that a second derivative goes through; what cuts it is red, and told on stderr.
+
+  hoglib graph package.module:fn --input "randn(3)" -o picture.svg
+
+.svg, .png and .pdf need graphviz's program `dot`; .dot and .gv, and stdout without -o, do not.
+Exit status: 0 drawn, 2 it could not be.
 """
 
 
@@ -38,6 +47,12 @@ def main(args: Sequence[str] | None = None) -> int:
         "env", help="versions, devices, and the torch calls that have stand-ins, with the reasons"
     )
     env.add_argument("--json", action="store_true", help="as JSON")
+    _graph_arguments(
+        commands.add_parser(
+            "graph", help="draw the graph of a function's gradient, with what is missing in it",
+            description=GRAPH, formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )  # fmt: skip
     given = parser.parse_args(args)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
@@ -118,7 +133,31 @@ def _ops(given: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-_COMMANDS = {"verify": _verify, "ops": _ops, "env": _env}
+def _graph_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", help="package.module:function or path/to/file.py:function")
+    add("--input", action="append", default=[], metavar="EXPRESSION", help="once for each argument")
+    add(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=".svg, .png, .pdf, .dot or .gv (default: DOT on stdout)",
+    )
+    add("--order", type=int, default=2, help="1: the forward's graph alone (default 2)")
+    add("--no-saved", action="store_true", help="without what is kept for backward")
+    add("--seed", type=int, default=0, help="of torch, before inputs are made (default 0)")
+
+
+def _graph(given: argparse.Namespace) -> int:
+    from hoglib.verification import _graph_command
+
+    return _graph_command.run(
+        given.target, given.input, given.output, seed=given.seed, order=given.order,
+        saved=not given.no_saved,
+    )  # fmt: skip
+
+
+_COMMANDS = {"verify": _verify, "ops": _ops, "env": _env, "graph": _graph}
 
 
 if __name__ == "__main__":

@@ -62,6 +62,14 @@ class NoSecondDerivative(Explained, RuntimeError):
     """A RuntimeError about a derivative that cannot be had; it explains itself."""
 
 
+class NotWritten(Explained, OSError):
+    """An OSError about a file that could not be written; it explains itself."""
+
+
+class NotDrawn(Explained, RuntimeError):
+    """A RuntimeError about a picture that could not be drawn; it explains itself."""
+
+
 class NotAveraged(Explained, RuntimeError):
     """A RuntimeError about gradients that differ between processes; it explains itself."""
 

@@ -209,6 +209,43 @@ def output_bytes(node: Any) -> int:
     )
 
 
+def output_shapes(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of what the operation of a node put out."""
+    return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
+
+
+def sequence_number(node: Any = None) -> int:
+    """The place of a node among those that its thread made; of the next one to be made for None."""
+    return int(torch._C._autograd._get_sequence_nr() if node is None else node._sequence_nr())
+
+
+@contextmanager
+def noting_origins() -> Iterator[None]:
+    """Nodes made inside know by which node's backward; torch's anomaly mode notes it."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        yield
+
+
+def made_by(node: Any) -> Any:
+    """The node in whose backward a node was made; None for one of a forward."""
+    return node.metadata.get("parent_")
+
+
+def saved_names(node: Any) -> Iterator[str]:
+    """The names of what a node of torch's own keeps for its backward, `_saved_<name>`; not of what
+    saved-tensor hooks keep, for which a checkpoint would run again."""
+    for name in sorted(name for name in dir(node) if name.startswith("_saved_")):
+        raw = getattr(node, f"_raw{name}", None)
+        several = raw if isinstance(raw, list | tuple) else [raw]
+        if all(getattr(one, "unpack_hook", None) is None for one in several):
+            yield name.removeprefix("_saved_")
+
+
+def has_saved_by_hooks(node: Any) -> bool:
+    """Whether saved-tensor hooks keep what a custom Function saved."""
+    return any(getattr(one, "unpack_hook", None) is not None for one in node._raw_saved_tensors)
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
 

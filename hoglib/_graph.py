@@ -108,7 +108,7 @@ def users_functions(
 ) -> Iterator[tuple[Any, type[Function]]]:
     """The nodes of custom Functions, but for those of torch and of hoglib."""
     for node in nodes([values] if isinstance(values, Tensor) else values, since):
-        function = _users(node)
+        function = users_function(node)
         if function is not None:
             yield node, function
 
@@ -128,7 +128,7 @@ def survey(value: Tensor) -> Found:
         if hasattr(type(node), "_forward_cls"):
             if getattr(_functorch.custom_function(node), "watched", True):
                 runs_python = True
-                users = users or _users(node) is not None or is_compiled(node)
+                users = users or users_function(node) is not None or is_compiled(node)
         elif hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
     return Found(leaves, users, runs_python)
@@ -139,7 +139,8 @@ def is_compiled(node: Any) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-def _users(node: Any) -> type[Function] | None:
+def users_function(node: Any) -> type[Function] | None:
+    """The custom Function of a node, but for those of torch and of hoglib."""
     function = _functorch.custom_function(node)
     if function is None or function.__module__.startswith(("torch.", "hoglib.")):
         return None

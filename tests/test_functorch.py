@@ -290,3 +290,31 @@ def test_what_was_compiled_is_found_again():
     assert callable(seen[0].recompute_fn)
     twice(x)
     assert seen[1] is None
+
+
+def test_what_is_known_of_a_node():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g
+
+    leaf = torch.ones(2, 3, requires_grad=True)
+    first = _functorch.sequence_number()
+    with _functorch.noting_origins():
+        product = leaf * leaf.sin()
+        (grad,) = torch.autograd.grad(product.sum(), leaf, create_graph=True)
+    assert not torch.is_anomaly_enabled()
+    assert first <= _functorch.sequence_number(product.grad_fn) < _functorch.sequence_number()
+    assert _functorch.output_shapes(product.grad_fn) == [(2, 3)]
+    assert _functorch.made_by(product.grad_fn) is None
+    assert _functorch.made_by(grad.grad_fn) is not None
+    assert list(_functorch.saved_names(product.grad_fn)) == ["other", "self"]
+    assert not _functorch.has_saved_by_hooks(Double.apply(leaf).grad_fn)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert list(_functorch.saved_names((leaf * leaf).grad_fn)) == []
+        assert _functorch.has_saved_by_hooks(Double.apply(leaf).grad_fn)

@@ -1,7 +1,8 @@
 """Verification: are the derivatives of a function right, and if not, what is at fault?"""
 
+from hoglib.verification._audit import audit
 from hoglib.verification._verify import verify
-from hoglib.verification.audit import audit
+from hoglib.verification.drawing import Graph, graph
 from hoglib.verification.report import Report, Row, VerificationError
 
-__all__ = ["Report", "Row", "VerificationError", "audit", "verify"]
+__all__ = ["Graph", "Report", "Row", "VerificationError", "audit", "graph", "verify"]

@@ -65,6 +65,7 @@ class Call:
         self.slots = [i for i, is_free in enumerate(free) if is_free]
         self._num_leaves = len(leaves)
         self.num_inputs = sum(free[: len(leaves)])
+        self._names = names
         self.names = [names[i] for i in self.slots]
         self.point = [real(self._values[i]) for i in self.slots]
         self.complex_variables = [self._values[i].is_complex() for i in self.slots]
@@ -86,6 +87,19 @@ class Call:
             if not (value.requires_grad or transforms_active()):
                 value = value.view_as(value)  # fn may ask for a gradient of its own
             values[slot] = value.clone() if self.clone else value
+        return self._run(values)
+
+    def from_leaves(self) -> tuple[list[Tensor], dict[str, Any], list[Any]]:
+        """A leaf for each variable, as fn gets it; the constants that fn gets, by name; and all leaves
+        of what it returns for them."""
+        values = [fresh(x) for x in self._values]
+        own = [self.value(j).clone().requires_grad_() for j in range(len(self.slots))]
+        for slot, x in zip(self.slots, own, strict=True):
+            values[slot] = x.clone() if self.clone else x
+        constants = {n: values[i] for i, n in enumerate(self._names) if i not in self.slots}
+        return own, constants, self._run(values)
+
+    def _run(self, values: list[Any]) -> list[Any]:
         inputs = _tree.unflatten(values[: self._num_leaves], self._structure)
         if isinstance(self._function, nn.Module):
             state = dict(zip(self._keys, values[self._num_leaves :], strict=True))

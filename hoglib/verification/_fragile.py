@@ -7,7 +7,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hoglib._functorch import is_compiled, is_once_differentiable
 from hoglib.verification._look import Look
-from hoglib.verification._module_calls import Names
+from hoglib.verification._module_names import Names
 from hoglib.verification.report import Row
 
 MOST = 5  # names in a sentence

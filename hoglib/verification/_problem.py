@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._leaves import Vector
-from hoglib.verification._module_calls import Names
+from hoglib.verification._module_names import Names
 
 DEPTH = 4  # of objects in objects of a batch
 

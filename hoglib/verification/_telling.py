@@ -13,7 +13,8 @@ from hoglib.verification._around import told
 from hoglib.verification._call import is_float, name_of
 from hoglib.verification._judging import Verdict
 from hoglib.verification._locating import Fault
-from hoglib.verification._module_calls import Names, Operation, Running
+from hoglib.verification._module_calls import Operation, Running
+from hoglib.verification._module_names import Names
 from hoglib.verification._routes import Route
 from hoglib.verification._stops import Stop
 from hoglib.verification._treatment import is_culprit

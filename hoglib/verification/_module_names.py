@@ -1,0 +1,102 @@
+"""Qualified names of the modules that a function calls."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from hoglib._functional import FunctionalLoss
+from hoglib.ops._captured import Capture, held
+
+OUTSIDE = ""  # the name of what is in no module
+
+
+class Names:
+    """Names of the modules that a function is, holds, or is seen to call.
+
+    Those of the one model have the names that its parameters have. Of several models each name starts
+    with what the function calls the model; with `always`, also of one that it only closes over.
+    """
+
+    def __init__(self, fn: Any, *, always: bool = False) -> None:
+        found = [one for one in held(fn) if isinstance(one.value, nn.Module)]
+        self._generators = [one.value for one in held(fn) if isinstance(one.value, torch.Generator)]
+        self._names: dict[int, str] = {}
+        self.roots: list[nn.Module] = []
+        self.prefixes: list[str] = []  # of the names in each root
+        if isinstance(fn, FunctionalLoss):
+            self._add("", fn.model)
+            if isinstance(fn.user_criterion, nn.Module):
+                self._add("criterion", fn.user_criterion)
+        tops = _tops(found)
+        for one in tops:
+            if id(one.value) not in self._names:
+                alone = not self.roots and len(tops) == 1 and not (always and one.value is not fn)
+                self._add("" if alone else one.path.removeprefix("self."), one.value)
+
+    def _add(self, prefix: str, root: nn.Module) -> None:
+        self.roots.append(root)
+        self.prefixes.append(prefix)
+        for name, part in root.named_modules():
+            whole = ".".join(step for step in (prefix, name) if step)
+            self._names.setdefault(id(part), whole)
+
+    @contextmanager
+    def discovering(self) -> Iterator[None]:
+        """Modules that run inside, and that nothing known holds, get names; their buffers stay as they
+        are."""
+        late: list[tuple[Tensor, Tensor]] = []
+
+        def start(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling() or not self.meet(module):
+                return
+            late.extend((b, b.detach().clone()) for b in module.buffers())
+
+        handle = register_module_forward_pre_hook(start)
+        try:
+            yield
+        finally:
+            handle.remove()
+            with torch.no_grad():
+                for buffer, kept in reversed(late):
+                    buffer.copy_(kept)
+
+    def meet(self, module: nn.Module) -> bool:
+        """Give a module that runs a name, unless it has one; whether it had none."""
+        if id(module) in self._names:
+            return False
+        self._add("" if not self.roots else type(module).__name__, module)
+        return True
+
+    def of(self, module: nn.Module) -> str:
+        return self._names.get(id(module), type(module).__name__)
+
+    def title(self, module: nn.Module | None) -> str:
+        """Its qualified name; for a whole model, which has none, its class."""
+        return "the loss" if module is None else self.of(module) or type(module).__name__
+
+    def called(self, module: nn.Module | None) -> str:
+        """The same in a sentence."""
+        if module is None:
+            return "the loss, outside of modules"
+        name, kind = self.of(module), type(module).__name__
+        return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
+
+    def modules(self) -> Iterator[nn.Module]:
+        for root in self.roots:
+            yield from root.modules()
+
+    def generators(self) -> list[torch.Generator]:
+        """Those that the loss holds, and that modules keep."""
+        kept = [x for m in self.modules() for x in vars(m).values()]
+        return [*self._generators, *(x for x in kept if isinstance(x, torch.Generator))]
+
+
+def _tops(found: list[Capture]) -> list[Capture]:
+    """Those that are no part of another one, each once."""
+    parts = {id(part) for one in found for part in one.value.modules() if part is not one.value}
+    tops = {id(one.value): one for one in reversed(found) if id(one.value) not in parts}
+    return list(reversed(tops.values()))
