@@ -17,7 +17,7 @@ from hoglib.curvature import (
 from hoglib.meta import MAML
 from hoglib.penalties import GradientPenalty
 from hoglib.stand_ins import second_order
-from hoglib.verification import Report, VerificationError, verify
+from hoglib.verification import Report, VerificationError, audit, verify
 
 __all__ = [
     "MAML",
@@ -28,6 +28,7 @@ __all__ = [
     "Report",
     "VerificationError",
     "__version__",
+    "audit",
     "curvature",
     "fisher_vp",
     "functional_loss",

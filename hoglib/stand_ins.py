@@ -74,6 +74,11 @@ def rows() -> tuple[Need, ...]:
     return tuple(need for need in NEEDS if need.applies)
 
 
+def need_of(func: Any) -> Need | None:
+    """What is known of a torch callable that lacks a second derivative, or has it wrong."""
+    return next((need for need in rows() if func in need.replaces or func in need.refuses), None)
+
+
 class _SecondOrder(StandingIn):
     def __init__(self) -> None:
         super().__init__()

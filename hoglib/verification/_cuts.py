@@ -74,7 +74,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.applying.depth:
             return func(*args, **kwargs)
-        name = _name(func)
+        name = name_of_call(func)
         given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
         graphed = any(x.requires_grad and is_float(x) for x in given)
         if name == "detach_" and graphed:
@@ -93,7 +93,7 @@ class Watch(TorchFunctionMode):
             return result
         if name in ESCAPES:
             self._escape(ESCAPES[name], given, graphed)
-        elif graphed and name not in VALUELESS and not _only_like(name, args):
+        elif graphed and name not in VALUELESS and not only_like(name, args):
             return self._check(func, name, args, kwargs, result)
         return result
 
@@ -143,13 +143,13 @@ def _changed(name: str, args: Any, kwargs: Any, aliases: list[Tensor]) -> bool:
     return any(written is alias for alias in aliases)
 
 
-def _name(func: Any) -> str:
+def name_of_call(func: Any) -> str:
     """What the user calls it: `data` for the getter of Tensor.data."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
-def _only_like(name: str, args: Any) -> bool:
+def only_like(name: str, args: Any) -> bool:
     """Whether the tensor with a graph lends its dtype or shape only: x.to(other), x.view_as(other)."""
     return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
 

@@ -56,7 +56,18 @@ def here() -> Place | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name not in _WATCHES:
         frame = frame.f_back
-    frame = frame.f_back if frame is not None else None
+    return _innermost(frame.f_back if frame is not None else None)
+
+
+def caller() -> Place | None:
+    """The line of the user's that led here; None if verification itself did."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return _innermost(frame)
+
+
+def _innermost(frame: FrameType | None) -> Place | None:
     while frame is not None:
         file = frame.f_code.co_filename
         if _ours(file):

@@ -60,6 +60,12 @@ class Report:
     def warnings(self) -> tuple[Row, ...]:
         return self._having("warn")
 
+    @property
+    def culprits(self) -> tuple[str, ...]:
+        """The names of the modules that `hog.audit` found at fault."""
+        start = "culprit: "
+        return tuple(r.name.removeprefix(start) for r in self.failed if r.name.startswith(start))
+
     def _having(self, status: str) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.status == status)
 

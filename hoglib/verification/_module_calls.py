@@ -1,0 +1,268 @@
+"""What runs in which module: names, calls with their arguments, and torch calls and Functions in them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from hoglib import _tree
+from hoglib._functional import FunctionalLoss
+from hoglib._functorch import is_compiled, transforms_active, watching_functions
+from hoglib.ops._captured import Capture, held
+from hoglib.verification import _where as where
+from hoglib.verification._call import is_float, is_part
+from hoglib.verification._where import Place
+
+OUTSIDE = ""  # the name of what is in no module
+
+
+class Names:
+    """Qualified names of the modules that a loss calls.
+
+    Those of the one model have the names that its parameters have. Of several models each name starts
+    with what the loss calls the model.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        found = [one for one in held(loss) if isinstance(one.value, nn.Module)]
+        self.generators = [
+            one.value for one in held(loss) if isinstance(one.value, torch.Generator)
+        ]
+        self._names: dict[int, str] = {}
+        self.roots: list[nn.Module] = []
+        if isinstance(loss, FunctionalLoss):
+            self._add("", loss.model)
+            if isinstance(loss.user_criterion, nn.Module):
+                self._add("criterion", loss.user_criterion)
+        tops = _tops(found)
+        for one in tops:
+            if id(one.value) not in self._names:
+                alone = not self.roots and len(tops) == 1
+                self._add("" if alone else one.path.removeprefix("self."), one.value)
+
+    def _add(self, prefix: str, root: nn.Module) -> None:
+        self.roots.append(root)
+        for name, part in root.named_modules():
+            whole = ".".join(step for step in (prefix, name) if step)
+            self._names.setdefault(id(part), whole)
+
+    def discover(self, module: nn.Module) -> None:
+        """A module that ran and that nothing known holds."""
+        if id(module) not in self._names:
+            self._add("" if not self.roots else type(module).__name__, module)
+
+    def of(self, module: nn.Module) -> str:
+        return self._names.get(id(module), type(module).__name__)
+
+    def modules(self) -> Iterator[nn.Module]:
+        for root in self.roots:
+            yield from root.modules()
+
+
+def _tops(found: list[Capture]) -> list[Capture]:
+    """Those that are no part of another one, each once."""
+    parts = {id(part) for one in found for part in one.value.modules() if part is not one.value}
+    tops = {id(one.value): one for one in reversed(found) if id(one.value) not in parts}
+    return list(reversed(tops.values()))
+
+
+def called(name: str, module: nn.Module | None) -> str:
+    """A module in a sentence."""
+    if module is None:
+        return "the loss, outside of modules"
+    kind = type(module).__name__
+    return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
+
+
+@contextmanager
+def discovering(names: Names, started: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Modules that run inside and are not known get names; `started` sees each before it runs."""
+
+    def start(module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            names.discover(module)
+            started(module)
+
+    handle = register_module_forward_pre_hook(start)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class Running:
+    """The stack of modules that run now."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self.stack: list[nn.Module] = []
+        self.failed: nn.Module | None = None  # in which an error was raised
+
+    @property
+    def name(self) -> str:
+        return self._names.of(self.stack[-1]) if self.stack else OUTSIDE
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        def start(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.stack.append(module)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling() and self.stack and self.stack[-1] is module:
+                self.stack.pop()
+
+        self.stack.clear()
+        handles = [register_module_forward_pre_hook(start), register_module_forward_hook(end)]
+        try:
+            yield
+        except BaseException:
+            self.failed = self.stack[-1] if self.stack else None
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@dataclass
+class ModuleCall:
+    """One run of a module, as it was."""
+
+    name: str
+    module: nn.Module | None  # None for the whole loss
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # those that required grad
+    parts: list["ModuleCall"] = field(default_factory=list)
+    inside_transforms: bool = False
+
+    @property
+    def called(self) -> str:
+        return called(self.name, self.module)
+
+
+def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
+    """The tree of the module calls of a run, with copies of what they were given."""
+    root = ModuleCall(OUTSIDE, None)
+    stack = [root]
+
+    def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = ModuleCall(names.of(module), module, inside_transforms=transforms_active())
+        if not call.inside_transforms:
+            call.args, call.kwargs = _copied((args, kwargs))
+            # what a loss puts in the place of a parameter is a tensor
+            call.parameters = {
+                name: p.detach()
+                for name, p in module.named_parameters()
+                if p.requires_grad and not isinstance(p, nn.Parameter)
+            }
+        stack[-1].parts.append(call)
+        stack.append(call)
+
+    def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if len(stack) > 1 and stack[-1].module is module:
+            stack.pop()
+
+    handles = []
+    known = {id(module): module for root_module in names.roots for module in _seen(root_module)}
+    for module in known.values():
+        handles.append(module.register_forward_pre_hook(start, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(end, with_kwargs=True))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return root
+
+
+def _seen(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and its parts, but for those inside of compiled and scripted ones."""
+    yield module
+    if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
+        return
+    if module._compiled_call_impl is not None:
+        return
+    for part in module.children():
+        yield from _seen(part)
+
+
+def _copied(tree: Any) -> Any:
+    return _tree.map_tensors(
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
+    )
+
+
+@dataclass
+class Operation:
+    """A torch call, or the application of a custom Function, in a module's own code."""
+
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    place: Place | None
+    function: type[Function] | None = None
+
+
+class _Operations(TorchFunctionMode):
+    """The outermost torch calls that something with a graph goes through, in one module's own code."""
+
+    def __init__(self, here: Callable[[], bool]) -> None:
+        super().__init__()
+        self.found: list[Operation] = []
+        self.here = here
+        self.depth: Any = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.depth.depth or not self.here():
+            return func(*args, **kwargs)
+        graphed = any(is_float(x) and x.requires_grad for x in _tree.leaves((args, kwargs)))
+        given = _copied((args, kwargs)) if graphed else None
+        result = func(*args, **kwargs)
+        made = any(is_float(y) and y.requires_grad for y in _tree.leaves(result))
+        if given is not None and made:
+            name = getattr(func, "__name__", str(func))
+            if name == "__get__":
+                name = getattr(getattr(func, "__self__", None), "__name__", name)
+            self.found.append(Operation(name, func, *given, where.here()))
+        return result
+
+
+def operations(module: nn.Module | None, run: Callable[[], Any]) -> list[Operation]:
+    """The operations of a module's own code, not of its parts, in a run of it; of the loss for None."""
+    depth = 0
+
+    def start(part: nn.Module, args: Any) -> None:
+        nonlocal depth
+        depth += part is not module
+
+    def end(part: nn.Module, args: Any, output: Any) -> None:
+        nonlocal depth
+        depth -= part is not module
+
+    watch = _Operations(lambda: depth == 0)
+
+    def applied(function: type[Function], args: tuple[Any, ...]) -> None:
+        graphed = any(is_float(x) and x.requires_grad for x in args)
+        if depth == 0 and graphed and not is_part(function):
+            given = _copied(args)
+            watch.found.append(
+                Operation(function.__qualname__, function.apply, given, {}, where.caller(), function)
+            )
+
+    handles = [register_module_forward_pre_hook(start), register_module_forward_hook(end)]
+    try:
+        with watching_functions(applied) as watch.depth, watch:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.found

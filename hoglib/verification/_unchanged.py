@@ -1,0 +1,139 @@
+"""Modules, generators and random numbers as they were: before each run, and at the end."""
+
+import random
+import sys
+from collections.abc import Iterable
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._substitution import LISTS_OF_WEIGHTS
+
+INTERNAL = set(vars(nn.Module()))  # what every module has: hooks, places of parameters and parts
+MUTABLE = (list, dict, set, bytearray)
+Saved = list[tuple[dict[str, Any], dict[str, Any]]]  # a module's places, and what stood there
+
+
+class Unchanged:
+    """Keeps the state of modules, and of generators, that a function changes as it runs.
+
+        with Unchanged(modules, generators, torch.float64) as state:
+            state.begin()         # as at first; now run the function
+
+    Inside, modules have copies of their buffers, of frozen parameters and of plain containers, in
+    dtype where they are of floating point and one is given; parameters of their own too, for those that
+    a function substitutes are put in their places by it. Scripted modules keep their tensors, whose
+    values are put back.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], generators: Iterable[torch.Generator] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self._dtype = dtype
+        self._saved: list[tuple[nn.Module, Saved]] = []
+        self._scripted: list[tuple[Tensor, Tensor]] = []
+        self._converted: dict[int, Tensor] = {}
+        self._known: set[int] = set()
+        self._generators = [(g, g.get_state()) for g in generators]
+        self._random = _random_state()
+        for module in modules:
+            self.add(module)
+
+    def add(self, module: nn.Module) -> None:
+        """A module and its parts, as they are now."""
+        for part in module.modules():
+            if id(part) in self._known:
+                continue
+            self._known.add(id(part))
+            if isinstance(part, torch.jit.ScriptModule):
+                self._scripted += [(b, b.clone()) for b in part.buffers(recurse=False)]
+                continue
+            places = (part._parameters, part._buffers, vars(part))
+            self._saved.append((part, [(place, dict(place)) for place in places]))
+
+    def __enter__(self) -> "Unchanged":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for _, places in self._saved:
+            for place, saved in places:
+                _put_back(place, saved)
+        self._begin_outside()
+
+    def begin(self) -> None:
+        """As at first, in copies."""
+        buffers: dict[int, Any] = {}
+        for _, (parameters, others, plain) in self._saved:
+            place, saved = parameters
+            _put_back(place, {name: self._parameter(p) for name, p in saved.items()})
+            place, saved = others
+            _put_back(place, {name: self._buffer(b, buffers) for name, b in saved.items()})
+            place, saved = plain
+            _put_back(place, {name: self._plain(name, value) for name, value in saved.items()})
+        self._begin_outside()
+
+    def _begin_outside(self) -> None:
+        for buffer, value in self._scripted:
+            with torch.no_grad():
+                buffer.copy_(value)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        _set_random_state(self._random)
+
+    def _parameter(self, p: Tensor | None) -> Any:
+        if p is None or self._dtype is None or self._in_dtype(p) is p:
+            return p
+        if id(p) not in self._converted:
+            self._converted[id(p)] = nn.Parameter(self._in_dtype(p.detach()), requires_grad=False)
+        return self._converted[id(p)]
+
+    def _buffer(self, b: Tensor | None, copies: dict[int, Any]) -> Any:
+        if b is None:
+            return None
+        if id(b) not in copies:
+            copies[id(b)] = self._in_dtype(b).detach().clone()
+        return copies[id(b)]
+
+    def _plain(self, name: str, value: Any) -> Any:
+        if name in INTERNAL:
+            return value
+        if name in LISTS_OF_WEIGHTS:  # which an RNN makes anew where its parameters are others
+            return [self._parameter(p) if isinstance(p, Tensor) else p for p in value]
+        if isinstance(value, Tensor) and not value.requires_grad:
+            return self._in_dtype(value).detach().clone()
+        if type(value) in MUTABLE:
+            return copy(value)
+        return value
+
+    def _in_dtype(self, x: Tensor) -> Tensor:
+        if self._dtype is None or not (x.is_floating_point() or x.is_complex()):
+            return x
+        return x.to(self._dtype.to_complex() if x.is_complex() else self._dtype)
+
+
+def _put_back(place: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in [name for name in place if name not in saved]:
+        del place[name]
+    place.update(saved)
+
+
+def _random_state() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    if state["numpy"] is not None:
+        sys.modules["numpy"].random.set_state(state["numpy"])
