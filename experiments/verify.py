@@ -47,17 +47,15 @@ class Trainer(pl.Trainer):
             check_method(model)
             batch = self._first_batch(model, datamodule)
             if ckpt_path is not None:
-                model.load_state_dict(runs.load(Path(ckpt_path))["state_dict"])
+                load(model, Path(ckpt_path))
             said = (getdoc(getattr(model, METHOD)) or "").split("\n\n")[0]
-            if not json:
+            if said and not json:
                 print(f"{type(model).__name__}.{METHOD}: {said}\n")
             found = Outcomes(torch.initial_seed(), as_json=json)
             for name, *problem in problems_of(model, batch):
                 judged = partial(audit, *problem, routes=routes, stand_ins=stand_ins)
                 found.judge(name, "auditing", judged)
-        if json:
-            print(found.json(problem=said, stand_ins=stand_ins))
-        self.status = found.status
+        self.status = found.conclude(problem=said, stand_ins=stand_ins)
 
     def _first_batch(
         self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None
@@ -90,3 +88,15 @@ class Trainer(pl.Trainer):
         raise arguments.WrongValue(
             f"{type(owners[0]).__name__}: expected a training batch, got an empty loader; give it data."
         )
+
+
+def load(model: pl.LightningModule, checkpoint: Path) -> None:
+    """The parameters and buffers of a checkpoint of the same model."""
+    try:
+        model.load_state_dict(runs.load(checkpoint)["state_dict"])
+    except RuntimeError as error:
+        raise arguments.WrongValue(
+            f"checkpoint: expected one of {type(model).__name__} as the config makes it, got another "
+            f"one in {checkpoint} ({' '.join(str(error).split())}); give the config.yaml that lies "
+            "beside it with --config."
+        ) from error

@@ -12,6 +12,7 @@ from hoglib._warning import warn
 from hoglib.penalties._around import modules_kept
 from hoglib.verification._finding import told
 from hoglib.verification._problems import Problem, problems
+from hoglib.verification._routes import asked_for
 from hoglib.verification.audit import audit
 from hoglib.verification.report import Report, VerificationError
 
@@ -53,6 +54,7 @@ class SecondOrderAudit(pl.Callback):
         verbose: bool = False,
     ) -> None:
         super().__init__()
+        asked_for(routes)  # raises for names that are none
         self.routes = routes
         self.stand_ins = arguments.flag("stand_ins", stand_ins)
         self.action = arguments.one_of("action", action, ACTIONS)

@@ -40,11 +40,7 @@ def run(
                 label = f"{name}[{one.name}]" if one.name else name
                 judged = partial(audit, *one[1:], routes=routes, stand_ins=stand_ins)
                 found.judge(label, "auditing", judged)
-    if as_json:
-        print(found.json())
-    elif len(found.reports) + len(found.failures) > 1:
-        print(found.summary())
-    return found.status
+    return found.conclude()
 
 
 def find(target: str) -> dict[str, Callable[[], Any]]:

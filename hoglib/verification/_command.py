@@ -41,12 +41,8 @@ def run(
         found = Outcomes(seed, as_json=as_json, few=verbose or len(targets) == 1)
         for one in targets:
             _verify(one, found, options)
-    if as_json:
-        print(found.json(without_samples=without))
-    elif len(targets) + len(without) > 1:
-        more = f", {len(without)} without {SAMPLES}() ({', '.join(without)})" if without else ""
-        print(found.summary() + more)
-    return found.status
+    note = f", {len(without)} without {SAMPLES}() ({', '.join(without)})" if without else ""
+    return found.conclude(note, without_samples=without)
 
 
 def _verify(one: Target, found: Outcomes, options: dict[str, Any]) -> None:

@@ -76,6 +76,14 @@ class Outcomes:
             parts.append(f"{len(not_run)} not run ({', '.join(not_run)})")
         return ", ".join(parts)
 
+    def conclude(self, note: str = "", **more: object) -> int:
+        """Prints the JSON, or a line on several reports and the note; returns the status."""
+        if self.as_json:
+            print(self.json(**more))
+        elif note or len(self.reports) + len(self.failures) > 1:
+            print(self.summary() + note)
+        return self.status
+
     def json(self, **more: object) -> str:
         return json.dumps(
             {

@@ -235,7 +235,7 @@ def test_options_are_those_of_audit(tmp_path, capsys):
 
         def second_order_problem(self, batch):
             def loss(params, x):
-                q = (x @ params["w"])[None]
+                q = (x @ params["w"])[None, None]
                 return F.scaled_dot_product_attention(q, q, q).square().sum()
 
             return loss, {"w": self.net[0].weight.T}, batch[0]
