@@ -46,6 +46,8 @@ class SaveConfig(SaveConfigCallback):
 class Experiments(LightningCLI):
     """LightningCLI that resumes into the run's own folder and ends a fit with its test."""
 
+    trainer: Trainer
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         known = LightningCLI.subcommands()
@@ -191,7 +193,7 @@ def main(args: list[str] | None = None) -> int:
                 )
                 return 2
         raise
-    return int(command.trainer.status)
+    return command.trainer.status
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ class Trainer(pl.Trainer):
         Args:
             model: has a method second_order_problem(batch).
             datamodule: where the batch comes from; the model itself by default.
-            stand_ins: whether to judge what hoglib runs, inside of hoglib.second_order(), or torch alone.
-            routes: those that must be right, such as [rr, fr]; by default the one that hoglib.hvp takes.
+            stand_ins: whether to judge what runs inside of hoglib.second_order(), or torch alone.
+            routes: those that must be right, such as [rr, fr]; by default the one of hoglib.hvp.
             json: whether to print reports as JSON.
             ckpt_path: a checkpoint whose parameters are judged, or "last"; by default the initial ones.
             weights_only: is not used; the config of a run has it.

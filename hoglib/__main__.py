@@ -1,4 +1,4 @@
-"""The command `hoglib`: `verify` judges Functions, `audit` losses, `ops` lists the ops, `env` what runs here."""
+"""The command `hoglib`: verify judges Functions, audit losses; ops lists ops, env what runs here."""
 
 import argparse
 import io

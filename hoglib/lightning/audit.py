@@ -135,7 +135,7 @@ def _of_all_processes(own: _Outcome) -> list[_Outcome]:
 
 
 def check_method(module: pl.LightningModule) -> None:
-    """Raises TypeError, with an example, for a module that does not say what is differentiated twice."""
+    """Raises TypeError, with an example, for a module that does not say what it differentiates."""
     if not callable(getattr(module, METHOD, None)):
         raise arguments.WrongType(
             f"{type(module).__name__}: expected a method {METHOD}(batch) that says what is "

@@ -69,7 +69,7 @@ def _recording(step: Step) -> Step:
         return result if wanted else _each(Tensor.detach, result)
 
     # Lightning reads the signature of what is one level below.
-    recorded.__wrapped__ = inspect.unwrap(step)  # type: ignore[attr-defined]
+    recorded.__wrapped__ = inspect.unwrap(step)
     recorded._records = True  # type: ignore[attr-defined]
     return recorded
 

@@ -60,7 +60,7 @@ def find(target: str) -> dict[str, Callable[[], Any]]:
             f"function without arguments that returns {ONE}."
         )
     module = module_of_file(path)
-    found = {
+    found: dict[str, Callable[[], Any]] = {
         key: value
         for key, value in vars(module).items()
         if key.startswith(FACTORY) and isfunction(value) and value.__module__ == module.__name__

@@ -280,14 +280,18 @@ def test_a_module_that_does_not_say_what(tmp_path):
         second_order_problem = None
 
     module = Silent()
-    with pytest.raises(TypeError, match=r"expected a method second_order_problem\(batch\)") as caught:
+    with pytest.raises(
+        TypeError, match=r"expected a method second_order_problem\(batch\)"
+    ) as caught:
         fit(tmp_path, [SecondOrderAudit(action="warn")], module)
     assert module.stepped == 0
     _, _, example = str(caught.value).partition("\n\n")
     scope = {"hoglib": hog, "torch": torch}
     exec(f"class Example:\n{example}", scope)  # what it says to add does what it says
     mine = Training()
-    loss, params, batch = scope["Example"].second_order_problem(mine, (torch.ones(4, 3), torch.ones(4, 1)))
+    loss, params, batch = scope["Example"].second_order_problem(
+        mine, (torch.ones(4, 3), torch.ones(4, 1))
+    )
     assert loss(params, batch).dim() == 0
 
 
@@ -301,8 +305,16 @@ WRONG = {
     "a pair": (lambda batch: (F.mse_loss, batch), TypeError, r"got a tuple \(function, list\)"),
     "no function": (lambda batch: (1, {}, batch), TypeError, r"got a tuple \(int, dict, list\)"),
     "an empty list": (lambda batch: [], ValueError, "expected at least one"),
-    "a list of anything": (lambda batch: [1], TypeError, r"second_order_problem\(batch\)\[0\]: expected"),
-    "no parameters": (lambda batch: (F.mse_loss, {}, batch), ValueError, "params: expected at least one"),
+    "a list of anything": (
+        lambda batch: [1],
+        TypeError,
+        r"second_order_problem\(batch\)\[0\]: expected",
+    ),
+    "no parameters": (
+        lambda batch: (F.mse_loss, {}, batch),
+        ValueError,
+        "params: expected at least one",
+    ),
 }
 
 
@@ -346,7 +358,9 @@ class OfProcess(Training):
         how = self.how if dist.get_rank() else "right"
         if how == "raises":
             raise RuntimeError("no problem today")
-        net = nn.Sequential(nn.Linear(3, 4), Poison() if how == "wrong" else Square(), nn.Linear(4, 1))
+        net = nn.Sequential(
+            nn.Linear(3, 4), Poison() if how == "wrong" else Square(), nn.Linear(4, 1)
+        )
         return hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
 
 

@@ -287,7 +287,9 @@ def test_batches_of_every_kind(case):
     model = Takes()
     with torch.inference_mode():
         batch = make(X.clone())
-        found = take(model.predict_step(batch=batch) if "name" in case else model.predict_step(batch))
+        found = take(
+            model.predict_step(batch=batch) if "name" in case else model.predict_step(batch)
+        )
         assert take(batch).is_inference()  # the caller's stays as it was
     assert_close(found, slope(model.net, X.clone()).detach())
     assert not found.requires_grad
@@ -341,7 +343,9 @@ def parts(net, x, y):
     }
 
 
-@pytest.mark.parametrize("part", parts(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)), X, X[:, :1]))
+@pytest.mark.parametrize(
+    "part", parts(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)), X, X[:, :1])
+)
 def test_what_needs_no_mix_in(part, tmp_path):
     class Uses(Plain):
         def predict_step(self, batch, batch_idx):
@@ -362,7 +366,9 @@ def test_what_needs_it_functions_that_close_over_the_batch(tmp_path):
 
     class Tunes(Plain):
         def predict_step(self, batch, batch_idx):
-            loss = hog.functional_loss(self.net, lambda y, x: (y.squeeze(1) - x[:, 0]).square().mean())
+            loss = hog.functional_loss(
+                self.net, lambda y, x: (y.squeeze(1) - x[:, 0]).square().mean()
+            )
             return hog.meta.hypergradient(
                 lambda params, h: loss(params, (batch, batch)),
                 lambda params, h: h.exp() * loss(params, (batch, batch)),
