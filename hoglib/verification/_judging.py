@@ -3,13 +3,15 @@
     first      <g, v>            with (f(x + h v) - f(x - h v)) / 2h
     H v        by each route     with (g(x + h v) - g(x - h v)) / 2h
     w^T H v    a number          with that and w
-    third      of w^T H v        with (H v at x + h w - H v at x - h w) / 2h, H v by reverse-over-reverse
+    third      of w^T H v        with differences along w of H v by reverse-over-reverse
 
-Steps h are tried until a product agrees with a difference. What agrees with none is wrong if the
-differences agree with each other; if they do not (a kink, rounding) nothing is known.
+Steps h are tried until a product agrees with a difference. What agrees with none is wrong if a
+difference agrees with another one, and the slopes to either side with each other; if they do not (at a
+kink, where numbers cancel) nothing is known.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -20,14 +22,15 @@ from hoglib._leaves import Vector, filled, own_leaves
 from hoglib.verification._routes import Route, Scalar, gradient, reverse_over_reverse
 from hoglib.verification._stops import OtherPath, Stops
 
-# Of the size of each tensor, along v. The first is right for most; ReLUs want a shorter one, which
+# Of the size of each tensor, along v. The first is right for most; many ReLUs want a shorter one, which
 # crosses no kink, and sums that cancel a longer one.
 STEPS = {
-    torch.float64: (1e-5, 1e-7, 1e-4, 1e-8, 1e-3, 1e-9),
+    torch.float64: (1e-7, 1e-9, 1e-5, 1e-4, 1e-3),
     torch.float32: (1e-2, 1e-3, 3e-2, 1e-4),
 }
 RIGHT = {torch.float64: 1e-5, torch.float32: 1e-2}
-CLEARLY = 10  # times as far from differences as these are from each other
+CLEARLY = 10  # times as far from a difference as that is known
+UNSURE, SURE = 0.1, 1e-2  # how well a difference must be known to say wrong, and right
 SHARE = 1e-3  # of all tensors together, below which one's own size is not what counts
 FIRST = "first derivative: reverse"
 
@@ -39,10 +42,25 @@ class Verdict(NamedTuple):
     error: float | None = None  # relative
     raised: Exception | None = None
     worst: int = 0  # the leaf that is off most
+    sure: bool = False  # it agrees with a difference as well as differences go
 
     @property
     def at_fault(self) -> bool:
         return self.wrong is True or self.raised is not None
+
+    def rank(self) -> tuple[bool, bool, float]:
+        """What is known best, and of what is known as well the larger error."""
+        return self.sure, self.wrong is False, self.error or 0.0
+
+
+class Difference(NamedTuple):
+    """(F(x + h v) - F(x - h v)) / 2h and (F(x + h v) + F(x - h v)) / 2h."""
+
+    slope: Vector
+    sum: Vector
+
+
+Tried = tuple[float, Vector, float | None, float]  # step, slope, size, how far off
 
 
 class Judge:
@@ -67,7 +85,8 @@ class Judge:
             for _ in range(2)
         )  # fmt: skip
         self.differences = True  # or only whether a route raises
-        self._known: dict[tuple[str, float], Vector | None] = {}
+        self._known: dict[tuple[str, float], Difference | None] = {}
+        self._here: dict[str, Vector] = {}
 
     def first(self) -> Verdict:
         """Of the gradient that autograd gives."""
@@ -107,7 +126,7 @@ class Judge:
         for step in STEPS.get(self.dtype, STEPS[torch.float32]):
             a, b = self._truth("gradients", step), other._truth("gradients", step)
             if a is not None and b is not None:
-                found.append(self._off(a, b, None)[0])
+                found.append(self._off(a.slope, b.slope, None)[0])
         return min(found, default=None)
 
     def _compare(
@@ -119,33 +138,52 @@ class Judge:
     ) -> Verdict:
         """size: of what the numbers are parts of, where they are no vector like the leaves."""
         if not self.differences:
-            return Verdict(False)
+            return Verdict(False, sure=True)
         if not all(bool(part.isfinite().all()) for part in found):
             return self._not_finite(kind, found)
-        best, worst, truths = float("inf"), 0, []
+        best, tried = Verdict(None), []
         for step in STEPS.get(self.dtype, STEPS[torch.float32]):
             truth = self._truth(kind, step)
             if truth is None:
                 continue
-            whole = size(truth) if callable(size) else size
-            truth = take(truth)
-            off, where = self._off(found, truth, whole)
-            if off < best:
-                best, worst = off, where
+            whole = size(truth.slope) if callable(size) else size
+            off, where = self._off(found, take(truth.slope), whole)
             if off < RIGHT.get(self.dtype, RIGHT[torch.float32]):
-                return Verdict(False, off)
-            truths.append((truth, whole))
-        pairs = [
-            self._off(a, b, size)[0]
-            for i, (a, size) in enumerate(truths)
-            for b, _ in truths[i + 1 :]
-        ]
-        doubt = min(pairs, default=float("inf"))
-        if doubt < 0.1 and best > CLEARLY * doubt:
-            return Verdict(True, best, None, worst)
-        if doubt < 1e-2 and best < 5 * doubt:
-            return Verdict(False, best)
+                return Verdict(False, off, sure=True)
+            tried.append((step, take(truth.slope), whole, off))
+            if best.error is None or off < best.error:
+                best = Verdict(None, off, None, where)
+            if len(tried) == 2 and self._known_to(kind, take, tried) < off / CLEARLY:
+                break  # two short steps agree, and longer ones will
+        doubt = self._known_to(kind, take, tried)
+        if best.error is None:
+            return Verdict(None)
+        if doubt < UNSURE and best.error > CLEARLY * doubt:
+            return best._replace(wrong=True)
+        if doubt < SURE and best.error < doubt:
+            return Verdict(False, best.error)
         return Verdict(None)
+
+    def _known_to(self, kind: str, take: Callable[[Vector], Vector], tried: list[Tried]) -> float:
+        """How well the best difference is known: by the next one, and by the slopes to either side."""
+        doubts = []
+        for step, slope, whole, _ in tried:
+            others = [self._off(other, slope, whole)[0] for at, other, *_ in tried if at != step]
+            doubts.append(max(min(others, default=inf), self._bend(kind, step, take, whole)))
+        return min(doubts, default=inf)
+
+    def _bend(
+        self, kind: str, step: float, take: Callable[[Vector], Vector], whole: float | None
+    ) -> float:
+        """How far the slopes to either side are apart: by O(h), unless there is a kink within h."""
+        truth = self._truth(kind, step)
+        assert truth is not None
+        if kind not in self._here:
+            self._here[kind] = self._functions[kind](self.leaves)
+        here = self._here[kind]
+        bend = [a - b / step for a, b in zip(truth.sum, here, strict=True)]
+        bent = [a + b for a, b in zip(truth.slope, bend, strict=True)]
+        return self._off(take(bent), take(truth.slope), whole)[0]
 
     def _not_finite(self, kind: str, found: Vector) -> Verdict:
         """Wrong where differences are finite, or where nothing says that they are not."""
@@ -174,26 +212,31 @@ class Judge:
 
     # Differences.
 
-    def _truth(self, kind: str, step: float) -> Vector | None:
+    def _truth(self, kind: str, step: float) -> Difference | None:
         """The difference with a step, or None where the function cannot be had there."""
         if (kind, step) not in self._known:
             self._known[kind, step] = self._difference(kind, step)
         return self._known[kind, step]
 
-    def _difference(self, kind: str, step: float) -> Vector | None:
-        function = {
-            "values": self._value, "gradients": self._gradient, "products": self._product,
-        }[kind]  # fmt: skip
+    @property
+    def _functions(self) -> dict[str, Callable[[Vector], Vector]]:
+        return {"values": self._value, "gradients": self._gradient, "products": self._product}
+
+    def _difference(self, kind: str, step: float) -> Difference | None:
         along = self.w if kind == "products" else self.v
         try:
-            ends = [
-                function([x + sign * step * d for x, d in zip(self.leaves, along, strict=True)])
+            above, below = (
+                self._functions[kind](
+                    [x + sign * step * d for x, d in zip(self.leaves, along, strict=True)]
+                )
                 for sign in (1, -1)
-            ]
+            )
         except OtherPath:
             return None
-        truth = [(a - b) / (2 * step) for a, b in zip(*ends, strict=True)]
-        return truth if all(bool(part.isfinite().all()) for part in truth) else None
+        slope = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
+        total = [(a + b) / (2 * step) for a, b in zip(above, below, strict=True)]
+        finite = all(bool(part.isfinite().all()) for part in slope)
+        return Difference(slope, total) if finite else None
 
     def _held(self, *own: Tensor) -> Tensor:
         if self.stops is None:

@@ -1,9 +1,9 @@
 """Which module, and which operation in it, loses a derivative: by judging each call by itself.
 
-A call of a module is a function of what it was given, of its parameters, and of the gradient that comes
-in: f(x, p, u) = <u, module(x, p)>. Where the derivative of the whole loss is wrong, so is that of one of
-the calls that it makes, and of one of the calls in that, down to one whose parts are all right; there
-the torch calls and custom Functions of its own code are judged in the same way.
+A call of a module is a function of what it was given, of its parameters, and of the gradient that
+comes in: f(x, p, u) = <u, module(x, p)>. Where the derivative of the whole loss is wrong, so is that of
+one of the calls that it makes, and of one of the calls in that, down to one whose parts are all right;
+there the torch calls and custom Functions of its own code are judged in the same way.
 """
 
 from collections.abc import Callable, Iterator

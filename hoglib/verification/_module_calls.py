@@ -1,4 +1,4 @@
-"""What runs in which module: names, calls with their arguments, and torch calls and Functions in them."""
+"""What runs in which module: names, calls with their arguments, and the operations in them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,10 +52,26 @@ class Names:
             whole = ".".join(step for step in (prefix, name) if step)
             self._names.setdefault(id(part), whole)
 
-    def discover(self, module: nn.Module) -> None:
-        """A module that ran and that nothing known holds."""
-        if id(module) not in self._names:
+    @contextmanager
+    def discovering(self) -> Iterator[None]:
+        """Modules that run inside, and that nothing known holds, get names; their buffers stay as they
+        are."""
+        late: list[tuple[Tensor, Tensor]] = []
+
+        def start(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling() or id(module) in self._names:
+                return
             self._add("" if not self.roots else type(module).__name__, module)
+            late.extend((b, b.detach().clone()) for b in module.buffers())
+
+        handle = register_module_forward_pre_hook(start)
+        try:
+            yield
+        finally:
+            handle.remove()
+            with torch.no_grad():
+                for buffer, kept in reversed(late):
+                    buffer.copy_(kept)
 
     def of(self, module: nn.Module) -> str:
         return self._names.get(id(module), type(module).__name__)
@@ -80,33 +96,17 @@ def called(name: str, module: nn.Module | None) -> str:
     return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
 
 
-@contextmanager
-def discovering(names: Names, started: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Modules that run inside and are not known get names; `started` sees each before it runs."""
-
-    def start(module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            names.discover(module)
-            started(module)
-
-    handle = register_module_forward_pre_hook(start)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 class Running:
     """The stack of modules that run now."""
 
     def __init__(self, names: Names) -> None:
-        self._names = names
+        self.names = names
         self.stack: list[nn.Module] = []
         self.failed: nn.Module | None = None  # in which an error was raised
 
     @property
     def name(self) -> str:
-        return self._names.of(self.stack[-1]) if self.stack else OUTSIDE
+        return self.names.of(self.stack[-1]) if self.stack else OUTSIDE
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -232,7 +232,8 @@ class _Operations(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             if name == "__get__":
                 name = getattr(getattr(func, "__self__", None), "__name__", name)
-            self.found.append(Operation(name, func, *given, where.here()))
+            args, kwargs = given
+            self.found.append(Operation(name, func, args, kwargs, where.here()))
         return result
 
 
@@ -255,7 +256,9 @@ def operations(module: nn.Module | None, run: Callable[[], Any]) -> list[Operati
         if depth == 0 and graphed and not is_part(function):
             given = _copied(args)
             watch.found.append(
-                Operation(function.__qualname__, function.apply, given, {}, where.caller(), function)
+                Operation(
+                    function.__qualname__, function.apply, given, {}, where.caller(), function
+                )
             )
 
     handles = [register_module_forward_pre_hook(start), register_module_forward_hook(end)]

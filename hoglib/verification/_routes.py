@@ -90,10 +90,6 @@ def forward_over_forward(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vec
     return [jvp(slope, tuple(leaves), tuple(w))[1]]
 
 
-def _both(v: Vector, w: Vector) -> tuple[Tensor, ...]:
-    return tuple(torch.stack(pair) for pair in zip(v, w, strict=True))
-
-
 def _jacrev(f: Scalar, leaves: Vector) -> Callable[..., tuple[Tensor, ...]]:
     jacobian: Callable[..., tuple[Tensor, ...]] = jacrev(f, argnums=tuple(range(len(leaves))))
     return jacobian
@@ -107,14 +103,14 @@ def func_hessian(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
         found: tuple[Tensor, ...] = jvp(jacobian, tuple(leaves), direction)[1]
         return found
 
-    columns = vmap(column, randomness="same")(*_both(v, w))
+    columns = vmap(column, randomness="same")(*(part[None] for part in v))
     return [part[0] for part in columns]
 
 
 def jacrev_of_jacrev(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """As it has its rows: vmap over the cotangents of a gradient."""
     pull = vjp(_jacrev(f, leaves), *leaves)[1]
-    rows = vmap(lambda *cotangent: pull(cotangent), randomness="same")(*_both(v, w))
+    rows = vmap(lambda *cotangent: pull(cotangent), randomness="same")(*(part[None] for part in v))
     return [part[0] for part in rows]
 
 
@@ -126,7 +122,7 @@ def grad_of_vmap(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
             adapted = [x + e * y for x, y in zip(own, w, strict=True)]
             return _tree.dot(list(_of_all(f, leaves)(*adapted)), v)
 
-        slopes: Tensor = vmap(task, randomness="same")(leaves[0].new_zeros(2))
+        slopes: Tensor = vmap(task, randomness="same")(leaves[0].new_zeros(1))
         return slopes.mean()
 
     return list(_of_all(total, leaves)(*leaves))
@@ -161,6 +157,8 @@ def asked_for(value: object) -> list[Route]:
         )
     for name in given:
         if not isinstance(name, str) or name not in known:
-            raise arguments.WrongValue(f"routes: expected some of {', '.join(known)}; got {name!r}.")
+            raise arguments.WrongValue(
+                f"routes: expected some of {', '.join(known)}; got {name!r}."
+            )
     chosen = {known[name].key for name in given}
     return [route for key, route in ROUTES.items() if key in chosen]

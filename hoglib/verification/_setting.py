@@ -1,40 +1,22 @@
 """A loss as a scalar function of leaves that is the same in every run, in a dtype."""
 
-from collections.abc import Callable
-from copy import copy
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
 from hoglib._leaves import Vector, own_leaves
 from hoglib.verification._judging import Judge, normal, scale
 from hoglib.verification._locating import Locator
-from hoglib.verification._module_calls import Names, Running, calls_of
+from hoglib.verification._module_calls import Running, calls_of
+from hoglib.verification._problem import Problem, in_dtype
+from hoglib.verification._routes import Route
 from hoglib.verification._stops import Stops
 from hoglib.verification._unchanged import Unchanged
 
 BESIDE = 0.01  # of the size of each tensor
-DEPTH = 4  # of objects in objects of a batch
-
-
-class Problem:
-    """What was given to `audit`, and the names of the modules in it."""
-
-    def __init__(self, loss: Callable[..., Tensor], params: Any, batch: Any) -> None:
-        self.loss, self.params, self.batch = loss, params, batch
-        self.leaves, self.structure = _tree.flatten(params)
-        self.leaves = [x.detach() for x in self.leaves]
-        self.paths = _tree.paths(params)
-        self.names = Names(loss)
-        generators = [g for g in _tree.leaves(batch) if isinstance(g, torch.Generator)]
-        self.generators = [*self.names.generators, *generators]
-
-    def value(self, leaves: Vector, batch: Any) -> Tensor:
-        params = _tree.unflatten(list(leaves), self.structure)
-        return arguments.scalar("loss(params, batch)", self.loss(params, batch))
 
 
 class Setting:
@@ -44,15 +26,13 @@ class Setting:
     its end.
     """
 
-    def __init__(
-        self, problem: Problem, dtype: torch.dtype | None, *, at: Vector | None = None
-    ) -> None:
+    def __init__(self, problem: Problem, dtype: torch.dtype | None) -> None:
         self._problem, self._dtype = problem, dtype
         self._complex = [x.is_complex() for x in problem.leaves]
         self.batch = problem.batch if dtype is None else in_dtype(problem.batch, dtype)
         leaves = [x if dtype is None else in_dtype(x, dtype) for x in problem.leaves]
         self.given = [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
-        self.leaves = self.given if at is None else at
+        self.leaves = self.given
         self.running = Running(problem.names)
         self.stops = Stops(lambda: self.running.name)
         self._judges: dict[int, Judge] = {}
@@ -93,6 +73,27 @@ class Setting:
             self._judges[seed] = Judge(self.f, self.leaves, self.stops, seed)
         return self._judges[seed]
 
+    def forget(self) -> None:
+        """What is known of other leaves."""
+        self._judges.clear()
+        self._locator = None
+
+    def product(self, route: Route) -> Vector | None:
+        """What a route gives along the first direction, or None where it raises."""
+        one = self.judge()
+        try:
+            found = route.product(one.f, one.leaves, one.v, one.w)
+        except Exception:  # told by its row
+            return None
+        return [part.detach() for part in found]
+
+    def work(self) -> float:
+        """Multiplications and additions of one forward, as torch counts them; 0 where it cannot."""
+        with suppress(Exception), FlopCounterMode(display=False) as counter:
+            self.f(*own_leaves(self.leaves, False))
+            return float(counter.get_total_flops())
+        return 0.0
+
     @property
     def locator(self) -> Locator:
         if self._locator is None:
@@ -103,25 +104,3 @@ class Setting:
             tree = calls_of(self._problem.names, run)
             self._locator = Locator(tree, run, self.state.begin)
         return self._locator
-
-
-def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
-    """A copy of a tree with its tensors of floating point in a dtype, also those in plain objects."""
-
-    def convert(x: Any, depth: int = DEPTH) -> Any:
-        if isinstance(x, Tensor):
-            if x.is_complex():
-                return x.to(dtype.to_complex())
-            return x.to(dtype) if x.is_floating_point() else x
-        fields = getattr(x, "__dict__", None)
-        if not fields or not depth or callable(x) or isinstance(x, type | torch.nn.Module):
-            return x
-        found = {name: _tree.map(lambda y: convert(y, depth - 1), v) for name, v in fields.items()}
-        if all(found[name] is fields[name] for name in fields):
-            return x
-        other = copy(x)
-        for name, value in found.items():
-            object.__setattr__(other, name, value)
-        return other
-
-    return _tree.map(convert, tree)

@@ -64,7 +64,9 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.applying = Applying()
         self._stops, self._next = stops, 0
-        self._lost: list[Tensor] = []  # aliases of tensors with a graph: what leaves torch from them
+        self._lost: list[
+            Tensor
+        ] = []  # aliases of tensors with a graph: what leaves torch from them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -12,12 +12,20 @@ from hoglib.verification._around import told
 from hoglib.verification._call import is_float, name_of
 from hoglib.verification._judging import Verdict
 from hoglib.verification._locating import Fault
-from hoglib.verification._module_calls import Operation
+from hoglib.verification._module_calls import Operation, Running, called
 from hoglib.verification._routes import Route
+from hoglib.verification._stops import Stop
 from hoglib.verification._treatment import is_culprit
 from hoglib.verification._verify import verify
 
 LARGEST = 200_000  # numbers that a Function is given, for the doctor to be called
+LONGEST = 160  # characters of an error
+_KNOWN = {
+    "must override the setup_context": "torch.func needs a Function with setup_context",
+    "ZeroTensors are immutable": "its tangent is one of torch's ZeroTensors, which are immutable",
+    "does not currently support double backward": "compiled code has no double backward",
+    "saved tensor hooks": "torch.func does not support saved tensor hooks, as of a checkpoint",
+}
 MOST = 3  # operations in a sentence
 
 
@@ -27,13 +35,28 @@ def title(loss: Any) -> str:
     return name_of(loss).rpartition("<locals>.")[2]
 
 
+def inside(running: Running) -> str:
+    """The module in which an error was raised, as a sentence."""
+    failed = running.failed
+    return "" if failed is None else f" In {called(running.names.of(failed), failed)}."
+
+
 def off(verdict: Verdict, what: str) -> str:
     """How wrong a derivative is."""
     if verdict.raised is not None:
-        return f"{what} raises {told(verdict.raised)}"
+        return f"{what} raises {_short(told(verdict.raised))}"
     if verdict.error is None or verdict.error != verdict.error:
         return f"{what} is not finite"
     return f"{what} is off by {_percent(verdict.error)}"
+
+
+def _short(text: str) -> str:
+    """An error of torch without its advice, which is not for the user of a model."""
+    for known, instead in _KNOWN.items():
+        if known in text:
+            kind = text.partition(":")[0]
+            return f"{kind}: {instead}"
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
 def _percent(error: float) -> str:
@@ -70,7 +93,9 @@ def _of_operation(op: Operation, verdict: Verdict, what: str) -> str:
     if op.function is not None:
         text = f"The custom Function {op.name}{at} is at fault: {off(verdict, what)}."
         words = _doctor(op)
-        return f"{text} {words}" if words else f"{text} `hoglib.verify({op.name}, inputs)` tells more."
+        return (
+            f"{text} {words}" if words else f"{text} `hoglib.verify({op.name}, inputs)` tells more."
+        )
     whose = "The operation"
     namespace = str(getattr(op.func, "namespace", ""))
     if namespace and namespace != "aten":
@@ -82,15 +107,15 @@ def _of_operation(op: Operation, verdict: Verdict, what: str) -> str:
         )
     text = f"{whose} `{op.name}`{at} is at fault: {off(verdict, what)}."
     need = need_of(op.func)
-    if need is not None and need.replaces:
-        return (
-            f"{text} torch has {need.lacks}. hoglib has a stand-in for it, which `hoglib.second_order()` "
-            "puts in its place, and hvp, hessian, MAML and the penalties by themselves; "
-            "audit(..., stand_ins=True) judges that."
-        )
-    if need is not None:
-        return f"{text} torch has {need.lacks}. {need.instead}"
-    return f"{text} Use another route or another operation."
+    if need is None:
+        return f"{text} Use another route or another operation."
+    lacks = f"What torch has there: {need.lacks}."
+    if not need.replaces:
+        return f"{text} {lacks} {need.instead}"
+    return (
+        f"{text} {lacks} hoglib has a stand-in, which `hoglib.second_order()` puts in its place, and "
+        "hvp, hessian, MAML and the penalties by themselves; audit(..., stand_ins=True) judges that."
+    )
 
 
 def _doctor(op: Operation) -> str:
@@ -101,6 +126,7 @@ def _doctor(op: Operation) -> str:
     marked = _tree.map_tensors(
         lambda x: x.detach().requires_grad_(x.requires_grad and is_float(x)), op.args
     )
+    assert op.function is not None
     with suppress(Exception):  # words are not worth an error
         report = verify(op.function, marked)
         culprits = [row for row in report.failed if is_culprit(row)] or list(report.failed)
@@ -109,21 +135,39 @@ def _doctor(op: Operation) -> str:
 
 
 def _no_operation(fault: Fault) -> str:
+    """Where to look where no single operation is at fault."""
     module = fault.call.module
-    hooks = [op.name for op in fault.own if op.name == "register_hook"]
-    if module is not None and (module._backward_hooks or module._backward_pre_hooks or hooks):
+    hooked = any(op.name == "register_hook" for op in fault.own)
+    if module is not None and (module._backward_hooks or module._backward_pre_hooks or hooked):
         return (
-            "Its operations are right by themselves; it has a backward hook, which runs in every backward "
-            "pass and may not change or detach the gradient."
+            "Its operations are right by themselves; it has a backward hook, which runs in every "
+            "backward pass, and may neither change nor detach the gradient."
         )
     if fault.unknown:
         parts = ", ".join(f"`{part.name}`" for part in fault.unknown[:MOST])
-        return f"It is its own code or that of {parts}, which could not be run by themselves."
+        return f"It is its own code or that of {parts}, which do not run by themselves."
     if module is None:
         return "The modules are right by themselves: it is the code around them."
     return (
-        "Its parts and its operations are right by themselves: look for tensors or modules that it keeps "
-        "from an earlier call, hooks, and memory that is written in place."
+        "Its parts and its operations are right by themselves: look for tensors or modules that it "
+        "keeps from an earlier call, hooks, and memory that is written in place."
+    )
+
+
+def stopped(stops: list[Stop], change: float) -> str:
+    """What ends the graph, and what that changes."""
+    places = dict.fromkeys(
+        f"{stop.how} in {f'`{stop.module}`' if stop.module else 'the model itself'}"
+        + (f" at {stop.place}" if stop.place else "")
+        for stop in stops
+    )
+    listed = "; ".join([*places][:MOST]) + (
+        f" and {len(places) - MOST} more" * (len(places) > MOST)
+    )
+    return (
+        f"The gradient is stopped by {listed}. The second derivative holds constant what is stopped, "
+        f"as the first does; without the stop it would differ by {_percent(change)}. If it is not on "
+        "purpose, take the stop out."
     )
 
 

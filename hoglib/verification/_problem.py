@@ -1,0 +1,57 @@
+"""What is audited: a loss, its parameters and a batch, with the names of the modules in it."""
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._leaves import Vector
+from hoglib.verification._module_calls import Names
+
+DEPTH = 4  # of objects in objects of a batch
+
+
+class Problem:
+    """A loss, parameters and a batch, as they were given to `audit`."""
+
+    def __init__(self, loss: Callable[..., Tensor], params: Any, batch: Any) -> None:
+        self.loss, self.batch = loss, batch
+        leaves, self.structure = _tree.flatten(params)
+        self.leaves: Vector = [x.detach() for x in leaves]
+        self.paths = _tree.paths(params)
+        self.names = Names(loss)
+        in_batch = [g for g in _tree.leaves(batch) if isinstance(g, torch.Generator)]
+        self.generators = [*self.names.generators, *in_batch]
+
+    def value(self, leaves: Vector, batch: Any) -> Tensor:
+        params = _tree.unflatten(list(leaves), self.structure)
+        return arguments.scalar("loss(params, batch)", self.loss(params, batch))
+
+
+def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
+    """A copy of a tree with its tensors of floating point in a dtype, also those in plain objects."""
+    return _tree.map(lambda x: _converted(x, dtype, DEPTH), tree)
+
+
+def _converted(x: Any, dtype: torch.dtype, depth: int) -> Any:
+    if isinstance(x, Tensor):
+        if x.is_complex():
+            return x.to(dtype.to_complex())
+        return x.to(dtype) if x.is_floating_point() else x
+    fields = getattr(x, "__dict__", None)
+    if not fields or not depth or callable(x) or isinstance(x, type | nn.Module):
+        return x
+    found = {
+        name: _tree.map(lambda y: _converted(y, dtype, depth - 1), value)
+        for name, value in fields.items()
+    }
+    if not any(isinstance(y, Tensor) for y in _tree.leaves(found)) and found == fields:
+        return x
+    other = copy(x)
+    for name, value in found.items():
+        object.__setattr__(other, name, value)
+    return other
