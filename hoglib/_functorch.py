@@ -7,6 +7,7 @@ private names. `tests/test_functorch.py` notices when a torch release changes th
 
 import inspect
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -102,6 +103,11 @@ def is_compiled(func: Any) -> bool:
     return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
 
 
+def has_dynamo() -> bool:
+    """Whether anything can have been compiled by torch.compile in this process."""
+    return "torch._dynamo" in sys.modules
+
+
 def has_compiled(module: torch.nn.Module) -> bool:
     """Whether a part of it was compiled, as a new module or in place."""
     return any(
@@ -112,6 +118,11 @@ def has_compiled(module: torch.nn.Module) -> bool:
 def eagerly(wanted: bool) -> AbstractContextManager[Any]:
     """Compiled modules run as they were before: compiled code has no second derivative."""
     return torch.compiler.set_stance("force_eager") if wanted else nullcontext()
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Inside, autocast casts nothing, also where a region of it is entered."""
+    return torch._C._DisableAutocast()
 
 
 def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:

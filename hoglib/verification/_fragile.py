@@ -23,6 +23,31 @@ def rows(look: Look, names: Names) -> Iterator[Row]:
         yield Row(name, "warn", None, text)
 
 
+def culprits(look: Look, names: Names) -> Iterator[Row]:
+    """A row for each thing that a run showed and that makes second derivatives wrong or impossible."""
+    if look.compiled_raises is not None:
+        for name in _compiled(names) or ["the loss"]:
+            yield Row(
+                f"culprit: {name}", "fail", None,
+                "It was compiled by torch.compile, and compiled code has no second derivative: "
+                f"{str(look.compiled_raises).splitlines()[0][:160]}. Use the module that was compiled, "
+                "or `hoglib.functional_loss`, which runs it uncompiled. All else is judged uncompiled.",
+            )  # fmt: skip
+    if look.from_elsewhere:
+        yield Row(
+            "culprit: the loss", "fail", None,
+            f"It uses {_listed(look.from_elsewhere)} of the model itself beside the params that it is "
+            "given: a part of the derivatives is missing. Look for model.parameters() or a list of "
+            "weights in it; take them from params, or detach() what is meant as a constant.",
+        )  # fmt: skip
+
+
+def _compiled(names: Names) -> list[str]:
+    return [
+        names.of(m) for m in names.modules() if is_compiled(m) or m._compiled_call_impl is not None
+    ]
+
+
 def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
     if look.dropped:
         yield (
@@ -30,12 +55,20 @@ def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
             f"Dropout is on in {_modules(look.dropped)}. {EACH_TIME} Call model.eval(), or give every "
             "product the same seed (`torch.manual_seed` before each).",
         )
-    if look.drew or look.by_generator:
-        who = _modules(look.drew) if look.drew else "The loss, by a torch.Generator,"
+    if look.drew or look.drew_outside:
+        who = _modules(look.drew) if look.drew else "The loss"
+        by = f" by {_listed(look.drew_outside)}" if look.drew_outside else ""
         yield (
             "random numbers",
-            f"{who} draws random numbers. {EACH_TIME} Draw them before and pass them with the batch, "
-            "or give every product the same seed.",
+            f"{who} draws random numbers{by}. {EACH_TIME} Draw them before and pass them with the "
+            "batch, or give every product the same seed.",
+        )
+    if look.remembers:
+        yield (
+            "state",
+            f"The value is another one the next time: it depends on what a run leaves in "
+            f"{_listed([f'`{name}`' for name in look.remembers])}. {EACH_TIME} Make it a part of the "
+            "batch, or take it out while second derivatives are taken.",
         )
     training = [names.of(m) for m in look.ran.values() if isinstance(m, _BatchNorm) and m.training]
     if training:
@@ -74,10 +107,8 @@ def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
             "under torch.autograd.grad, and has no second derivative. Pass use_reentrant=False, or use "
             "`hoglib.ops.remat`.",
         )
-    compiled = [
-        names.of(m) for m in names.modules() if is_compiled(m) or m._compiled_call_impl is not None
-    ]
-    if compiled or look.compiled:
+    compiled = _compiled(names)
+    if look.compiled:
         yield (
             "compiled",
             f"{_modules(compiled) if compiled else 'A function'} was compiled by torch.compile, and "
@@ -88,8 +119,8 @@ def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
         yield (
             "unused parameters",
             f"The loss does not depend on {_listed(look.unused)}: their gradient is None, and their "
-            "rows and columns of the Hessian are zero. Leave them out of params, or look for a branch that "
-            "does not run.",
+            "rows and columns of the Hessian are zero. Leave them out of params, or look for a "
+            "branch that does not run.",
         )
 
 

@@ -10,15 +10,16 @@ difference agrees with another one, and the slopes to either side with each othe
 kink, where numbers cancel) nothing is known.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hoglib import _tree
-from hoglib._leaves import Vector, filled, own_leaves
+from hoglib._leaves import Vector, dense, filled, own_leaves
 from hoglib.verification._routes import Route, Scalar, gradient, reverse_over_reverse
 from hoglib.verification._stops import OtherPath, Stops
 
@@ -66,11 +67,17 @@ Tried = tuple[float, Vector, float | None, float]  # step, slope, size, how far 
 class Judge:
     """Judges routes of one function at one point, along one random direction v.
 
-    The differences are made when they are needed, and kept for the next route.
+    The differences are made when they are needed, and kept for the next route. frozen: by leaf, a row
+    that is constant by definition.
     """
 
     def __init__(
-        self, f: Scalar, leaves: Sequence[Tensor], stops: Stops | None, seed: int = 0
+        self,
+        f: Scalar,
+        leaves: Sequence[Tensor],
+        stops: Stops | None,
+        seed: int = 0,
+        frozen: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.f, self.stops = f, stops
         self.leaves = [x.detach() for x in leaves]
@@ -84,6 +91,8 @@ class Judge:
             ]
             for _ in range(2)
         )  # fmt: skip
+        for i, row in frozen.items():
+            self.v[i][row], self.w[i][row] = 0.0, 0.0
         self.differences = True  # or only whether a route raises
         self._known: dict[tuple[str, float], Difference | None] = {}
         self._here: dict[str, Vector] = {}
@@ -99,10 +108,9 @@ class Judge:
 
     def of(self, route: Route) -> Verdict:
         try:
-            found = route.product(self.f, self.leaves, self.v, self.w)
+            found = self.product(route)
         except Exception as error:
             return Verdict(None, raised=error)
-        found = [part.detach() for part in found]
         if route.of == "third":
             return self._compare("products", found, None, lambda truth: truth)
         if route.of == "hessian":
@@ -111,10 +119,15 @@ class Judge:
             "gradients", found, self._size, lambda truth: [_tree.dot(truth, self.w)]
         )
 
+    def product(self, route: Route) -> Vector:
+        """What a route gives."""
+        found = route.product(self.f, self.leaves, self.v, self.w)
+        return [dense(part.detach()) for part in found]
+
     def finite(self, route: Route) -> Verdict:
         """Whether it is there, and finite, without any differences."""
         try:
-            found = route.product(self.f, self.leaves, self.v, self.w)
+            found = self.product(route)
         except Exception as error:
             return Verdict(None, raised=error)
         bad = [i for i, part in enumerate(found) if not bool(part.isfinite().all())]

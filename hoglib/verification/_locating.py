@@ -7,11 +7,11 @@ there the torch calls and custom Functions of its own code are judged in the sam
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib import _tree
 from hoglib._functional import call_with
@@ -19,6 +19,7 @@ from hoglib._leaves import Vector
 from hoglib.verification._call import is_float
 from hoglib.verification._judging import Judge, Verdict
 from hoglib.verification._module_calls import ModuleCall, Operation, operations
+from hoglib.verification._problem import padding_rows
 from hoglib.verification._routes import Scalar
 from hoglib.verification._stops import Stops
 
@@ -35,32 +36,42 @@ class Fault(NamedTuple):
     own: list[Operation]  # all of its own code
     unknown: list[ModuleCall]  # parts that could not be judged by themselves
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The one whose code makes the operations; a method of it may be called by another one."""
+        owners = {id(op.owner): op.owner for op, _ in self.operations}
+        (owner,) = owners.values() if len(owners) == 1 else (None,)
+        return owner or self.call.module
+
 
 class Locator:
     """Finds faults in the tree of calls of a loss.
 
-    whole: runs the loss; begin: puts the state of its modules as at first, before each run.
+    whole: runs the loss; around: what a part of it runs in, so that it is the same in every run.
     """
 
     def __init__(
-        self, root: ModuleCall, whole: Callable[[], Any], begin: Callable[[], None]
+        self,
+        root: ModuleCall,
+        whole: Callable[[], Any],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._root, self._whole, self._begin = root, whole, begin
+        self._root, self._whole, self._around = root, whole, around
         self._judges: dict[int, Judge | None] = {}
-        self._own: dict[int, list[tuple[Operation, Judge]]] = {}
+        self._own: dict[int, list[tuple[Operation, Judge | None]]] = {}
 
-    def faults(self, ask: Ask, verdict: Verdict) -> list[Fault]:
+    def faults(self, ask: Ask, verdict: Verdict) -> Iterator[Fault]:
         """Of a derivative that is wrong, or raises, for the whole loss; one for each module."""
-        found: dict[str, Fault] = {}
+        told: set[int] = set()
         for fault in self._descend(self._root, ask, verdict, verdict.raised is not None):
-            found.setdefault(fault.call.name, fault)
-        return list(found.values())
+            if id(fault.module) not in told:
+                told.add(id(fault.module))
+                yield fault
 
     def _descend(
         self, call: ModuleCall, ask: Ask, verdict: Verdict, raises: bool
     ) -> Iterator[Fault]:
-        below: list[Fault] = []
-        unknown = []
+        below, unknown = False, []
         for part in call.parts:
             judge = self._judge(part)
             if judge is None:
@@ -68,67 +79,80 @@ class Locator:
                 continue
             one = _asked(judge, ask, raises)
             if one.at_fault:
-                below += self._descend(part, ask, one, raises)
+                below = True
+                yield from self._descend(part, ask, one, raises)
         own = self._operations(call)
-        wrong = [(op, one) for op, judge in own if (one := _asked(judge, ask, raises)).at_fault]
+        judged = [(op, _asked(judge, ask, raises)) for op, judge in own if judge is not None]
+        wrong = [(op, one) for op, one in judged if one.at_fault]
         if wrong or not below:
             yield Fault(call, verdict, wrong, [op for op, _ in own], unknown)
-        yield from below
 
     def _judge(self, call: ModuleCall) -> Judge | None:
         """None where a call cannot be run by itself."""
         if id(call) not in self._judges:
             self._judges[id(call)] = None
-            if not (call.inside_transforms or call.module is None):
+            if call.module is not None and not call.inside_transforms:
                 with suppress(Exception):  # it does not run by itself
-                    self._judges[id(call)] = Judge(*self._of_call(call), Stops())
+                    f, leaves, first = self._of_call(call)
+                    padded = {name: row for name, _, row in padding_rows(call.module)}
+                    frozen = {
+                        first + i: padded[name]
+                        for i, name in enumerate(call.parameters)
+                        if name in padded
+                    }
+                    self._judges[id(call)] = Judge(f, leaves, Stops(), frozen=frozen)
         return self._judges[id(call)]
 
-    def _of_call(self, call: ModuleCall) -> tuple[Scalar, Vector]:
-        """A call of a module as a scalar function of its variables, and their values."""
+    def _of_call(self, call: ModuleCall) -> tuple[Scalar, Vector, int]:
+        """A call of a module as a scalar function of its variables, their values, and the place of the
+        first parameter among them."""
         module, names = call.module, list(call.parameters)
         assert module is not None
 
         def run(inputs: Any, values: Vector) -> Any:
             args, kwargs = inputs
-            self._begin()
-            return call_with(module, dict(zip(names, values, strict=True)), *args, **kwargs)
+            with self._around():
+                return call_with(module, dict(zip(names, values, strict=True)), *args, **kwargs)
 
         values = [call.parameters[name] for name in names]
         return _as_scalar(run, (call.args, call.kwargs), values)
 
-    def _operations(self, call: ModuleCall) -> list[tuple[Operation, Judge]]:
+    def _operations(self, call: ModuleCall) -> list[tuple[Operation, Judge | None]]:
         """Of a module's own code, each kind once."""
         if id(call) not in self._own:
             kinds: dict[Any, Operation] = {}
             with suppress(Exception):  # no better told than by the verdict on the module
                 for op in operations(call.module, lambda: self._run(call)):
                     kinds.setdefault((op.name, op.place, _shapes(op)), op)
-            judges = [(op, self._of_operation(op)) for op in list(kinds.values())[:MOST]]
-            self._own[id(call)] = [(op, judge) for op, judge in judges if judge is not None]
+            self._own[id(call)] = [
+                (op, self._of_operation(op)) for op in list(kinds.values())[:MOST]
+            ]
         return self._own[id(call)]
 
     def _run(self, call: ModuleCall) -> Any:
         """Once more, with the variables that it had."""
         if call.module is None:
             return self._whole()
-        self._begin()
         values = {name: p.clone().requires_grad_() for name, p in call.parameters.items()}
         # a module may change in place what it is given, which a leaf does not allow
         args, kwargs = _tree.map_tensors(
             lambda x: x.detach().clone().requires_grad_(x.requires_grad).view_as(x),
             (call.args, call.kwargs),
         )
-        return call_with(call.module, values, *args, **kwargs)
+        with self._around():
+            return call_with(call.module, values, *args, **kwargs)
 
     def _of_operation(self, op: Operation) -> Judge | None:
+        """None where it does not run by itself, or has no variables."""
+
         def run(inputs: Any, values: Vector) -> Any:
             args, kwargs = inputs
-            self._begin()
-            return op.func(*args, **kwargs)
+            with self._around():
+                return op.func(*args, **kwargs)
 
         try:
-            return Judge(*_as_scalar(run, (op.args, op.kwargs), []), Stops())
+            f, leaves, _ = _as_scalar(run, (op.args, op.kwargs), [])
+            return Judge(f, leaves, Stops()) if leaves else None
         except Exception:  # it does not run by itself
             return None
 
@@ -147,8 +171,9 @@ def _shapes(op: Operation) -> tuple[Any, ...]:
 
 def _as_scalar(
     run: Callable[[Any, Vector], Any], inputs: Any, parameters: Vector
-) -> tuple[Scalar, Vector]:
-    """<u, run(inputs, parameters)> as a function of the inputs that require grad, parameters and u.
+) -> tuple[Scalar, Vector, int]:
+    """<u, run(inputs, parameters)> as a function of the inputs that require grad, parameters and u; the
+    values of these, and the place of the first parameter.
 
     Complex variables are given by their real and imaginary parts.
     """
@@ -178,7 +203,7 @@ def _as_scalar(
         for y in (first[i] for i in which)
     ]
     if not u:
-        return (lambda *values: torch.zeros(())), []
+        return (lambda *values: torch.zeros(())), [], 0
 
     def f(*values: Tensor) -> Tensor:
         found = outputs(*values[:count])
@@ -189,7 +214,7 @@ def _as_scalar(
             terms += [((y.real + 0.7 * y.imag if y.is_complex() else y) * weights).sum()]
         return _tree.sum_scalars(terms)
 
-    return f, [*variables, *u]
+    return f, [*variables, *u], len(slots)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -11,10 +11,11 @@ from torch.autograd import Function
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib._functorch import watching_functions
+from hoglib._functorch import eagerly, has_compiled, has_dynamo, watching_functions
 from hoglib._graph import is_compiled, nodes
 from hoglib._leaves import own_leaves
 from hoglib._substitution import lingering
@@ -22,7 +23,8 @@ from hoglib.verification._call import is_float
 from hoglib.verification._cuts import name_of_call
 from hoglib.verification._module_calls import Running
 from hoglib.verification._problem import Problem
-from hoglib.verification._unchanged import Unchanged
+from hoglib.verification._routes import reverse_over_reverse
+from hoglib.verification._unchanged import OutsideState, Unchanged
 
 
 @dataclass
@@ -32,11 +34,16 @@ class Look:
     ran: dict[int, nn.Module] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)  # by dropout
     drew: list[str] = field(default_factory=list)  # random numbers otherwise
-    by_generator: bool = False
+    drew_outside: list[str] = field(default_factory=list)  # and by what, other than torch's own
+    remembers: list[str] = field(default_factory=list)  # attributes that change the next value
     autocast: list[str] = field(default_factory=list)
     autocast_around: bool = False  # where audit was called
     functions: list[tuple[type[Function], str]] = field(default_factory=list)
     compiled: bool = False  # code that torch.compile made
+    compiled_raises: Exception | None = None  # its second derivative
+    from_elsewhere: list[str] = field(
+        default_factory=list
+    )  # params that the loss has from the model too
     unused: list[str] = field(default_factory=list)  # parameters
 
 
@@ -48,27 +55,72 @@ def look(problem: Problem, running: Running) -> Look:
     seen = Look()
     device = problem.leaves[0].device
     with Unchanged(problem.names.modules(), problem.generators) as state:
+        if has_dynamo():
+            _compiled(seen, problem, state)
         state.begin()
-        before = [g.get_state() for g in problem.generators]
+        outside = OutsideState(problem.generators)
         leaves = own_leaves(problem.leaves, False)
         with (
             problem.names.discovering(), running.watching(), _watching(seen, running, device),
-            lingering(),
+            lingering(), eagerly(seen.compiled),
         ):  # fmt: skip
             value = problem.value(leaves, problem.batch)
-        pairs = zip(before, problem.generators, strict=True)
-        seen.by_generator = any(not torch.equal(a, g.get_state()) for a, g in pairs)
-        seen.compiled = any(map(is_compiled, nodes([value])))
-        if not value.requires_grad:
+        seen.drew_outside = outside.changed()
+        _leaves_of(seen, problem, value, leaves)
+        attributes = state.changed_attributes()
+        if attributes:
+            seen.remembers = _remembered(problem, state, attributes, value, seen)
+    return seen
+
+
+def _compiled(seen: Look, problem: Problem, state: Unchanged) -> None:
+    """Whether compiled code runs, and has a second derivative; it does not let itself be watched."""
+    state.begin()
+    leaves = own_leaves(problem.leaves, False)
+    value = problem.value(leaves, problem.batch)
+    modules = any(map(has_compiled, problem.names.roots))
+    seen.compiled = modules or any(map(is_compiled, nodes([value])))
+    if seen.compiled:
+        try:
+            w = [torch.ones_like(x) for x in leaves]
+            state.begin()
+            reverse_over_reverse(lambda *own: problem.value(list(own), problem.batch), leaves, w, w)
+        except RuntimeError as error:
+            seen.compiled_raises = error
+
+
+def _leaves_of(seen: Look, problem: Problem, value: Tensor, leaves: list[Tensor]) -> None:
+    """Which parameters the value was computed from."""
+    reached = {id(node.variable) for node in nodes([value]) if hasattr(node, "variable")}
+    reentrant = any(function is CheckpointFunction for function, _ in seen.functions)
+    pairs = list(zip(problem.paths, leaves, strict=True))
+    unused = [path for path, leaf in pairs if id(leaf) not in reached]
+    if not reentrant:  # what is inside of it is not in the graph
+        if len(unused) == len(leaves):
             raise arguments.NoSecondDerivative(
                 "loss(params, batch): expected a value that depends on params, got one that does not; "
                 "look for .detach(), .item(), .data or a torch.no_grad() in the loss, and for a loss "
                 "that uses the model's own parameters instead of the params it is given."
             )
-        reached = {id(node.variable) for node in nodes([value]) if hasattr(node, "variable")}
-        pairs_of = zip(problem.paths, leaves, strict=True)
-        seen.unused = [path for path, leaf in pairs_of if id(leaf) not in reached]
-    return seen
+        seen.unused = unused
+    seen.from_elsewhere = [
+        path for path, x in zip(problem.paths, problem.originals, strict=True)
+        if id(x) in reached
+    ]  # fmt: skip
+
+
+def _remembered(
+    problem: Problem, state: Unchanged, attributes: list[tuple[nn.Module, str]], value: Tensor,
+    seen: Look,
+) -> list[str]:  # fmt: skip
+    """The attributes that a run left, if with them the next value is another one."""
+    state.begin(attributes=False)
+    with lingering(), eagerly(seen.compiled):
+        again = problem.value(own_leaves(problem.leaves, False), problem.batch)
+    if torch.allclose(again, value, rtol=1e-6, atol=0.0, equal_nan=True):
+        return []
+    names = problem.names
+    return [".".join(step for step in (names.of(m), name) if step) for m, name in attributes]
 
 
 @contextmanager
@@ -100,7 +152,9 @@ class _Calls(TorchFunctionMode):
 
     def applied(self, function: type[Function], args: tuple[Any, ...]) -> None:
         one = (function, self._where_now())
-        graphed = any(is_float(x) and x.requires_grad for x in _tree.leaves(args))
+        graphed = function is CheckpointFunction or any(
+            is_float(x) and x.requires_grad for x in _tree.leaves(args)
+        )
         if graphed and one not in self._seen.functions:
             self._seen.functions.append(one)
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib import _tree
 from hoglib._functional import FunctionalLoss
-from hoglib._functorch import is_compiled, transforms_active, watching_functions
+from hoglib._functorch import transforms_active, watching_functions
 from hoglib.ops._captured import Capture, held
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float, is_part
@@ -31,7 +31,7 @@ class Names:
 
     def __init__(self, loss: Any) -> None:
         found = [one for one in held(loss) if isinstance(one.value, nn.Module)]
-        self.generators = [
+        self._generators = [
             one.value for one in held(loss) if isinstance(one.value, torch.Generator)
         ]
         self._names: dict[int, str] = {}
@@ -76,9 +76,25 @@ class Names:
     def of(self, module: nn.Module) -> str:
         return self._names.get(id(module), type(module).__name__)
 
+    def title(self, module: nn.Module | None) -> str:
+        """Its qualified name; for a whole model, which has none, its class."""
+        return "the loss" if module is None else self.of(module) or type(module).__name__
+
+    def called(self, module: nn.Module | None) -> str:
+        """The same in a sentence."""
+        if module is None:
+            return "the loss, outside of modules"
+        name, kind = self.of(module), type(module).__name__
+        return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
+
     def modules(self) -> Iterator[nn.Module]:
         for root in self.roots:
             yield from root.modules()
+
+    def generators(self) -> list[torch.Generator]:
+        """Those that the loss holds, and that modules keep."""
+        kept = [x for m in self.modules() for x in vars(m).values()]
+        return [*self._generators, *(x for x in kept if isinstance(x, torch.Generator))]
 
 
 def _tops(found: list[Capture]) -> list[Capture]:
@@ -86,14 +102,6 @@ def _tops(found: list[Capture]) -> list[Capture]:
     parts = {id(part) for one in found for part in one.value.modules() if part is not one.value}
     tops = {id(one.value): one for one in reversed(found) if id(one.value) not in parts}
     return list(reversed(tops.values()))
-
-
-def called(name: str, module: nn.Module | None) -> str:
-    """A module in a sentence."""
-    if module is None:
-        return "the loss, outside of modules"
-    kind = type(module).__name__
-    return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
 
 
 class Running:
@@ -142,10 +150,6 @@ class ModuleCall:
     parts: list["ModuleCall"] = field(default_factory=list)
     inside_transforms: bool = False
 
-    @property
-    def called(self) -> str:
-        return called(self.name, self.module)
-
 
 def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
     """The tree of the module calls of a run, with copies of what they were given."""
@@ -170,8 +174,9 @@ def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
             stack.pop()
 
     handles = []
-    known = {id(module): module for root_module in names.roots for module in _seen(root_module)}
-    for module in known.values():
+    for module in {id(module): module for module in names.modules()}.values():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         handles.append(module.register_forward_pre_hook(start, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(end, with_kwargs=True))
     try:
@@ -180,17 +185,6 @@ def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
         for handle in handles:
             handle.remove()
     return root
-
-
-def _seen(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and its parts, but for those inside of compiled and scripted ones."""
-    yield module
-    if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
-        return
-    if module._compiled_call_impl is not None:
-        return
-    for part in module.children():
-        yield from _seen(part)
 
 
 def _copied(tree: Any) -> Any:
@@ -208,6 +202,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     place: Place | None
+    owner: nn.Module | None  # whose code makes it, called by its name or by another module's
     function: type[Function] | None = None
 
 
@@ -233,7 +228,7 @@ class _Operations(TorchFunctionMode):
             if name == "__get__":
                 name = getattr(getattr(func, "__self__", None), "__name__", name)
             args, kwargs = given
-            self.found.append(Operation(name, func, args, kwargs, where.here()))
+            self.found.append(Operation(name, func, args, kwargs, where.here(), where.owner()))
         return result
 
 
@@ -252,12 +247,17 @@ def operations(module: nn.Module | None, run: Callable[[], Any]) -> list[Operati
     watch = _Operations(lambda: depth == 0)
 
     def applied(function: type[Function], args: tuple[Any, ...]) -> None:
-        graphed = any(is_float(x) and x.requires_grad for x in args)
-        if depth == 0 and graphed and not is_part(function):
+        if depth == 0 and not is_part(function):
             given = _copied(args)
             watch.found.append(
                 Operation(
-                    function.__qualname__, function.apply, given, {}, where.caller(), function
+                    function.__qualname__,
+                    function.apply,
+                    given,
+                    {},
+                    where.caller(),
+                    where.owner(),
+                    function,
                 )
             )
 

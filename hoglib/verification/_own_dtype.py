@@ -12,13 +12,14 @@ from hoglib.verification._locating import Fault
 from hoglib.verification._problem import Problem
 from hoglib.verification._routes import Route
 from hoglib.verification._setting import Setting
+from hoglib.verification._telling import Telling
 from hoglib.verification.report import Row
 
 KEEPS = {torch.float32: 0.03, torch.float16: 0.3, torch.bfloat16: 0.3}  # of a product
 
 
 def row(
-    problem: Problem, route: Route, at: Vector, product: Vector
+    problem: Problem, words: Telling, route: Route, at: Vector, product: Vector
 ) -> tuple[Row, list[Fault], str]:
     """product: what it gives in float64, at these leaves.
 
@@ -34,8 +35,8 @@ def row(
     with Setting(problem, None) as here, lingering():
         verdict = ask(here.judge())
         if verdict.at_fault:
-            faults = here.locator.faults(ask, verdict)
-            text = f"{telling.off(verdict, what)} in {telling.where(faults)}."
+            faults = list(here.locator.faults(ask, verdict))
+            text = f"{telling.off(verdict, what)} in {words.where(faults)}."
             return Row(name, "fail", verdict.error, text), faults, what
         if dtype not in KEEPS:
             return Row(name, "pass"), [], what

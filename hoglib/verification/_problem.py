@@ -1,6 +1,6 @@
 """What is audited: a loss, its parameters and a batch, with the names of the modules in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
@@ -24,12 +24,30 @@ class Problem:
         self.leaves: Vector = [x.detach() for x in leaves]
         self.paths = _tree.paths(params)
         self.names = Names(loss)
-        in_batch = [g for g in _tree.leaves(batch) if isinstance(g, torch.Generator)]
-        self.generators = [*self.names.generators, *in_batch]
+        self.originals = leaves
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What the loss may draw by, beside torch's own."""
+        in_batch = [g for g in _tree.leaves(self.batch) if isinstance(g, torch.Generator)]
+        return [*self.names.generators(), *in_batch]
+
+    def frozen(self) -> dict[int, int]:
+        """Of leaves that are weights of embeddings, the row with a gradient of zero by definition."""
+        places = {id(x): i for i, x in enumerate(self.originals)}
+        padded = [row for m in self.names.roots for row in padding_rows(m)]
+        return {places[id(weight)]: row for _, weight, row in padded if id(weight) in places}
 
     def value(self, leaves: Vector, batch: Any) -> Tensor:
         params = _tree.unflatten(list(leaves), self.structure)
         return arguments.scalar("loss(params, batch)", self.loss(params, batch))
+
+
+def padding_rows(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """Weights of embeddings, by name, and the row of each whose gradient is zero by definition."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.padding_idx is not None:
+            yield f"{name}.weight".removeprefix("."), part.weight, part.padding_idx
 
 
 def in_dtype(tree: Any, dtype: torch.dtype) -> Any:

@@ -1,6 +1,7 @@
 """A loss as a scalar function of leaves that is the same in every run, in a dtype."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hoglib.verification._problem import Problem, in_dtype
 from hoglib.verification._routes import Route
 from hoglib.verification._stops import Stops
 from hoglib.verification._unchanged import Unchanged
+from hoglib.verification._wide import in_float64
 
 BESIDE = 0.01  # of the size of each tensor
 
@@ -40,6 +42,7 @@ class Setting:
 
     def __enter__(self) -> "Setting":
         problem = self._problem
+        self._frozen = problem.frozen()
         self.state = Unchanged(problem.names.modules(), problem.generators, self._dtype)
         self.state.begin()
         return self
@@ -49,11 +52,17 @@ class Setting:
 
     def f(self, *leaves: Tensor) -> Tensor:
         """The loss; modules, generators and random numbers are as at first."""
-        self.state.begin()
         pairs = zip(leaves, self._complex, strict=True)
         values = [torch.view_as_complex(x) if parts else x for x, parts in pairs]
-        with self.running.watching():
+        with self._around(), self.running.watching():
             return self._problem.value(values, self.batch)
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """Where a part of the loss runs by itself."""
+        self.state.begin()
+        with nullcontext() if self._dtype is None else in_float64():
+            yield
 
     def move_beside(self) -> None:
         """To parameters a little off, where the loss is finite there."""
@@ -70,7 +79,7 @@ class Setting:
     def judge(self, seed: int = 0) -> Judge:
         """Along a random direction."""
         if seed not in self._judges:
-            self._judges[seed] = Judge(self.f, self.leaves, self.stops, seed)
+            self._judges[seed] = Judge(self.f, self.leaves, self.stops, seed, self._frozen)
         return self._judges[seed]
 
     def forget(self) -> None:
@@ -80,12 +89,10 @@ class Setting:
 
     def product(self, route: Route) -> Vector | None:
         """What a route gives along the first direction, or None where it raises."""
-        one = self.judge()
         try:
-            found = route.product(one.f, one.leaves, one.v, one.w)
+            return self.judge().product(route)
         except Exception:  # told by its row
             return None
-        return [part.detach() for part in found]
 
     def work(self) -> float:
         """Multiplications and additions of one forward, as torch counts them; 0 where it cannot."""
@@ -102,5 +109,5 @@ class Setting:
                 return self.f(*own_leaves(self.leaves, False))
 
             tree = calls_of(self._problem.names, run)
-            self._locator = Locator(tree, run, self.state.begin)
+            self._locator = Locator(tree, run, self._around)
         return self._locator

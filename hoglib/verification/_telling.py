@@ -4,6 +4,7 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
 
 from hoglib import _tree
 from hoglib._functional import FunctionalLoss
@@ -12,7 +13,7 @@ from hoglib.verification._around import told
 from hoglib.verification._call import is_float, name_of
 from hoglib.verification._judging import Verdict
 from hoglib.verification._locating import Fault
-from hoglib.verification._module_calls import Operation, Running, called
+from hoglib.verification._module_calls import Names, Operation, Running
 from hoglib.verification._routes import Route
 from hoglib.verification._stops import Stop
 from hoglib.verification._treatment import is_culprit
@@ -38,7 +39,7 @@ def title(loss: Any) -> str:
 def inside(running: Running) -> str:
     """The module in which an error was raised, as a sentence."""
     failed = running.failed
-    return "" if failed is None else f" In {called(running.names.of(failed), failed)}."
+    return "" if failed is None else f" In {running.names.called(failed)}."
 
 
 def off(verdict: Verdict, what: str) -> str:
@@ -65,47 +66,59 @@ def _percent(error: float) -> str:
     return f"{error:.0%}" if error >= 0.01 else f"{error:.0e} of its size"
 
 
-def where(faults: list[Fault]) -> str:
-    """The modules at fault, with the operations, in one line."""
-    found = []
-    for fault in faults:
-        names = ", ".join(dict.fromkeys(op.name for op, _ in fault.operations[:MOST]))
-        found.append(fault.call.called + (f": `{names}`" if names else ""))
-    return "; ".join(found)
+class Telling:
+    """Sentences on the faults of one audit.
+
+    A Function is examined once, however many modules apply it.
+    """
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._examined: dict[type[Function], str] = {}
+
+    def where(self, faults: list[Fault]) -> str:
+        """The modules at fault, with the operations, in one line."""
+        found = []
+        for fault in faults:
+            names = ", ".join(dict.fromkeys(op.name for op, _ in fault.operations[:MOST]))
+            found.append(self._names.called(fault.module) + (f": `{names}`" if names else ""))
+        return "; ".join(found)
+
+    def culprit(self, fault: Fault, what: str) -> str:
+        """All that is known of one fault."""
+        text = f"{self._names.called(fault.module)}: {off(fault.verdict, what)} through it."
+        if not fault.operations:
+            return f"{text} {_no_operation(fault)}"
+        kinds = {op.name: (op, verdict) for op, verdict in reversed(fault.operations)}
+        for op, verdict in [*reversed(kinds.values())][:MOST]:
+            at = f" at {op.place}" if op.place else ""
+            text += "\n" + (
+                f"The custom Function {op.name}{at} is at fault: {off(verdict, what)}. "
+                f"{self._examine(op)}"
+                if op.function is not None
+                else _of_operation(op, at, off(verdict, what))
+            )
+        return text
+
+    def _examine(self, op: Operation) -> str:
+        """Why the derivatives of a custom Function are wrong, as `verify` tells it."""
+        function = op.function
+        assert function is not None
+        if function not in self._examined:
+            words = _doctor(function, op.args)
+            self._examined[function] = words or f"`hoglib.verify({op.name}, inputs)` tells more."
+        return self._examined[function]
 
 
-def culprit(fault: Fault, what: str) -> str:
-    """All that is known of one fault."""
-    text = f"{fault.call.called}: {off(fault.verdict, what)} through it."
-    if not fault.operations:
-        return f"{text} {_no_operation(fault)}"
-    seen: set[str] = set()
-    for op, verdict in fault.operations:
-        if op.name in seen or len(seen) == MOST:
-            continue
-        seen.add(op.name)
-        text += f"\n{_of_operation(op, verdict, what)}"
-    return text
-
-
-def _of_operation(op: Operation, verdict: Verdict, what: str) -> str:
-    at = f" at {op.place}" if op.place else ""
-    if op.function is not None:
-        text = f"The custom Function {op.name}{at} is at fault: {off(verdict, what)}."
-        words = _doctor(op)
+def _of_operation(op: Operation, at: str, wrong: str) -> str:
+    namespace = str(getattr(op.func, "namespace", "aten"))
+    if namespace != "aten":
         return (
-            f"{text} {words}" if words else f"{text} `hoglib.verify({op.name}, inputs)` tells more."
-        )
-    whose = "The operation"
-    namespace = str(getattr(op.func, "namespace", ""))
-    if namespace and namespace != "aten":
-        whose = f"The custom op {namespace}::"
-        return (
-            f"{whose}{op.name}{at} is at fault: {off(verdict, what)}. See what its "
+            f"The custom op {namespace}::{op.name}{at} is at fault: {wrong}. See what its "
             "torch.library.register_autograd gets: setup_context must save inputs and outputs "
             "themselves, and backward must be of differentiable torch operations."
         )
-    text = f"{whose} `{op.name}`{at} is at fault: {off(verdict, what)}."
+    text = f"The operation `{op.name}`{at} is at fault: {wrong}."
     need = need_of(op.func)
     if need is None:
         return f"{text} Use another route or another operation."
@@ -118,17 +131,15 @@ def _of_operation(op: Operation, verdict: Verdict, what: str) -> str:
     )
 
 
-def _doctor(op: Operation) -> str:
-    """Why the derivatives of a custom Function are wrong, as `verify` tells it."""
-    given = [x for x in _tree.leaves(op.args) if isinstance(x, Tensor)]
+def _doctor(function: type[Function], args: tuple[Any, ...]) -> str:
+    given = [x for x in _tree.leaves(args) if isinstance(x, Tensor)]
     if sum(x.numel() for x in given) > LARGEST:
         return ""
     marked = _tree.map_tensors(
-        lambda x: x.detach().requires_grad_(x.requires_grad and is_float(x)), op.args
+        lambda x: x.detach().requires_grad_(x.requires_grad and is_float(x)), args
     )
-    assert op.function is not None
     with suppress(Exception):  # words are not worth an error
-        report = verify(op.function, marked)
+        report = verify(function, marked)
         culprits = [row for row in report.failed if is_culprit(row)] or list(report.failed)
         return " ".join(dict.fromkeys(row.text for row in culprits[:2]))
     return ""
@@ -142,6 +153,13 @@ def _no_operation(fault: Fault) -> str:
         return (
             "Its operations are right by themselves; it has a backward hook, which runs in every "
             "backward pass, and may neither change nor detach the gradient."
+        )
+    applied = dict.fromkeys(op.name for op in fault.own if op.function is not None)
+    if applied:
+        return (
+            f"Its operations are right by themselves; it applies {', '.join(applied)}: does that run "
+            "other code in backward? What that closes over, modules and tensors, gets no gradient. "
+            "Give it them as arguments; checkpoints need use_reentrant=False, or `hoglib.ops.remat`."
         )
     if fault.unknown:
         parts = ", ".join(f"`{part.name}`" for part in fault.unknown[:MOST])

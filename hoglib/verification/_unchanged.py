@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -63,8 +63,8 @@ class Unchanged:
                 _put_back(place, saved)
         self._begin_outside()
 
-    def begin(self) -> None:
-        """As at first, in copies."""
+    def begin(self, *, attributes: bool = True) -> None:
+        """As at first, in copies; plain attributes only if wanted."""
         buffers: dict[int, Any] = {}
         for _, (parameters, others, plain) in self._saved:
             place, saved = parameters
@@ -72,8 +72,19 @@ class Unchanged:
             place, saved = others
             _put_back(place, {name: self._buffer(b, buffers) for name, b in saved.items()})
             place, saved = plain
+            if not attributes:
+                continue
             _put_back(place, {name: self._plain(name, value) for name, value in saved.items()})
         self._begin_outside()
+
+    def changed_attributes(self) -> list[tuple[nn.Module, str]]:
+        """Plain attributes that are not what they were."""
+        return [
+            (module, name)
+            for module, (_, _, (place, saved)) in self._saved
+            for name, value in place.items()
+            if name not in INTERNAL and not _alike(value, saved.get(name, _NOTHING))
+        ]
 
     def _begin_outside(self) -> None:
         for buffer, value in self._scripted:
@@ -114,10 +125,45 @@ class Unchanged:
         return x.to(self._dtype.to_complex() if x.is_complex() else self._dtype)
 
 
+_NOTHING = object()
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a.to(b), b)
+    if type(a) is type(b) and type(a) in MUTABLE:
+        return len(a) == len(b)
+    simple = (bool, int, float, str, tuple)
+    return isinstance(a, simple) and isinstance(b, simple) and bool(a == b)
+
+
 def _put_back(place: dict[str, Any], saved: dict[str, Any]) -> None:
     for name in [name for name in place if name not in saved]:
         del place[name]
     place.update(saved)
+
+
+class OutsideState:
+    """Random numbers that torch's own generator does not make, as they stood here."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = [(g, g.get_state()) for g in generators]
+        self._before = _random_state()
+
+    def changed(self) -> list[str]:
+        """By which ones something was drawn since."""
+        now = _random_state()
+        found = []
+        if any(not torch.equal(state, g.get_state()) for g, state in self._generators):
+            found.append("a torch.Generator")
+        if now["python"] != self._before["python"]:
+            found.append("Python's random")
+        a, b = self._before["numpy"], now["numpy"]
+        if a is not None and (a[2:] != b[2:] or not (a[1] == b[1]).all()):
+            found.append("NumPy's random")
+        return found
 
 
 def _random_state() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _WATCHES = ("__torch_function__", "__torch_dispatch__")
@@ -67,10 +68,21 @@ def caller() -> Place | None:
     return _innermost(frame)
 
 
+def owner() -> nn.Module | None:
+    """The module whose method is running, the innermost one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, nn.Module):
+            return found
+        frame = frame.f_back
+    return None
+
+
 def _innermost(frame: FrameType | None) -> Place | None:
     while frame is not None:
         file = frame.f_code.co_filename
-        if _ours(file):
+        if _ours(file) and frame.f_code.co_name not in _WATCHES:
             return None
         if foreign(file):
             return Place(file, frame.f_lineno)

@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib._functorch import eagerly
 from hoglib._leaves import own_leaves
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
@@ -96,6 +98,7 @@ class _Audit:
 
     def __init__(self, problem: Problem, chosen: list[Route]) -> None:
         self._problem, self._chosen = problem, chosen
+        self._telling = telling.Telling(problem.names)
         self._culprits: dict[str, Row] = {}
         self._kinked: set[int] = set()  # directions along which a kink was in the way
 
@@ -108,7 +111,10 @@ class _Audit:
         except Exception as error:
             text = f"the loss does not run on its batch: {told(error)}.{telling.inside(running)}"
             return Report(name, [Row("runs", "fail", None, text)])
-        rows = [*self._derivatives(), *fragile.rows(seen, self._problem.names)]
+        with eagerly(seen.compiled):
+            rows = [*self._derivatives(), *fragile.rows(seen, self._problem.names)]
+        for row in fragile.culprits(seen, self._problem.names):
+            self._add(row)
         return Report(name, [*self._culprits.values(), *rows])
 
     def _derivatives(self) -> list[Row]:
@@ -126,7 +132,7 @@ class _Audit:
             return [Row("dtype: float64", "skip", None, text), *rows]
         for route, product in zip(self._chosen, products, strict=True):
             if product is not None:
-                row, faults, what = own_dtype.row(self._problem, route, at, product)
+                row, faults, what = own_dtype.row(self._problem, self._telling, route, at, product)
                 self._accuse(faults, what)
                 rows.append(row)
         return rows
@@ -163,17 +169,17 @@ class _Audit:
     ) -> Row:
         verdict = self._verdict(setting, ask, directions)
         if verdict.at_fault:
-            faults = setting.locator.faults(ask, verdict)
+            found = setting.locator.faults(ask, verdict)
+            # the first will do of what nobody asked for
+            faults = [*found] if asked else [*islice(found, 1)]
+            text = f"{telling.off(verdict, what)}, in {self._telling.where(faults)}"
             if asked:
                 self._accuse(faults, what)
-            text = f"{telling.off(verdict, what)}, in {telling.where(faults)}."
-            if asked:
-                return Row(name, "fail", verdict.error, text)
+                return Row(name, "fail", verdict.error, f"{text}.")
             if verdict.raised is not None:
-                return Row(name, "skip", None, text)
-            return Row(
-                name, "warn", verdict.error, f"{text} It was not asked for; do not use it here."
-            )
+                return Row(name, "skip", None, f"{text}.")
+            text += ", first of all. It was not asked for; do not use it here."
+            return Row(name, "warn", verdict.error, text)
         if verdict.wrong is None:
             return Row(
                 name, "warn" if asked else "skip", None,
@@ -199,11 +205,18 @@ class _Audit:
         return best
 
     def _accuse(self, faults: list[Fault], what: str) -> None:
+        names = self._problem.names
         for fault in faults:
-            name = f"culprit: {fault.call.name or 'the loss'}"
-            if name not in self._culprits:
-                text = telling.culprit(fault, what)
-                self._culprits[name] = Row(name, "fail", fault.verdict.error, text)
+            name = f"culprit: {names.title(fault.module)}"
+            if name not in self._culprits:  # what was found first: the lowest order
+                text = self._telling.culprit(fault, what)
+                self._add(Row(name, "fail", fault.verdict.error, text))
+
+    def _add(self, row: Row) -> None:
+        """A culprit; a module has one row."""
+        known = self._culprits.setdefault(row.name, row)
+        if row.text not in known.text:
+            self._culprits[row.name] = known._replace(text=f"{known.text}\n{row.text}")
 
 
 def _stops(setting: Setting) -> Iterator[Row]:
