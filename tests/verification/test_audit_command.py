@@ -147,6 +147,14 @@ def test_every_problem_of_a_file(write, capsys):
     assert "check  " in out.partition("second_order_problem_of_poison")[0]
 
 
+def test_what_a_file_imports_is_not_its_own(write, capsys):
+    write(HEAD, BAD, name="other.py")
+    imports = "\n\nfrom other import second_order_problem_of_poison\n"
+    status, out, _ = run(capsys, write(HEAD, GOOD, imports))
+    assert status == 0
+    assert "poison" not in out
+
+
 def test_a_factory_of_several(write, capsys):
     write(HEAD, SEVERAL)
     status, out, _ = run(capsys, "mine:listed")
