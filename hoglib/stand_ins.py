@@ -91,7 +91,7 @@ class _SecondOrder(StandingIn):
             _inside_when_run_again()
             return instead(*args, **kwargs)
         if isinstance(func, FunctionType):
-            again = _seen_through(func)
+            again = seen_through(func)
             if again is not None:
                 with self:
                     return again(*args, **kwargs)
@@ -111,7 +111,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 
 @functools.cache
-def _seen_through(func: FunctionType) -> Callable[..., Any] | None:
+def seen_through(func: FunctionType) -> Callable[..., Any] | None:
     """A copy of a Python function of torch that the mode sees into, if there is something to see.
 
     Such a function asks `has_torch_function` first, which is true under any mode, and the mode is not

@@ -76,15 +76,19 @@ def look(problem: Problem, running: Running) -> Look:
 def _compiled(seen: Look, problem: Problem, state: Unchanged) -> None:
     """Whether compiled code runs, and has a second derivative; it does not let itself be watched."""
     state.begin()
-    leaves = own_leaves(problem.leaves, False)
-    value = problem.value(leaves, problem.batch)
+    try:
+        value = problem.value(own_leaves(problem.leaves, False), problem.batch)
+    except Exception:  # told where it is watched
+        return
     modules = any(map(has_compiled, problem.names.roots))
     seen.compiled = modules or any(map(is_compiled, nodes([value])))
     if seen.compiled:
         try:
-            w = [torch.ones_like(x) for x in leaves]
+            v = [torch.ones_like(x) for x in problem.leaves]
             state.begin()
-            reverse_over_reverse(lambda *own: problem.value(list(own), problem.batch), leaves, w, w)
+            reverse_over_reverse(
+                lambda *own: problem.value(list(own), problem.batch), problem.leaves, v, v
+            )
         except RuntimeError as error:
             seen.compiled_raises = error
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hoglib import _tree
 from hoglib._functional import FunctionalLoss
 from hoglib._functorch import transforms_active, watching_functions
 from hoglib.ops._captured import Capture, held
+from hoglib.stand_ins import seen_through
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float, is_part
 from hoglib.verification._where import Place
@@ -219,6 +221,11 @@ class _Operations(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.depth.depth or not self.here():
             return func(*args, **kwargs)
+        # what it calls says more than its name
+        again = seen_through(func) if isinstance(func, FunctionType) else None
+        if again is not None:
+            with self:
+                return again(*args, **kwargs)
         graphed = any(is_float(x) and x.requires_grad for x in _tree.leaves((args, kwargs)))
         given = _copied((args, kwargs)) if graphed else None
         result = func(*args, **kwargs)
