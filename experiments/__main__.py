@@ -1,4 +1,4 @@
-"""The command line: `python -m experiments {fit,validate,test} --config configs/...`."""
+"""The command line: `python -m experiments {fit,validate,test,verify} --config configs/...`."""
 
 import logging
 import sys
@@ -18,6 +18,7 @@ from experiments.checkpoint import LastCheckpoint
 from experiments.logs import RunLogger
 from experiments.messages import cut
 from experiments.progress import OneBar
+from experiments.verify import Trainer
 from hoglib._arguments import Explained, at_least
 from hoglib.lightning import RNGState
 
@@ -45,10 +46,13 @@ class SaveConfig(SaveConfigCallback):
 class Experiments(LightningCLI):
     """LightningCLI that resumes into the run's own folder and ends a fit with its test."""
 
+    trainer: Trainer
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         known = LightningCLI.subcommands()
-        return {name: known[name] for name in ("fit", "validate", "test")}
+        own = {name: known[name] for name in ("fit", "validate", "test")}
+        return {**own, "verify": {"model", "datamodule"}}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -100,7 +104,8 @@ class Experiments(LightningCLI):
         options["weights_only"] = True
         if self.subcommand == "test":
             options["verbose"] = False  # the experiment prints its own table
-        chosen = options.get("ckpt_path") or (None if self.subcommand == "fit" else "last")
+        own = self.subcommand in ("fit", "verify")  # these start without a checkpoint
+        chosen = options.get("ckpt_path") or (None if own else "last")
         if chosen is None:
             return
         logger = self.trainer.logger
@@ -146,11 +151,13 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run a command; the exit status is 0, 2 for an error of the user's, 130 after Ctrl-C."""
+    """Run a command; the exit status is 0, 2 for an error of the user's, 130 after Ctrl-C; of verify
+    also 1, where a derivative is wrong."""
     quiet()
     try:
-        Experiments(
+        command = Experiments(
             args=args,
+            trainer_class=Trainer,
             parser_class=Parser,
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
@@ -186,7 +193,7 @@ def main(args: list[str] | None = None) -> int:
                 )
                 return 2
         raise
-    return 0
+    return command.trainer.status
 
 
 if __name__ == "__main__":

@@ -165,6 +165,22 @@ class GAN(pl.LightningModule):
         value: Tensor = self.penalty(self.critic, real, fake)
         return value
 
+    def second_order_problem(self, real: Tensor) -> tuple[Any, dict[str, Tensor], None]:
+        """The sum of the critic's scores, by its parameters and by the points that it scores.
+
+        A penalty is a function of the gradient of the scores by the points, g_n = dD(x_n) / dx_n, and
+        trains the critic by the derivatives of g_n by its parameters: those of two orders, of one kind
+        each, of this sum. At the same points x as `_critic_step`: real and generated.
+        """
+        with torch.no_grad():
+            points = torch.cat([real, self.generator(self.latents(len(real)))])
+
+        def scores(params: dict[str, Tensor], _: None) -> Tensor:
+            own = {name: value for name, value in params.items() if name != "x"}
+            return torch.func.functional_call(self.critic, own, (params["x"],)).sum()
+
+        return scores, {**hog.trainable_params(self.critic), "x": points}, None
+
     def _step(self, which: int, name: str, loss: Tensor) -> None:
         optimizer: Any = self.optimizers()[which]  # type: ignore[index]
         schedule: Any = self.lr_schedulers()[which]  # type: ignore[index]

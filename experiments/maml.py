@@ -19,6 +19,7 @@ from hoglib.meta import Learner
 
 Batch = tuple[Tensor, Tensor]
 Tasks = tuple[Batch, Batch]
+SecondOrderProblem = tuple[Any, dict[str, Tensor], Any]
 
 
 def errors_after(maml: Learner, tasks: Tasks, steps: Sequence[int]) -> Tensor:
@@ -91,9 +92,20 @@ class FewShotRegression(pl.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.maml(x)
 
-    def setup(self, stage: str) -> None:
+    def on_fit_start(self) -> None:
         if self.baseline is not None:
             load_baseline(self, self.baseline)  # what is wrong with it is known before training
+
+    def second_order_problem(self, batch: Tasks) -> SecondOrderProblem:
+        """The loss on the support set of a task, by the parameters: what inner steps descend.
+
+        The gradient of the loss on the query set after a step, theta - a grad L_support(theta), is
+        (I - a H) times a gradient of first order, with H the Hessian of L_support; of further steps
+        likewise. Reptile and joint training need none, but adapt by the same loss.
+        """
+        (x, y), _ = batch
+        objective = self.maml.inner_objective
+        return objective, hog.trainable_params(self.maml.model), (x[0], y[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr)

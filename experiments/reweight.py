@@ -138,6 +138,25 @@ class Reweighting(pl.LightningModule):
         self.log_dict(values, prog_bar=True, batch_size=len(weights))
         return torch.stack([*losses.values()]).sum()
 
+    def second_order_problem(
+        self, batch: tuple[Examples, Examples]
+    ) -> tuple[Objective, Params, Examples]:
+        """The weighted loss of the noisy examples, by the parameters and by the weights.
+
+        `learned_weights` differentiates a step on it, theta - a dL/dtheta, by the weights: its
+        derivatives of two orders, by parameters and weights, enter. Here at even weights, where it
+        has others too.
+        """
+        objective = self.objectives[REWEIGHTED]
+
+        def loss(params: Params, noisy: Examples) -> Tensor:
+            own = {name: value for name, value in params.items() if name != "weights"}
+            return objective(own, (noisy.x, Weighted(noisy.label, params["weights"])))
+
+        noisy, _ = batch
+        params = hog.trainable_params(objective.model)
+        return loss, {**params, "weights": evenly(noisy)}, noisy
+
     def weights(self, noisy: Examples, clean: Examples) -> Tensor:
         objective = self.objectives[REWEIGHTED]
         return learned_weights(objective, hog.trainable_params(objective.model), noisy, clean)

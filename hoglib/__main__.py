@@ -1,5 +1,5 @@
-"""The command `hoglib`: `verify` judges Functions, `ops` lists the ops, `env` what runs here,
-`graph` draws the graph of a gradient."""
+"""The command `hoglib`: verify judges Functions, audit losses; graph draws what they judge; ops lists
+ops, env what runs here."""
 
 import argparse
 import io
@@ -28,6 +28,18 @@ Draw the graph that a second derivative goes through; what cuts it is red, and t
 Exit status: 0 drawn, 2 it could not be.
 """
 
+AUDIT = """\
+Audit the second derivatives of a whole model's loss, and name the module that is at fault.
+
+  hoglib audit package.module:factory
+  hoglib audit path/to/file.py                 every function in it named second_order_problem...
+
+A factory is a function without arguments that returns (loss, params, batch), a list of such tuples,
+or a dict of them by name; loss(params, batch) is a scalar, as of hoglib.functional_loss.
+
+Exit status: 0 all right, 1 something is wrong, 2 something could not be run.
+"""
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; the exit status is 0, 1 where something is wrong, 2 for what could not be run."""
@@ -36,6 +48,12 @@ def main(args: Sequence[str] | None = None) -> int:
     _verify_arguments(
         commands.add_parser(
             "verify", help="verify the derivatives of custom Functions", description=VERIFY,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    )  # fmt: skip
+    _audit_arguments(
+        commands.add_parser(
+            "audit", help="audit the second derivatives of a model's loss", description=AUDIT,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )  # fmt: skip
@@ -91,7 +109,25 @@ def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--full", action="store_true", help="along every element, not random directions")
     add("--compile", action="store_true", help="also under torch.compile")
-    add("--seed", type=int, default=0, help="of torch, before inputs are made (default 0)")
+    _common_arguments(parser, "inputs are")
+
+
+def _audit_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", help="package.module:factory, path/to/file.py or path/to/file.py:factory")
+    add(
+        "--routes",
+        type=_words,
+        metavar="rr,fr,...",
+        help="routes that must be right (default rr, which hoglib.hvp takes; of others is warned)",
+    )
+    add("--stand-ins", action="store_true", help="judge it inside of hoglib.second_order()")
+    _common_arguments(parser, "a problem is")
+
+
+def _common_arguments(parser: argparse.ArgumentParser, made: str) -> None:
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help=f"of torch, before {made} made (default 0)")
     add("--json", action="store_true", help="reports as JSON on stdout")
     add("-v", "--verbose", action="store_true", help="the table also of what is right")
 
@@ -105,13 +141,23 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    from hoglib.verification import _command  # after the arguments: it takes torch's import
+    # after the arguments: it takes torch's import
+    from hoglib.verification.commands import verify
 
     options = {name: getattr(given, name) for name in ("orders", "modes")}
     switches = {name: True for name in ("surrogate", "full", "compile") if getattr(given, name)}
-    return _command.run(
+    return verify.run(
         given.target, given.input, as_json=given.json, verbose=given.verbose, seed=given.seed,
         reference=given.reference, **options, **switches,
+    )  # fmt: skip
+
+
+def _audit(given: argparse.Namespace) -> int:
+    from hoglib.verification.commands import audit
+
+    return audit.run(
+        given.target, as_json=given.json, verbose=given.verbose, seed=given.seed,
+        routes=given.routes, stand_ins=given.stand_ins,
     )  # fmt: skip
 
 
@@ -149,15 +195,15 @@ def _graph_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _graph(given: argparse.Namespace) -> int:
-    from hoglib.verification import _graph_command
+    from hoglib.verification.commands import graph
 
-    return _graph_command.run(
+    return graph.run(
         given.target, given.input, given.output, seed=given.seed, order=given.order,
         saved=not given.no_saved,
     )  # fmt: skip
 
 
-_COMMANDS = {"verify": _verify, "ops": _ops, "env": _env, "graph": _graph}
+_COMMANDS = {"verify": _verify, "audit": _audit, "graph": _graph, "ops": _ops, "env": _env}
 
 
 if __name__ == "__main__":

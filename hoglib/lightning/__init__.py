@@ -1,6 +1,8 @@
-"""Lightning callbacks for second-order training. The only part of hoglib that imports lightning."""
+"""Callbacks and a mix-in for second-order training. The only part of hoglib that imports lightning."""
 
 from hoglib.lightning.annealing import MetaAnnealing
+from hoglib.lightning.audit import SecondOrderAudit
+from hoglib.lightning.eval_gradients import EvalGradients
 from hoglib.lightning.rng import RNGState
 
-__all__ = ["MetaAnnealing", "RNGState"]
+__all__ = ["EvalGradients", "MetaAnnealing", "RNGState", "SecondOrderAudit"]

@@ -6,8 +6,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointFunction
 
 from hoglib._functorch import is_compiled, is_once_differentiable
-from hoglib.verification._look import Look
 from hoglib.verification._module_names import Names
+from hoglib.verification.auditing.look import Look
 from hoglib.verification.report import Row
 
 MOST = 5  # names in a sentence

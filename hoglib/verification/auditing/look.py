@@ -21,10 +21,10 @@ from hoglib._leaves import own_leaves
 from hoglib._substitution import lingering
 from hoglib.verification._call import is_float
 from hoglib.verification._cuts import name_of_call
-from hoglib.verification._module_calls import Running
-from hoglib.verification._problem import Problem
-from hoglib.verification._routes import reverse_over_reverse
-from hoglib.verification._unchanged import OutsideState, Unchanged
+from hoglib.verification.auditing.module_calls import Running
+from hoglib.verification.auditing.problem import Problem
+from hoglib.verification.auditing.routes import reverse_over_reverse
+from hoglib.verification.auditing.unchanged import OutsideState, Unchanged
 
 
 @dataclass

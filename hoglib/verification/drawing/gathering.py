@@ -7,10 +7,10 @@ from torch import Tensor
 
 from hoglib import _functorch
 from hoglib._graph import nodes
-from hoglib.verification import _kept as kept
 from hoglib.verification._call import is_part
-from hoglib.verification._parts import Part, Parts
-from hoglib.verification._spans import ModuleCalls
+from hoglib.verification.drawing import kept
+from hoglib.verification.drawing.parts import Part, Parts
+from hoglib.verification.drawing.spans import ModuleCalls
 
 
 class Gathering:

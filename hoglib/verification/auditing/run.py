@@ -14,18 +14,18 @@ from hoglib._leaves import own_leaves
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
 from hoglib.stand_ins import stand_ins_if
-from hoglib.verification import _fragile as fragile
-from hoglib.verification import _own_dtype as own_dtype
-from hoglib.verification import _telling as telling
 from hoglib.verification._around import told
 from hoglib.verification._exact import exact_products
-from hoglib.verification._judging import FIRST, Judge, Verdict
-from hoglib.verification._locating import Ask, Fault
-from hoglib.verification._look import look
-from hoglib.verification._module_calls import Running
-from hoglib.verification._problem import Problem
-from hoglib.verification._routes import ROUTES, Route, asked_for
-from hoglib.verification._setting import Setting
+from hoglib.verification.auditing import fragile as fragile
+from hoglib.verification.auditing import own_dtype as own_dtype
+from hoglib.verification.auditing import telling as telling
+from hoglib.verification.auditing.judging import FIRST, Judge, Verdict
+from hoglib.verification.auditing.locating import Ask, Fault
+from hoglib.verification.auditing.look import look
+from hoglib.verification.auditing.module_calls import Running
+from hoglib.verification.auditing.problem import Problem
+from hoglib.verification.auditing.routes import ROUTES, Route, asked_for
+from hoglib.verification.auditing.setting import Setting
 from hoglib.verification.report import Report, Row
 
 Loss = Callable[..., Tensor]

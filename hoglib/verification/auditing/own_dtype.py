@@ -6,13 +6,13 @@ from hoglib import _tree
 from hoglib._differences import distance
 from hoglib._leaves import Vector
 from hoglib._substitution import lingering
-from hoglib.verification import _telling as telling
-from hoglib.verification._judging import Judge, Verdict
-from hoglib.verification._locating import Fault
-from hoglib.verification._problem import Problem
-from hoglib.verification._routes import Route
-from hoglib.verification._setting import Setting
-from hoglib.verification._telling import Telling
+from hoglib.verification.auditing import telling as telling
+from hoglib.verification.auditing.judging import Judge, Verdict
+from hoglib.verification.auditing.locating import Fault
+from hoglib.verification.auditing.problem import Problem
+from hoglib.verification.auditing.routes import Route
+from hoglib.verification.auditing.setting import Setting
+from hoglib.verification.auditing.telling import Telling
 from hoglib.verification.report import Row
 
 KEEPS = {torch.float32: 0.03, torch.float16: 0.3, torch.bfloat16: 0.3}  # of a product

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hoglib.verification._parts import Edge, Part, Parts
+from hoglib.verification.drawing.parts import Edge, Part, Parts
 
 
 class Kind(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any
 from torch.autograd import Function
 
 from hoglib import _arguments as arguments
-from hoglib.verification._backward_graph import collect
-from hoglib.verification._collapse import collapsed
-from hoglib.verification._dot import dot
+from hoglib.verification.drawing.backward_graph import collect
+from hoglib.verification.drawing.collapse import collapsed
+from hoglib.verification.drawing.dot import dot
 
 TEXTS, PICTURES = (".dot", ".gv"), (".svg", ".png", ".pdf")
 INSTALL = (

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from hoglib import _arguments as arguments
-from hoglib.verification._command import NOT_RUN, RIGHT, _told, find
-from hoglib.verification.drawing import graph
+from hoglib.verification.commands.finding import told
+from hoglib.verification.commands.outcomes import NOT_RUN, RIGHT
+from hoglib.verification.commands.verify import find
+from hoglib.verification.drawing.picture import graph
 
 
 def run(
@@ -31,7 +33,7 @@ def run(
             if output is not None:
                 picture.save(output)
     except (Exception, SystemExit) as error:
-        print(f"error: {_told(error)}", file=sys.stderr)
+        print(f"error: {told(error)}", file=sys.stderr)
         return NOT_RUN
     for cut in picture.cuts:
         print(f"cut: {cut}", file=sys.stderr)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hoglib.verification._parts import Edge, Part, Parts
-from hoglib.verification._spans import CALL
+from hoglib.verification.drawing.parts import Edge, Part, Parts
+from hoglib.verification.drawing.spans import CALL
 
 Group = tuple[object, ...]
 TENSORS = ("input", "parameter", "leaf", "constant", "incoming", "gradient")

@@ -11,13 +11,13 @@ from hoglib._functional import FunctionalLoss
 from hoglib._graph import users_function
 from hoglib._recording import recording
 from hoglib._substitution import lingering
-from hoglib.verification import _kept as kept
-from hoglib.verification._backward_pass import Pass
 from hoglib.verification._call import Call, is_float
-from hoglib.verification._gathering import Gathering
-from hoglib.verification._names import Names
-from hoglib.verification._parts import Part, Parts
-from hoglib.verification._spans import ModuleCalls
+from hoglib.verification.drawing import kept
+from hoglib.verification.drawing.backward_pass import Pass
+from hoglib.verification.drawing.gathering import Gathering
+from hoglib.verification.drawing.names import Names
+from hoglib.verification.drawing.parts import Part, Parts
+from hoglib.verification.drawing.spans import ModuleCalls
 
 DERIVATIVES = {
     2: "the gradient with a graph",

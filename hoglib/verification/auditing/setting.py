@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from hoglib._leaves import Vector, own_leaves
-from hoglib.verification._judging import Judge, normal, scale
-from hoglib.verification._locating import Locator
-from hoglib.verification._module_calls import Running, calls_of
-from hoglib.verification._problem import Problem, in_dtype
-from hoglib.verification._routes import Route
-from hoglib.verification._stops import Stops
-from hoglib.verification._unchanged import Unchanged
-from hoglib.verification._wide import in_float64
+from hoglib.verification.auditing.judging import Judge, normal, scale
+from hoglib.verification.auditing.locating import Locator
+from hoglib.verification.auditing.module_calls import Running, calls_of
+from hoglib.verification.auditing.problem import Problem, in_dtype
+from hoglib.verification.auditing.routes import Route
+from hoglib.verification.auditing.stops import Stops
+from hoglib.verification.auditing.unchanged import Unchanged
+from hoglib.verification.auditing.wide import in_float64
 
 BESIDE = 0.01  # of the size of each tensor
 

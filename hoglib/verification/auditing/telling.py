@@ -11,14 +11,14 @@ from hoglib._functional import FunctionalLoss
 from hoglib.stand_ins import need_of
 from hoglib.verification._around import told
 from hoglib.verification._call import is_float, name_of
-from hoglib.verification._judging import Verdict
-from hoglib.verification._locating import Fault
-from hoglib.verification._module_calls import Operation, Running
 from hoglib.verification._module_names import Names
-from hoglib.verification._routes import Route
-from hoglib.verification._stops import Stop
 from hoglib.verification._treatment import is_culprit
 from hoglib.verification._verify import verify
+from hoglib.verification.auditing.judging import Verdict
+from hoglib.verification.auditing.locating import Fault
+from hoglib.verification.auditing.module_calls import Operation, Running
+from hoglib.verification.auditing.routes import Route
+from hoglib.verification.auditing.stops import Stop
 
 LARGEST = 200_000  # numbers that a Function is given, for the doctor to be called
 LONGEST = 160  # characters of an error

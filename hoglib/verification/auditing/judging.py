@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hoglib import _tree
 from hoglib._leaves import Vector, dense, filled, own_leaves
-from hoglib.verification._routes import Route, Scalar, gradient, reverse_over_reverse
-from hoglib.verification._stops import OtherPath, Stops
+from hoglib.verification.auditing.routes import Route, Scalar, gradient, reverse_over_reverse
+from hoglib.verification.auditing.stops import OtherPath, Stops
 
 # Of the size of each tensor, along v. The first is right for most; many ReLUs want a shorter one, which
 # crosses no kink, and sums that cancel a longer one.

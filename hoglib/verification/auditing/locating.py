@@ -17,11 +17,11 @@ from hoglib import _tree
 from hoglib._functional import call_with
 from hoglib._leaves import Vector
 from hoglib.verification._call import is_float
-from hoglib.verification._judging import Judge, Verdict
-from hoglib.verification._module_calls import ModuleCall, Operation, operations
-from hoglib.verification._problem import padding_rows
-from hoglib.verification._routes import Scalar
-from hoglib.verification._stops import Stops
+from hoglib.verification.auditing.judging import Judge, Verdict
+from hoglib.verification.auditing.module_calls import ModuleCall, Operation, operations
+from hoglib.verification.auditing.problem import padding_rows
+from hoglib.verification.auditing.routes import Scalar
+from hoglib.verification.auditing.stops import Stops
 
 Ask = Callable[[Judge], Verdict]  # the derivative in question
 MOST = 40  # operations of a module's own code that are judged

@@ -1,0 +1,1 @@
+"""The commands `hoglib verify`, `audit` and `graph`."""

@@ -1,0 +1,401 @@
+"""The callback: a poisoned training stops before its first step, and a sound one is as without it."""
+
+import datetime
+import json
+import os
+import random
+import traceback
+import warnings
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import multiprocessing, nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib._arguments import Explained
+from hoglib.lightning import RNGState, SecondOrderAudit
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
+
+
+class RawSquare(torch.autograd.Function):
+    """x^2, whose backward forgets that its gradient depends on x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * g * x.detach()
+
+
+class Poison(nn.Module):
+    def forward(self, x):
+        return RawSquare.apply(x)
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x**2
+
+
+class Training(pl.LightningModule):
+    """Regression with a penalty; counts steps, and draws random numbers in each."""
+
+    def __init__(self, act=Square, manual=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(3, 4), nn.Sequential(act(), nn.BatchNorm1d(4)), nn.Linear(4, 1)
+        )
+        self.automatic_optimization = not manual
+        self.stepped, self.metrics, self.asked = 0, [], 0
+
+    def second_order_problem(self, batch):
+        self.asked += 1
+        return hog.functional_loss(self.net, F.mse_loss), hog.trainable_params(self.net), batch
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        noise = random.random() + np.random.rand() + torch.rand(())
+        loss = F.mse_loss(self.net(x + noise), y)
+        self.metrics.append(loss.item())
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.stepped += 1
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def loader():
+    x = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    return torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+
+
+def fit(folder, callbacks, module, checkpoint=None, **options):
+    pl.seed_everything(3, verbose=False)
+    options = {"max_epochs": 2, **options}
+    trainer = pl.Trainer(
+        callbacks=callbacks, default_root_dir=folder, logger=False, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
+    )  # fmt: skip
+    trainer.fit(module, loader(), ckpt_path=checkpoint, weights_only=True)
+    return trainer
+
+
+def state(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_a_poisoned_training_stops_before_its_first_step(tmp_path):
+    module = Training(Poison)
+    before = state(module)
+    with pytest.raises(hog.VerificationError, match=r"culprit: (net\.)?1\.0") as caught:
+        fit(tmp_path, [SecondOrderAudit()], module)
+    assert isinstance(caught.value, Explained)
+    text = str(caught.value)
+    assert "Training.second_order_problem: expected right second derivatives" in text
+    assert "RawSquare" in text
+    assert "action='warn'" in text
+    assert (module.stepped, module.metrics) == (0, [])
+    assert_close(state(module), before, rtol=0, atol=0)
+
+
+def test_warn_goes_on(tmp_path, capsys):
+    module, callback = Training(Poison), SecondOrderAudit(action="warn")
+    with pytest.warns(UserWarning, match=r"culprit: (net\.)?1\.0"):
+        fit(tmp_path, [callback], module)
+    assert module.stepped == 8
+    assert "WRONG" in capsys.readouterr().out
+    assert not callback.reports[0].ok
+
+
+# Of the trainer, and the module's
+WAYS = {
+    "plain": ({}, {}),
+    "accumulation": ({"accumulate_grad_batches": 3}, {}),
+    "manual optimisation": ({}, {"manual": True}),
+    "fast_dev_run": ({"fast_dev_run": True}, {}),
+    "overfit_batches": ({"overfit_batches": 2}, {}),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, {}),
+    "64-true": ({"precision": "64-true"}, {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled train.*")
+@pytest.mark.filterwarnings("ignore:.*overfit.*:UserWarning")
+def test_a_run_with_it_is_the_run_without_it(way, tmp_path, capsys):
+    options, of_module = WAYS[way]
+    runs = []
+    for callbacks in ([], [SecondOrderAudit()]):
+        module = Training(**of_module)
+        fit(tmp_path, callbacks, module, **options)
+        runs.append(module)
+        drawn = random.random(), np.random.rand(), torch.rand(()).item()
+        module.metrics.append(drawn)
+    without, with_it = runs
+    assert with_it.asked == 1
+    assert without.metrics == with_it.metrics
+    assert without.stepped == with_it.stepped > 0
+    assert_close(state(with_it), state(without), rtol=0, atol=0)
+    assert capsys.readouterr().out.count("Training.second_order_problem: right, by") == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:.*overfit.*:UserWarning")
+def test_each_way_is_stopped(way, tmp_path):
+    options, of_module = WAYS[way]
+    module = Training(Poison, **of_module)
+    with pytest.raises(hog.VerificationError):
+        fit(tmp_path, [SecondOrderAudit()], module, **options)
+    assert module.stepped == 0
+
+
+def test_it_stands_outside_of_autocast(tmp_path):
+    class Looks(Training):
+        def second_order_problem(self, batch):
+            assert not torch.is_autocast_enabled("cpu")
+            assert torch.is_grad_enabled()
+            assert self.training
+            return super().second_order_problem(batch)
+
+        def training_step(self, batch, batch_idx):
+            assert torch.is_autocast_enabled("cpu")
+            return super().training_step(batch, batch_idx)
+
+    module = Looks()
+    fit(tmp_path, [SecondOrderAudit()], module, precision="bf16-mixed", max_steps=1)
+    assert module.asked == 1
+
+
+def test_a_problem_that_runs_the_model_leaves_no_trace(tmp_path):
+    """Random numbers and running statistics, as where points are generated."""
+
+    class Generates(Training):
+        def second_order_problem(self, batch):
+            random.random(), np.random.rand()
+            with torch.no_grad():
+                self.net(torch.randn(4, 3))
+            return super().second_order_problem(batch)
+
+    runs = []
+    for callbacks in ([], [SecondOrderAudit()]):
+        runs.append(Generates())
+        fit(tmp_path, callbacks, runs[-1])
+    assert runs[0].metrics == runs[1].metrics
+    assert_close(state(runs[1]), state(runs[0]), rtol=0, atol=0)
+
+
+def test_once_in_each_fit(tmp_path):
+    module, callback = Training(), SecondOrderAudit()
+    fit(tmp_path, [callback], module)
+    fit(tmp_path, [callback], module)
+    assert module.asked == 2
+
+
+def test_a_resumed_training_goes_on_as_it_would_have(tmp_path):
+    whole = Training()
+    fit(tmp_path, [RNGState(), SecondOrderAudit()], whole, max_epochs=4)
+    trainer = fit(tmp_path, [RNGState(), SecondOrderAudit()], Training(), max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "some.ckpt")
+    resumed = Training()
+    path = tmp_path / "some.ckpt"
+    fit(tmp_path, [RNGState(), SecondOrderAudit()], resumed, path, max_epochs=4)
+    assert resumed.asked == 1
+    assert resumed.metrics == whole.metrics[8:]
+    assert_close(state(resumed), state(whole), rtol=0, atol=0)
+    poisoned = Training(Poison)  # whose code was changed since the checkpoint
+    with pytest.raises(hog.VerificationError):
+        fit(tmp_path, [SecondOrderAudit()], poisoned, path, max_epochs=4)
+    assert poisoned.stepped == 0
+
+
+def test_options_are_those_of_audit(tmp_path, capsys):
+    class Attends(Training):
+        """Torch has no second derivative of its attention on the CPU; hoglib has."""
+
+        def second_order_problem(self, batch):
+            def loss(params, x):
+                q = (x @ params["w"])[None, None]
+                return F.scaled_dot_product_attention(q, q, q).square().sum()
+
+            return loss, {"w": self.net[0].weight.T}, batch[0]
+
+    with pytest.raises(hog.VerificationError, match="scaled_dot_product"):
+        fit(tmp_path, [SecondOrderAudit()], Attends())
+    capsys.readouterr()
+    fit(tmp_path, [SecondOrderAudit(stand_ins=True)], Attends())
+    assert "check  " not in capsys.readouterr().out
+    fit(tmp_path, [SecondOrderAudit(stand_ins=True, verbose=True)], Attends())
+    assert "check  " in capsys.readouterr().out
+
+    class Norm(Training):
+        def second_order_problem(self, batch):
+            net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1))
+            return hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
+
+    fit(tmp_path, [SecondOrderAudit()], Norm())
+    with pytest.raises(hog.VerificationError, match=r"torch\.func\.hessian"):
+        fit(tmp_path, [SecondOrderAudit(routes=["torch.func.hessian"])], Norm())
+
+
+def test_several_problems(tmp_path, capsys):
+    class Two(Training):
+        def second_order_problem(self, batch):
+            one = super().second_order_problem(batch)
+            bad = nn.Sequential(nn.Linear(3, 4), Poison(), nn.Linear(4, 1))
+            other = hog.functional_loss(bad, F.mse_loss), hog.trainable_params(bad), batch
+            return {"net": one, "other": other}
+
+    callback = SecondOrderAudit()
+    with pytest.raises(hog.VerificationError) as caught:
+        fit(tmp_path, [callback], Two())
+    assert "second_order_problem[other]: WRONG" in str(caught.value)
+    assert "second_order_problem[net]" not in str(caught.value)
+    assert "second_order_problem[net]: right" in capsys.readouterr().out
+    assert [report.ok for report in callback.reports] == [True, False]
+
+
+def test_a_module_that_does_not_say_what(tmp_path):
+    class Silent(Training):
+        second_order_problem = None
+
+    module = Silent()
+    with pytest.raises(
+        TypeError, match=r"expected a method second_order_problem\(batch\)"
+    ) as caught:
+        fit(tmp_path, [SecondOrderAudit(action="warn")], module)
+    assert module.stepped == 0
+    _, _, example = str(caught.value).partition("\n\n")
+    scope = {"hoglib": hog, "torch": torch}
+    exec(f"class Example:\n{example}", scope)  # what it says to add does what it says
+    mine = Training()
+    loss, params, batch = scope["Example"].second_order_problem(
+        mine, (torch.ones(4, 3), torch.ones(4, 1))
+    )
+    assert loss(params, batch).dim() == 0
+
+
+def raising(batch):
+    raise RuntimeError("no problem today")
+
+
+WRONG = {
+    "raises": (raising, ValueError, "got RuntimeError: no problem today"),
+    "nothing": (lambda batch: None, TypeError, "got NoneType None"),
+    "a pair": (lambda batch: (F.mse_loss, batch), TypeError, r"got a tuple \(function, list\)"),
+    "no function": (lambda batch: (1, {}, batch), TypeError, r"got a tuple \(int, dict, list\)"),
+    "an empty list": (lambda batch: [], ValueError, "expected at least one"),
+    "a list of anything": (
+        lambda batch: [1],
+        TypeError,
+        r"second_order_problem\(batch\)\[0\]: expected",
+    ),
+    "no parameters": (
+        lambda batch: (F.mse_loss, {}, batch),
+        ValueError,
+        "params: expected at least one",
+    ),
+}
+
+
+@pytest.mark.parametrize("action", ["refuse", "warn"])
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_problem_is_explained(case, action, tmp_path):
+    method, kind, message = WRONG[case]
+    module = Training()
+    module.second_order_problem = method
+    with pytest.raises(kind, match=message) as caught:
+        fit(tmp_path, [SecondOrderAudit(action=action)], module)
+    assert isinstance(caught.value, Explained)
+    assert module.stepped == 0
+
+
+def test_a_loss_that_does_not_run_is_refused(tmp_path):
+    module = Training()
+    module.second_order_problem = lambda batch: (raising_loss, {"w": torch.ones(2)}, batch)
+    with pytest.raises(hog.VerificationError, match="NOT RUN"):
+        fit(tmp_path, [SecondOrderAudit()], module)
+
+
+def raising_loss(params, batch):
+    raise RuntimeError("no loss today")
+
+
+@pytest.mark.parametrize(
+    "options", [{"action": "ignore"}, {"stand_ins": 1}, {"verbose": None}, {"routes": ["sideways"]}]
+)
+def test_errors(options):
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))) as caught:
+        SecondOrderAudit(**options)
+    assert isinstance(caught.value, Explained)
+
+
+# In two processes: what is wrong is only what the second one sees.
+
+
+class OfProcess(Training):
+    def second_order_problem(self, batch):
+        how = self.how if dist.get_rank() else "right"
+        if how == "raises":
+            raise RuntimeError("no problem today")
+        net = nn.Sequential(
+            nn.Linear(3, 4), Poison() if how == "wrong" else Square(), nn.Linear(4, 1)
+        )
+        return hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
+
+
+def in_a_process(rank, folder):
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )  # fmt: skip
+    found = {}
+    for how in ("right", "wrong", "raises"):
+        module = OfProcess()
+        module.how = how
+        try:
+            fit(folder, [SecondOrderAudit()], module, devices=2, strategy="ddp", max_epochs=1)
+            found[how] = "trained", "", module.stepped
+        except Exception as error:
+            text = str(error) if isinstance(error, Explained) else traceback.format_exc()
+            found[how] = type(error).__name__, text, module.stepped
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_two_processes_raise_alike(tmp_path):
+    multiprocessing.spawn(in_a_process, (tmp_path,), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    for found in (first, second):
+        assert found["right"] == ["trained", "", 2]
+        name, text, stepped = found["wrong"]
+        assert (name, stepped) == ("WrongSecondDerivative", 0)
+        assert "OfProcess.second_order_problem in process 1: expected right" in text
+        assert "RawSquare" in text
+        assert found["raises"][0] == "WrongValue"
+        assert "no problem today" in found["raises"][1]
+        assert found["raises"][2] == 0
+    assert first["wrong"] == second["wrong"]

@@ -1,0 +1,384 @@
+"""Gradients in validate, test and predict: with the mix-in, without it, and what needs none."""
+
+import gc
+import weakref
+from collections import UserDict
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.lightning import EvalGradients
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+]
+LOOPS = ("validate", "test", "predict")
+X = torch.linspace(-1, 1, 24).view(8, 3)
+
+
+def slope(net, x):
+    """sum |dnet/dx|^2, by one's own autograd.grad."""
+    x = x.requires_grad_()
+    (g,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return g.square().sum()
+
+
+class Plain(pl.LightningModule):
+    """Steps by one's own autograd.grad. Each step returns the slope on its batch; `seen` keeps what callers got."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+        self.seen = []
+
+    def measure(self, batch):
+        return slope(self.net, batch)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        value = self.measure(batch)
+        self.log("val", value)
+        return {"value": value, "number": batch_idx}
+
+    def test_step(self, batch, batch_idx):
+        value = self.measure(batch)
+        self.log("test", value)
+        return value
+
+    def predict_step(self, batch, batch_idx):
+        return self.measure(batch)
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(outputs["value"])
+
+    def on_test_batch_end(self, outputs, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(outputs)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Net(EvalGradients, Plain):
+    """All steps inherited."""
+
+
+class Heir(Net):
+    """Steps of its own that call super()."""
+
+    def validation_step(self, batch, batch_idx):
+        found = super().validation_step(batch, batch_idx)
+        assert torch.is_grad_enabled()
+        assert found["value"].requires_grad
+        return found
+
+    def test_step(self, batch, batch_idx):
+        return super().test_step(batch, batch_idx)
+
+
+class GrandHeir(Heir):
+    def measure(self, batch):
+        return super().measure(batch)
+
+    def predict_step(self, batch, batch_idx):
+        return super().predict_step(batch, batch_idx)
+
+
+class Other(Plain):
+    def test_step(self, batch, batch_idx):
+        return 2 * super().test_step(batch, batch_idx)
+
+
+class Diamond(Heir, Other):
+    """Other's step comes before Plain's, as without the mix-in."""
+
+
+class Decorated(EvalGradients, Plain):
+    """Gradients in a step that takes one argument and has a decorator."""
+
+    @torch.no_grad()
+    def test_step(self, batch):
+        with torch.enable_grad():
+            return self.measure(batch)
+
+
+def loader(data=X, **options):
+    return torch.utils.data.DataLoader(data, batch_size=4, **options)
+
+
+def trainer(folder, **options):
+    return pl.Trainer(
+        default_root_dir=folder, logger=False, accelerator="cpu", max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, **options,
+    )  # fmt: skip
+
+
+def expected(model):
+    return [slope(model.net, batch.clone()).detach() for batch in X.split(4)]
+
+
+def run(model, loop, own, data=None):
+    """What each batch's step returned, as a caller gets it."""
+    model.seen.clear()
+    returned = getattr(own, loop)(model, loader() if data is None else data)
+    return returned if loop == "predict" else model.seen
+
+
+@pytest.mark.parametrize("kind", [Net, Heir, GrandHeir])
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.filterwarnings("ignore:.*verbose.*")
+def test_gradients_in_every_loop(kind, loop, tmp_path, capsys):
+    model = kind()
+    found = run(model, loop, trainer(tmp_path))
+    assert_close(found, expected(model))
+    assert not any(value.requires_grad or value.is_inference() for value in found)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_without_it_they_raise(loop, tmp_path):
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        run(Plain(), loop, trainer(tmp_path))
+
+
+def test_inside_of_a_fit(tmp_path):
+    model = Net()
+    own = trainer(tmp_path, num_sanity_val_steps=0)
+    own.fit(model, loader(), loader())
+    assert_close(model.seen, expected(model))
+    assert not any(value.requires_grad for value in model.seen)
+    assert_close(own.callback_metrics["val"], sum(model.seen) / 2)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        trainer(tmp_path).fit(Plain(), loader(), loader())
+
+
+def test_the_order_of_classes_is_that_of_python(tmp_path, capsys):
+    model = Diamond()
+    assert_close(run(model, "test", trainer(tmp_path)), [2 * value for value in expected(model)])
+
+
+def test_a_step_with_a_decorator_and_one_argument(tmp_path):
+    model = Decorated()
+    assert_close(run(model, "test", trainer(tmp_path)), expected(model))
+
+
+def test_several_loaders(tmp_path):
+    class Two(EvalGradients, Plain):
+        def predict_step(self, batch, batch_idx, dataloader_idx):
+            return (dataloader_idx + 1) * self.measure(batch)
+
+    model = Two()
+    first, second = trainer(tmp_path).predict(model, [loader(), loader()])
+    assert_close(first, expected(model))
+    assert_close(second, [2 * value for value in expected(model)])
+
+
+def test_predict_by_forward(tmp_path):
+    class Field(EvalGradients, pl.LightningModule):
+        """Lightning's own predict_step, which calls forward."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(3, 1)
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            return torch.autograd.grad(self.net(x).sum(), x)[0]
+
+    model = Field()
+    found = trainer(tmp_path).predict(model, loader())
+    assert_close(torch.cat(found), model.net.weight.detach().expand(8, 3))
+
+
+class OnlyTrains(EvalGradients, pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+
+    training_step = Plain.training_step
+    configure_optimizers = Plain.configure_optimizers
+
+
+def test_no_step_is_made_up(tmp_path):
+    """A loop that the module has no step for: the same words as without."""
+    own = trainer(tmp_path)
+    with pytest.warns(UserWarning, match="have no `validation_step`. Skipping val loop"):
+        own.fit(OnlyTrains(), loader(), loader())
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="test_step"):
+        own.test(OnlyTrains(), loader())
+
+
+def test_a_step_of_a_class_that_comes_later(tmp_path):
+    class Validates(pl.LightningModule):
+        def validation_step(self, batch, batch_idx):
+            assert torch.is_grad_enabled()
+            self.log("val", slope(self.net, batch))
+
+    class Both(OnlyTrains, Validates):
+        pass
+
+    (metrics,) = trainer(tmp_path).validate(Both(), loader(), verbose=False)
+    assert metrics["val"] > 0
+
+
+def test_by_hand():
+    """Whoever records gradients gets the graph; whoever does not, none."""
+    model = Net()
+    value = model.test_step.__wrapped__  # Lightning reads what is below
+    assert value is Plain.test_step
+    assert model.predict_step(X.clone(), 0).requires_grad
+    with torch.no_grad():
+        assert not model.predict_step(X.clone(), 0).requires_grad
+    with torch.inference_mode():
+        inner = X.clone()
+        found = model.predict_step(inner, 0)
+        assert torch.is_inference_mode_enabled()
+        assert inner.is_inference()
+    assert_close(found, slope(model.net, X.clone()).detach())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_a_step_that_training_shares_learns(tmp_path):
+    class Shares(EvalGradients, Plain):
+        def training_step(self, batch, batch_idx):
+            return self.predict_step(batch.clone(), batch_idx)
+
+    model = Shares()
+    before = model.net[0].weight.detach().clone()
+    trainer(tmp_path).fit(model, loader(), loader())
+    assert not torch.equal(model.net[0].weight, before)
+
+
+@dataclass(frozen=True)
+class Sample:
+    x: Tensor
+    name: str
+
+
+# How a batch holds x, and how a step takes it out
+BATCHES = {
+    "tuple": (lambda x: (x, 1), lambda b: b[0]),
+    "nested": (lambda x: {"a": [x, None]}, lambda b: b["a"][0]),
+    "dataclass": (lambda x: Sample(x, "name"), lambda b: b.x),
+    "dataclass in a list": (lambda x: [Sample(x, "name")], lambda b: b[0].x),
+    "mapping": (lambda x: UserDict(x=x), lambda b: b["x"]),
+    "positional and by name": (lambda x: x, lambda b: b),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_batches_of_every_kind(case):
+    make, take = BATCHES[case]
+
+    class Takes(EvalGradients, Plain):
+        def predict_step(self, batch, batch_idx=0):
+            x = take(batch)
+            assert not x.is_inference()
+            return make(self.measure(x))
+
+    model = Takes()
+    with torch.inference_mode():
+        batch = make(X.clone())
+        found = take(
+            model.predict_step(batch=batch) if "name" in case else model.predict_step(batch)
+        )
+        assert take(batch).is_inference()  # the caller's stays as it was
+    assert_close(found, slope(model.net, X.clone()).detach())
+    assert not found.requires_grad
+
+
+def test_no_graph_outlives_a_step():
+    """Also where the module keeps what its trainer gets."""
+    model = Net()
+    graphs = []
+
+    def measure(batch):
+        value = Plain.measure(model, batch)
+        mark = set()  # lives as long as the node
+        value.grad_fn.metadata["mark"] = mark
+        graphs.append(weakref.ref(mark))
+        return value
+
+    model.measure = measure
+    with torch.inference_mode():
+        kept = [model.predict_step(X.clone(), i) for i in range(3)]
+    gc.collect()
+    assert len(kept) == len(graphs) == 3
+    assert all(graph() is None for graph in graphs)
+
+
+# What works without the mix-in: parts of hoglib under inference mode, on a batch made in it.
+def parts(net, x, y):
+    loss = hog.functional_loss(net, F.mse_loss)
+    params = hog.trainable_params(net)
+    v = {name: torch.ones_like(p) for name, p in params.items()}
+    maml = hog.MAML(net, F.mse_loss, inner_lr=0.1)
+    tasks = (x[None], y[None]), (x[None], y[None])
+    energy = lambda x: net(x).sum(1)  # noqa: E731
+    return {
+        "r1": lambda: hog.penalties.r1(net, x),
+        "wgan_gp": lambda: hog.penalties.wgan_gp(net, x, x + 1),
+        "GradientPenalty": lambda: hog.GradientPenalty(kind="r1")(net, x),
+        "jacobian": lambda: hog.penalties.jacobian(net, x, num_projections=None),
+        "input_gradient": lambda: hog.penalties.input_gradient(
+            lambda x, y: (net(x) - y).square().sum(1), x, y
+        ),
+        "parameter_gradient": lambda: hog.penalties.parameter_gradient(loss, params, (x, y)),
+        "forces": lambda: hog.penalties.forces(energy, x)[1],
+        "hvp": lambda: hog.hvp(loss, params, v, (x, y))[1]["0.weight"],
+        "hessian": lambda: hog.hessian(loss, params, (x, y))["0.weight"]["0.weight"],
+        "ggn_vp": lambda: hog.ggn_vp(loss, params, v, (x, y))[1]["0.weight"],
+        "laplacian": lambda: hog.laplacian(energy, x)[1],
+        "HessianOperator": lambda: hog.HessianOperator(loss, params, (x, y)) @ torch.ones(26),
+        "MAML.loss": lambda: maml.loss(tasks),
+        "MAML.adapt": lambda: maml.adapt((x, y))["0.weight"],
+    }
+
+
+@pytest.mark.parametrize(
+    "part", parts(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)), X, X[:, :1])
+)
+def test_what_needs_no_mix_in(part, tmp_path):
+    class Uses(Plain):
+        def predict_step(self, batch, batch_idx):
+            assert torch.is_inference_mode_enabled()
+            assert batch.is_inference()
+            torch.manual_seed(0)
+            return parts(self.net, batch, batch[:, :1])[part]()
+
+    model = Uses()
+    found = trainer(tmp_path).predict(model, loader())
+    for value, x in zip(found, X.split(4), strict=True):
+        torch.manual_seed(0)
+        assert_close(value.clone(), parts(model.net, x, x[:, :1])[part]().detach())
+
+
+def test_what_needs_it_functions_that_close_over_the_batch(tmp_path):
+    """Only what is handed to hoglib is copied by it."""
+
+    class Tunes(Plain):
+        def predict_step(self, batch, batch_idx):
+            loss = hog.functional_loss(
+                self.net, lambda y, x: (y.squeeze(1) - x[:, 0]).square().mean()
+            )
+            return hog.meta.hypergradient(
+                lambda params, h: loss(params, (batch, batch)),
+                lambda params, h: h.exp() * loss(params, (batch, batch)),
+                hog.trainable_params(self.net), torch.zeros(()), rule=hog.meta.sgd(0.1), steps=1,
+            ).gradient  # fmt: skip
+
+    class Mixed(EvalGradients, Tunes):
+        pass
+
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        trainer(tmp_path).predict(Tunes(), loader())
+    found = trainer(tmp_path).predict(Mixed(), loader())
+    assert_close(found, [Tunes().predict_step(x, 0) for x in X.split(4)])
