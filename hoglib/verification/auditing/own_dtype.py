@@ -36,7 +36,7 @@ def row(
         verdict = ask(here.judge())
         if verdict.at_fault:
             faults = list(here.locator.faults(ask, verdict))
-            text = f"{telling.off(verdict, what)} in {words.where(faults)}."
+            text = f"It {telling.off(verdict)} at params, in {words.where(faults)}."
             return Row(name, "fail", verdict.error, text), faults, what
         if dtype not in KEEPS:
             return Row(name, "pass"), [], what

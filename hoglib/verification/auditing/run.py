@@ -172,13 +172,13 @@ class _Audit:
             found = setting.locator.faults(ask, verdict)
             # the first will do of what nobody asked for
             faults = [*found] if asked else [*islice(found, 1)]
-            text = f"{telling.off(verdict, what)}, in {self._telling.where(faults)}"
+            off, where = telling.off(verdict), self._telling.where(faults)
             if asked:
                 self._accuse(faults, what)
-                return Row(name, "fail", verdict.error, f"{text}.")
+                return Row(name, "fail", verdict.error, f"It {off}, in {where}.")
             if verdict.raised is not None:
-                return Row(name, "skip", None, f"{text}.")
-            text += ", first of all. It was not asked for; do not use it here."
+                return Row(name, "skip", None, f"It {off}, in {where}.")
+            text = f"It {off}, first of all in {where}. It was not asked for; do not use it here."
             return Row(name, "warn", verdict.error, text)
         if verdict.wrong is None:
             return Row(

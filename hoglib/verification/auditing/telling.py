@@ -1,5 +1,6 @@
 """What an audit says of a fault: which module, which operation, why, and what to do."""
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,8 @@ LONGEST = 160  # characters of an error
 _KNOWN = {
     "must override the setup_context": "torch.func needs a Function with setup_context",
     "ZeroTensors are immutable": "its tangent is one of torch's ZeroTensors, which are immutable",
+    r"forward AD with (\w+)": r"\1 has no forward mode",
+    r"derivative for (\S+) is not implemented": r"\1 has no derivative",
     "does not currently support double backward": "compiled code has no double backward",
     "saved tensor hooks": "torch.func does not support saved tensor hooks, as of a checkpoint",
 }
@@ -43,21 +46,22 @@ def inside(running: Running) -> str:
     return "" if failed is None else f" In {running.names.called(failed)}."
 
 
-def off(verdict: Verdict, what: str) -> str:
-    """How wrong a derivative is."""
+def off(verdict: Verdict) -> str:
+    """What is the matter with a derivative."""
     if verdict.raised is not None:
-        return f"{what} raises {_short(told(verdict.raised))}"
+        return f"raises {_short(told(verdict.raised))}"
     if verdict.error is None or verdict.error != verdict.error:
-        return f"{what} is not finite"
-    return f"{what} is off by {_percent(verdict.error)}"
+        return "is not finite"
+    return f"is off by {_percent(verdict.error)}"
 
 
 def _short(text: str) -> str:
     """An error of torch without its advice, which is not for the user of a model."""
+    kind = text.partition(":")[0]
     for known, instead in _KNOWN.items():
-        if known in text:
-            kind = text.partition(":")[0]
-            return f"{kind}: {instead}"
+        found = re.search(known, text)
+        if found:
+            return f"{kind}: {found.expand(instead)}"
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
@@ -87,17 +91,17 @@ class Telling:
 
     def culprit(self, fault: Fault, what: str) -> str:
         """All that is known of one fault."""
-        text = f"{self._names.called(fault.module)}: {off(fault.verdict, what)} through it."
+        text = f"{self._names.called(fault.module)}: {what} {off(fault.verdict)} through it."
         if not fault.operations:
             return f"{text} {_no_operation(fault)}"
         kinds = {op.name: (op, verdict) for op, verdict in reversed(fault.operations)}
         for op, verdict in [*reversed(kinds.values())][:MOST]:
             at = f" at {op.place}" if op.place else ""
             text += "\n" + (
-                f"The custom Function {op.name}{at} is at fault: {off(verdict, what)}. "
+                f"The custom Function {op.name}{at} is at fault: {what} {off(verdict)}. "
                 f"{self._examine(op)}"
                 if op.function is not None
-                else _of_operation(op, at, off(verdict, what))
+                else _of_operation(op, at, f"{what} {off(verdict)}")
             )
         return text
 
