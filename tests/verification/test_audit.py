@@ -557,3 +557,21 @@ def test_no_warning_escapes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         audited(smooth(Applies(reentrant), Applies(Once.apply)))
+
+
+def test_a_loss_that_is_not_finite_names_the_module() -> None:
+    report = audited(smooth(Applies(lambda x: (-x.abs() - 1).log())))
+    assert not report.ok
+    assert "`2` (Applies)" in report["finite"].text
+
+
+def test_what_cannot_be_compared_is_not_judged() -> None:
+    class Rough(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = torch.fmod(x * 1e9, 1.0)
+            return x + y
+
+    report = audited(smooth(Rough()))
+    assert not report.judged
+    with pytest.raises(hog.VerificationError, match="NOT JUDGED"):
+        report.raise_if_failed()

@@ -23,6 +23,22 @@ def rows(look: Look, names: Names) -> Iterator[Row]:
         yield Row(name, "warn", None, text)
 
 
+def not_finite(look: Look) -> list[Row]:
+    """Of a loss that is not: then its derivatives mean nothing."""
+    at = (
+        f"The first output that is not finite is that of {look.not_finite[0]}. "
+        if look.not_finite
+        else ""
+    )
+    return [
+        Row(
+            "finite", "fail", None,
+            "the loss is not a finite number at params, and nothing else was looked at. "
+            f"{at}Look for NaN in the batch, and for log, sqrt and divisions at zero.",
+        )
+    ]  # fmt: skip
+
+
 def culprits(look: Look, names: Names) -> Iterator[Row]:
     """A row for each thing that a run showed and that makes second derivatives wrong or impossible."""
     if look.compiled_raises is not None:

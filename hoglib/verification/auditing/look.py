@@ -45,6 +45,10 @@ class Look:
         default_factory=list
     )  # params that the loss has from the model too
     unused: list[str] = field(default_factory=list)  # parameters
+    finite: bool = True  # whether the loss is
+    not_finite: list[str] = field(
+        default_factory=list
+    )  # modules with outputs that are not, in order
 
 
 def look(problem: Problem, running: Running) -> Look:
@@ -66,6 +70,7 @@ def look(problem: Problem, running: Running) -> Look:
         ):  # fmt: skip
             value = problem.value(leaves, problem.batch)
         seen.drew_outside = outside.changed()
+        seen.finite = bool(value.isfinite())
         _leaves_of(seen, problem, value, leaves)
         attributes = state.changed_attributes()
         if attributes:
@@ -180,6 +185,9 @@ def _random_numbers(seen: Look, running: Running, device: torch.device) -> Itera
     def end(module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and states and states[-1][0] is module:
             ended(*states.pop())
+        made = [y for y in _tree.leaves(output) if is_float(y)]
+        if not all(bool(y.detach().isfinite().all()) for y in made):
+            seen.not_finite.append(running.names.called(module))
 
     def ended(module: nn.Module | None, before: Tensor, told: bool) -> None:
         if torch.equal(before, state()):

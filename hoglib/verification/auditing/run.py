@@ -16,9 +16,7 @@ from hoglib._substitution import lingering
 from hoglib.stand_ins import stand_ins_if
 from hoglib.verification._around import told
 from hoglib.verification._exact import exact_products
-from hoglib.verification.auditing import fragile as fragile
-from hoglib.verification.auditing import own_dtype as own_dtype
-from hoglib.verification.auditing import telling as telling
+from hoglib.verification.auditing import fragile, own_dtype, telling
 from hoglib.verification.auditing.judging import FIRST, Judge, Verdict
 from hoglib.verification.auditing.locating import Ask, Fault
 from hoglib.verification.auditing.look import look
@@ -100,6 +98,7 @@ class _Audit:
         self._problem, self._chosen = problem, chosen
         self._telling = telling.Telling(problem.names)
         self._culprits: dict[str, Row] = {}
+        self._judged = True  # all that was asked for
         self._kinked: set[int] = set()  # directions along which a kink was in the way
 
     def report(self) -> Report:
@@ -111,11 +110,13 @@ class _Audit:
         except Exception as error:
             text = f"the loss does not run on its batch: {told(error)}.{telling.inside(running)}"
             return Report(name, [Row("runs", "fail", None, text)])
+        if not seen.finite:
+            return Report(name, fragile.not_finite(seen))
         with eagerly(seen.compiled):
             rows = [*self._derivatives(), *fragile.rows(seen, self._problem.names)]
         for row in fragile.culprits(seen, self._problem.names):
             self._add(row)
-        return Report(name, [*self._culprits.values(), *rows])
+        return Report(name, [*self._culprits.values(), *rows], judged=self._judged)
 
     def _derivatives(self) -> list[Row]:
         try:
@@ -124,7 +125,7 @@ class _Audit:
                 rows = [*self._rows(wide), *_stops(wide)]
                 at, products = wide.leaves, [wide.product(route) for route in self._chosen]
         except _Refused as refused:
-            self._kinked.clear()
+            self._kinked, self._judged = set(), True
             text = f"refused ({refused}); judged in its own dtype, with wider tolerances."
             with Setting(self._problem, None) as narrow, lingering():
                 narrow.move_beside()
@@ -181,6 +182,7 @@ class _Audit:
             text = f"It {off}, first of all in {where}. It was not asked for; do not use it here."
             return Row(name, "warn", verdict.error, text)
         if verdict.wrong is None:
+            self._judged &= not asked
             return Row(
                 name, "warn" if asked else "skip", None,
                 "not judged: differences do not agree with each other (kinks are near, or numbers are "

@@ -44,7 +44,6 @@ class Setting:
         problem = self._problem
         self._frozen = problem.frozen()
         self.state = Unchanged(problem.names.modules(), problem.generators, self._dtype)
-        self.state.begin()
         return self
 
     def __exit__(self, *error: Any) -> None:
