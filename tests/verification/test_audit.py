@@ -1,6 +1,7 @@
 """The audit of whole models: right ones pass in silence, faults are named by module and operation."""
 
 import copy
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -565,13 +566,24 @@ def test_a_loss_that_is_not_finite_names_the_module() -> None:
     assert "`2` (Applies)" in report["finite"].text
 
 
-def test_what_cannot_be_compared_is_not_judged() -> None:
-    class Rough(nn.Module):
+def test_a_loss_that_is_another_one_each_time_is_refused() -> None:
+    class Clock(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = torch.fmod(x * 1e9, 1.0)
-            return x + y
+            return x * (1 + int.from_bytes(os.urandom(4)) / 2**32)
 
-    report = audited(smooth(Rough()))
+    report = audited(smooth(Clock()))
+    assert report["deterministic"].status == "fail"
+    assert not report.ok
+
+
+def test_what_cannot_be_compared_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hoglib.verification.auditing import judging
+
+    monkeypatch.setattr(judging, "RIGHT", {torch.float64: 0.0, torch.float32: 0.0})
+    monkeypatch.setattr(judging, "CLEARLY", 1e12)
+    monkeypatch.setattr(judging, "SURE", 0.0)
+    report = audited(smooth())
+    assert report.ok
     assert not report.judged
     with pytest.raises(hog.VerificationError, match="NOT JUDGED"):
         report.raise_if_failed()

@@ -49,6 +49,13 @@ def culprits(look: Look, names: Names) -> Iterator[Row]:
                 f"{str(look.compiled_raises).splitlines()[0][:160]}. Use the module that was compiled, "
                 "or `hoglib.functional_loss`, which runs it uncompiled. All else is judged uncompiled.",
             )  # fmt: skip
+    if not look.deterministic:
+        yield Row(
+            "deterministic", "fail", None,
+            "the loss is not the same twice, from the same random numbers and the same state of its "
+            "modules (hidden nondeterminism): does it read a clock, draw numbers of its own, or count "
+            "in a global? Derivatives and differences of it mean nothing.",
+        )  # fmt: skip
     if look.from_elsewhere:
         yield Row(
             "culprit: the loss", "fail", None,

@@ -31,7 +31,9 @@ STEPS = {
 }
 RIGHT = {torch.float64: 1e-5, torch.float32: 1e-2}
 CLEARLY = 10  # times as far from a difference as that is known
-UNSURE, SURE = 0.1, 1e-2  # how well a difference must be known to say wrong, and right
+UNSURE, OF_ONE = 1e-2, 1e-3  # how well a difference must be known to say wrong; of one number
+SURE = 1e-2  # and to say right
+KINKED = 0.5  # how far apart slopes to either side are where a kink is all that they show
 SHARE = 1e-3  # of all tensors together, below which one's own size is not what counts
 FIRST = "first derivative: reverse"
 
@@ -93,6 +95,8 @@ class Judge:
         )  # fmt: skip
         for i, row in frozen.items():
             self.v[i][row], self.w[i][row] = 0.0, 0.0
+        self.keep: set[str] = set()  # of routes whose products are wanted again
+        self._products: dict[str, Vector] = {}
         self.differences = True  # or only whether a route raises
         self._known: dict[tuple[str, float], Difference | None] = {}
         self._here: dict[str, Vector] = {}
@@ -121,8 +125,13 @@ class Judge:
 
     def product(self, route: Route) -> Vector:
         """What a route gives."""
+        if route.key in self._products:
+            return self._products[route.key]
         found = route.product(self.f, self.leaves, self.v, self.w)
-        return [dense(part.detach()) for part in found]
+        found = [dense(part.detach()) for part in found]
+        if route.key in self.keep:
+            self._products[route.key] = found
+        return found
 
     def finite(self, route: Route) -> Verdict:
         """Whether it is there, and finite, without any differences."""
@@ -155,7 +164,9 @@ class Judge:
         if not all(bool(part.isfinite().all()) for part in found):
             return self._not_finite(found)
         best, tried = Verdict(None), []
-        for step in STEPS.get(self.dtype, STEPS[torch.float32]):
+        steps = list(STEPS.get(self.dtype, STEPS[torch.float32]))
+        while steps:
+            step = steps.pop(0)
             truth = self._truth(kind, step)
             if truth is None:
                 continue
@@ -168,10 +179,13 @@ class Judge:
                 best = Verdict(None, off, None, where)
             if len(tried) == 2 and self._known_to(kind, take, tried) < off / CLEARLY:
                 break  # two short steps agree, and longer ones will
+            bends = [self._bend(kind, h, take, its) for h, _, its, _ in tried[:2]]
+            if len(tried) == 2 and min(bends) > KINKED:
+                steps = steps[-1:]  # rounding, which the longest mends, or a kink, which none does
         doubt = self._known_to(kind, take, tried)
         if best.error is None:
             return Verdict(None)
-        if doubt < UNSURE and best.error > CLEARLY * doubt:
+        if doubt < (UNSURE if size is None else OF_ONE) and best.error > CLEARLY * doubt:
             return best._replace(wrong=True)
         if doubt < SURE and best.error < doubt:
             return Verdict(False, best.error)

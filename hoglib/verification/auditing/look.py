@@ -46,6 +46,7 @@ class Look:
     )  # params that the loss has from the model too
     unused: list[str] = field(default_factory=list)  # parameters
     finite: bool = True  # whether the loss is
+    deterministic: bool = True  # whether it is the same from the same state
     not_finite: list[str] = field(
         default_factory=list
     )  # modules with outputs that are not, in order
@@ -72,9 +73,7 @@ def look(problem: Problem, running: Running) -> Look:
         seen.drew_outside = outside.changed()
         seen.finite = bool(value.isfinite())
         _leaves_of(seen, problem, value, leaves)
-        attributes = state.changed_attributes()
-        if attributes:
-            seen.remembers = _remembered(problem, state, attributes, value, seen)
+        _repeated(seen, problem, state, value)
     return seen
 
 
@@ -118,18 +117,24 @@ def _leaves_of(seen: Look, problem: Problem, value: Tensor, leaves: list[Tensor]
     ]  # fmt: skip
 
 
-def _remembered(
-    problem: Problem, state: Unchanged, attributes: list[tuple[nn.Module, str]], value: Tensor,
-    seen: Look,
-) -> list[str]:  # fmt: skip
-    """The attributes that a run left, if with them the next value is another one."""
-    state.begin(attributes=False)
-    with lingering(), eagerly(seen.compiled):
-        again = problem.value(own_leaves(problem.leaves, False), problem.batch)
-    if torch.allclose(again, value, rtol=1e-6, atol=0.0, equal_nan=True):
-        return []
+def _repeated(seen: Look, problem: Problem, state: Unchanged, value: Tensor) -> None:
+    """Whether the value is the same again: with what the run left on modules, and as at first."""
+    attributes = state.changed_attributes()
+
+    def same(*, attributes: bool) -> bool:
+        state.begin(attributes=attributes)
+        with lingering(), eagerly(seen.compiled):
+            again = problem.value(own_leaves(problem.leaves, False), problem.batch)
+        return torch.allclose(again, value, rtol=1e-5, atol=0.0, equal_nan=True)
+
+    if same(attributes=False):
+        return
+    seen.deterministic = same(attributes=True)
     names = problem.names
-    return [".".join(step for step in (names.of(m), name) if step) for m, name in attributes]
+    if seen.deterministic:
+        seen.remembers = [
+            ".".join(step for step in (names.of(m), name) if step) for m, name in attributes
+        ]
 
 
 @contextmanager

@@ -27,11 +27,11 @@ from hoglib.verification.auditing.setting import Setting
 from hoglib.verification.report import Report, Row
 
 Loss = Callable[..., Tensor]
-DIRECTIONS = 2  # along which a requested route is tried, others along one
+DIRECTIONS = 2  # along which a requested route is tried; others, and long ones, along one
 AT_MOST = 4  # where a kink is in the way along some
 # Operations of one forward from which routes that nobody asked for are left out: those that take
 # several gradients, and all. Two cores do some 1e10 a second in float64.
-MANY, TOO_MANY = 3e9, 3e10
+MANY, TOO_MANY = 3e9, 8e9
 LONG = ("jacrev of jacrev", "grad of vmap", "third order")
 MATTERS = 1e-3  # of a product, by which what is held constant must change it to be told
 
@@ -120,7 +120,8 @@ class _Audit:
 
     def _derivatives(self) -> list[Row]:
         try:
-            with Setting(self._problem, torch.float64) as wide, lingering():
+            keep = [route.key for route in self._chosen]
+            with Setting(self._problem, torch.float64, keep) as wide, lingering():
                 self._settle(wide)
                 rows = [*self._rows(wide), *_stops(wide)]
                 at, products = wide.leaves, [wide.product(route) for route in self._chosen]
@@ -162,7 +163,7 @@ class _Audit:
             def ask(judge: Judge, route: Route = route) -> Verdict:
                 return judge.of(route)
 
-            what, directions = telling.second(route), DIRECTIONS if asked else 1
+            what, directions = telling.second(route), DIRECTIONS if asked and work < MANY else 1
             yield self._row(setting, route.row, ask, what, asked=asked, directions=directions)
 
     def _row(

@@ -1,6 +1,6 @@
 """A loss as a scalar function of leaves that is the same in every run, in a dtype."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -24,11 +24,14 @@ BESIDE = 0.01  # of the size of each tensor
 class Setting:
     """A problem in a dtype, or in its own for None, at its parameters or beside them.
 
-    Complex parameters are leaves of two real numbers each. A context: the modules' state is put back at
-    its end.
+    Complex parameters are leaves of two real numbers each. keep: keys of routes whose products along
+    the first direction are asked for twice. A context: the modules' state is put back at its end.
     """
 
-    def __init__(self, problem: Problem, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, problem: Problem, dtype: torch.dtype | None, keep: Iterable[str] = ()
+    ) -> None:
+        self._keep = set(keep)
         self._problem, self._dtype = problem, dtype
         self._complex = [x.is_complex() for x in problem.leaves]
         self.batch = problem.batch if dtype is None else in_dtype(problem.batch, dtype)
@@ -79,6 +82,8 @@ class Setting:
         """Along a random direction."""
         if seed not in self._judges:
             self._judges[seed] = Judge(self.f, self.leaves, self.stops, seed, self._frozen)
+            if not seed:
+                self._judges[seed].keep = self._keep
         return self._judges[seed]
 
     def forget(self) -> None:
