@@ -78,8 +78,15 @@ class Names:
         """Its qualified name; for a whole model, which has none, its class."""
         return "the loss" if module is None else self.of(module) or type(module).__name__
 
+    def briefly(self, module: nn.Module | None) -> str:
+        """The same in a sentence of many."""
+        if module is None:
+            return "the loss"
+        name = self.of(module)
+        return f"`{name}`" if name else "the model itself"
+
     def called(self, module: nn.Module | None) -> str:
-        """The same in a sentence."""
+        """The same in a sentence, with its class."""
         if module is None:
             return "the loss, outside of modules"
         name, kind = self.of(module), type(module).__name__

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 STATUSES = ("pass", "fail", "warn", "skip")
 WIDTH = 100
+CULPRIT = "culprit: "
 
 
 class Row(NamedTuple):
@@ -66,8 +67,9 @@ class Report:
     @property
     def culprits(self) -> tuple[str, ...]:
         """The names of the modules that `hog.audit` found at fault."""
-        start = "culprit: "
-        return tuple(r.name.removeprefix(start) for r in self.failed if r.name.startswith(start))
+        return tuple(
+            row.name.removeprefix(CULPRIT) for row in self.failed if row.name.startswith(CULPRIT)
+        )
 
     def _having(self, status: str) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.status == status)
@@ -128,7 +130,8 @@ class Report:
         return "\n".join([*lines, "", *self._table(width)] if table else lines)
 
     def _headline(self) -> str:
-        checked = len(self.rows) - len(self._having("skip"))
+        checks = [row for row in self.rows if not row.name.startswith(CULPRIT)]
+        checked = sum(row.status != "skip" for row in checks)
         if not self.ran:
             return f"{self.name}: NOT RUN."
         if self.ok and not self.judged:
@@ -137,23 +140,29 @@ class Report:
             known = len(self.warnings)
             also = f", with {known} warning{'s' * (known > 1)}" if known else ""
             return f"{self.name}: right, by {checked} checks{also}."
-        return f"{self.name}: WRONG, by {len(self.failed)} of {checked} checks."
+        wrong = sum(row.status == "fail" for row in checks)
+        return f"{self.name}: WRONG, by {wrong} of {checked} checks."
 
     def _sentences(self, width: int) -> list[str]:
         lines = []
+        names: dict[tuple[str, str], list[str]] = {}  # of the rows that say the same
         for row in (*self.failed, *self.warnings):
-            mark = "FAIL" if row.status == "fail" else row.status
-            lines += ["", f"{mark}  {row.name}"]
-            lines += _wrapped(row.text, width)
+            names.setdefault((row.status, row.text), []).append(row.name)
+        for (status, text), known in names.items():
+            mark = "FAIL" if status == "fail" else status
+            lines += ["", f"{mark}  {known[0]}", *(f"      {name}" for name in known[1:])]
+            lines += _wrapped(text, width)
         return lines
 
     def _table(self, width: int) -> list[str]:
         column = max((len(row.name) for row in self.rows), default=0)
         lines = [f"{'check':{column}}  status  error"]
+        last = ""
         for row in self.rows:
             mark = "FAIL" if row.status == "fail" else row.status
             error = "" if row.error is None else f"{row.error:.0e}"
             reason = row.text if row.status == "skip" else ""
+            reason, last = ("the same" if reason and reason == last else reason), reason
             start = f"{row.name:{column}}  {mark:6}  {error:6}"
             room = max(width - len(start) - 2, 40)
             first, *rest = textwrap.wrap(reason, room) or [""]

@@ -587,3 +587,48 @@ def test_what_cannot_be_compared_is_not_judged(monkeypatch: pytest.MonkeyPatch) 
     assert not report.judged
     with pytest.raises(hog.VerificationError, match="NOT JUDGED"):
         report.raise_if_failed()
+
+
+def test_a_declared_surrogate_is_skipped() -> None:
+    class Declared(WrongScale):
+        surrogate = True
+
+    report = audited(smooth(Applies(Declared.apply)))
+    assert report.ok
+    assert "declared a surrogate" in report["first derivative: reverse"].text
+    assert report["first derivative: reverse"].status == "skip"
+
+
+def test_a_loss_that_differentiates_inside_names_the_module() -> None:
+    model = smooth(Applies(Cached.apply))
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        score = functional_call(model, params, (x,)).sum()
+        (slope,) = torch.autograd.grad(score, x, create_graph=True)
+        return slope.square().sum()
+
+    report = hog.audit(loss, hog.trainable_params(model), torch.randn(5, 4))
+    assert report["first derivative: reverse"].status == "fail"
+    assert report.culprits == ("2",)
+
+
+def test_third_order_holds_what_is_stopped() -> None:
+    assert audited(smooth(Applies(lambda x: x.sin() * x.norm().detach())), routes="rrr").ok
+
+
+def test_what_is_said_of_an_operation_is_said_once() -> None:
+    report = audited(Net(Applies(RawNorm.apply), Applies(RawNorm.apply)))
+    assert report.culprits == ("blocks.0.norm", "blocks.1.norm")
+    assert "See `blocks.0.norm`." in report["culprit: blocks.1.norm"].text
+
+
+def test_what_is_no_loss_and_no_batch() -> None:
+    loss, params, batch = problem(smooth())
+    with pytest.raises(TypeError, match="functional_loss"):
+        hog.audit(smooth(), params, batch)
+    with pytest.raises(TypeError, match="trainable_params"):
+        hog.audit(loss, smooth().parameters(), batch)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch))
+    with pytest.raises(TypeError, match="one batch"):
+        hog.audit(loss, params, loader)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -42,7 +43,7 @@ def not_finite(look: Look) -> list[Row]:
 def culprits(look: Look, names: Names) -> Iterator[Row]:
     """A row for each thing that a run showed and that makes second derivatives wrong or impossible."""
     if look.compiled_raises is not None:
-        for name in _compiled(names) or ["the loss"]:
+        for name in [*map(names.title, _compiled(names))] or ["the loss"]:
             yield Row(
                 f"culprit: {name}", "fail", None,
                 "It was compiled by torch.compile, and compiled code has no second derivative: "
@@ -65,21 +66,19 @@ def culprits(look: Look, names: Names) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _compiled(names: Names) -> list[str]:
-    return [
-        names.of(m) for m in names.modules() if is_compiled(m) or m._compiled_call_impl is not None
-    ]
+def _compiled(names: Names) -> list[nn.Module]:
+    return [m for m in names.modules() if is_compiled(m) or m._compiled_call_impl is not None]
 
 
 def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
     if look.dropped:
         yield (
             "dropout",
-            f"Dropout is on in {_modules(look.dropped)}. {EACH_TIME} Call model.eval(), or give every "
+            f"Dropout is on in {_listed(look.dropped)}. {EACH_TIME} Call model.eval(), or give every "
             "product the same seed (`torch.manual_seed` before each).",
         )
     if look.drew or look.drew_outside:
-        who = _modules(look.drew) if look.drew else "The loss"
+        who = _listed(look.drew) if look.drew else "The loss"
         by = f" by {_listed(look.drew_outside)}" if look.drew_outside else ""
         yield (
             "random numbers",
@@ -93,11 +92,13 @@ def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
             f"{_listed([f'`{name}`' for name in look.remembers])}. {EACH_TIME} Make it a part of the "
             "batch, or take it out while second derivatives are taken.",
         )
-    training = [names.of(m) for m in look.ran.values() if isinstance(m, _BatchNorm) and m.training]
+    training = [
+        names.briefly(m) for m in look.ran.values() if isinstance(m, _BatchNorm) and m.training
+    ]
     if training:
         yield (
             "batch norm",
-            f"Batch norm is in train mode in {_modules(training)}: it couples the examples of a batch. "
+            f"Batch norm is in train mode in {_listed(training)}: it couples the examples of a batch. "
             "The Hessian of a batch is no mean over examples, and that of a data set depends on its "
             "batches. hoglib leaves the running statistics as they are. Call .eval() on it, or use a "
             "norm within examples (GroupNorm, LayerNorm).",
@@ -111,10 +112,10 @@ def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
     elif look.autocast:
         yield (
             "autocast",
-            f"Autocast is on inside {_modules(look.autocast)}: second derivatives are rounded to half "
+            f"Autocast is on inside {_listed(look.autocast)}: second derivatives are rounded to half "
             "precision twice there. Take the region out of the model, around the call.",
         )
-    once = [f"{f.__qualname__} in {_in(n)}" for f, n in look.functions if is_once_differentiable(f)]
+    once = [f"{f.__qualname__} in {n}" for f, n in look.functions if is_once_differentiable(f)]
     if once:
         yield (
             "once_differentiable",
@@ -126,15 +127,15 @@ def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
     if reentrant:
         yield (
             "reentrant checkpoint",
-            f"torch.utils.checkpoint runs with use_reentrant=True in {_modules(reentrant)}: it raises "
+            f"torch.utils.checkpoint runs with use_reentrant=True in {_listed(reentrant)}: it raises "
             "under torch.autograd.grad, and has no second derivative. Pass use_reentrant=False, or use "
             "`hoglib.ops.remat`.",
         )
-    compiled = _compiled(names)
+    compiled = [*map(names.briefly, _compiled(names))]
     if look.compiled:
         yield (
             "compiled",
-            f"{_modules(compiled) if compiled else 'A function'} was compiled by torch.compile, and "
+            f"{_listed(compiled) if compiled else 'A function'} was compiled by torch.compile, and "
             "compiled code has no second derivative: torch raises. hoglib runs what `functional_loss` "
             "is given uncompiled; elsewhere use the module that was compiled.",
         )
@@ -145,14 +146,6 @@ def _texts(look: Look, names: Names) -> Iterator[tuple[str, str]]:
             "rows and columns of the Hessian are zero. Leave them out of params, or look for a "
             "branch that does not run.",
         )
-
-
-def _in(name: str) -> str:
-    return f"`{name}`" if name else "the model itself"
-
-
-def _modules(names: Sequence[str]) -> str:
-    return _listed([_in(name) for name in names])
 
 
 def _listed(found: Sequence[str]) -> str:

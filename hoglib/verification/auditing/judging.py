@@ -143,13 +143,13 @@ class Judge:
         return Verdict(True, float("nan"), None, bad[0]) if bad else Verdict(False)
 
     def apart(self, other: "Judge") -> float | None:
-        """By how much the differences of two functions differ, at the step that both settle at best."""
+        """By how much the differences of two functions differ, at one step or another."""
         found = []
-        for step in STEPS.get(self.dtype, STEPS[torch.float32]):
+        for step in STEPS.get(self.dtype, STEPS[torch.float32])[:4]:
             a, b = self._truth("gradients", step), other._truth("gradients", step)
             if a is not None and b is not None:
                 found.append(self._off(a.slope, b.slope, None)[0])
-        return min(found, default=None)
+        return max(found, default=None)
 
     def _compare(
         self,
@@ -286,7 +286,8 @@ class Judge:
         return [part.detach() for part in filled(gradient(self._held, own), own)]
 
     def _product(self, leaves: Vector) -> Vector:
-        return reverse_over_reverse(self.f, leaves, self.v, self.w)
+        self.record()
+        return reverse_over_reverse(self._held, leaves, self.v, self.w)
 
 
 def scale(x: Tensor) -> float:

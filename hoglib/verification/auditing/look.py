@@ -29,7 +29,7 @@ from hoglib.verification.auditing.unchanged import OutsideState, Unchanged
 
 @dataclass
 class Look:
-    """What a run showed; modules by name."""
+    """What a run showed; modules by name, in the order in which they ended."""
 
     ran: dict[int, nn.Module] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)  # by dropout
@@ -41,15 +41,15 @@ class Look:
     functions: list[tuple[type[Function], str]] = field(default_factory=list)
     compiled: bool = False  # code that torch.compile made
     compiled_raises: Exception | None = None  # its second derivative
-    from_elsewhere: list[str] = field(
-        default_factory=list
-    )  # params that the loss has from the model too
+    from_elsewhere: list[str] = field(default_factory=list)  # params that it has from the model too
     unused: list[str] = field(default_factory=list)  # parameters
     finite: bool = True  # whether the loss is
     deterministic: bool = True  # whether it is the same from the same state
-    not_finite: list[str] = field(
-        default_factory=list
-    )  # modules with outputs that are not, in order
+    not_finite: list[str] = field(default_factory=list)  # modules with outputs that are not
+
+    @property
+    def random(self) -> bool:
+        return bool(self.dropped or self.drew or self.drew_outside)
 
 
 def look(problem: Problem, running: Running) -> Look:
@@ -140,7 +140,7 @@ def _repeated(seen: Look, problem: Problem, state: Unchanged, value: Tensor) -> 
 @contextmanager
 def _watching(seen: Look, running: Running, device: torch.device) -> Iterator[None]:
     seen.autocast_around = torch.is_autocast_enabled(device.type)
-    watch = _Calls(seen, device.type, lambda: running.name)
+    watch = _Calls(seen, device.type, lambda: running.where)
     with _random_numbers(seen, running, device), watching_functions(watch.applied), watch:
         yield
 
@@ -197,7 +197,7 @@ def _random_numbers(seen: Look, running: Running, device: torch.device) -> Itera
     def ended(module: nn.Module | None, before: Tensor, told: bool) -> None:
         if torch.equal(before, state()):
             return
-        name = running.names.of(module) if module is not None else ""
+        name = running.names.briefly(module)
         listed = seen.dropped if isinstance(module, _DropoutNd) else seen.drew
         if not told and name not in (*seen.dropped, *seen.drew):
             listed.append(name)

@@ -30,8 +30,9 @@ class Running:
         self.failed: nn.Module | None = None  # in which an error was raised
 
     @property
-    def name(self) -> str:
-        return self.names.of(self.stack[-1]) if self.stack else OUTSIDE
+    def where(self) -> str:
+        """The module that runs now, in a sentence."""
+        return self.names.briefly(self.stack[-1] if self.stack else None)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -19,9 +19,9 @@ KEEPS = {torch.float32: 0.03, torch.float16: 0.3, torch.bfloat16: 0.3}  # of a p
 
 
 def row(
-    problem: Problem, words: Telling, route: Route, at: Vector, product: Vector
-) -> tuple[Row, list[Fault], str]:
-    """product: what it gives in float64, at these leaves.
+    problem: Problem, words: Telling, route: Route, at: Vector, product: Vector | None
+) -> tuple[Row | None, list[Fault], str]:
+    """product: what it gives in float64, at these leaves, if that can be compared.
 
     At the parameters themselves it must be there and finite; at the leaves it is compared.
     """
@@ -38,13 +38,13 @@ def row(
             faults = list(here.locator.faults(ask, verdict))
             text = f"It {telling.off(verdict)} at params, in {words.where(faults)}."
             return Row(name, "fail", verdict.error, text), faults, what
-        if dtype not in KEEPS:
-            return Row(name, "pass"), [], what
+        if dtype not in KEEPS or product is None:
+            return None, [], what
         here.leaves = [x.to(like.dtype) for x, like in zip(at, here.given, strict=True)]
         here.forget()
         narrow = here.product(route)
     if narrow is None:  # there, and not beside: of no interest
-        return Row(name, "pass"), [], what
+        return None, [], what
     size = max(float(_tree.norm(product)), 1e-300)
     error = distance([x.double() for x in narrow], product) / size
     if error < KEEPS[dtype]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
@@ -13,6 +14,26 @@ from hoglib._leaves import Vector
 from hoglib.verification._module_names import Names
 
 DEPTH = 4  # of objects in objects of a batch
+
+
+def check(loss: Any, params: Any, batch: Any) -> None:
+    """Raises TypeError or ValueError for what is no loss, no parameters, or no batch."""
+    if isinstance(loss, nn.Module):
+        raise arguments.WrongType(
+            "loss: expected a function (params, batch) -> scalar, got the module "
+            f"{type(loss).__name__}; make one: `hoglib.functional_loss(model, criterion)`."
+        )
+    arguments.function("loss", loss)
+    if not isinstance(params, dict | list | tuple | Tensor):
+        raise arguments.WrongType(
+            f"params: expected a dict of tensors by qualified name, or another pytree, got "
+            f"{arguments.describe(params)}; make one with `hoglib.trainable_params(model)`."
+        )
+    arguments.parameters(params)
+    if isinstance(batch, DataLoader):
+        raise arguments.WrongType(
+            "batch: expected one batch, got a DataLoader; take one: `next(iter(loader))`."
+        )
 
 
 class Problem:

@@ -1,7 +1,7 @@
 """`hog.audit`: whether the second derivatives of a model's loss are right, and whose are not."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,10 +19,10 @@ from hoglib.verification._exact import exact_products
 from hoglib.verification.auditing import fragile, own_dtype, telling
 from hoglib.verification.auditing.judging import FIRST, Judge, Verdict
 from hoglib.verification.auditing.locating import Ask, Fault
-from hoglib.verification.auditing.look import look
+from hoglib.verification.auditing.look import Look, look
 from hoglib.verification.auditing.module_calls import Running
-from hoglib.verification.auditing.problem import Problem
-from hoglib.verification.auditing.routes import ROUTES, Route, asked_for
+from hoglib.verification.auditing.problem import Problem, check
+from hoglib.verification.auditing.routes import AUTO, ROUTES, Route, asked_for
 from hoglib.verification.auditing.setting import Setting
 from hoglib.verification.report import Report, Row
 
@@ -77,8 +77,7 @@ def audit(
     Raises TypeError and ValueError for arguments of the wrong kind, RuntimeError for a loss that does
     not depend on params. One that does not run is told in the report.
     """
-    arguments.function("loss", loss)
-    arguments.parameters(params)
+    check(loss, params, batch)
     arguments.flag("stand_ins", stand_ins)
     chosen = asked_for(routes)
     with recording(), exact_products(), warnings.catch_warnings(), stand_ins_if(stand_ins):
@@ -113,29 +112,32 @@ class _Audit:
         if not seen.finite:
             return Report(name, fragile.not_finite(seen))
         with eagerly(seen.compiled):
-            rows = [*self._derivatives(), *fragile.rows(seen, self._problem.names)]
+            rows = [*self._derivatives(seen), *fragile.rows(seen, self._problem.names)]
         for row in fragile.culprits(seen, self._problem.names):
             self._add(row)
         return Report(name, [*self._culprits.values(), *rows], judged=self._judged)
 
-    def _derivatives(self) -> list[Row]:
+    def _derivatives(self, seen: Look) -> list[Row]:
         try:
             keep = [route.key for route in self._chosen]
             with Setting(self._problem, torch.float64, keep) as wide, lingering():
                 self._settle(wide)
-                rows = [*self._rows(wide), *_stops(wide)]
-                at, products = wide.leaves, [wide.product(route) for route in self._chosen]
+                rows = [*self._rows(wide), *self._stops(wide)]
+                right = [r for r in self._chosen if not _failed(rows, r)]
+                at, products = wide.leaves, [wide.product(route) for route in right]
         except _Refused as refused:
             self._kinked, self._judged = set(), True
             text = f"refused ({refused}); judged in its own dtype, with wider tolerances."
             with Setting(self._problem, None) as narrow, lingering():
                 narrow.move_beside()
-                rows = [*self._rows(narrow), *_stops(narrow)]
+                rows = [*self._rows(narrow), *self._stops(narrow)]
             return [Row("dtype: float64", "skip", None, text), *rows]
-        for route, product in zip(self._chosen, products, strict=True):
-            if product is not None:
-                row, faults, what = own_dtype.row(self._problem, self._telling, route, at, product)
-                self._accuse(faults, what)
+        for route, product in zip(right, products, strict=True):
+            # another dtype draws other random numbers
+            wanted = None if seen.random else product
+            row, faults, what = own_dtype.row(self._problem, self._telling, route, at, wanted)
+            self._accuse(faults, what)
+            if row is not None:
                 rows.append(row)
         return rows
 
@@ -171,17 +173,24 @@ class _Audit:
     ) -> Row:
         verdict = self._verdict(setting, ask, directions)
         if verdict.at_fault:
-            found = setting.locator.faults(ask, verdict)
+            found = self._faults(setting, ask, verdict)
             # the first will do of what nobody asked for
             faults = [*found] if asked else [*islice(found, 1)]
             off, where = telling.off(verdict), self._telling.where(faults)
+            if _surrogates(faults):
+                return Row(
+                    name,
+                    "skip",
+                    None,
+                    f"{where}: declared a surrogate, whose gradient differs "
+                    "from the derivative on purpose, and has none of its own to compare with.",
+                )
             if asked:
                 self._accuse(faults, what)
                 return Row(name, "fail", verdict.error, f"It {off}, in {where}.")
             if verdict.raised is not None:
                 return Row(name, "skip", None, f"It {off}, in {where}.")
-            text = f"It {off}, first of all in {where}. It was not asked for; do not use it here."
-            return Row(name, "warn", verdict.error, text)
+            return Row(name, "warn", verdict.error, self._telling.elsewhere(faults))
         if verdict.wrong is None:
             self._judged &= not asked
             return Row(
@@ -190,6 +199,21 @@ class _Audit:
                 "too large or too small). Try other params or a smaller batch.",
             )  # fmt: skip
         return Row(name, "pass", verdict.error)
+
+    def _faults(self, setting: Setting, ask: Ask, verdict: Verdict) -> Iterable[Fault]:
+        """Where a derivative is lost.
+
+        A loss that differentiates inside (a gradient penalty, a PINN) has a wrong gradient where a
+        module's second derivatives are: then these are asked for.
+        """
+        found = setting.locator.faults(ask, verdict)
+        if ask is not Judge.first:
+            return found
+        faults = [*found]
+        if any(fault.operations or fault.call.module is not None for fault in faults):
+            return faults
+        deeper = [*setting.locator.faults(lambda judge: judge.of(ROUTES[AUTO]), verdict)]
+        return [f for f in deeper if f.call.module is not None] or faults
 
     def _verdict(self, setting: Setting, ask: Ask, directions: int) -> Verdict:
         """What is known of a derivative along directions; along more where a kink is in the way."""
@@ -221,12 +245,28 @@ class _Audit:
         if row.text not in known.text:
             self._culprits[row.name] = known._replace(text=f"{known.text}\n{row.text}")
 
+    def _stops(self, setting: Setting) -> Iterator[Row]:
+        """What is held constant, if a product would be another one without that."""
+        # parametrizations of torch stop what they mean to, such as the vectors of spectral norm
+        found = [
+            stop
+            for stop in setting.stops.found
+            if not type(stop.module).__module__.startswith("torch.nn.utils")
+        ]
+        if not found:
+            return
+        change = setting.judge().apart(Judge(setting.f, setting.leaves, None))
+        if change is not None and change > MATTERS:
+            text = self._telling.stopped(found, change)
+            yield Row("stopped gradients", "warn", change, text)
 
-def _stops(setting: Setting) -> Iterator[Row]:
-    """What is held constant, if a product would be another one without that."""
-    found = setting.stops.found
-    if not found:
-        return
-    change = setting.judge().apart(Judge(setting.f, setting.leaves, None))
-    if change is not None and change > MATTERS:
-        yield Row("stopped gradients", "warn", change, telling.stopped(found, change))
+
+def _failed(rows: list[Row], route: Route) -> bool:
+    return any(row.name == route.row and row.status in ("fail", "skip") for row in rows)
+
+
+def _surrogates(faults: list[Fault]) -> bool:
+    """Whether all that is at fault are Functions whose gradient is another one on purpose."""
+    found = [op.function for fault in faults for op, _ in fault.operations]
+    explained = all(fault.operations for fault in faults)
+    return bool(found) and explained and all(getattr(f, "surrogate", False) is True for f in found)

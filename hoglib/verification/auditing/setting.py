@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hoglib._leaves import Vector, own_leaves
@@ -39,7 +39,7 @@ class Setting:
         self.given = [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
         self.leaves = self.given
         self.running = Running(problem.names)
-        self.stops = Stops(lambda: self.running.name)
+        self.stops = Stops(self._owner)
         self._judges: dict[int, Judge] = {}
         self._locator: Locator | None = None
 
@@ -104,6 +104,9 @@ class Setting:
             self.f(*own_leaves(self.leaves, False))
             return float(counter.get_total_flops())
         return 0.0
+
+    def _owner(self) -> nn.Module | None:
+        return self.running.stack[-1] if self.running.stack else None
 
     @property
     def locator(self) -> Locator:

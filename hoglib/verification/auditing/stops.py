@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoglib import _tree
@@ -29,7 +29,7 @@ class Stop(NamedTuple):
 
     how: str
     place: Place | None
-    module: str
+    module: nn.Module | None  # that ran
     value: Any
 
 
@@ -40,13 +40,13 @@ class OtherPath(Exception):
 class Stops:
     """The stops of a function: recorded in its first run, held in the others.
 
-    where_now: gives the name of the module that runs.
+    owner: gives the module that runs.
     """
 
-    def __init__(self, where_now: Callable[[], str] = str) -> None:
+    def __init__(self, owner: Callable[[], nn.Module | None] = lambda: None) -> None:
         self.found: list[Stop] = []
         self.recorded = False
-        self.where_now = where_now
+        self.owner = owner
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -95,7 +95,7 @@ class _Watch(TorchFunctionMode):
         stops = self._stops
         if not stops.recorded:
             value = _tree.map_tensors(lambda x: x.detach().clone(), result)
-            stops.found.append(Stop(how, where.here(), stops.where_now(), value))
+            stops.found.append(Stop(how, where.here(), stops.owner(), value))
             return result
         if self._next >= len(stops.found) or stops.found[self._next].how != how:
             raise OtherPath

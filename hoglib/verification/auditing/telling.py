@@ -10,7 +10,6 @@ from torch.autograd import Function
 from hoglib import _tree
 from hoglib._functional import FunctionalLoss
 from hoglib.stand_ins import need_of
-from hoglib.verification._around import told
 from hoglib.verification._call import is_float, name_of
 from hoglib.verification._module_names import Names
 from hoglib.verification._treatment import is_culprit
@@ -49,37 +48,37 @@ def inside(running: Running) -> str:
 def off(verdict: Verdict) -> str:
     """What is the matter with a derivative."""
     if verdict.raised is not None:
-        return f"raises {_short(told(verdict.raised))}"
+        return f"raises {_short(verdict.raised)}"
     if verdict.error is None or verdict.error != verdict.error:
         return "is not finite"
     return f"is off by {_percent(verdict.error)}"
 
 
-def _short(text: str) -> str:
+def _short(error: Exception) -> str:
     """An error of torch without its advice, which is not for the user of a model."""
-    kind = text.partition(":")[0]
+    kind, text = type(error).__name__, f"{error}".partition("\n")[0].rstrip(". ")
     for known, instead in _KNOWN.items():
         found = re.search(known, text)
         if found:
-            return f"{kind}: {found.expand(instead)}"
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+            return f"{kind} ({found.expand(instead)})"
+    return f"{kind} ({text if len(text) <= LONGEST else text[: LONGEST - 3] + '...'})"
 
 
 def _percent(error: float) -> str:
     if error > 10:
         return "more than its own size"
-    return f"{error:.0%}" if error >= 0.01 else f"{error:.0e} of its size"
+    return f"{error:.0%}" if error >= 0.01 else f"{100 * error:.1g}%"
 
 
 class Telling:
     """Sentences on the faults of one audit.
 
-    A Function is examined once, however many modules apply it.
+    What is said of an operation is said once, however many modules have it.
     """
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._examined: dict[type[Function], str] = {}
+        self._told: dict[str, str] = {}  # by operation, in which module
 
     def where(self, faults: list[Fault]) -> str:
         """The modules at fault, with the operations, in one line."""
@@ -91,48 +90,64 @@ class Telling:
 
     def culprit(self, fault: Fault, what: str) -> str:
         """All that is known of one fault."""
-        text = f"{self._names.called(fault.module)}: {what} {off(fault.verdict)} through it."
+        raised = fault.verdict.raised is not None
+        there = f"{what} {off(fault.verdict)} {'in' if raised else 'through'} it"
+        text = f"{self._names.called(fault.module)}: {there}."
         if not fault.operations:
             return f"{text} {_no_operation(fault)}"
-        kinds = {op.name: (op, verdict) for op, verdict in reversed(fault.operations)}
-        for op, verdict in [*reversed(kinds.values())][:MOST]:
+        kinds = {op.name: op for op, _ in reversed(fault.operations)}
+        for op in [*reversed(kinds.values())][:MOST]:
             at = f" at {op.place}" if op.place else ""
-            text += "\n" + (
-                f"The custom Function {op.name}{at} is at fault: {what} {off(verdict)}. "
-                f"{self._examine(op)}"
-                if op.function is not None
-                else _of_operation(op, at, f"{what} {off(verdict)}")
-            )
+            kind = "operation" if op.function is None else "custom Function"
+            where = self._told.setdefault(op.name, self._names.briefly(fault.module))
+            known = where != self._names.briefly(fault.module)
+            words = f"See {where}." if known else _of_operation(op)
+            text += f"\nThe {kind} `{op.name}`{at} is at fault. {words}"
         return text
 
-    def _examine(self, op: Operation) -> str:
-        """Why the derivatives of a custom Function are wrong, as `verify` tells it."""
-        function = op.function
-        assert function is not None
-        if function not in self._examined:
-            words = _doctor(function, op.args)
-            self._examined[function] = words or f"`hoglib.verify({op.name}, inputs)` tells more."
-        return self._examined[function]
+    def elsewhere(self, faults: list[Fault]) -> str:
+        """Of a route that nobody asked for."""
+        return (
+            f"It is wrong, first of all in {self.where(faults)}. It was not asked for: this warns "
+            "whoever takes it."
+        )
+
+    def stopped(self, stops: list[Stop], change: float) -> str:
+        """What ends the graph, and what that changes."""
+        places = dict.fromkeys(
+            f"{stop.how} in {self._names.briefly(stop.module)}"
+            + (f" at {stop.place}" if stop.place else "")
+            for stop in stops
+        )
+        more = f" and {len(places) - MOST} more" if len(places) > MOST else ""
+        return (
+            f"The gradient is stopped by {'; '.join([*places][:MOST])}{more}. The second derivative "
+            f"holds constant what is stopped, as the first does; without the stop it would differ by "
+            f"{_percent(change)}. If it is not on purpose, take the stop out."
+        )
 
 
-def _of_operation(op: Operation, at: str, wrong: str) -> str:
+def _of_operation(op: Operation) -> str:
+    """Why, and what to do."""
+    if op.function is not None:
+        words = _doctor(op.function, op.args)
+        return words or f"`hoglib.verify({op.name}, inputs)` tells more."
     namespace = str(getattr(op.func, "namespace", "aten"))
     if namespace != "aten":
         return (
-            f"The custom op {namespace}::{op.name}{at} is at fault: {wrong}. See what its "
-            "torch.library.register_autograd gets: setup_context must save inputs and outputs "
-            "themselves, and backward must be of differentiable torch operations."
+            f"It is a custom op, of {namespace}. See what its torch.library.register_autograd gets: "
+            "setup_context must save inputs and outputs themselves, and backward must be of "
+            "differentiable torch operations."
         )
-    text = f"The operation `{op.name}`{at} is at fault: {wrong}."
     need = need_of(op.func)
     if need is None:
-        return f"{text} Use another route or another operation."
+        return "Use another route or another operation."
     lacks = f"What torch has there: {need.lacks}."
     if not need.replaces:
-        return f"{text} {lacks} {need.instead}"
+        return f"{lacks} {need.instead}"
     return (
-        f"{text} {lacks} hoglib has a stand-in, which `hoglib.second_order()` puts in its place, and "
-        "hvp, hessian, MAML and the penalties by themselves; audit(..., stand_ins=True) judges that."
+        f"{lacks} hoglib has a stand-in, which `hoglib.second_order()` puts in its place, and hvp, "
+        "hessian, MAML and the penalties by themselves; audit(..., stand_ins=True) judges that."
     )
 
 
@@ -146,7 +161,8 @@ def _doctor(function: type[Function], args: tuple[Any, ...]) -> str:
     with suppress(Exception):  # words are not worth an error
         report = verify(function, marked)
         culprits = [row for row in report.failed if is_culprit(row)] or list(report.failed)
-        return " ".join(dict.fromkeys(row.text for row in culprits[:2]))
+        words = " ".join(dict.fromkeys(row.text for row in culprits[:2]))
+        return words.replace("pass surrogate=True", "set `surrogate = True` on the Function")
     return ""
 
 
@@ -174,23 +190,6 @@ def _no_operation(fault: Fault) -> str:
     return (
         "Its parts and its operations are right by themselves: look for tensors or modules that it "
         "keeps from an earlier call, hooks, and memory that is written in place."
-    )
-
-
-def stopped(stops: list[Stop], change: float) -> str:
-    """What ends the graph, and what that changes."""
-    places = dict.fromkeys(
-        f"{stop.how} in {f'`{stop.module}`' if stop.module else 'the model itself'}"
-        + (f" at {stop.place}" if stop.place else "")
-        for stop in stops
-    )
-    listed = "; ".join([*places][:MOST]) + (
-        f" and {len(places) - MOST} more" * (len(places) > MOST)
-    )
-    return (
-        f"The gradient is stopped by {listed}. The second derivative holds constant what is stopped, "
-        f"as the first does; without the stop it would differ by {_percent(change)}. If it is not on "
-        "purpose, take the stop out."
     )
 
 
