@@ -111,15 +111,19 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 
 @functools.cache
-def seen_through(func: FunctionType) -> Callable[..., Any] | None:
-    """A copy of a Python function of torch that the mode sees into, if there is something to see.
+def seen_through(
+    func: FunctionType, calls: frozenset[str] | None = None
+) -> Callable[..., Any] | None:
+    """A copy of a Python function of torch that a mode sees into, if there is something to see.
+
+    calls: the names of what it may call that is worth seeing; by default what has a stand-in.
 
     Such a function asks `has_torch_function` first, which is true under any mode, and the mode is not
     there while it handles the call. The copy's globals answer False, and so it runs on, with the mode
     on again. What backward runs is seen in the same way.
     """
     if func not in _RUNNING_BACKWARD:
-        known = {getattr(original, "__name__", "") for original in _table()}
+        known = calls or {getattr(original, "__name__", "") for original in _table()}
         if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
             return None
     answers = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}

@@ -54,7 +54,7 @@ class Locator:
         self,
         root: ModuleCall,
         whole: Callable[[], Any],
-        around: Callable[[], AbstractContextManager[None]],
+        around: Callable[[nn.Module | None], AbstractContextManager[None]],
     ) -> None:
         self._root, self._whole, self._around = root, whole, around
         self._judges: dict[int, Judge | None] = {}
@@ -111,7 +111,7 @@ class Locator:
 
         def run(inputs: Any, values: Vector) -> Any:
             args, kwargs = inputs
-            with self._around():
+            with self._around(module):
                 return call_with(module, dict(zip(names, values, strict=True)), *args, **kwargs)
 
         values = [call.parameters[name] for name in names]
@@ -125,7 +125,7 @@ class Locator:
                 for op in operations(call.module, lambda: self._run(call)):
                     kinds.setdefault((op.name, op.place, _shapes(op)), op)
             self._own[id(call)] = [
-                (op, self._of_operation(op)) for op in list(kinds.values())[:MOST]
+                (op, self._of_operation(op, call.module)) for op in list(kinds.values())[:MOST]
             ]
         return self._own[id(call)]
 
@@ -139,15 +139,15 @@ class Locator:
             lambda x: x.detach().clone().requires_grad_(x.requires_grad).view_as(x),
             (call.args, call.kwargs),
         )
-        with self._around():
+        with self._around(call.module):
             return call_with(call.module, values, *args, **kwargs)
 
-    def _of_operation(self, op: Operation) -> Judge | None:
+    def _of_operation(self, op: Operation, module: nn.Module | None) -> Judge | None:
         """None where it does not run by itself, or has no variables."""
 
         def run(inputs: Any, values: Vector) -> Any:
             args, kwargs = inputs
-            with self._around():
+            with self._around(module):
                 return op.func(*args, **kwargs)
 
         try:

@@ -15,7 +15,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib._functorch import eagerly, has_compiled, has_dynamo, watching_functions
+from hoglib._functorch import (
+    eagerly,
+    has_compiled,
+    has_dynamo,
+    transforms_active,
+    watching_functions,
+)
 from hoglib._graph import is_compiled, nodes
 from hoglib._leaves import own_leaves
 from hoglib._substitution import lingering
@@ -190,7 +196,7 @@ def _random_numbers(seen: Look, running: Running, device: torch.device) -> Itera
     def end(module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and states and states[-1][0] is module:
             ended(*states.pop())
-        made = [y for y in _tree.leaves(output) if is_float(y)]
+        made = [y for y in _tree.leaves(output) if is_float(y) and not transforms_active()]
         if not all(bool(y.detach().isfinite().all()) for y in made):
             seen.not_finite.append(running.names.called(module))
 

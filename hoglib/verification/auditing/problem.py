@@ -61,7 +61,7 @@ class Problem:
 
     def value(self, leaves: Vector, batch: Any) -> Tensor:
         params = _tree.unflatten(list(leaves), self.structure)
-        return arguments.scalar("loss(params, batch)", self.loss(params, batch))
+        return arguments.scalar("loss(params, batch)", self.loss(params, copied(batch)))
 
 
 def padding_rows(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
@@ -73,24 +73,36 @@ def padding_rows(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
 
 def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
     """A copy of a tree with its tensors of floating point in a dtype, also those in plain objects."""
-    return _tree.map(lambda x: _converted(x, dtype, DEPTH), tree)
 
-
-def _converted(x: Any, dtype: torch.dtype, depth: int) -> Any:
-    if isinstance(x, Tensor):
+    def convert(x: Tensor) -> Tensor:
         if x.is_complex():
             return x.to(dtype.to_complex())
         return x.to(dtype) if x.is_floating_point() else x
-    fields = getattr(x, "__dict__", None)
-    if not fields or not depth or callable(x) or isinstance(x, type | nn.Module):
-        return x
-    found = {
-        name: _tree.map(lambda y: _converted(y, dtype, depth - 1), value)
-        for name, value in fields.items()
-    }
-    if not any(isinstance(y, Tensor) for y in _tree.leaves(found)) and found == fields:
-        return x
-    other = copy(x)
-    for name, value in found.items():
-        object.__setattr__(other, name, value)
-    return other
+
+    return mapped(convert, tree)
+
+
+def copied(tree: Any) -> Any:
+    """A copy, for a loss that changes its batch."""
+    return mapped(lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
+
+
+def mapped(function: Callable[[Tensor], Tensor], tree: Any, depth: int = DEPTH) -> Any:
+    """`function` of the tensors in a tree, also of those in plain objects, which are copied then."""
+
+    def of_leaf(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return function(x)
+        fields = getattr(x, "__dict__", None)
+        if not fields or not depth or callable(x) or isinstance(x, type | nn.Module):
+            return x
+        found = {name: mapped(function, value, depth - 1) for name, value in fields.items()}
+        before, after = _tree.leaves(fields), _tree.leaves(found)
+        if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
+            return x
+        other = copy(x)
+        for name, value in found.items():
+            object.__setattr__(other, name, value)
+        return other
+
+    return _tree.map(of_leaf, tree)

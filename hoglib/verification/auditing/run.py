@@ -97,6 +97,7 @@ class _Audit:
         self._problem, self._chosen = problem, chosen
         self._telling = telling.Telling(problem.names)
         self._culprits: dict[str, Row] = {}
+        self._random = False  # whether the loss draws numbers
         self._judged = True  # all that was asked for
         self._kinked: set[int] = set()  # directions along which a kink was in the way
 
@@ -111,6 +112,7 @@ class _Audit:
             return Report(name, [Row("runs", "fail", None, text)])
         if not seen.finite:
             return Report(name, fragile.not_finite(seen))
+        self._random = seen.random
         with eagerly(seen.compiled):
             rows = [*self._derivatives(seen), *fragile.rows(seen, self._problem.names)]
         for row in fragile.culprits(seen, self._problem.names):
@@ -172,8 +174,10 @@ class _Audit:
         self, setting: Setting, name: str, ask: Ask, what: str, *, asked: bool, directions: int
     ) -> Row:
         verdict = self._verdict(setting, ask, directions)
+        if verdict.wrong and self._random and setting.draws_otherwise():
+            verdict = Verdict(None)
         if verdict.at_fault:
-            found = self._faults(setting, ask, verdict)
+            found = self._faults(setting, ask, verdict, asked=asked)
             # the first will do of what nobody asked for
             faults = [*found] if asked else [*islice(found, 1)]
             off, where = telling.off(verdict), self._telling.where(faults)
@@ -195,25 +199,34 @@ class _Audit:
             self._judged &= not asked
             return Row(
                 name, "warn" if asked else "skip", None,
-                "not judged: differences do not agree with each other (kinks are near, or numbers are "
-                "too large or too small). Try other params or a smaller batch.",
+                "not judged: differences do not agree with each other (kinks are near, numbers are too "
+                "large or too small, or torch.func draws others). Try other params, a smaller batch, "
+                "or eval mode.",
             )  # fmt: skip
         return Row(name, "pass", verdict.error)
 
-    def _faults(self, setting: Setting, ask: Ask, verdict: Verdict) -> Iterable[Fault]:
+    def _faults(
+        self, setting: Setting, ask: Ask, verdict: Verdict, *, asked: bool
+    ) -> Iterable[Fault]:
         """Where a derivative is lost.
 
-        A loss that differentiates inside (a gradient penalty, a PINN) has a wrong gradient where a
-        module's second derivatives are: then these are asked for.
+        A loss that differentiates inside (a gradient penalty, a PINN) loses one where a module loses
+        one of a higher order: then these are asked for.
         """
         found = setting.locator.faults(ask, verdict)
-        if ask is not Judge.first:
+        if not asked:
             return found
         faults = [*found]
-        if any(fault.operations or fault.call.module is not None for fault in faults):
-            return faults
-        deeper = [*setting.locator.faults(lambda judge: judge.of(ROUTES[AUTO]), verdict)]
-        return [f for f in deeper if f.call.module is not None] or faults
+        for key in (AUTO, "third order"):
+            if any(fault.operations or fault.call.module is not None for fault in faults):
+                break
+
+            def higher(judge: Judge, key: str = key) -> Verdict:
+                return judge.of(ROUTES[key])
+
+            deeper = setting.locator.faults(higher, verdict)
+            faults = [fault for fault in deeper if fault.call.module is not None] or faults
+        return faults
 
     def _verdict(self, setting: Setting, ask: Ask, directions: int) -> Verdict:
         """What is known of a derivative along directions; along more where a kink is in the way."""

@@ -60,9 +60,9 @@ class Setting:
             return self._problem.value(values, self.batch)
 
     @contextmanager
-    def _around(self) -> Iterator[None]:
-        """Where a part of the loss runs by itself."""
-        self.state.begin()
+    def _around(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Where the loss runs, or a module of it by itself."""
+        self.state.begin(of=module)
         with nullcontext() if self._dtype is None else in_float64():
             yield
 
@@ -97,6 +97,16 @@ class Setting:
             return self.judge().product(route)
         except Exception:  # told by its row
             return None
+
+    def draws_otherwise(self) -> bool:
+        """Whether the loss is another one inside of torch.func, by other random numbers."""
+        leaves, v = tuple(self.leaves), tuple(self.judge().v)
+        with suppress(Exception):
+            of_gradient = torch.func.grad_and_value(self.f)
+            value = self.f(*leaves)
+            inside = of_gradient(*leaves)[1], torch.func.jvp(of_gradient, leaves, v)[0][1]
+            return not all(torch.allclose(value, other) for other in inside)
+        return False
 
     def work(self) -> float:
         """Multiplications and additions of one forward, as torch counts them; 0 where it cannot."""

@@ -8,6 +8,7 @@ point.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoglib import _tree
-from hoglib._functorch import Applying, watching_functions
+from hoglib._functorch import (
+    Applying,
+    forward_mode_active,
+    transforms_active,
+    watching_functions,
+)
+from hoglib.stand_ins import seen_through
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float
 from hoglib.verification._cuts import ALIASES, ESCAPES, VALUELESS, name_of_call, only_like
 from hoglib.verification._where import Place
 
+STOPPING = frozenset({"detach"})  # what a Python function of torch may call
 INNER = ("grad", "backward")  # run Python of their own, which is judged and not held
 
 
@@ -70,8 +78,13 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.applying.depth:
+        # tangents and mapped tensors have no graph of their own
+        if self.applying.depth or transforms_active() or forward_mode_active():
             return func(*args, **kwargs)
+        again = seen_through(func, STOPPING) if isinstance(func, FunctionType) else None
+        if again is not None:
+            with self:
+                return again(*args, **kwargs)
         name = name_of_call(func)
         given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
         graphed = any(x.requires_grad and is_float(x) for x in given)

@@ -13,7 +13,21 @@ from hoglib._substitution import LISTS_OF_WEIGHTS
 
 INTERNAL = set(vars(nn.Module()))  # what every module has: hooks, places of parameters and parts
 MUTABLE = (list, dict, set, bytearray)
-Saved = list[tuple[dict[str, Any], dict[str, Any]]]  # a module's places, and what stood there
+
+
+class _Part:
+    """A module's places as they were; `changing` are the attributes that a run gets copies of."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters, self.buffers = dict(module._parameters), dict(module._buffers)
+        self.plain = dict(vars(module))
+        self.converted: dict[str, Any] | None = None
+        self.changing = [
+            name
+            for name, value in self.plain.items()
+            if name not in INTERNAL and (isinstance(value, Tensor) or type(value) in MUTABLE)
+        ]
 
 
 class Unchanged:
@@ -33,7 +47,7 @@ class Unchanged:
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self._dtype = dtype
-        self._saved: list[tuple[nn.Module, Saved]] = []
+        self._parts: dict[int, _Part] = {}
         self._scripted: list[tuple[Tensor, Tensor]] = []
         self._converted: dict[int, Tensor] = {}
         self._known: set[int] = set()
@@ -51,39 +65,44 @@ class Unchanged:
             if isinstance(part, torch.jit.ScriptModule):
                 self._scripted += [(b, b.clone()) for b in part.buffers(recurse=False)]
                 continue
-            places = (part._parameters, part._buffers, vars(part))
-            self._saved.append((part, [(place, dict(place)) for place in places]))
+            self._parts[id(part)] = _Part(part)
 
     def __enter__(self) -> "Unchanged":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for _, places in self._saved:
-            for place, saved in places:
-                _put_back(place, saved)
+        for part in self._parts.values():
+            _put_back(part.module._parameters, part.parameters)
+            _put_back(part.module._buffers, part.buffers)
+            _put_back(vars(part.module), part.plain)
         self._begin_outside()
 
-    def begin(self, *, attributes: bool = True) -> None:
-        """As at first, in copies; plain attributes only if wanted."""
+    def begin(self, *, attributes: bool = True, of: nn.Module | None = None) -> None:
+        """As at first, in copies; plain attributes only if wanted, and only of one module and its parts
+        if one is named."""
         buffers: dict[int, Any] = {}
-        for _, (parameters, others, plain) in self._saved:
-            place, saved = parameters
-            _put_back(place, {name: self._parameter(p) for name, p in saved.items()})
-            place, saved = others
-            _put_back(place, {name: self._buffer(b, buffers) for name, b in saved.items()})
-            place, saved = plain
-            if not attributes:
-                continue
-            _put_back(place, {name: self._plain(name, value) for name, value in saved.items()})
+        ids = list(self._parts) if of is None else [id(m) for m in of.modules()]
+        for part in (self._parts[i] for i in ids if i in self._parts):
+            module = part.module
+            if part.converted is None:
+                part.converted = {name: self._parameter(p) for name, p in part.parameters.items()}
+            _put_back(module._parameters, part.converted)
+            _put_back(
+                module._buffers,
+                {name: self._buffer(b, buffers) for name, b in part.buffers.items()},
+            )
+            if attributes:
+                copies = {name: self._plain(name, part.plain[name]) for name in part.changing}
+                _put_back(vars(module), {**part.plain, **copies})
         self._begin_outside()
 
     def changed_attributes(self) -> list[tuple[nn.Module, str]]:
         """Plain attributes that are not what they were."""
         return [
             (module, name)
-            for module, (_, _, (place, saved)) in self._saved
-            for name, value in place.items()
-            if name not in INTERNAL and not _alike(value, saved.get(name, _NOTHING))
+            for module, plain in ((part.module, part.plain) for part in self._parts.values())
+            for name, value in vars(module).items()
+            if name not in INTERNAL and not _alike(value, plain.get(name, _NOTHING))
         ]
 
     def _begin_outside(self) -> None:
@@ -109,15 +128,11 @@ class Unchanged:
         return copies[id(b)]
 
     def _plain(self, name: str, value: Any) -> Any:
-        if name in INTERNAL:
-            return value
         if name in LISTS_OF_WEIGHTS:  # which an RNN makes anew where its parameters are others
             return [self._parameter(p) if isinstance(p, Tensor) else p for p in value]
-        if isinstance(value, Tensor) and not value.requires_grad:
-            return self._in_dtype(value).detach().clone()
-        if type(value) in MUTABLE:
-            return copy(value)
-        return value
+        if isinstance(value, Tensor):
+            return value if value.requires_grad else self._in_dtype(value).detach().clone()
+        return copy(value)
 
     def _in_dtype(self, x: Tensor) -> Tensor:
         if self._dtype is None or not (x.is_floating_point() or x.is_complex()):
@@ -140,8 +155,9 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _put_back(place: dict[str, Any], saved: dict[str, Any]) -> None:
-    for name in [name for name in place if name not in saved]:
-        del place[name]
+    if place.keys() != saved.keys():
+        for name in [name for name in place if name not in saved]:
+            del place[name]
     place.update(saved)
 
 
