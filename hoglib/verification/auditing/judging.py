@@ -21,7 +21,7 @@ from torch import Tensor
 from hoglib import _tree
 from hoglib._leaves import Vector, dense, filled, own_leaves
 from hoglib.verification.auditing.routes import Route, Scalar, gradient, reverse_over_reverse
-from hoglib.verification.auditing.stops import OtherPath, Stops
+from hoglib.verification.auditing.stops import Stops
 
 # Of the size of each tensor, along v. The first is right for most; many ReLUs want a shorter one, which
 # crosses no kink, and sums that cancel a longer one.
@@ -80,9 +80,9 @@ class Judge:
         frozen: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.f, self.stops = f, stops
-        self.leaves = [x.detach() for x in leaves]
+        self._leaves = [x.detach() for x in leaves]
         self.dtype = max((x.dtype for x in leaves), key=lambda dtype: torch.finfo(dtype).eps)
-        random = torch.Generator().manual_seed(seed)
+        random = torch.Generator("cpu").manual_seed(seed)
         self.scales = [scale(x) for x in self.leaves]
         self.v, self.w = (
             [
@@ -96,6 +96,11 @@ class Judge:
         self.differences = True  # or only whether a route raises
         self._known: dict[tuple[str, float], Difference | None] = {}
         self._here: dict[str, Vector] = {}
+
+    @property
+    def leaves(self) -> Vector:
+        """The point, in copies: code under no_grad may write to what it is given."""
+        return [x.clone() for x in self._leaves]
 
     def first(self) -> Verdict:
         """Of the gradient that autograd gives."""
@@ -192,7 +197,10 @@ class Judge:
         truth = self._truth(kind, step)
         assert truth is not None
         if kind not in self._here:
-            self._here[kind] = self._functions[kind](self.leaves)
+            try:
+                self._here[kind] = self._functions[kind](self.leaves)
+            except Exception:  # as at another point
+                return inf
         here = self._here[kind]
         bend = [a - b / step for a, b in zip(truth.sum, here, strict=True)]
         bent = [a + b for a, b in zip(truth.slope, bend, strict=True)]
@@ -226,7 +234,10 @@ class Judge:
     # Differences.
 
     def _truth(self, kind: str, step: float) -> Difference | None:
-        """The difference with a step, or None where the function cannot be had there."""
+        """The difference with a step, or None where the function cannot be had there.
+
+        Nor can it where it stops what is inside of a transform of torch.func, which cannot be held.
+        """
         if (kind, step) not in self._known:
             self._known[kind, step] = self._difference(kind, step)
         return self._known[kind, step]
@@ -238,13 +249,16 @@ class Judge:
     def _difference(self, kind: str, step: float) -> Difference | None:
         along = self.w if kind == "products" else self.v
         try:
+            self.record()
+            if self.stops is not None and self.stops.beyond:
+                return None
             above, below = (
                 self._functions[kind](
                     [x + sign * step * d for x, d in zip(self.leaves, along, strict=True)]
                 )
                 for sign in (1, -1)
             )
-        except OtherPath:
+        except Exception:  # whatever it says of another point, also that it takes another path
             return None
         slope = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
         total = [(a + b) / (2 * step) for a, b in zip(above, below, strict=True)]
@@ -272,7 +286,8 @@ class Judge:
         return [part.detach() for part in filled(gradient(self._held, own), own)]
 
     def _product(self, leaves: Vector) -> Vector:
-        return reverse_over_reverse(self.f, leaves, self.v, self.w)
+        self.record()
+        return reverse_over_reverse(self._held, leaves, self.v, self.w)
 
 
 def scale(x: Tensor) -> float:
@@ -282,4 +297,6 @@ def scale(x: Tensor) -> float:
 
 
 def normal(x: Tensor, random: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, dtype=torch.float64, generator=random).to(x.device, x.dtype)
+    return torch.randn(x.shape, dtype=torch.float64, device="cpu", generator=random).to(
+        x.device, x.dtype
+    )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._functorch import transforms_active
 from hoglib._leaves import Vector
 from hoglib.verification._module_names import Names
 
@@ -21,7 +22,7 @@ class Problem:
     def __init__(self, loss: Callable[..., Tensor], params: Any, batch: Any) -> None:
         self.loss, self.batch = loss, batch
         leaves, self.structure = _tree.flatten(params)
-        self.leaves: Vector = [x.detach() for x in leaves]
+        self.leaves: Vector = [x.detach().clone() for x in leaves]  # the loss may change them
         self.paths = _tree.paths(params)
         self.names = Names(loss)
         self.originals = leaves
@@ -39,6 +40,8 @@ class Problem:
         return {places[id(weight)]: row for _, weight, row in padded if id(weight) in places}
 
     def value(self, leaves: Vector, batch: Any) -> Tensor:
+        """The loss of copies of the batch, which it may change."""
+        batch = in_dtype(batch, None)
         params = _tree.unflatten(list(leaves), self.structure)
         return arguments.scalar("loss(params, batch)", self.loss(params, batch))
 
@@ -50,26 +53,39 @@ def padding_rows(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
             yield f"{name}.weight".removeprefix("."), part.weight, part.padding_idx
 
 
-def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
-    """A copy of a tree with its tensors of floating point in a dtype, also those in plain objects."""
-    return _tree.map(lambda x: _converted(x, dtype, DEPTH), tree)
+def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
+    """A copy of a tree with its tensors of floating point in a dtype, also those in plain objects; in
+    their own for None."""
+    copies: dict[int, Tensor] = {}
+    return _tree.map(lambda x: _converted(x, dtype, DEPTH, copies), tree)
 
 
-def _converted(x: Any, dtype: torch.dtype, depth: int) -> Any:
+def _converted(x: Any, dtype: torch.dtype | None, depth: int, copies: dict[int, Tensor]) -> Any:
     if isinstance(x, Tensor):
-        if x.is_complex():
-            return x.to(dtype.to_complex())
-        return x.to(dtype) if x.is_floating_point() else x
+        if id(x) not in copies:
+            copies[id(x)] = _tensor(x, dtype)
+        return copies[id(x)]
     fields = getattr(x, "__dict__", None)
     if not fields or not depth or callable(x) or isinstance(x, type | nn.Module):
         return x
     found = {
-        name: _tree.map(lambda y: _converted(y, dtype, depth - 1), value)
+        name: _tree.map(lambda y: _converted(y, dtype, depth - 1, copies), value)
         for name, value in fields.items()
     }
     if not any(isinstance(y, Tensor) for y in _tree.leaves(found)) and found == fields:
         return x
-    other = copy(x)
-    for name, value in found.items():
-        object.__setattr__(other, name, value)
+    try:
+        other = copy(x)
+        for name, value in found.items():
+            object.__setattr__(other, name, value)
+    except Exception:  # it does not let itself be copied
+        return x
     return other
+
+
+def _tensor(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    own = x.detach().clone()
+    if dtype is not None and (x.is_floating_point() or x.is_complex()):
+        own = own.to(dtype.to_complex() if x.is_complex() else dtype)
+    # torch.func refuses that inside of its transforms
+    return own.requires_grad_() if x.requires_grad and not transforms_active() else own

@@ -1,15 +1,19 @@
 """`hog.audit`: whether the second derivatives of a model's loss are right, and whose are not."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from hoglib import _arguments as arguments
-from hoglib._functorch import eagerly
+from hoglib import _tree
+from hoglib._functorch import eagerly, transforms_active
 from hoglib._leaves import own_leaves
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
@@ -83,10 +87,61 @@ def audit(
     arguments.parameters(params)
     arguments.flag("stand_ins", stand_ins)
     chosen = asked_for(routes)
-    with recording(), exact_products(), warnings.catch_warnings(), stand_ins_if(stand_ins):
+    _usable(params, batch)
+    with (
+        _ONE_AT_A_TIME,
+        recording(),
+        exact_products(),
+        warnings.catch_warnings(),
+        stand_ins_if(stand_ins),
+    ):
         warnings.simplefilter("ignore")  # what is tried on purpose is no news
         params, batch = recordable((params, batch))
-        return _Audit(Problem(loss, params, batch), chosen).report()
+        problem = Problem(loss, params, batch)
+        for module in problem.names.modules():
+            places = (*module._parameters.values(), *module._buffers.values())
+            if any(x is not None and is_lazy(x) for x in places):
+                raise arguments.WrongValue(
+                    f"loss: expected modules with values, got {problem.names.called(module)}, which is "
+                    "lazy and has not run; call the model on a batch once."
+                )
+        return _Audit(problem, chosen).report()
+
+
+# What is random, and what precision is, is the process's: another thread's audit waits.
+_ONE_AT_A_TIME = threading.RLock()
+DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+def _usable(params: Any, batch: Any) -> None:
+    if transforms_active():
+        raise arguments.NotSupported(
+            "audit: expected to be called outside of torch.func transforms, got called inside of one; "
+            "audit the function that is transformed before."
+        )
+    for path, x in zip(_tree.paths(params), _tree.leaves(params), strict=True):
+        what = f"params[{path!r}]" if path else "params"
+        if is_lazy(x):
+            raise arguments.WrongValue(
+                f"{what}: expected a tensor with values, got one of a lazy module that has not run; "
+                "call the model on a batch once."
+            )
+        if x.is_nested or x.layout is not torch.strided or x.is_meta or x.dtype not in DTYPES:
+            kind = "a nested tensor" if x.is_nested else arguments.describe(x)
+            more = "" if x.is_nested else f" ({x.layout}, on {x.device})"
+            raise arguments.WrongType(
+                f"{what}: expected a dense tensor with values, of "
+                f"{', '.join(str(dtype)[6:] for dtype in DTYPES)}, got {kind}{more}; "
+                "convert it, and let the loss convert it back."
+            )
+    for x in _tree.leaves(batch):
+        if isinstance(x, Iterator):
+            raise arguments.WrongType(
+                f"batch: expected one that the loss can be run on many times, got "
+                f"{arguments.describe(x)}, which is empty after the first; pass list(...) of it."
+            )
 
 
 class _Refused(Exception):
@@ -110,6 +165,12 @@ class _Audit:
             raise
         except Exception as error:
             text = f"the loss does not run on its batch: {told(error)}.{telling.inside(running)}"
+            return Report(name, [Row("runs", "fail", None, text)])
+        if not isfinite(seen.value):
+            text = (
+                f"the loss is {seen.value} on its batch, and has no derivatives there; look for such "
+                "numbers in params and batch, and for divisions by zero, logarithms and overflow."
+            )
             return Report(name, [Row("runs", "fail", None, text)])
         with eagerly(seen.compiled):
             rows = [*self._derivatives(), *fragile.rows(seen, self._problem.names)]
@@ -184,7 +245,8 @@ class _Audit:
             return Row(
                 name, "warn" if asked else "skip", None,
                 "not judged: differences do not agree with each other (kinks are near, or numbers are "
-                "too large or too small). Try other params or a smaller batch.",
+                "too large or too small), or cannot be had: the loss raises beside params, or detaches "
+                "inside of a torch.func transform. Try other params or a smaller batch.",
             )  # fmt: skip
         return Row(name, "pass", verdict.error)
 
