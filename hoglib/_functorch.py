@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,27 +76,50 @@ def watching_functions(
     seen: Callable[[type[Function], tuple[Any, ...]], None],
 ) -> Iterator[Applying]:
     """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
-    that was bound before; not for those that another one's forward applies, nor in other threads."""
+    that was bound before; not for those that another one's forward applies, nor in other threads.
+
+    May stand inside of another one, and in several threads at once.
+    """
     applying, here = Applying(), threading.get_ident()
 
-    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         if threading.get_ident() != here:
-            return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+            return run()
         applying.depth += 1
         try:
             if applying.depth == 1:
                 seen(function, args)
-            return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+            return run()
         finally:
             applying.depth -= 1
 
     # Function.apply ends in super().apply: this class stands between it and the C++ base
     place: Any = _SingleLevelFunction
-    place.apply = classmethod(apply)
+    with _PLACING:
+        _WATCHES.append(apply)
+        place.apply = classmethod(_watched)
     try:
         yield applying
     finally:
-        del place.apply
+        with _PLACING:
+            _WATCHES.remove(apply)
+            if not _WATCHES:
+                del place.apply
+
+
+_WATCHES: list[Callable[..., Any]] = []
+_PLACING = threading.Lock()
+
+
+def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Function.apply, through all that watch it."""
+
+    def run() -> Any:
+        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+
+    for watch in tuple(_WATCHES):
+        run = partial(watch, function, args, run)
+    return run()
 
 
 def is_compiled(func: Any) -> bool:

@@ -1,12 +1,13 @@
 """Qualified names of the modules that a function calls."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hoglib._functional import FunctionalLoss
 from hoglib.ops._captured import Capture, held
@@ -51,15 +52,13 @@ class Names:
         late: list[tuple[Tensor, Tensor]] = []
 
         def start(module: nn.Module, args: Any) -> None:
-            if torch.compiler.is_compiling() or not self.meet(module):
-                return
-            late.extend((b, b.detach().clone()) for b in module.buffers())
+            if self.meet(module):
+                late.extend((b, b.detach().clone()) for b in module.buffers())
 
-        handle = register_module_forward_pre_hook(start)
         try:
-            yield
+            with watching_modules(start):
+                yield
         finally:
-            handle.remove()
             with torch.no_grad():
                 for buffer, kept in reversed(late):
                     buffer.copy_(kept)
@@ -100,6 +99,36 @@ class Names:
         """Those that the loss holds, and that modules keep."""
         kept = [x for m in self.modules() for x in vars(m).values()]
         return [*self._generators, *(x for x in kept if isinstance(x, torch.Generator))]
+
+
+@contextmanager
+def watching_modules(
+    start: Callable[[nn.Module, Any], None],
+    end: Callable[[nn.Module, Any, Any], None] = lambda module, args, output: None,
+) -> Iterator[None]:
+    """Calls these before and after each module that this thread runs inside, but for what is compiled.
+
+    Those that another thread runs meanwhile, of a model in training perhaps, are not this one's.
+    """
+    here = threading.get_ident()
+
+    def ours() -> bool:
+        return threading.get_ident() == here and not torch.compiler.is_compiling()
+
+    def before(module: nn.Module, args: Any) -> None:
+        if ours():
+            start(module, args)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if ours():
+            end(module, args, output)
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _tops(found: list[Capture]) -> list[Capture]:

@@ -82,9 +82,9 @@ class Judge:
         frozen: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.f, self.stops = f, stops
-        self.leaves = [x.detach() for x in leaves]
+        self._leaves = [x.detach() for x in leaves]
         self.dtype = max((x.dtype for x in leaves), key=lambda dtype: torch.finfo(dtype).eps)
-        random = torch.Generator().manual_seed(seed)
+        random = torch.Generator("cpu").manual_seed(seed)
         self.scales = [scale(x) for x in self.leaves]
         self.v, self.w = (
             [
@@ -100,6 +100,11 @@ class Judge:
         self.differences = True  # or only whether a route raises
         self._known: dict[tuple[str, float], Difference | None] = {}
         self._here: dict[str, Vector] = {}
+
+    @property
+    def leaves(self) -> Vector:
+        """The point, in copies: code under no_grad may write to what it is given."""
+        return [x.clone() for x in self._leaves]
 
     def first(self) -> Verdict:
         """Of the gradient that autograd gives."""
@@ -206,7 +211,10 @@ class Judge:
         truth = self._truth(kind, step)
         assert truth is not None
         if kind not in self._here:
-            self._here[kind] = self._functions[kind](self.leaves)
+            try:
+                self._here[kind] = self._functions[kind](self.leaves)
+            except Exception:  # as at another point
+                return inf
         here = self._here[kind]
         bend = [a - b / step for a, b in zip(truth.sum, here, strict=True)]
         bent = [a + b for a, b in zip(truth.slope, bend, strict=True)]
@@ -240,7 +248,10 @@ class Judge:
     # Differences.
 
     def _truth(self, kind: str, step: float) -> Difference | None:
-        """The difference with a step, or None where the function cannot be had there."""
+        """The difference with a step, or None where the function cannot be had there.
+
+        Nor can it where it stops what is inside of a transform of torch.func, which cannot be held.
+        """
         if (kind, step) not in self._known:
             self._known[kind, step] = self._difference(kind, step)
         return self._known[kind, step]
@@ -252,13 +263,16 @@ class Judge:
     def _difference(self, kind: str, step: float) -> Difference | None:
         along = self.w if kind == "products" else self.v
         try:
+            self.record()
+            if self.stops is not None and self.stops.beyond:
+                return None
             above, below = (
                 self._functions[kind](
                     [x + sign * step * d for x, d in zip(self.leaves, along, strict=True)]
                 )
                 for sign in (1, -1)
             )
-        except Exception:  # on another path, or whatever it says of such a point
+        except Exception:  # whatever it says of another point, also that it takes another path
             return None
         slope = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
         total = [(a + b) / (2 * step) for a, b in zip(above, below, strict=True)]
@@ -297,4 +311,6 @@ def scale(x: Tensor) -> float:
 
 
 def normal(x: Tensor, random: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, dtype=torch.float64, generator=random).to(x.device, x.dtype)
+    return torch.randn(x.shape, dtype=torch.float64, device="cpu", generator=random).to(
+        x.device, x.dtype
+    )

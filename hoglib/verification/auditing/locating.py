@@ -197,9 +197,11 @@ def _as_scalar(
 
     first = outputs(*(x.clone().requires_grad_() for x in variables))
     which = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator("cpu").manual_seed(1)
     u = [
-        torch.randn(y.shape, dtype=torch.float64, generator=random).to(y.device, real_dtype(y))
+        torch.randn(y.shape, dtype=torch.float64, device="cpu", generator=random).to(
+            y.device, real_dtype(y)
+        )
         for y in (first[i] for i in which)
     ]
     if not u:

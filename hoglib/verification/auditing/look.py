@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -27,6 +26,7 @@ from hoglib._leaves import own_leaves
 from hoglib._substitution import lingering
 from hoglib.verification._call import is_float
 from hoglib.verification._cuts import name_of_call
+from hoglib.verification._module_names import watching_modules
 from hoglib.verification.auditing.module_calls import Running
 from hoglib.verification.auditing.problem import Problem
 from hoglib.verification.auditing.routes import reverse_over_reverse
@@ -69,7 +69,7 @@ def look(problem: Problem, running: Running) -> Look:
         if has_dynamo():
             _compiled(seen, problem, state)
         state.begin()
-        outside = OutsideState(problem.generators)
+        outside = OutsideState(problem.generators, problem.names.modules())
         leaves = own_leaves(problem.leaves, False)
         with (
             problem.names.discovering(), running.watching(), _watching(seen, running, device),
@@ -189,12 +189,11 @@ def _random_numbers(seen: Look, running: Running, device: torch.device) -> Itera
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     def start(module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            seen.ran[id(module)] = module
-            states.append((module, state(), False))
+        seen.ran[id(module)] = module
+        states.append((module, state(), False))
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and states and states[-1][0] is module:
+        if states and states[-1][0] is module:
             ended(*states.pop())
         made = [y for y in _tree.leaves(output) if is_float(y) and not transforms_active()]
         if not all(bool(y.detach().isfinite().all()) for y in made):
@@ -211,10 +210,6 @@ def _random_numbers(seen: Look, running: Running, device: torch.device) -> Itera
             states[-1] = (*states[-1][:2], True)
 
     states.append((None, state(), False))
-    handles = [register_module_forward_pre_hook(start), register_module_forward_hook(end)]
-    try:
+    with watching_modules(start, end):
         yield
         ended(*states.pop())
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,7 +1,7 @@
 """What runs in which module: calls with their arguments, and the operations in them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from hoglib import _tree
@@ -17,7 +16,7 @@ from hoglib._functorch import transforms_active, watching_functions
 from hoglib.stand_ins import seen_through
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float, is_part
-from hoglib.verification._module_names import OUTSIDE, Names
+from hoglib.verification._module_names import OUTSIDE, Names, watching_modules
 from hoglib.verification._where import Place
 
 
@@ -37,23 +36,19 @@ class Running:
     @contextmanager
     def watching(self) -> Iterator[None]:
         def start(module: nn.Module, args: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self.stack.append(module)
+            self.stack.append(module)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and self.stack and self.stack[-1] is module:
+            if self.stack and self.stack[-1] is module:
                 self.stack.pop()
 
         self.stack.clear()
-        handles = [register_module_forward_pre_hook(start), register_module_forward_hook(end)]
         try:
-            yield
+            with watching_modules(start, end):
+                yield
         except BaseException:
             self.failed = self.stack[-1] if self.stack else None
             raise
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 @dataclass
@@ -98,7 +93,8 @@ def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
         handles.append(module.register_forward_pre_hook(start, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(end, with_kwargs=True))
     try:
-        run()
+        with suppress(Exception):  # told by the verdict; what ran until then is known
+            run()
     finally:
         for handle in handles:
             handle.remove()
@@ -184,11 +180,6 @@ def operations(module: nn.Module | None, run: Callable[[], Any]) -> list[Operati
                 )
             )
 
-    handles = [register_module_forward_pre_hook(start), register_module_forward_hook(end)]
-    try:
-        with watching_functions(applied) as watch.depth, watch:
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching_modules(start, end), watching_functions(applied) as watch.depth, watch:
+        run()
     return watch.found

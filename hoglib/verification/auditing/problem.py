@@ -6,14 +6,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._functorch import transforms_active
 from hoglib._leaves import Vector
 from hoglib.verification._module_names import Names
 
 DEPTH = 4  # of objects in objects of a batch
+
+
+DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+)  # fmt: skip
 
 
 def check(loss: Any, params: Any, batch: Any) -> None:
@@ -34,6 +41,32 @@ def check(loss: Any, params: Any, batch: Any) -> None:
         raise arguments.WrongType(
             "batch: expected one batch, got a DataLoader; take one: `next(iter(loader))`."
         )
+    if transforms_active():
+        raise arguments.NotSupported(
+            "audit: expected to be called outside of torch.func transforms, got called inside of one; "
+            "audit the function that is transformed before."
+        )
+    for path, x in zip(_tree.paths(params), _tree.leaves(params), strict=True):
+        what = f"params[{path!r}]" if path else "params"
+        if is_lazy(x):
+            raise arguments.WrongValue(
+                f"{what}: expected a tensor with values, got one of a lazy module that has not run; "
+                "call the model on a batch once."
+            )
+        if x.is_nested or x.layout is not torch.strided or x.is_meta or x.dtype not in DTYPES:
+            kind = "a nested tensor" if x.is_nested else arguments.describe(x)
+            more = "" if x.is_nested else f" ({x.layout}, on {x.device})"
+            raise arguments.WrongType(
+                f"{what}: expected a dense tensor with values, of "
+                f"{', '.join(str(dtype)[6:] for dtype in DTYPES)}, got {kind}{more}; "
+                "convert it, and let the loss convert it back."
+            )
+    for x in _tree.leaves(batch):
+        if isinstance(x, Iterator):
+            raise arguments.WrongType(
+                f"batch: expected one that the loss can be run on many times, got "
+                f"{arguments.describe(x)}, which is empty after the first; pass list(...) of it."
+            )
 
 
 class Problem:
@@ -42,7 +75,7 @@ class Problem:
     def __init__(self, loss: Callable[..., Tensor], params: Any, batch: Any) -> None:
         self.loss, self.batch = loss, batch
         leaves, self.structure = _tree.flatten(params)
-        self.leaves: Vector = [x.detach() for x in leaves]
+        self.leaves: Vector = [x.detach().clone() for x in leaves]  # the loss may change them
         self.paths = _tree.paths(params)
         self.names = Names(loss)
         self.originals = leaves
@@ -59,7 +92,18 @@ class Problem:
         padded = [row for m in self.names.roots for row in padding_rows(m)]
         return {places[id(weight)]: row for _, weight, row in padded if id(weight) in places}
 
+    def check_modules(self) -> None:
+        """Raises ValueError for a module that has no values yet."""
+        for module in self.names.modules():
+            places = (*module._parameters.values(), *module._buffers.values())
+            if any(x is not None and is_lazy(x) for x in places):
+                raise arguments.WrongValue(
+                    f"loss: expected modules with values, got {self.names.called(module)}, which is "
+                    "lazy and has not run; call the model on a batch once."
+                )
+
     def value(self, leaves: Vector, batch: Any) -> Tensor:
+        """The loss of copies of the batch, which it may change."""
         params = _tree.unflatten(list(leaves), self.structure)
         return arguments.scalar("loss(params, batch)", self.loss(params, copied(batch)))
 
@@ -83,8 +127,18 @@ def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """A copy, for a loss that changes its batch."""
-    return mapped(lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
+    """A copy, for a loss that changes its batch; what is there twice is one copy."""
+    copies: dict[int, Tensor] = {}
+
+    def of_tensor(x: Tensor) -> Tensor:
+        if id(x) not in copies:
+            own = x.detach().clone()
+            # torch.func refuses that inside of its transforms
+            wanted = x.requires_grad and not transforms_active()
+            copies[id(x)] = own.requires_grad_() if wanted else own
+        return copies[id(x)]
+
+    return mapped(of_tensor, tree)
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any, depth: int = DEPTH) -> Any:
@@ -100,9 +154,12 @@ def mapped(function: Callable[[Tensor], Tensor], tree: Any, depth: int = DEPTH) 
         before, after = _tree.leaves(fields), _tree.leaves(found)
         if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
             return x
-        other = copy(x)
-        for name, value in found.items():
-            object.__setattr__(other, name, value)
+        try:
+            other = copy(x)
+            for name, value in found.items():
+                object.__setattr__(other, name, value)
+        except Exception:  # it does not let itself be copied
+            return x
         return other
 
     return _tree.map(of_leaf, tree)

@@ -1,5 +1,6 @@
 """`hog.audit`: whether the second derivatives of a model's loss are right, and whose are not."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -80,10 +81,22 @@ def audit(
     check(loss, params, batch)
     arguments.flag("stand_ins", stand_ins)
     chosen = asked_for(routes)
-    with recording(), exact_products(), warnings.catch_warnings(), stand_ins_if(stand_ins):
+    with (
+        _ONE_AT_A_TIME,
+        recording(),
+        exact_products(),
+        warnings.catch_warnings(),
+        stand_ins_if(stand_ins),
+    ):
         warnings.simplefilter("ignore")  # what is tried on purpose is no news
         params, batch = recordable((params, batch))
-        return _Audit(Problem(loss, params, batch), chosen).report()
+        problem = Problem(loss, params, batch)
+        problem.check_modules()
+        return _Audit(problem, chosen).report()
+
+
+# What is random, and what precision is, is the process's: another thread's audit waits.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class _Refused(Exception):
@@ -200,8 +213,9 @@ class _Audit:
             return Row(
                 name, "warn" if asked else "skip", None,
                 "not judged: differences do not agree with each other (kinks are near, numbers are too "
-                "large or too small, or torch.func draws others). Try other params, a smaller batch, "
-                "or eval mode.",
+                "large or too small, torch.func draws others), or cannot be had: the loss raises "
+                "beside params, or detaches inside of a transform. Try other params, a smaller batch, or "
+                "eval mode.",
             )  # fmt: skip
         return Row(name, "pass", verdict.error)
 

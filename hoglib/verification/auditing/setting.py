@@ -68,7 +68,7 @@ class Setting:
 
     def move_beside(self) -> None:
         """To parameters a little off, where the loss is finite there."""
-        random = torch.Generator().manual_seed(0)
+        random = torch.Generator("cpu").manual_seed(0)
         moved = [
             x + BESIDE * (scale(x) if x.any() else 1.0) * normal(x, random) for x in self.given
         ]

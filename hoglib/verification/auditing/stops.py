@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoglib import _tree
-from hoglib._functorch import (
-    Applying,
-    forward_mode_active,
-    transforms_active,
-    watching_functions,
-)
+from hoglib._functorch import Applying, transforms_active, unwrapped, watching_functions
 from hoglib.stand_ins import seen_through
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float
@@ -54,6 +49,7 @@ class Stops:
     def __init__(self, owner: Callable[[], nn.Module | None] = lambda: None) -> None:
         self.found: list[Stop] = []
         self.recorded = False
+        self.beyond = False  # whether one was met inside of a transform, which cannot be held
         self.owner = owner
 
     @contextmanager
@@ -78,8 +74,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # tangents and mapped tensors have no graph of their own
-        if self.applying.depth or transforms_active() or forward_mode_active():
+        if self.applying.depth:
             return func(*args, **kwargs)
         again = seen_through(func, STOPPING) if isinstance(func, FunctionType) else None
         if again is not None:
@@ -87,7 +82,7 @@ class _Watch(TorchFunctionMode):
                 return again(*args, **kwargs)
         name = name_of_call(func)
         given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        graphed = any(x.requires_grad and is_float(x) for x in given)
+        graphed = any(is_float(x) and _graphed(x) for x in given)
         result = func(*args, **kwargs)
         if not graphed or name in VALUELESS or only_like(name, args):
             return result
@@ -96,7 +91,7 @@ class _Watch(TorchFunctionMode):
         if name in ESCAPES:
             return self._hold(ESCAPES[name], result) if _is_value(result) else result
         made = [y for y in _tree.leaves(result) if is_float(y)]
-        if not made or any(y.requires_grad for y in made):
+        if not made or any(_graphed(y) for y in made):
             return result
         how = ALIASES.get(name)
         if how is None:
@@ -106,6 +101,9 @@ class _Watch(TorchFunctionMode):
 
     def _hold(self, how: str, result: Any, *, in_place: bool = False) -> Any:
         stops = self._stops
+        if transforms_active():
+            stops.beyond = True
+            return result
         if not stops.recorded:
             value = _tree.map_tensors(lambda x: x.detach().clone(), result)
             stops.found.append(Stop(how, where.here(), stops.owner(), value))
@@ -125,6 +123,11 @@ class _Watch(TorchFunctionMode):
                         raise OtherPath
                     place.copy_(kept)
         return result
+
+
+def _graphed(x: Tensor) -> bool:
+    """Whether autograd records what is made of it; the wrappers of torch.func do not tell."""
+    return bool(x.requires_grad or unwrapped(x).requires_grad)
 
 
 def _is_value(result: Any) -> bool:

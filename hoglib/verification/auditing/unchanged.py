@@ -2,9 +2,12 @@
 
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,10 @@ from torch import Tensor, nn
 from hoglib._substitution import LISTS_OF_WEIGHTS
 
 INTERNAL = set(vars(nn.Module()))  # what every module has: hooks, places of parameters and parts
-MUTABLE = (list, dict, set, bytearray)
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+SEQUENCES = (list, deque)
+MUTABLE = (*MAPPINGS, *SEQUENCES, set, bytearray)
+LARGEST = 1000  # of containers whose contents are copied too
 
 
 class _Part:
@@ -23,11 +29,28 @@ class _Part:
         self.parameters, self.buffers = dict(module._parameters), dict(module._buffers)
         self.plain = dict(vars(module))
         self.converted: dict[str, Any] | None = None
-        self.changing = [
-            name
-            for name, value in self.plain.items()
-            if name not in INTERNAL and (isinstance(value, Tensor) or type(value) in MUTABLE)
-        ]
+        self.changing = [name for name in self.plain if name not in INTERNAL]
+        # hooks, parts: as they are put back at the end
+        internal = [value for name, value in self.plain.items() if name in INTERNAL]
+        self.inside = [(x, copy(x)) for x in internal if isinstance(x, dict | set)]
+        self.random = [(source, source.get()) for source in _sources(module)]
+        self.values: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters, their data, and copies
+
+    def keep(self, p: Tensor | None) -> None:
+        """A parameter, which code may change under no_grad, or give other memory by `.data`."""
+        if type(p) not in (Tensor, nn.Parameter) or p is None or p.is_inference() or p.is_meta:
+            return
+        if p.layout is torch.strided and p.is_leaf:
+            self.values.append((p, p.data, p.detach().clone()))
+
+    def put_values_back(self) -> None:
+        for p, data, value in self.values:
+            if p.dtype != data.dtype or p.data_ptr() != data.data_ptr():
+                p.data = data
+            if not torch.equal(data, value):
+                data.copy_(value)  # that of `data` is another version counter
+        for source, drawn in self.random:
+            source.set(drawn)
 
 
 class Unchanged:
@@ -48,6 +71,7 @@ class Unchanged:
     ) -> None:  # fmt: skip
         self._dtype = dtype
         self._parts: dict[int, _Part] = {}
+        self._flags: list[tuple[Tensor, bool, Tensor | None]] = []
         self._scripted: list[tuple[Tensor, Tensor]] = []
         self._converted: dict[int, Tensor] = {}
         self._known: set[int] = set()
@@ -65,7 +89,13 @@ class Unchanged:
             if isinstance(part, torch.jit.ScriptModule):
                 self._scripted += [(b, b.clone()) for b in part.buffers(recurse=False)]
                 continue
-            self._parts[id(part)] = _Part(part)
+            self._parts[id(part)] = kept = _Part(part)
+            for p in part._parameters.values():
+                if p is not None and id(p) not in self._known:
+                    self._known.add(id(p))
+                    kept.keep(p)
+                    if p.is_leaf:
+                        self._flags.append((p, p.requires_grad, p.grad))
 
     def __enter__(self) -> "Unchanged":
         return self
@@ -75,25 +105,39 @@ class Unchanged:
             _put_back(part.module._parameters, part.parameters)
             _put_back(part.module._buffers, part.buffers)
             _put_back(vars(part.module), part.plain)
+            for inside, kept in part.inside:
+                _put_back(inside, kept)
+            part.put_values_back()
+        for p, wants, grad in self._flags:
+            p.requires_grad_(wants)
+            p.grad = grad
         self._begin_outside()
 
     def begin(self, *, attributes: bool = True, of: nn.Module | None = None) -> None:
         """As at first, in copies; plain attributes only if wanted, and only of one module and its parts
         if one is named."""
         buffers: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
         ids = list(self._parts) if of is None else [id(m) for m in of.modules()]
         for part in (self._parts[i] for i in ids if i in self._parts):
             module = part.module
             if part.converted is None:
                 part.converted = {name: self._parameter(p) for name, p in part.parameters.items()}
+                for name, p in part.converted.items():
+                    if p is not part.parameters[name]:
+                        part.keep(p)
+            part.put_values_back()
             _put_back(module._parameters, part.converted)
             _put_back(
                 module._buffers,
                 {name: self._buffer(b, buffers) for name, b in part.buffers.items()},
             )
-            if attributes:
-                copies = {name: self._plain(name, part.plain[name]) for name in part.changing}
-                _put_back(vars(module), {**part.plain, **copies})
+            if not attributes:
+                continue
+            own = {name: self._plain(name, part.plain[name], copies) for name in part.changing}
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                own["max_norm"] = None  # it changes the weight in place, and autograd knows nothing
+            _put_back(vars(module), {**part.plain, **own})
         self._begin_outside()
 
     def changed_attributes(self) -> list[tuple[nn.Module, str]]:
@@ -127,12 +171,29 @@ class Unchanged:
             copies[id(b)] = self._in_dtype(b).detach().clone()
         return copies[id(b)]
 
-    def _plain(self, name: str, value: Any) -> Any:
+    def _plain(self, name: str, value: Any, copies: dict[int, Any]) -> Any:
         if name in LISTS_OF_WEIGHTS:  # which an RNN makes anew where its parameters are others
             return [self._parameter(p) if isinstance(p, Tensor) else p for p in value]
+        return self._copied(value, copies)
+
+    def _copied(self, value: Any, copies: dict[int, Any]) -> Any:
+        """A copy of what a run may change: tensors, arrays, plain containers and what is in them."""
+        kind = type(value)
         if isinstance(value, Tensor):
-            return value if value.requires_grad else self._in_dtype(value).detach().clone()
-        return copy(value)
+            return value if value.requires_grad else self._buffer(value, copies)
+        if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+            return copies.setdefault(id(value), value.copy())
+        if kind is tuple and len(value) <= LARGEST:
+            return tuple(self._copied(x, copies) for x in value)
+        if kind not in (*MUTABLE, SimpleNamespace) or id(value) in copies:
+            return copies.get(id(value), value)
+        copies[id(value)] = other = copy(value)
+        inside: Any = vars(other) if kind is SimpleNamespace else other
+        if kind in (set, bytearray, Counter) or len(inside) > LARGEST:
+            return other
+        for key in range(len(inside)) if kind in SEQUENCES else [*inside]:
+            inside[key] = self._copied(inside[key], copies)
+        return other
 
     def _in_dtype(self, x: Tensor) -> Tensor:
         if self._dtype is None or not (x.is_floating_point() or x.is_complex()):
@@ -148,23 +209,54 @@ def _alike(a: Any, b: Any) -> bool:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a.to(b), b)
-    if type(a) is type(b) and type(a) in MUTABLE:
-        return len(a) == len(b)
-    simple = (bool, int, float, str, tuple)
-    return isinstance(a, simple) and isinstance(b, simple) and bool(a == b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, SimpleNamespace):
+        return _alike(vars(a), vars(b))
+    if type(a) in (*MUTABLE, tuple) and len(a) != len(b):
+        return False
+    if type(a) in (*MAPPINGS, *SEQUENCES, tuple) and len(a) > LARGEST:
+        return True
+    if type(a) in MAPPINGS:
+        return a.keys() == b.keys() and all(_alike(value, b[key]) for key, value in a.items())
+    if type(a) in (*SEQUENCES, tuple):
+        return all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    if type(a).__module__ == "numpy":
+        return bool((a == b).all())
+    return isinstance(a, bool | int | float | str | set | bytearray) and bool(a == b)
 
 
-def _put_back(place: dict[str, Any], saved: dict[str, Any]) -> None:
-    if place.keys() != saved.keys():
-        for name in [name for name in place if name not in saved]:
-            del place[name]
+def _put_back(place: Any, saved: Any) -> None:
+    """The contents of a dict or set, in the order in which they were."""
+    if [*place] != [*saved]:
+        place.clear()
     place.update(saved)
+
+
+class RandomSource(NamedTuple):
+    """A generator of Python's or NumPy's that a module keeps."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def _sources(module: nn.Module) -> Iterator[RandomSource]:
+    for value in vars(module).values():
+        if isinstance(value, random.Random):
+            yield RandomSource(value.getstate, value.setstate)
+        bits = getattr(value, "bit_generator", None)
+        if type(value).__module__.startswith("numpy.random") and bits is not None:
+            yield RandomSource(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
 
 
 class OutsideState:
     """Random numbers that torch's own generator does not make, as they stood here."""
 
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+    def __init__(
+        self, generators: Sequence[torch.Generator], modules: Iterable[nn.Module] = ()
+    ) -> None:
+        sources = [source for module in modules for source in _sources(module)]
+        self._kept = [(source, str(source.get())) for source in sources]
         self._generators = [(g, g.get_state()) for g in generators]
         self._before = _random_state()
 
@@ -174,6 +266,8 @@ class OutsideState:
         found = []
         if any(not torch.equal(state, g.get_state()) for g, state in self._generators):
             found.append("a torch.Generator")
+        if any(str(source.get()) != drawn for source, drawn in self._kept):
+            found.append("a generator that it keeps")
         if now["python"] != self._before["python"]:
             found.append("Python's random")
         a, b = self._before["numpy"], now["numpy"]
