@@ -29,8 +29,9 @@ from hoglib.verification._cuts import name_of_call
 from hoglib.verification._module_names import watching_modules
 from hoglib.verification.auditing.module_calls import Running
 from hoglib.verification.auditing.problem import Problem
+from hoglib.verification.auditing.random_numbers import OutsideState
 from hoglib.verification.auditing.routes import reverse_over_reverse
-from hoglib.verification.auditing.unchanged import OutsideState, Unchanged
+from hoglib.verification.auditing.unchanged import Unchanged
 
 
 @dataclass

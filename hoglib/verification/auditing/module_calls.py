@@ -18,6 +18,7 @@ from hoglib.verification import _where as where
 from hoglib.verification._call import is_float, is_part
 from hoglib.verification._module_names import OUTSIDE, Names, watching_modules
 from hoglib.verification._where import Place
+from hoglib.verification.auditing.stops import INNER
 
 
 class Running:
@@ -134,7 +135,8 @@ class _Operations(TorchFunctionMode):
         if self.depth.depth or not self.here():
             return func(*args, **kwargs)
         # what it calls says more than its name
-        again = seen_through(func) if isinstance(func, FunctionType) else None
+        inside = isinstance(func, FunctionType) and func.__name__ not in INNER
+        again = seen_through(func) if inside else None
         if again is not None:
             with self:
                 return again(*args, **kwargs)

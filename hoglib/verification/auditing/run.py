@@ -22,9 +22,10 @@ from hoglib.verification.auditing.judging import FIRST, Judge, Verdict
 from hoglib.verification.auditing.locating import Ask, Fault
 from hoglib.verification.auditing.look import Look, look
 from hoglib.verification.auditing.module_calls import Running
-from hoglib.verification.auditing.problem import Problem, check
+from hoglib.verification.auditing.problem import Problem
 from hoglib.verification.auditing.routes import AUTO, ROUTES, Route, asked_for
 from hoglib.verification.auditing.setting import Setting
+from hoglib.verification.auditing.usable import check, check_modules
 from hoglib.verification.report import Report, Row
 
 Loss = Callable[..., Tensor]
@@ -91,7 +92,7 @@ def audit(
         warnings.simplefilter("ignore")  # what is tried on purpose is no news
         params, batch = recordable((params, batch))
         problem = Problem(loss, params, batch)
-        problem.check_modules()
+        check_modules(problem.names)
         return _Audit(problem, chosen).report()
 
 
@@ -214,8 +215,8 @@ class _Audit:
                 name, "warn" if asked else "skip", None,
                 "not judged: differences do not agree with each other (kinks are near, numbers are too "
                 "large or too small, torch.func draws others), or cannot be had: the loss raises "
-                "beside params, or detaches inside of a transform. Try other params, a smaller batch, or "
-                "eval mode.",
+                "beside params, or detaches inside of a torch.func transform. Try other params, a "
+                "smaller batch, or eval mode.",
             )  # fmt: skip
         return Row(name, "pass", verdict.error)
 

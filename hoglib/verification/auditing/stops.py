@@ -68,15 +68,13 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.applying = Applying()
         self._stops, self._next = stops, 0
-        self._lost: list[
-            Tensor
-        ] = []  # aliases of tensors with a graph: what leaves torch from them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.applying.depth:
             return func(*args, **kwargs)
-        again = seen_through(func, STOPPING) if isinstance(func, FunctionType) else None
+        inside = isinstance(func, FunctionType) and func.__name__ not in INNER
+        again = seen_through(func, STOPPING) if inside else None
         if again is not None:
             with self:
                 return again(*args, **kwargs)

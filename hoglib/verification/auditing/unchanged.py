@@ -1,18 +1,16 @@
 """Modules, generators and random numbers as they were: before each run, and at the end."""
 
-import random
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from copy import copy
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hoglib._substitution import LISTS_OF_WEIGHTS
+from hoglib.verification.auditing.random_numbers import random_state, set_random_state, sources
 
 INTERNAL = set(vars(nn.Module()))  # what every module has: hooks, places of parameters and parts
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -33,7 +31,7 @@ class _Part:
         # hooks, parts: as they are put back at the end
         internal = [value for name, value in self.plain.items() if name in INTERNAL]
         self.inside = [(x, copy(x)) for x in internal if isinstance(x, dict | set)]
-        self.random = [(source, source.get()) for source in _sources(module)]
+        self.random = [(source, source.get()) for source in sources(module)]
         self.values: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters, their data, and copies
 
     def keep(self, p: Tensor | None) -> None:
@@ -76,7 +74,7 @@ class Unchanged:
         self._converted: dict[int, Tensor] = {}
         self._known: set[int] = set()
         self._generators = [(g, g.get_state()) for g in generators]
-        self._random = _random_state()
+        self._random = random_state()
         for module in modules:
             self.add(module)
 
@@ -155,7 +153,7 @@ class Unchanged:
                 buffer.copy_(value)
         for generator, state in self._generators:
             generator.set_state(state)
-        _set_random_state(self._random)
+        set_random_state(self._random)
 
     def _parameter(self, p: Tensor | None) -> Any:
         if p is None or self._dtype is None or self._in_dtype(p) is p:
@@ -231,65 +229,3 @@ def _put_back(place: Any, saved: Any) -> None:
     if [*place] != [*saved]:
         place.clear()
     place.update(saved)
-
-
-class RandomSource(NamedTuple):
-    """A generator of Python's or NumPy's that a module keeps."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-
-
-def _sources(module: nn.Module) -> Iterator[RandomSource]:
-    for value in vars(module).values():
-        if isinstance(value, random.Random):
-            yield RandomSource(value.getstate, value.setstate)
-        bits = getattr(value, "bit_generator", None)
-        if type(value).__module__.startswith("numpy.random") and bits is not None:
-            yield RandomSource(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-
-
-class OutsideState:
-    """Random numbers that torch's own generator does not make, as they stood here."""
-
-    def __init__(
-        self, generators: Sequence[torch.Generator], modules: Iterable[nn.Module] = ()
-    ) -> None:
-        sources = [source for module in modules for source in _sources(module)]
-        self._kept = [(source, str(source.get())) for source in sources]
-        self._generators = [(g, g.get_state()) for g in generators]
-        self._before = _random_state()
-
-    def changed(self) -> list[str]:
-        """By which ones something was drawn since."""
-        now = _random_state()
-        found = []
-        if any(not torch.equal(state, g.get_state()) for g, state in self._generators):
-            found.append("a torch.Generator")
-        if any(str(source.get()) != drawn for source, drawn in self._kept):
-            found.append("a generator that it keeps")
-        if now["python"] != self._before["python"]:
-            found.append("Python's random")
-        a, b = self._before["numpy"], now["numpy"]
-        if a is not None and (a[2:] != b[2:] or not (a[1] == b[1]).all()):
-            found.append("NumPy's random")
-        return found
-
-
-def _random_state() -> dict[str, Any]:
-    numpy = sys.modules.get("numpy")
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.random.get_state(),
-    }
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    random.setstate(state["python"])
-    if state["numpy"] is not None:
-        sys.modules["numpy"].random.set_state(state["numpy"])
