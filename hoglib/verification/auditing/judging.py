@@ -1,9 +1,9 @@
 """Whether a route gives the right derivative of a scalar function: the one that differences have.
 
-    first      <g, v>            with (f(x + h v) - f(x - h v)) / 2h
-    H v        by each route     with (g(x + h v) - g(x - h v)) / 2h
-    w^T H v    a number          with that and w
-    third      of w^T H v        with differences along w of H v by reverse-over-reverse
+    first      <g, v>            with those of f
+    H v        by each route     with those of g
+    w^T H v    a number          with these and w
+    third      of w^T H v        with those of H v by reverse-over-reverse, along w
 
 Steps h are tried until a product agrees with a difference. What agrees with none is wrong if a
 difference agrees with another one, and the slopes to either side with each other; if they do not (at a
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from hoglib import _tree
-from hoglib._leaves import Vector, dense, filled, own_leaves
-from hoglib.verification.auditing.routes import Route, Scalar, gradient, reverse_over_reverse
+from hoglib._leaves import Vector, dense
+from hoglib.verification.auditing.differences import Differences
+from hoglib.verification.auditing.routes import Route, Scalar
 from hoglib.verification.auditing.stops import Stops
 
 # Of the size of each tensor, along v. The first is right for most; many ReLUs want a shorter one, which
@@ -56,21 +57,14 @@ class Verdict(NamedTuple):
         return self.sure, self.wrong is False, self.error or 0.0
 
 
-class Difference(NamedTuple):
-    """(F(x + h v) - F(x - h v)) / 2h and (F(x + h v) + F(x - h v)) / 2h."""
-
-    slope: Vector
-    sum: Vector
-
-
 Tried = tuple[float, Vector, float | None, float]  # step, slope, size, how far off
 
 
 class Judge:
     """Judges routes of one function at one point, along one random direction v.
 
-    The differences are made when they are needed, and kept for the next route. frozen: by leaf, a row
-    that is constant by definition.
+    stops: what the function takes out of its graph, to be held. frozen: by leaf, a row that is constant
+    by definition.
     """
 
     def __init__(
@@ -81,15 +75,15 @@ class Judge:
         seed: int = 0,
         frozen: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        self.f, self.stops = f, stops
+        self.f = f
         self._leaves = [x.detach() for x in leaves]
         self.dtype = max((x.dtype for x in leaves), key=lambda dtype: torch.finfo(dtype).eps)
         random = torch.Generator("cpu").manual_seed(seed)
-        self.scales = [scale(x) for x in self.leaves]
+        self.scales = [scale(x) for x in self._leaves]
         self.v, self.w = (
             [
                 normal(x, random) * size
-                for x, size in zip(self.leaves, self.scales, strict=True)
+                for x, size in zip(self._leaves, self.scales, strict=True)
             ]
             for _ in range(2)
         )  # fmt: skip
@@ -97,19 +91,18 @@ class Judge:
             self.v[i][row], self.w[i][row] = 0.0, 0.0
         self.keep: set[str] = set()  # of routes whose products are wanted again
         self._products: dict[str, Vector] = {}
-        self.differences = True  # or only whether a route raises
-        self._known: dict[tuple[str, float], Difference | None] = {}
-        self._here: dict[str, Vector] = {}
+        self.compares = True  # or only says whether a route raises
+        self.differences = Differences(f, self._leaves, stops, self.v, self.w)
 
     @property
     def leaves(self) -> Vector:
-        """The point, in copies: code under no_grad may write to what it is given."""
-        return [x.clone() for x in self._leaves]
+        """The point."""
+        return self.differences.leaves
 
     def first(self) -> Verdict:
         """Of the gradient that autograd gives."""
         try:
-            found = self._gradient(self.leaves)
+            found = self.differences.gradient(self.leaves)
         except Exception as error:
             return Verdict(None, raised=error)
         slope = [_tree.dot(found, self.v)]
@@ -151,7 +144,7 @@ class Judge:
         """By how much the differences of two functions differ, at one step or another."""
         found = []
         for step in STEPS.get(self.dtype, STEPS[torch.float32])[:4]:
-            a, b = self._truth("gradients", step), other._truth("gradients", step)
+            a, b = self.differences.at("gradients", step), other.differences.at("gradients", step)
             if a is not None and b is not None:
                 found.append(self._off(a.slope, b.slope, None)[0])
         return max(found, default=None)
@@ -164,7 +157,7 @@ class Judge:
         take: Callable[[Vector], Vector],
     ) -> Verdict:
         """size: of what the numbers are parts of, where they are no vector like the leaves."""
-        if not self.differences:
+        if not self.compares:
             return Verdict(False, sure=True)
         if not all(bool(part.isfinite().all()) for part in found):
             return self._not_finite(found)
@@ -172,7 +165,7 @@ class Judge:
         steps = list(STEPS.get(self.dtype, STEPS[torch.float32]))
         while steps:
             step = steps.pop(0)
-            truth = self._truth(kind, step)
+            truth = self.differences.at(kind, step)
             if truth is None:
                 continue
             whole = size(truth.slope) if callable(size) else size
@@ -208,14 +201,11 @@ class Judge:
         self, kind: str, step: float, take: Callable[[Vector], Vector], whole: float | None
     ) -> float:
         """How far the slopes to either side are apart: by O(h), unless there is a kink within h."""
-        truth = self._truth(kind, step)
+        truth = self.differences.at(kind, step)
         assert truth is not None
-        if kind not in self._here:
-            try:
-                self._here[kind] = self._functions[kind](self.leaves)
-            except Exception:  # as at another point
-                return inf
-        here = self._here[kind]
+        here = self.differences.here(kind)
+        if here is None:
+            return inf
         bend = [a - b / step for a, b in zip(truth.sum, here, strict=True)]
         bent = [a + b for a, b in zip(truth.slope, bend, strict=True)]
         return self._off(take(bent), take(truth.slope), whole)[0]
@@ -244,64 +234,6 @@ class Judge:
     def _size(self, parts: Vector) -> float:
         pairs = zip(parts, self.scales, strict=True)
         return sum((unit * float(part.norm())) ** 2 for part, unit in pairs) ** 0.5
-
-    # Differences.
-
-    def _truth(self, kind: str, step: float) -> Difference | None:
-        """The difference with a step, or None where the function cannot be had there.
-
-        Nor can it where it stops what is inside of a transform of torch.func, which cannot be held.
-        """
-        if (kind, step) not in self._known:
-            self._known[kind, step] = self._difference(kind, step)
-        return self._known[kind, step]
-
-    @property
-    def _functions(self) -> dict[str, Callable[[Vector], Vector]]:
-        return {"values": self._value, "gradients": self._gradient, "products": self._product}
-
-    def _difference(self, kind: str, step: float) -> Difference | None:
-        along = self.w if kind == "products" else self.v
-        try:
-            self.record()
-            if self.stops is not None and self.stops.beyond:
-                return None
-            above, below = (
-                self._functions[kind](
-                    [x + sign * step * d for x, d in zip(self.leaves, along, strict=True)]
-                )
-                for sign in (1, -1)
-            )
-        except Exception:  # whatever it says of another point, also that it takes another path
-            return None
-        slope = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
-        total = [(a + b) / (2 * step) for a, b in zip(above, below, strict=True)]
-        finite = all(bool(part.isfinite().all()) for part in slope)
-        return Difference(slope, total) if finite else None
-
-    def _held(self, *own: Tensor) -> Tensor:
-        if self.stops is None:
-            return self.f(*own)
-        with self.stops.held():
-            return self.f(*own)
-
-    def record(self) -> None:
-        """Remember what the function takes out of its graph, at the point itself."""
-        if self.stops is not None and not self.stops.recorded:
-            self._held(*own_leaves(self.leaves, False))
-
-    def _value(self, leaves: Vector) -> Vector:
-        self.record()
-        return [self._held(*own_leaves(leaves, False)).detach()]
-
-    def _gradient(self, leaves: Vector) -> Vector:
-        self.record()
-        own = own_leaves(leaves, False)
-        return [part.detach() for part in filled(gradient(self._held, own), own)]
-
-    def _product(self, leaves: Vector) -> Vector:
-        self.record()
-        return reverse_over_reverse(self._held, leaves, self.v, self.w)
 
 
 def scale(x: Tensor) -> float:

@@ -160,7 +160,7 @@ class Locator:
 def _asked(judge: Judge, ask: Ask, raises: bool) -> Verdict:
     if not judge.leaves:
         return Verdict(False)
-    judge.differences = not raises
+    judge.compares = not raises
     return ask(judge)
 
 
