@@ -1,12 +1,12 @@
 """The state of the random generators in checkpoints."""
 
-import random
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+
+from hoglib._random_state import random_state, set_random_state
 
 KEY = "hoglib.lightning.RNGState"
 
@@ -47,20 +47,20 @@ class RNGState(pl.Callback):
 
 
 def _get() -> dict[str, Any]:
-    state: Any = np.random.get_state()
-    kind, keys, position, has_gauss, gauss = state
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.copy()), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
+    """With tensors for NumPy's arrays, which checkpoints may hold."""
+    state = random_state()
+    kind, keys, *rest = state["numpy"]
+    return {**state, "numpy": (kind, torch.from_numpy(keys.copy()), *rest)}
 
 
 def _set(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.cpu().numpy(), position, has_gauss, gauss))
-    torch.set_rng_state(state["torch"].cpu())
-    for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(device_state.cpu(), device)
+    """Of a checkpoint, whose tensors may be on another device."""
+    kind, keys, *rest = state["numpy"]
+    set_random_state(
+        {
+            **state,
+            "numpy": (kind, keys.cpu().numpy(), *rest),
+            "torch": state["torch"].cpu(),
+            "cuda": [one.cpu() for one in state["cuda"]],
+        }
+    )

@@ -12,8 +12,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from hoglib._functional import FunctionalLoss
 from hoglib.ops._captured import Capture, held
 
-OUTSIDE = ""  # the name of what is in no module
-
 
 class Names:
     """Names of the modules that a function is, holds, or is seen to call.
@@ -23,8 +21,9 @@ class Names:
     """
 
     def __init__(self, fn: Any, *, always: bool = False) -> None:
-        found = [one for one in held(fn) if isinstance(one.value, nn.Module)]
-        self._generators = [one.value for one in held(fn) if isinstance(one.value, torch.Generator)]
+        everything = list(held(fn))
+        found = [one for one in everything if isinstance(one.value, nn.Module)]
+        self._generators = [x.value for x in everything if isinstance(x.value, torch.Generator)]
         self._names: dict[int, str] = {}
         self.roots: list[nn.Module] = []
         self.prefixes: list[str] = []  # of the names in each root

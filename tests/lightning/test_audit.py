@@ -1,11 +1,7 @@
 """The callback: a poisoned training stops before its first step, and a sound one is as without it."""
 
-import datetime
-import json
-import os
 import random
 import traceback
-import warnings
 
 import lightning.pytorch as pl
 import numpy as np
@@ -13,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import multiprocessing, nn
+from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib._arguments import Explained
 from hoglib.lightning import RNGState, SecondOrderAudit
+from tests.two_processes import found_by_each
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
@@ -364,15 +361,7 @@ class OfProcess(Training):
         return hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
 
 
-def in_a_process(rank, folder):
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )  # fmt: skip
-    found = {}
+def in_a_process(rank, folder, found):
     for how in ("right", "wrong", "raises"):
         module = OfProcess()
         module.how = how
@@ -382,13 +371,10 @@ def in_a_process(rank, folder):
         except Exception as error:
             text = str(error) if isinstance(error, Explained) else traceback.format_exc()
             found[how] = type(error).__name__, text, module.stepped
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
 
 
 def test_two_processes_raise_alike(tmp_path):
-    multiprocessing.spawn(in_a_process, (tmp_path,), nprocs=2)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    first, second = found_by_each(in_a_process, tmp_path)
     for found in (first, second):
         assert found["right"] == ["trained", "", 2]
         name, text, stepped = found["wrong"]

@@ -1,32 +1,15 @@
 """Tasks shared out over two processes give what one process gives."""
 
-import datetime
-import json
-import os
-import warnings
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import multiprocessing
 
 import hoglib as hog
 from tests.meta import processes
+from tests.two_processes import found_by_each
 
 
-def run(rank, folder):
-    """What each process runs and writes down."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    # what Lightning reads where processes are started for it
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )  # fmt: skip
-    found = {"too few": processes.too_few(), **processes.everything()}
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+def run(rank, folder, found):
+    found |= {"too few": processes.too_few(), **processes.everything()}
 
 
 def flat(value):
@@ -43,10 +26,8 @@ def flat(value):
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`")  # Lightning's own
 def test_two_processes_equal_one(tmp_path):
     """One test of all cases: to start two processes takes longer than what they do."""
-    multiprocessing.spawn(run, (tmp_path,), nprocs=2)
-    mine = processes.everything()
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
+    both, mine = found_by_each(run, tmp_path), processes.everything()
+    for found in both:
         assert "at least one task for each of the 2 processes, got 1" in found.pop("too few")
         assert found.keys() == mine.keys()
         for case in mine:

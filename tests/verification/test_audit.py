@@ -636,3 +636,16 @@ def test_what_is_no_loss_and_no_batch() -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch))
     with pytest.raises(TypeError, match="one batch"):
         hog.audit(loss, params, loader)
+
+
+def test_a_module_that_depends_on_no_parameter_is_not_suspected() -> None:
+    model, scaling = smooth(), nn.Softmax(-1)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        y: Tensor = functional_call(model, params, (scaling(x),))
+        y.register_hook(lambda g: 2 * g)
+        return y.square().sum()
+
+    report = hog.audit(loss, hog.trainable_params(model), torch.randn(5, 4))
+    assert report.culprits == ("the loss",)
+    assert "The modules are right by themselves" in report["culprit: the loss"].text

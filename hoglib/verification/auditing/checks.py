@@ -3,8 +3,6 @@
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-import torch
-
 from hoglib import _arguments as arguments
 from hoglib._functorch import eagerly
 from hoglib._leaves import own_leaves
@@ -18,7 +16,7 @@ from hoglib.verification.auditing.module_calls import Running
 from hoglib.verification.auditing.problem import Problem
 from hoglib.verification.auditing.routes import AUTO, ROUTES, Route
 from hoglib.verification.auditing.setting import Setting
-from hoglib.verification.report import Report, Row
+from hoglib.verification.report import CULPRIT, Report, Row
 
 DIRECTIONS = 2  # along which a requested route is tried; others, and long ones, along one
 AT_MOST = 4  # where a kink is in the way along some
@@ -65,7 +63,7 @@ class Checks:
     def _derivatives(self, seen: Look) -> list[Row]:
         try:
             keep = [route.key for route in self._chosen]
-            with Setting(self._problem, torch.float64, keep) as wide, lingering():
+            with Setting(self._problem, double=True, keep=keep) as wide, lingering():
                 self._settle(wide)
                 rows = [*self._rows(wide), *self._stops(wide)]
                 right = [r for r in self._chosen if not _failed(rows, r)]
@@ -73,7 +71,7 @@ class Checks:
         except _Refused as refused:
             self._kinked, self._judged = set(), True
             text = f"refused ({refused}); judged in its own dtype, with wider tolerances."
-            with Setting(self._problem, None) as narrow, lingering():
+            with Setting(self._problem, double=False) as narrow, lingering():
                 narrow.move_beside()
                 rows = [*self._rows(narrow), *self._stops(narrow)]
             return [Row("dtype: float64", "skip", None, text), *rows]
@@ -125,13 +123,11 @@ class Checks:
             faults = [*found] if asked else [*islice(found, 1)]
             off, where = telling.off(verdict), self._telling.where(faults)
             if _surrogates(faults):
-                return Row(
-                    name,
-                    "skip",
-                    None,
-                    f"{where}: declared a surrogate, whose gradient differs "
-                    "from the derivative on purpose, and has none of its own to compare with.",
+                text = (
+                    f"{where}: declared a surrogate, whose gradient differs from the derivative on "
+                    "purpose, and has none of its own to compare with."
                 )
+                return Row(name, "skip", None, text)
             if asked:
                 self._accuse(faults, what)
                 return Row(name, "fail", verdict.error, f"It {off}, in {where}.")
@@ -191,7 +187,7 @@ class Checks:
     def _accuse(self, faults: list[Fault], what: str) -> None:
         names = self._problem.names
         for fault in faults:
-            name = f"culprit: {names.title(fault.module)}"
+            name = f"{CULPRIT}{names.title(fault.module)}"
             if name not in self._culprits:  # what was found first: the lowest order
                 text = self._telling.culprit(fault, what)
                 self._add(Row(name, "fail", fault.verdict.error, text))

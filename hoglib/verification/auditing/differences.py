@@ -25,6 +25,10 @@ class Difference(NamedTuple):
     sum: Vector
 
 
+def all_finite(parts: Vector) -> bool:
+    return all(bool(part.isfinite().all()) for part in parts)
+
+
 class Differences:
     """Those of a scalar function of leaves, by kind and step; w is the direction of products."""
 
@@ -77,8 +81,7 @@ class Differences:
             return None
         slope = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
         total = [(a + b) / (2 * step) for a, b in zip(above, below, strict=True)]
-        finite = all(bool(part.isfinite().all()) for part in slope)
-        return Difference(slope, total) if finite else None
+        return Difference(slope, total) if all_finite(slope) else None
 
     def _held(self, *own: Tensor) -> Tensor:
         if self._stops is None:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from hoglib._functorch import is_compiled, is_once_differentiable
 from hoglib.verification._module_names import Names
 from hoglib.verification.auditing.look import Look
-from hoglib.verification.report import Row
+from hoglib.verification.report import CULPRIT, Row
 
 MOST = 5  # names in a sentence
 EACH_TIME = (
@@ -45,7 +45,7 @@ def culprits(look: Look, names: Names) -> Iterator[Row]:
     if look.compiled_raises is not None:
         for name in [*map(names.title, _compiled(names))] or ["the loss"]:
             yield Row(
-                f"culprit: {name}", "fail", None,
+                f"{CULPRIT}{name}", "fail", None,
                 "It was compiled by torch.compile, and compiled code has no second derivative: "
                 f"{str(look.compiled_raises).splitlines()[0][:160]}. Use the module that was compiled, "
                 "or `hoglib.functional_loss`, which runs it uncompiled. All else is judged uncompiled.",
@@ -59,7 +59,7 @@ def culprits(look: Look, names: Names) -> Iterator[Row]:
         )  # fmt: skip
     if look.from_elsewhere:
         yield Row(
-            "culprit: the loss", "fail", None,
+            f"{CULPRIT}the loss", "fail", None,
             f"It uses {_listed(look.from_elsewhere)} of the model itself beside the params that it is "
             "given: a part of the derivatives is missing. Look for model.parameters() or a list of "
             "weights in it; take them from params, or detach() what is meant as a constant.",

@@ -11,7 +11,7 @@ kink, where numbers cancel) nothing is known.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
+from math import inf, nan
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hoglib import _tree
 from hoglib._leaves import Vector, dense
-from hoglib.verification.auditing.differences import Differences
+from hoglib.verification.auditing.differences import Differences, all_finite
 from hoglib.verification.auditing.routes import Route, Scalar
 from hoglib.verification.auditing.stops import Stops
 
@@ -45,7 +45,6 @@ class Verdict(NamedTuple):
     wrong: bool | None
     error: float | None = None  # relative
     raised: Exception | None = None
-    worst: int = 0  # the leaf that is off most
     sure: bool = False  # it agrees with a difference as well as differences go
 
     @property
@@ -57,6 +56,7 @@ class Verdict(NamedTuple):
         return self.sure, self.wrong is False, self.error or 0.0
 
 
+NOT_FINITE = Verdict(True, nan)  # wrong: the loss is finite at its parameters
 Tried = tuple[float, Vector, float | None, float]  # step, slope, size, how far off
 
 
@@ -77,7 +77,9 @@ class Judge:
     ) -> None:
         self.f = f
         self._leaves = [x.detach() for x in leaves]
-        self.dtype = max((x.dtype for x in leaves), key=lambda dtype: torch.finfo(dtype).eps)
+        dtype = max((x.dtype for x in leaves), key=lambda dtype: torch.finfo(dtype).eps)
+        self._steps = STEPS.get(dtype, STEPS[torch.float32])
+        self._right = RIGHT.get(dtype, RIGHT[torch.float32])
         random = torch.Generator("cpu").manual_seed(seed)
         self.scales = [scale(x) for x in self._leaves]
         self.v, self.w = (
@@ -137,16 +139,15 @@ class Judge:
             found = self.product(route)
         except Exception as error:
             return Verdict(None, raised=error)
-        bad = [i for i, part in enumerate(found) if not bool(part.isfinite().all())]
-        return Verdict(True, float("nan"), None, bad[0]) if bad else Verdict(False)
+        return Verdict(False) if all_finite(found) else NOT_FINITE
 
     def apart(self, other: "Judge") -> float | None:
         """By how much the differences of two functions differ, at one step or another."""
         found = []
-        for step in STEPS.get(self.dtype, STEPS[torch.float32])[:4]:
+        for step in self._steps[:4]:
             a, b = self.differences.at("gradients", step), other.differences.at("gradients", step)
             if a is not None and b is not None:
-                found.append(self._off(a.slope, b.slope, None)[0])
+                found.append(self._off(a.slope, b.slope, None))
         return max(found, default=None)
 
     def _compare(
@@ -159,22 +160,22 @@ class Judge:
         """size: of what the numbers are parts of, where they are no vector like the leaves."""
         if not self.compares:
             return Verdict(False, sure=True)
-        if not all(bool(part.isfinite().all()) for part in found):
-            return self._not_finite(found)
+        if not all_finite(found):
+            return NOT_FINITE
         best, tried = Verdict(None), []
-        steps = list(STEPS.get(self.dtype, STEPS[torch.float32]))
+        steps = list(self._steps)
         while steps:
             step = steps.pop(0)
             truth = self.differences.at(kind, step)
             if truth is None:
                 continue
             whole = size(truth.slope) if callable(size) else size
-            off, where = self._off(found, take(truth.slope), whole)
-            if off < RIGHT.get(self.dtype, RIGHT[torch.float32]):
+            off = self._off(found, take(truth.slope), whole)
+            if off < self._right:
                 return Verdict(False, off, sure=True)
             tried.append((step, take(truth.slope), whole, off))
             if best.error is None or off < best.error:
-                best = Verdict(None, off, None, where)
+                best = Verdict(None, off)
             if len(tried) == 2 and self._known_to(kind, take, tried) < off / CLEARLY:
                 break  # two short steps agree, and longer ones will
             bends = [self._bend(kind, h, take, its) for h, _, its, _ in tried[:2]]
@@ -193,7 +194,7 @@ class Judge:
         """How well the best difference is known: by the next one, and by the slopes to either side."""
         doubts = []
         for step, slope, whole, _ in tried:
-            others = [self._off(other, slope, whole)[0] for at, other, *_ in tried if at != step]
+            others = [self._off(other, slope, whole) for at, other, *_ in tried if at != step]
             doubts.append(max(min(others, default=inf), self._bend(kind, step, take, whole)))
         return min(doubts, default=inf)
 
@@ -208,17 +209,12 @@ class Judge:
             return inf
         bend = [a - b / step for a, b in zip(truth.sum, here, strict=True)]
         bent = [a + b for a, b in zip(truth.slope, bend, strict=True)]
-        return self._off(take(bent), take(truth.slope), whole)[0]
+        return self._off(take(bent), take(truth.slope), whole)
 
-    def _not_finite(self, found: Vector) -> Verdict:
-        """Wrong, for the loss is finite at its parameters."""
-        where = next(i for i, part in enumerate(found) if not bool(part.isfinite().all()))
-        return Verdict(True, float("nan"), None, where)
-
-    def _off(self, found: Vector, truth: Vector, whole: float | None) -> tuple[float, int]:
-        """The largest relative difference of two vectors, a tensor at a time, and of which tensor."""
+    def _off(self, found: Vector, truth: Vector, whole: float | None) -> float:
+        """The largest relative difference of two vectors, a tensor at a time."""
         if whole is not None:
-            return float((found[0] - truth[0]).abs()) / max(whole, 1e-300), 0
+            return float((found[0] - truth[0]).abs()) / max(whole, 1e-300)
         sizes = [
             unit * max(float(a.norm()), float(b.norm()))
             for a, b, unit in zip(found, truth, self.scales, strict=True)
@@ -228,8 +224,7 @@ class Judge:
             unit * float((a - b).norm()) / max(size + floor, 1e-300)
             for a, b, size, unit in zip(found, truth, sizes, self.scales, strict=True)
         ]
-        worst = max(range(len(gaps)), key=gaps.__getitem__)
-        return (gaps[worst] if gaps[worst] == gaps[worst] else float("inf")), worst
+        return inf if any(gap != gap for gap in gaps) else max(gaps)
 
     def _size(self, parts: Vector) -> float:
         pairs = zip(parts, self.scales, strict=True)

@@ -58,6 +58,7 @@ class Locator:
     ) -> None:
         self._root, self._whole, self._around = root, whole, around
         self._judges: dict[int, Judge | None] = {}
+        self._constant: set[int] = set()  # calls without variables
         self._own: dict[int, list[tuple[Operation, Judge | None]]] = {}
 
     def faults(self, ask: Ask, verdict: Verdict) -> Iterator[Fault]:
@@ -75,7 +76,8 @@ class Locator:
         for part in call.parts:
             judge = self._judge(part)
             if judge is None:
-                unknown.append(part)
+                if id(part) not in self._constant:
+                    unknown.append(part)
                 continue
             one = _asked(judge, ask, raises)
             if one.at_fault:
@@ -88,12 +90,15 @@ class Locator:
             yield Fault(call, verdict, wrong, [op for op, _ in own], unknown)
 
     def _judge(self, call: ModuleCall) -> Judge | None:
-        """None where a call cannot be run by itself."""
+        """None where a call cannot be run by itself, or has no variables."""
         if id(call) not in self._judges:
             self._judges[id(call)] = None
             if call.module is not None and not call.inside_transforms:
                 with suppress(Exception):  # it does not run by itself
                     f, leaves, first = self._of_call(call)
+                    if not leaves:
+                        self._constant.add(id(call))
+                        return None
                     padded = {name: row for name, _, row in padding_rows(call.module)}
                     frozen = {
                         first + i: padded[name]
@@ -158,8 +163,6 @@ class Locator:
 
 
 def _asked(judge: Judge, ask: Ask, raises: bool) -> Verdict:
-    if not judge.leaves:
-        return Verdict(False)
     judge.compares = not raises
     return ask(judge)
 

@@ -144,10 +144,15 @@ def _repeated(seen: Look, problem: Problem, state: Unchanged, value: Tensor) -> 
         ]
 
 
+def _state(device: torch.device) -> Tensor:
+    """Of the generator that is drawn from there."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
 @contextmanager
 def _watching(seen: Look, running: Running, device: torch.device) -> Iterator[None]:
     seen.autocast_around = torch.is_autocast_enabled(device.type)
-    watch = _Calls(seen, device.type, lambda: running.where)
+    watch = _Calls(seen, device, lambda: running.where)
     with _random_numbers(seen, running, device), watching_functions(watch.applied), watch:
         yield
 
@@ -155,19 +160,19 @@ def _watching(seen: Look, running: Running, device: torch.device) -> Iterator[No
 class _Calls(TorchFunctionMode):
     """Where torch calls are made under autocast, or drop elements, and Functions are applied."""
 
-    def __init__(self, seen: Look, device: str, where_now: Callable[[], str]) -> None:
+    def __init__(self, seen: Look, device: torch.device, where_now: Callable[[], str]) -> None:
         super().__init__()
         self._seen, self._device, self._where_now = seen, device, where_now
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = self._where_now()
-        if torch.is_autocast_enabled(self._device) and name not in self._seen.autocast:
+        if torch.is_autocast_enabled(self._device.type) and name not in self._seen.autocast:
             self._seen.autocast.append(name)
         if "dropout" not in name_of_call(func):
             return func(*args, **(kwargs or {}))
-        state = torch.get_rng_state()
+        state = _state(self._device)
         result = func(*args, **(kwargs or {}))
-        if not torch.equal(state, torch.get_rng_state()) and name not in self._seen.dropped:
+        if not torch.equal(state, _state(self._device)) and name not in self._seen.dropped:
             self._seen.dropped.append(name)
         return result
 
@@ -186,12 +191,9 @@ def _random_numbers(seen: Look, running: Running, device: torch.device) -> Itera
     for those with a part that is told."""
     states: list[tuple[nn.Module | None, Tensor, bool]] = []
 
-    def state() -> Tensor:
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
     def start(module: nn.Module, args: Any) -> None:
         seen.ran[id(module)] = module
-        states.append((module, state(), False))
+        states.append((module, _state(device), False))
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         if states and states[-1][0] is module:
@@ -201,7 +203,7 @@ def _random_numbers(seen: Look, running: Running, device: torch.device) -> Itera
             seen.not_finite.append(running.names.called(module))
 
     def ended(module: nn.Module | None, before: Tensor, told: bool) -> None:
-        if torch.equal(before, state()):
+        if torch.equal(before, _state(device)):
             return
         name = running.names.briefly(module)
         listed = seen.dropped if isinstance(module, _DropoutNd) else seen.drew
@@ -210,7 +212,7 @@ def _random_numbers(seen: Look, running: Running, device: torch.device) -> Itera
         if states:
             states[-1] = (*states[-1][:2], True)
 
-    states.append((None, state(), False))
+    states.append((None, _state(device), False))
     with watching_modules(start, end):
         yield
-        ended(*states.pop())
+        ended(*states[0])  # above it stands what raised, if the loss went on from there

@@ -16,7 +16,7 @@ from hoglib._functorch import transforms_active, watching_functions
 from hoglib.stand_ins import seen_through
 from hoglib.verification import _where as where
 from hoglib.verification._call import is_float, is_part
-from hoglib.verification._module_names import OUTSIDE, Names, watching_modules
+from hoglib.verification._module_names import Names, watching_modules
 from hoglib.verification._where import Place
 from hoglib.verification.auditing.stops import INNER
 
@@ -56,7 +56,6 @@ class Running:
 class ModuleCall:
     """One run of a module, as it was."""
 
-    name: str
     module: nn.Module | None  # None for the whole loss
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -67,11 +66,11 @@ class ModuleCall:
 
 def calls_of(names: Names, run: Callable[[], Any]) -> ModuleCall:
     """The tree of the module calls of a run, with copies of what they were given."""
-    root = ModuleCall(OUTSIDE, None)
+    root = ModuleCall(None)
     stack = [root]
 
     def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = ModuleCall(names.of(module), module, inside_transforms=transforms_active())
+        call = ModuleCall(module, inside_transforms=transforms_active())
         if not call.inside_transforms:
             call.args, call.kwargs = _copied((args, kwargs))
             # what a loss puts in the place of a parameter is a tensor

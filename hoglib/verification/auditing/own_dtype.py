@@ -6,7 +6,7 @@ from hoglib import _tree
 from hoglib._differences import distance
 from hoglib._leaves import Vector
 from hoglib._substitution import lingering
-from hoglib.verification.auditing import telling as telling
+from hoglib.verification.auditing import telling
 from hoglib.verification.auditing.judging import Judge, Verdict
 from hoglib.verification.auditing.locating import Fault
 from hoglib.verification.auditing.problem import Problem
@@ -32,7 +32,7 @@ def row(
     def ask(judge: Judge) -> Verdict:
         return judge.finite(route)
 
-    with Setting(problem, None) as here, lingering():
+    with Setting(problem, double=False) as here, lingering():
         verdict = ask(here.judge())
         if verdict.at_fault:
             faults = list(here.locator.faults(ask, verdict))
@@ -40,8 +40,7 @@ def row(
             return Row(name, "fail", verdict.error, text), faults, what
         if dtype not in KEEPS or product is None:
             return None, [], what
-        here.leaves = [x.to(like.dtype) for x, like in zip(at, here.given, strict=True)]
-        here.forget()
+        here.move_to([x.to(like.dtype) for x, like in zip(at, here.given, strict=True)])
         narrow = here.product(route)
     if narrow is None:  # there, and not beside: of no interest
         return None, [], what

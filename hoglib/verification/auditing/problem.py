@@ -52,17 +52,6 @@ def padding_rows(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
             yield f"{name}.weight".removeprefix("."), part.weight, part.padding_idx
 
 
-def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
-    """A copy of a tree with its tensors of floating point in a dtype, also those in plain objects."""
-
-    def convert(x: Tensor) -> Tensor:
-        if x.is_complex():
-            return x.to(dtype.to_complex())
-        return x.to(dtype) if x.is_floating_point() else x
-
-    return mapped(convert, tree)
-
-
 def copied(tree: Any) -> Any:
     """A copy, for a loss that changes its batch; what is there twice is one copy."""
     copies: dict[int, Tensor] = {}

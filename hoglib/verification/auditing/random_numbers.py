@@ -1,13 +1,14 @@
 """The state of all that draws random numbers: what it is, and whether something was drawn."""
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from hoglib._random_state import random_state
 
 
 class RandomSource(NamedTuple):
@@ -52,23 +53,3 @@ class OutsideState:
         if a is not None and (a[2:] != b[2:] or not (a[1] == b[1]).all()):
             found.append("NumPy's random")
         return found
-
-
-def random_state() -> dict[str, Any]:
-    """Of the generators that everybody shares."""
-    numpy = sys.modules.get("numpy")
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        "python": random.getstate(),
-        "numpy": None if numpy is None else numpy.random.get_state(),
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    random.setstate(state["python"])
-    if state["numpy"] is not None:
-        sys.modules["numpy"].random.set_state(state["numpy"])

@@ -22,13 +22,12 @@ class Route(NamedTuple):
 
     key: str
     title: str
-    order: int
     of: str
     product: Callable[[Scalar, Vector, Vector, Vector], Vector]
 
     @property
     def row(self) -> str:
-        return f"{'third' if self.order == 3 else 'second'} derivative: {self.title}"
+        return f"{'third' if self.of == 'third' else 'second'} derivative: {self.title}"
 
 
 def gradient(f: Scalar, own: Vector, *, create_graph: bool = False) -> list[Tensor | None]:
@@ -132,14 +131,14 @@ AUTO = "rr"  # what hvp(mode="auto") takes
 ROUTES = {
     route.key: route
     for route in (
-        Route("rr", "reverse-over-reverse", 2, "hessian", reverse_over_reverse),
-        Route("fr", "forward-over-reverse", 2, "hessian", forward_over_reverse),
-        Route("rf", "reverse-over-forward", 2, "hessian", reverse_over_forward),
-        Route("ff", "forward-over-forward", 2, "curvature", forward_over_forward),
-        Route("torch.func.hessian", "torch.func.hessian", 2, "hessian", func_hessian),
-        Route("jacrev of jacrev", "jacrev of jacrev", 2, "hessian", jacrev_of_jacrev),
-        Route("grad of vmap", "grad of vmap", 2, "hessian", grad_of_vmap),
-        Route("third order", "reverse-over-reverse-over-reverse", 3, "third", third_order),
+        Route("rr", "reverse-over-reverse", "hessian", reverse_over_reverse),
+        Route("fr", "forward-over-reverse", "hessian", forward_over_reverse),
+        Route("rf", "reverse-over-forward", "hessian", reverse_over_forward),
+        Route("ff", "forward-over-forward", "curvature", forward_over_forward),
+        Route("torch.func.hessian", "torch.func.hessian", "hessian", func_hessian),
+        Route("jacrev of jacrev", "jacrev of jacrev", "hessian", jacrev_of_jacrev),
+        Route("grad of vmap", "grad of vmap", "hessian", grad_of_vmap),
+        Route("third order", "reverse-over-reverse-over-reverse", "third", third_order),
     )
 }
 

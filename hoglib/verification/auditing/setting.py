@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from hoglib._differences import in_double
 from hoglib._leaves import Vector, own_leaves
 from hoglib.verification.auditing.judging import Judge, normal, scale
 from hoglib.verification.auditing.locating import Locator
 from hoglib.verification.auditing.module_calls import Running, calls_of
-from hoglib.verification.auditing.problem import Problem, in_dtype
+from hoglib.verification.auditing.problem import Problem, mapped
 from hoglib.verification.auditing.routes import Route
 from hoglib.verification.auditing.stops import Stops
 from hoglib.verification.auditing.unchanged import Unchanged
@@ -22,20 +23,18 @@ BESIDE = 0.01  # of the size of each tensor
 
 
 class Setting:
-    """A problem in a dtype, or in its own for None, at its parameters or beside them.
+    """A problem in float64, or as it is, at its parameters or beside them.
 
     Complex parameters are leaves of two real numbers each. keep: keys of routes whose products along
     the first direction are asked for twice. A context: the modules' state is put back at its end.
     """
 
-    def __init__(
-        self, problem: Problem, dtype: torch.dtype | None, keep: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, problem: Problem, *, double: bool, keep: Iterable[str] = ()) -> None:
         self._keep = set(keep)
-        self._problem, self._dtype = problem, dtype
+        self._problem, self._double = problem, double
         self._complex = [x.is_complex() for x in problem.leaves]
-        self.batch = problem.batch if dtype is None else in_dtype(problem.batch, dtype)
-        leaves = [x if dtype is None else in_dtype(x, dtype) for x in problem.leaves]
+        self.batch = mapped(in_double, problem.batch) if double else problem.batch
+        leaves = in_double(problem.leaves) if double else problem.leaves
         self.given = [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
         self.leaves = self.given
         self.running = Running(problem.names)
@@ -46,7 +45,7 @@ class Setting:
     def __enter__(self) -> "Setting":
         problem = self._problem
         self._frozen = problem.frozen()
-        self.state = Unchanged(problem.names.modules(), problem.generators, self._dtype)
+        self.state = Unchanged(problem.names.modules(), problem.generators, self._double)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -63,7 +62,7 @@ class Setting:
     def _around(self, module: nn.Module | None = None) -> Iterator[None]:
         """Where the loss runs, or a module of it by itself."""
         self.state.begin(of=module)
-        with nullcontext() if self._dtype is None else in_float64():
+        with in_float64() if self._double else nullcontext():
             yield
 
     def move_beside(self) -> None:
@@ -76,7 +75,14 @@ class Setting:
             finite = bool(self.f(*own_leaves(moved, False)).isfinite())
         except Exception:  # whatever it says of other parameters
             finite = False
-        self.leaves = moved if finite else self.given
+        if finite:
+            self.move_to(moved)
+
+    def move_to(self, leaves: Vector) -> None:
+        """What was known of other leaves is not known of these."""
+        self.leaves = leaves
+        self._judges.clear()
+        self._locator = None
 
     def judge(self, seed: int = 0) -> Judge:
         """Along a random direction."""
@@ -85,11 +91,6 @@ class Setting:
             if not seed:
                 self._judges[seed].keep = self._keep
         return self._judges[seed]
-
-    def forget(self) -> None:
-        """What is known of other leaves."""
-        self._judges.clear()
-        self._locator = None
 
     def product(self, route: Route) -> Vector | None:
         """What a route gives along the first direction, or None where it raises."""

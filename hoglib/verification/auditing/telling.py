@@ -78,7 +78,7 @@ class Telling:
 
     def __init__(self, names: Names) -> None:
         self._names = names
-        self._told: dict[str, str] = {}  # by operation, in which module
+        self._told: dict[Any, str] = {}  # by operation, in which module
 
     def where(self, faults: list[Fault]) -> str:
         """The modules at fault, with the operations, in one line."""
@@ -94,12 +94,12 @@ class Telling:
         there = f"{what} {off(fault.verdict)} {'in' if raised else 'through'} it"
         text = f"{self._names.called(fault.module)}: {there}."
         if not fault.operations:
-            return f"{text} {_no_operation(fault)}"
+            return f"{text} {_no_operation(fault, self._names)}"
         kinds = {op.name: op for op, _ in reversed(fault.operations)}
         for op in [*reversed(kinds.values())][:MOST]:
             at = f" at {op.place}" if op.place else ""
             kind = "operation" if op.function is None else "custom Function"
-            where = self._told.setdefault(op.name, self._names.briefly(fault.module))
+            where = self._told.setdefault(op.function or op.name, self._names.briefly(fault.module))
             known = where != self._names.briefly(fault.module)
             words = f"See {where}." if known else _of_operation(op)
             text += f"\nThe {kind} `{op.name}`{at} is at fault. {words}"
@@ -166,7 +166,7 @@ def _doctor(function: type[Function], args: tuple[Any, ...]) -> str:
     return ""
 
 
-def _no_operation(fault: Fault) -> str:
+def _no_operation(fault: Fault, names: Names) -> str:
     """Where to look where no single operation is at fault."""
     module = fault.call.module
     hooked = any(op.name == "register_hook" for op in fault.own)
@@ -183,7 +183,7 @@ def _no_operation(fault: Fault) -> str:
             "Give it them as arguments; checkpoints need use_reentrant=False, or `hoglib.ops.remat`."
         )
     if fault.unknown:
-        parts = ", ".join(f"`{part.name}`" for part in fault.unknown[:MOST])
+        parts = ", ".join(names.briefly(part.module) for part in fault.unknown[:MOST])
         return f"It is its own code or that of {parts}, which do not run by themselves."
     if module is None:
         return "The modules are right by themselves: it is the code around them."

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hoglib._differences import in_double
+from hoglib._random_state import random_state, set_random_state
 from hoglib._substitution import LISTS_OF_WEIGHTS
-from hoglib.verification.auditing.random_numbers import random_state, set_random_state, sources
+from hoglib.verification.auditing.random_numbers import sources
 
 INTERNAL = set(vars(nn.Module()))  # what every module has: hooks, places of parameters and parts
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -54,20 +56,20 @@ class _Part:
 class Unchanged:
     """Keeps the state of modules, and of generators, that a function changes as it runs.
 
-        with Unchanged(modules, generators, torch.float64) as state:
+        with Unchanged(modules, generators, double=True) as state:
             state.begin()         # as at first; now run the function
 
     Inside, modules have copies of their buffers, of frozen parameters and of plain containers, in
-    dtype where they are of floating point and one is given; parameters of their own too, for those that
-    a function substitutes are put in their places by it. Scripted modules keep their tensors, whose
-    values are put back.
+    float64 where they are of floating point and that is wanted; parameters of their own too, for those
+    that a function substitutes are put in their places by it. Scripted modules keep their tensors,
+    whose values are put back.
     """
 
     def __init__(
         self, modules: Iterable[nn.Module], generators: Iterable[torch.Generator] = (),
-        dtype: torch.dtype | None = None,
+        double: bool = False,
     ) -> None:  # fmt: skip
-        self._dtype = dtype
+        self._double = double
         self._parts: dict[int, _Part] = {}
         self._flags: list[tuple[Tensor, bool, Tensor | None]] = []
         self._scripted: list[tuple[Tensor, Tensor]] = []
@@ -156,7 +158,7 @@ class Unchanged:
         set_random_state(self._random)
 
     def _parameter(self, p: Tensor | None) -> Any:
-        if p is None or self._dtype is None or self._in_dtype(p) is p:
+        if p is None or self._in_dtype(p) is p:
             return p
         if id(p) not in self._converted:
             self._converted[id(p)] = nn.Parameter(self._in_dtype(p.detach()), requires_grad=False)
@@ -194,9 +196,7 @@ class Unchanged:
         return other
 
     def _in_dtype(self, x: Tensor) -> Tensor:
-        if self._dtype is None or not (x.is_floating_point() or x.is_complex()):
-            return x
-        return x.to(self._dtype.to_complex() if x.is_complex() else self._dtype)
+        return in_double(x) if self._double else x
 
 
 _NOTHING = object()

@@ -27,7 +27,7 @@ def run(
         except arguments.Explained as error:
             complain(error)
             return NOT_RUN
-        found = Outcomes(seed, as_json=as_json, few=verbose or len(factories) == 1)
+        found = Outcomes(seed, as_json=as_json)
         for name, factory in factories.items():
             torch.manual_seed(seed)
             try:

@@ -9,7 +9,7 @@ import torch
 
 from hoglib import _arguments as arguments
 from hoglib.verification.commands.finding import told
-from hoglib.verification.commands.outcomes import NOT_RUN, RIGHT
+from hoglib.verification.commands.outcomes import NOT_RUN, RIGHT, complain
 from hoglib.verification.commands.verify import find
 from hoglib.verification.drawing.picture import graph
 
@@ -33,7 +33,7 @@ def run(
             if output is not None:
                 picture.save(output)
     except (Exception, SystemExit) as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        complain(told(error))
         return NOT_RUN
     for cut in picture.cuts:
         print(f"cut: {cut}", file=sys.stderr)
