@@ -1,8 +1,9 @@
 """hoglib: second-order training for PyTorch that one can trust."""
 
-from hoglib import curvature, meta, nn, ops, penalties, testing
+from hoglib import capture, curvature, meta, nn, ops, penalties, testing
 from hoglib._functional import functional_loss, trainable_params
 from hoglib._version import __version__
+from hoglib.capture import compile, compiled_loss
 from hoglib.curvature import (
     FisherOperator,
     GGNOperator,
@@ -30,6 +31,9 @@ __all__ = [
     "VerificationError",
     "__version__",
     "audit",
+    "capture",
+    "compile",
+    "compiled_loss",
     "curvature",
     "fisher_vp",
     "functional_loss",

@@ -1,0 +1,103 @@
+"""Whether a graph computes what the function does: at the values of the first call, and at others."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib._random_state import random_state, set_random_state
+
+# Of the norm of an output. The order of sums is another one in compiled code, and what a kink or a
+# cancellation makes of that in float32 is more than rounding; what is traced in is off by far more.
+OFF = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 2e-3, torch.complex64: 2e-3}
+COARSE = 5e-2  # half precision
+
+
+def equal(
+    what: str,
+    function: Callable[..., Any],
+    tensors: list[Tensor],
+    lifted: list[Tensor],
+    graph: Callable[[list[Tensor]], list[Tensor]],
+) -> None:
+    """Raises RuntimeError where the graph's outputs differ from the function's."""
+    for which, given in (("", tensors), (" for other values than those it was captured with", _others(tensors))):
+        with _random_numbers_kept():
+            state = random_state()
+            try:
+                expected = _tensors(function(*[_as_it_came(x, y) for x, y in zip(given, tensors, strict=True)]))
+            except Exception:
+                if which:  # a function need not take any value
+                    return
+                raise
+            set_random_state(state)
+            found = graph([x.detach() for x in (*given, *lifted)])
+        scale = _size(expected)
+        for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+            _compare(what, i, a.detach(), b, scale, which)
+
+
+def _compare(what: str, i: int, expected: Tensor, found: Tensor, scale: float, which: str) -> None:
+    if expected.shape != found.shape or expected.dtype is not found.dtype:
+        how = f"{arguments.describe(found)} for {arguments.describe(expected)}"
+    elif not (expected.is_floating_point() or expected.is_complex()):
+        if torch.equal(expected, found):
+            return
+        how = "other integers"
+    else:
+        finite = expected.isfinite() & found.isfinite()
+        alike = torch.equal(expected.isnan(), found.isnan())
+        apart = _size([torch.where(finite, expected - found, 0)])
+        own = _size([torch.where(finite, expected, 0)])
+        if alike and apart <= OFF.get(expected.dtype, COARSE) * max(own, 1e-6 * scale, 1e-30):
+            return
+        how = f"a distance of {apart:.1e} where the size is {own:.1e}"
+    raise arguments.NoSecondDerivative(
+        f"{what}: expected a graph that computes what the function does, got {how} in output {i}{which}. "
+        "Something is traced in that is not a tensor of the graph (a result of NumPy, a value kept from "
+        "an earlier call, random numbers of another library), or the compiler is at fault: "
+        "backend='eager' tells. Make it an argument, or pass check=False if you know better."
+    )
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in _tree.leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _as_it_came(values: Tensor, given: Tensor) -> Tensor:
+    return values.detach().requires_grad_(given.requires_grad)
+
+
+def _others(tensors: list[Tensor]) -> list[Tensor]:
+    """Other values of about the same size and sign: probabilities stay so."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for x in tensors:
+        if x.is_floating_point() or x.is_complex():
+            factor = 1 - 0.1 * torch.rand(x.shape, generator=generator)
+            changed = (x.detach() * factor.to(device=x.device)).to(x.dtype)
+            found.append(torch.empty_like(x, requires_grad=False).copy_(changed))
+        else:
+            found.append(x)
+    return found
+
+
+def _size(tensors: list[Tensor]) -> float:
+    total = 0.0
+    for x in tensors:
+        if x.is_floating_point() or x.is_complex():
+            total += float(torch.nan_to_num(x.detach().abs().double()).square().sum())
+    return total**0.5
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

@@ -1,0 +1,199 @@
+"""torch's compiler for graphs, and what it made kept on disk for the next process.
+
+The private torch API that this needs is all in this file: `torch._inductor.standalone_compile`, which
+takes a graph as it is, and settings of `torch._inductor.config`.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import mkstemp
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from hoglib._version import __version__
+from hoglib._warning import warn
+
+Run = Callable[..., Any]
+LIMIT = 2**30  # bytes of the directory
+
+
+class Made(NamedTuple):
+    """Machine code for a graph."""
+
+    run: Run
+    seconds: float
+    source: str  # "compiled", "disk" or "memory"
+
+
+class NoCompiler(Exception):
+    """There is nothing here that could compile a graph."""
+
+
+_IN_MEMORY: dict[str, Run] = {}
+_COMPILING = threading.RLock()
+
+
+def make(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, say: Callable[[str], None]) -> Made:
+    """Machine code for a graph at tensors of these shapes. Raises NoCompiler, saying why."""
+    began = perf_counter()
+    key = _key(graph, tensors, dynamic)
+    with _COMPILING:
+        known = _IN_MEMORY.get(key)
+        if known is not None:
+            return Made(known, perf_counter() - began, "memory")
+        run = _load(key)
+        source = "compiled" if run is None else "disk"
+        if run is None:
+            say(f"compiling {len(graph.graph.nodes):,} operations")
+            run = _compile(graph, tensors, dynamic, key)
+        _IN_MEMORY[key] = run
+    return Made(run, perf_counter() - began, source)
+
+
+def cache_dir() -> Path:
+    """Where compiled graphs are kept: HOGLIB_CACHE_DIR, or hoglib in the user's cache directory."""
+    chosen = os.environ.get("HOGLIB_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hoglib"
+
+
+def forget() -> None:
+    """Forgets what this process compiled; what is on disk stays."""
+    _IN_MEMORY.clear()
+
+
+def _key(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> str:
+    """What machine code depends on: the graph, its inputs, torch, the processor, its threads."""
+    parts = [
+        __version__, torch.__version__, str(torch.version.git_version), platform.machine(),
+        str(_processor()), str(torch.get_num_threads()), str(dynamic), graph.code,
+        str([(x.dtype, tuple(x.shape), x.stride(), str(x.device)) for x in tensors]),
+        str([torch.cuda.get_device_name(x.device) for x in tensors[:1] if x.is_cuda]),
+        str(torch.are_deterministic_algorithms_enabled()),
+    ]  # fmt: skip
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _processor() -> str:
+    capability = getattr(torch.backends.cpu, "get_cpu_capability", None)
+    return str(capability()) if capability is not None else ""
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """What torch's compiler does otherwise for us.
+
+    Random numbers come from torch's own generators, in the order of the graph: so a compiled function
+    draws what it draws otherwise. Each vector instruction set that the processor has is tried out by
+    compiling a program, at the first compilation ever, one after the other: eight seconds on two cores.
+    They are taken as they are instead, unless TORCH_VEC_ISA_OK says otherwise.
+    """
+    import torch._inductor.config as config
+
+    given = {"fallback_random": True}
+    if "TORCH_VEC_ISA_OK" not in os.environ:
+        given["cpp.vec_isa_ok"] = True
+    with config.patch(given):
+        yield
+
+
+def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: str) -> Run:
+    if all(x.device.type == "cpu" for x in tensors) and not has_cpp_compiler():
+        raise NoCompiler("no C++ compiler was found: install g++ or clang++, or set CXX")
+    from torch._inductor import standalone_compile
+
+    try:
+        with torch.no_grad(), _settings(), _quietly():
+            artifact = standalone_compile(
+                graph, tensors, dynamic_shapes="from_graph" if dynamic else "from_example_inputs"
+            )
+    except Exception as error:
+        if type(error).__name__ in ("InvalidCxxCompiler", "CppCompileError", "TritonMissing"):
+            raise NoCompiler(str(error).strip().splitlines()[0]) from error
+        raise
+    _save(artifact, key)
+    run: Run = artifact
+    return run
+
+
+def has_cpp_compiler() -> bool:
+    import torch._inductor.config as config
+
+    named = config.cpp.cxx
+    candidates = named if isinstance(named, list | tuple) else [named]
+    return any(name is not None and shutil.which(str(name)) for name in candidates)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without a warning of torch about its own use of its pytrees."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
+        yield
+
+
+def _load(key: str) -> Run | None:
+    path = cache_dir() / f"{key}.bin"
+    try:
+        if path.stat().st_uid != os.getuid():  # it is run when it is read
+            return None
+    except (OSError, AttributeError):
+        return None
+    from torch._inductor import CompiledArtifact
+
+    try:
+        with _settings(), _quietly():
+            run: Run = CompiledArtifact.load(path=str(path))
+    except Exception:  # of another build of torch, or cut short: it is compiled anew
+        return None
+    with suppress(OSError):
+        path.touch()
+    return run
+
+
+def _save(artifact: Any, key: str) -> None:
+    """Whole or not at all; without it the next process compiles again."""
+    directory = cache_dir()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = mkstemp(dir=directory)
+        os.close(handle)
+        try:
+            artifact.save(path=name)
+            os.replace(name, directory / f"{key}.bin")
+        finally:
+            with suppress(OSError):
+                os.remove(name)
+        _prune(directory)
+    except OSError as error:
+        warn(f"hoglib could not keep what it compiled in {directory} ({error}); set HOGLIB_CACHE_DIR.")
+    except Exception:  # torch cannot write every graph that it can run
+        return
+
+
+def _prune(directory: Path) -> None:
+    """The oldest go where the directory grows beyond its limit."""
+    files = sorted(directory.glob("*.bin"), key=lambda path: path.stat().st_mtime)
+    total = sum(path.stat().st_size for path in files)
+    for path in files[:-1]:
+        if total <= LIMIT:
+            return
+        total -= path.stat().st_size
+        path.unlink(missing_ok=True)
+
+
+def to_stderr(text: str) -> None:
+    print(f"hoglib: {text}", file=sys.stderr, flush=True)
