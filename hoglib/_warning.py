@@ -23,7 +23,9 @@ def warn(message: str) -> None:
 
 def is_users(file: str) -> bool:
     """Whether a file belongs neither to hoglib nor to torch."""
-    return not (file.startswith((*_NOT_THE_USERS, "<")) or os.path.basename(file) == "contextlib.py")
+    return not (
+        file.startswith((*_NOT_THE_USERS, "<")) or os.path.basename(file) == "contextlib.py"
+    )
 
 
 def _ours(file: str) -> bool:

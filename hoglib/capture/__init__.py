@@ -1,6 +1,15 @@
 """A whole second-order function as one graph."""
 
-from hoglib.capture.compiled import Captured, Compiled, compile
+from hoglib.capture._inductor import to_stderr
+from hoglib.capture.compiled import Captured, Compiled, compile, operations
 from hoglib.capture.loss import CompiledLoss, compiled_loss
 
-__all__ = ["Captured", "Compiled", "CompiledLoss", "compile", "compiled_loss"]
+__all__ = [
+    "Captured",
+    "Compiled",
+    "CompiledLoss",
+    "compile",
+    "compiled_loss",
+    "operations",
+    "to_stderr",
+]

@@ -25,11 +25,16 @@ def equal(
     graph: Callable[[list[Tensor]], list[Tensor]],
 ) -> None:
     """Raises RuntimeError where the graph's outputs differ from the function's."""
-    for which, given in (("", tensors), (" for other values than those it was captured with", _others(tensors))):
+    for which, given in (
+        ("", tensors),
+        (" for other values than those it was captured with", _others(tensors)),
+    ):
         with _random_numbers_kept():
             state = random_state()
             try:
-                expected = _tensors(function(*[_as_it_came(x, y) for x, y in zip(given, tensors, strict=True)]))
+                expected = _tensors(
+                    function(*[_as_it_came(x, y) for x, y in zip(given, tensors, strict=True)])
+                )
             except Exception:
                 if which:  # a function need not take any value
                     return

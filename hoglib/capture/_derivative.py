@@ -76,12 +76,11 @@ class Graph(torch.autograd.Function):
             for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
         ]
         args, kwargs = _tree.unflatten(filled_in, ctx.structure)
-        recorded = [
-            g for g, has in zip(cotangents, entry.traced.recorded, strict=True) if has
-        ]
+        recorded = [g for g, has in zip(cotangents, entry.traced.recorded, strict=True) if has]
         grads = iter(entry.pullback(ctx.compiled)(args, kwargs, recorded))
         wanted = [
-            next(grads) if _requires_grad(x) else None for x in (*tensors[: -len(now) or None], *now)
+            next(grads) if _requires_grad(x) else None
+            for x in (*tensors[: -len(now) or None], *now)
         ]
         return (None,) * 5 + tuple(wanted)
 

@@ -43,7 +43,9 @@ _IN_MEMORY: dict[str, Run] = {}
 _COMPILING = threading.RLock()
 
 
-def make(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, say: Callable[[str], None]) -> Made:
+def make(
+    graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, say: Callable[[str], None]
+) -> Made:
     """Machine code for a graph at tensors of these shapes. Raises NoCompiler, saying why."""
     began = perf_counter()
     key = _key(graph, tensors, dynamic)
@@ -179,7 +181,9 @@ def _save(artifact: Any, key: str) -> None:
                 os.remove(name)
         _prune(directory)
     except OSError as error:
-        warn(f"hoglib could not keep what it compiled in {directory} ({error}); set HOGLIB_CACHE_DIR.")
+        warn(
+            f"hoglib could not keep what it compiled in {directory} ({error}); set HOGLIB_CACHE_DIR."
+        )
     except Exception:  # torch cannot write every graph that it can run
         return
 

@@ -37,7 +37,9 @@ def of_call(what: str, leaves: list[Any], structure: Any, dynamic: bool) -> Sign
 def _autocast(leaves: list[Any]) -> Hashable:
     kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"}
     return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in sorted(kinds)
+        if torch.is_autocast_enabled(kind)
     )
 
 
@@ -64,7 +66,11 @@ def _of_leaf(what: str, leaf: Any, dynamic: bool) -> Hashable:
 def described(leaves: list[Any]) -> str:
     """The arguments of a call, in short."""
     parts = [
-        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        if isinstance(x, Tensor)
+        else repr(x)
         for x in leaves
     ]
-    return ", ".join(parts) if len(parts) < 9 else ", ".join([*parts[:7], f"... {len(parts)} in all"])
+    return (
+        ", ".join(parts) if len(parts) < 9 else ", ".join([*parts[:7], f"... {len(parts)} in all"])
+    )

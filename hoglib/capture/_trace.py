@@ -42,7 +42,9 @@ class Place(NamedTuple):
     index: int
 
 
-def trace(what: str, of_tensors: Callable[..., Any], tensors: list[Tensor], dynamic: bool) -> Traced:
+def trace(
+    what: str, of_tensors: Callable[..., Any], tensors: list[Tensor], dynamic: bool
+) -> Traced:
     """The graph of a function at tensors of these shapes. Raises NotSupported, saying where, for what
     a graph cannot hold."""
     out: dict[str, Any] = {}
@@ -166,7 +168,9 @@ def _drops_nothing(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(
+        node.kwargs
+    )
     rates = [given[name] for name in ("dropout_p", "dropout") if name in given]
     if not rates and any(a.name in ("dropout_p", "dropout") for a in schema.arguments):
         return True

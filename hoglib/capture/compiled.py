@@ -116,7 +116,11 @@ class Compiled:
         return self._graphs.all()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _functorch.transforms_active() or _functorch.forward_mode_active() or _functorch.tracing():
+        if (
+            _functorch.transforms_active()
+            or _functorch.forward_mode_active()
+            or _functorch.tracing()
+        ):
             return self.fn(*args, **kwargs)  # a part of what is differentiated or captured outside
         leaves, structure = _tree.flatten((args, kwargs))
         found = self.captured(leaves, structure)
@@ -180,10 +184,7 @@ class Compiled:
                 run=made.run,
                 ways=ways[: len(traced.lifted)],
                 kinds=[signature.of_tensor(x) for x in traced.lifted],
-                modules=[
-                    (way, way.found.training)
-                    for way in ways[len(traced.lifted) :]
-                ],
+                modules=[(way, way.found.training) for way in ways[len(traced.lifted) :]],
                 traced=traced,
             )
             if self.check:
@@ -209,7 +210,9 @@ class Compiled:
             )
             return inductor.Made(_in_order(graph), 0.0, "compiled"), "eager"
         if made.source == "compiled":
-            say(f"compiled {self.name} in {made.seconds:.1f} s, and kept it in {inductor.cache_dir()}")
+            say(
+                f"compiled {self.name} in {made.seconds:.1f} s, and kept it in {inductor.cache_dir()}"
+            )
         return made, "inductor"
 
     def _say_full(self, leaves: list[Any]) -> None:
@@ -223,7 +226,9 @@ class Compiled:
         )
 
     def __repr__(self) -> str:
-        return f"hoglib.compile({self.name}, backend={self.backend!r}), {len(self.signatures)} graphs"
+        return (
+            f"hoglib.compile({self.name}, backend={self.backend!r}), {len(self.signatures)} graphs"
+        )
 
 
 def compile(
@@ -233,6 +238,7 @@ def compile(
     dynamic: bool = False,
     check: bool = True,
     progress: bool = True,
+    name: str | None = None,
 ) -> Compiled:
     r"""A function whose derivatives of any order, taken inside it, run as one compiled graph.
 
@@ -260,13 +266,24 @@ def compile(
     module, inputs) -> function. Without a C++ compiler it is "eager", with a warning.
     dynamic: shapes are symbols, for sizes that change from call to call.
     check: the first run of each graph is compared with fn, also at other values.
+    name: what the function is called in messages.
     progress: what is compiled, and how long it took, is said on stderr.
 
     Raises NotImplementedError where fn reads values of tensors (if, .item(), NumPy), changes an argument,
     parameter or buffer in place, or draws from a Generator of its own, naming the line; RuntimeError
     where the graph's results are not those of fn. Nothing is kept of a capture that raises.
     """
-    return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress)
+    return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress, name=name)
+
+
+def operations(fn: Callable[..., Any], *args: Any) -> int:
+    """How many operations the graph of a function has."""
+    leaves, structure = _tree.flatten((args, {}))
+    counted = Compiled(fn, backend="eager", dynamic=False, check=False)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    traced = trace(counted.name, counted.of_tensors(leaves, structure), tensors, False)
+    simplify(traced.graph)
+    return sum(node.op == "call_function" for node in traced.graph.graph.nodes)
 
 
 def assembled(entry: Captured, outputs: list[Tensor]) -> Any:

@@ -76,7 +76,11 @@ class CompiledLoss:
         return [one for part in parts for one in part.signatures]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if _functorch.transforms_active() or _functorch.forward_mode_active() or _functorch.tracing():
+        if (
+            _functorch.transforms_active()
+            or _functorch.forward_mode_active()
+            or _functorch.tracing()
+        ):
             value: Tensor = self.fn(*args, **kwargs)
             return value
         if not torch.is_grad_enabled():
@@ -96,9 +100,7 @@ class CompiledLoss:
             for of in entry.traced.leaves
             if isinstance(of, Of)
         ]
-        return with_gradients(
-            value, grads, by, again=lambda: self._again(*args, **kwargs)[1]
-        )
+        return with_gradients(value, grads, by, again=lambda: self._again(*args, **kwargs)[1])
 
     def __repr__(self) -> str:
         return f"hoglib.compiled_loss({self.name}), {len(self.signatures)} graphs"
@@ -128,6 +130,4 @@ def compiled_loss(
     Parameters are inputs: they may change between calls, and be replaced. Options and errors as in
     `compile`; RuntimeError also for a loss that depends on nothing that requires grad.
     """
-    return CompiledLoss(
-        loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress
-    )
+    return CompiledLoss(loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress)

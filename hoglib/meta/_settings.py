@@ -7,6 +7,8 @@ from hoglib import _arguments as arguments
 from hoglib.meta import norms
 from hoglib.meta.inner import MEMORY, check_truncate
 
+COMPILE = ("inductor", "step", "eager")  # besides True, which chooses
+
 
 def _rate(learner: Any, value: Any) -> float:
     if learner.rates is not None:
@@ -45,6 +47,12 @@ def _options(learner: Any, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _way(value: Any) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    return arguments.one_of("compile", value, COMPILE)
+
+
 # What an attribute must be, whenever it is set
 CHECKS: dict[str, Callable[[Any, Any], Any]] = {
     "inner_lr": _rate,
@@ -55,5 +63,9 @@ CHECKS: dict[str, Callable[[Any, Any], Any]] = {
     "batch_norm": _policy,
     "inner_params": _parts,
     "rule_options": _options,
+    "compile": lambda _, value: _way(value),
+    "compile_for": lambda _, value: (
+        None if value is None else arguments.at_least("compile_for", value, 1)
+    ),
     "stand_ins": lambda _, value: arguments.flag("stand_ins", value),
 }

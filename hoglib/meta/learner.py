@@ -20,7 +20,7 @@ from hoglib.meta import tasks as stacks
 from hoglib.meta._guards import check_finite, look_at_functions, only_what_is_learned, uses_any
 from hoglib.meta.inner import RUNS_AGAIN, UNUSED
 from hoglib.meta.loop import InnerLoop, Point
-from hoglib.meta.mapping import OfTask
+from hoglib.meta.mapping import OfTask, Ways
 from hoglib.stand_ins import stand_ins_if
 
 TWICE = (
@@ -48,6 +48,10 @@ class Learner(InnerLoop):
     @abstractmethod
     def _of_task(self, point: Point, support: Any, query: Any, wanted: bool) -> OfTask:
         """The loss of one task, and if wanted its gradients: a `Point`."""
+
+    def _ways(self, point: Point, wanted: bool) -> Ways | None:
+        """How tasks are run, if as graphs."""
+        return None
 
     # what a user calls
 
@@ -115,13 +119,14 @@ class Learner(InnerLoop):
             tasks = recordable(tasks)
             if wanted:
                 self._look(what, point, tasks)
+            ways = self._ways(point, wanted)
             try:
-                found = self._mapper(of_task, tasks, what, own.model)
+                found = self._mapper(of_task, tasks, what, own.model, ways)
             except RuntimeError as error:
                 if self._runs_again or RUNS_AGAIN not in str(error):
                     raise
                 self._runs_again = True  # as `_memory` heeds
-                found = self._mapper(of_task, tasks, what, own.model)
+                found = self._mapper(of_task, tasks, what, own.model, ways)
         check_finite(found)
         if not wanted:
             return found.value.mean()

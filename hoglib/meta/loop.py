@@ -187,9 +187,26 @@ class InnerLoop(nn.Module, ABC):
 
         return gradient(noted, params, support, constant=constant, alone=alone, check=i == 0)
 
-    def _outer(self, point: Point, support: Any, query: Any) -> tuple[Tensor, Any, Params]:
+    def _step_from(
+        self, fixed: Point, carry: Any, count: Tensor, support: Any, constant: bool
+    ) -> tuple[Any, Tensor]:
+        """One inner step by itself, for rules and losses to which all steps are alike.
+
+        carry: the parameters that adapt, and what the rule remembers besides the number of steps, which
+        is count. Gives what is carried on, and the loss.
+        """
+        params, memory = carry
+        rule = self._rule(0, fixed, list(params))
+        grads, (loss, _) = self._gradient(0, fixed, params, support, constant, False)
+        state = {"step": count, **memory} if memory else {}
+        params, state = rule.update(params, grads, state)
+        return (params, {slot: tree for slot, tree in state.items() if slot != "step"}), loss
+
+    def _outer(
+        self, point: Point, support: Any, query: Any, steps: int | None = None
+    ) -> tuple[Tensor, Any, Params]:
         """The outer loss of a task after the inner loop, what is noted of both, and what adapted."""
-        steps = self.inner_steps
+        steps = self.inner_steps if steps is None else steps
         params, total, notes = self._unroll(point, support, steps, query)
         with self._noting() as statistics:
             value = self._outer_value(point, params, query, steps)

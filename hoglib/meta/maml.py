@@ -11,10 +11,11 @@ from hoglib import _functorch, _tree
 from hoglib._functional import Criterion, Forward, trainable_params
 from hoglib._leaves import filled
 from hoglib._substitution import lingering
+from hoglib.meta.compiling import Compiling
 from hoglib.meta.inner import is_before_the_last
 from hoglib.meta.learner import Learner
 from hoglib.meta.loop import InnerParams, Point
-from hoglib.meta.mapping import OfTask
+from hoglib.meta.mapping import OfTask, Ways
 from hoglib.meta.naming import has_both
 from hoglib.meta.rates import GRANULARITIES, Rates
 from hoglib.meta.rules import Rule
@@ -51,6 +52,12 @@ class MAML(Learner):
     "per_step": the batch's in train mode, and in eval mode running averages of them that are kept
     for each step; "frozen": the model's running statistics in either mode.
 
+    compile: True runs the meta-gradient as a graph (`hoglib.compile`), in the way that takes least time
+    in all for compile_for losses (None: many), and says which: "inductor", compiled with all its inner
+    steps; "step", one inner step compiled and used for all, which keeps the parameters after each step
+    whatever `memory` says; "eager", not compiled, its operations one by one. Models whose graph
+    cannot be captured raise, saying why.
+
     over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses by the
     shapes of parameters and tasks, and loops (with a warning) where vmap cannot run the model.
     stand_ins: inner steps run inside `hoglib.second_order()`, where torch calls that have no second
@@ -84,6 +91,8 @@ class MAML(Learner):
         batch_norm: str = "by_mode",
         forward: Forward | None = None,
         over_tasks: str = "auto",
+        compile: bool | str = False,
+        compile_for: int | None = None,
         stand_ins: bool = True,
     ) -> None:
         super().__init__(
@@ -95,6 +104,9 @@ class MAML(Learner):
         self.memory = memory
         self.truncate = truncate
         self.step_weights = step_weights
+        self.compile = compile
+        self.compile_for = compile_for
+        self._compiling = Compiling()
         self._weights(self.inner_steps)
         self._learn_rates(learn_lr, arguments.flag("lr_per_step", lr_per_step))
 
@@ -140,14 +152,19 @@ class MAML(Learner):
             )
         return weights
 
-    def _of_task(self, point: Point, support: Any, query: Any, wanted: bool) -> OfTask:
+    def _ways(self, point: Point, wanted: bool) -> Ways | None:
+        return self._compiling.ways(self, point, wanted) if self.compile else None
+
+    def _of_task(
+        self, point: Point, support: Any, query: Any, wanted: bool, steps: int | None = None
+    ) -> OfTask:
         if not wanted:
-            value, notes, _ = self._outer(point, support, query)
+            value, notes, _ = self._outer(point, support, query, steps)
             return OfTask(value, {}, notes)
         if _functorch.transforms_active():
 
             def noted(point: Point) -> tuple[Tensor, Any]:
-                value, notes, _ = self._outer(point, support, query)
+                value, notes, _ = self._outer(point, support, query, steps)
                 return value, notes
 
             grads, (value, notes) = torch.func.grad_and_value(noted, has_aux=True)(point)
@@ -155,7 +172,7 @@ class MAML(Learner):
         leaves, structure = _tree.flatten(point)
         own = [leaf.detach().requires_grad_() for leaf in leaves]
         with lingering():  # for what backward of the outer loss runs again
-            value, notes, _ = self._outer(_tree.unflatten(own, structure), support, query)
+            value, notes, _ = self._outer(_tree.unflatten(own, structure), support, query, steps)
             found = torch.autograd.grad(value, own, allow_unused=True)
         grads = _tree.unflatten(filled(list(found), own), structure)
         return OfTask(value.detach(), grads._asdict(), notes)

@@ -30,6 +30,13 @@ class OfTask(NamedTuple):
 Function = Callable[[Any, Any], OfTask]  # of support and query
 
 
+class Ways(NamedTuple):
+    """How tasks are run."""
+
+    all_at_once: Callable[[Function, Any], OfTask]  # of a stack
+    one_by_one: Callable[[Function, Sequence[tuple[Any, Any]]], OfTask]
+
+
 class Mapper:
     """Runs a function over tasks as it was asked to, or as pays; and remembers what vmap cannot
     run."""
@@ -38,13 +45,16 @@ class Mapper:
         self.over_tasks = arguments.one_of("over_tasks", over_tasks, OVER_TASKS)
         self.vmappable = True  # until it is tried
 
-    def __call__(self, function: Function, tasks: Any, what: str, params: Params) -> OfTask:
+    def __call__(
+        self, function: Function, tasks: Any, what: str, params: Params, ways: Ways | None = None
+    ) -> OfTask:
+        ways = ways or Ways(all_at_once, one_by_one)
         stack = self._to_vectorize(tasks, params)
         if stack is None:
             with explaining(what):
-                return one_by_one(function, stacks.each(tasks))
+                return ways.one_by_one(function, stacks.each(tasks))
         try:
-            return all_at_once(function, stack)
+            return ways.all_at_once(function, stack)
         except Exception as error:
             if isinstance(error, arguments.Explained) and self.over_tasks == "vmap":
                 raise
@@ -56,7 +66,7 @@ class Mapper:
                 ) from error
             # Whatever it was, the loop either shows it plainly or is the way round it.
             with explaining(what):
-                result = one_by_one(function, stacks.each(tasks))
+                result = ways.one_by_one(function, stacks.each(tasks))
         self.vmappable = False
         warn(
             f"{what} loops over the tasks, because vmap cannot run this model: {reason} "

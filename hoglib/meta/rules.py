@@ -70,12 +70,12 @@ def sgd(
 
         def direction(g: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor]]:
             m = options.like(mu_, g)
-            if step == 1:
+            if isinstance(step, int) and step == 1:
                 b = g
-            elif isinstance(keep, float) and keep == 1:
-                b = plus(g, m, b)
             else:
-                b = plus(m * b, options.like(keep, g), g)
+                plain = isinstance(keep, float) and keep == 1
+                more = plus(g, m, b) if plain else plus(m * b, options.like(keep, g), g)
+                b = torch.where(step == 1, g, more) if isinstance(step, Tensor) else more
             return (plus(g, m, b) if nesterov else b), (b,)
 
         return direction

@@ -1,0 +1,263 @@
+"""The meta-gradient as graphs: of a whole task, or of one inner step that is used for all.
+
+Whole, the graph of a task has all inner steps and their derivatives: nothing runs faster, and the time
+to compile grows with the steps. By the step there are three graphs whatever the number of steps, an
+inner step, its pullback, and the outer loss, between which the parameters after each step are kept:
+
+    theta_{i+1} = step(theta_i)        a_K = dL/dtheta_K        a_i = a_{i+1}^T dstep/dtheta_i
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+from hoglib import _tree
+from hoglib.capture import compile, operations, to_stderr
+from hoglib.meta.loop import Point
+from hoglib.meta.mapping import OfTask, Ways, all_at_once, one_by_one
+from hoglib.stand_ins import stand_ins_if
+
+if TYPE_CHECKING:
+    from hoglib.meta.maml import MAML
+
+MANY = 10_000  # losses to compute, where nobody says how many
+
+# What decides between them, in seconds and per operation of the whole graph: measured on perceptrons
+# and convolutions on one core. They need not be right to more than a factor: what lies between two ways
+# that cost about the same is small.
+START, BY_COMPILING, BY_TRACING = 6.0, 9e-3, 7e-4
+ONE_BY_ONE, COMPILED, BY_STEP = 4e-6, 1e-6, 1.7e-6
+
+
+class Compiling:
+    """The graphs of one learner; a copy of the learner begins without any."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Callable[..., Any]] = {}
+        self.way: str | None = None  # that was chosen, where it was left open
+
+    def __deepcopy__(self, memo: Any) -> "Compiling":
+        return Compiling()
+
+    def __reduce__(self) -> Any:
+        return Compiling, ()
+
+    def ways(self, maml: "MAML", point: Point, wanted: bool) -> Ways:
+        """How tasks are run, all at once and one by one."""
+        settings = settings_of(maml)
+
+        def together(_: Any, stack: Any) -> OfTask:
+            support, query = stack
+            return run(True, support, query)
+
+        def in_turn(_: Any, tasks: Any) -> OfTask:
+            return one_by_one(partial(run, False), tasks)
+
+        def run(mapped: bool, support: Any, query: Any) -> OfTask:
+            chosen = self._chosen(maml, settings, point, support, query, mapped)
+            if chosen == "step" and wanted:
+                return self._by_step(maml, settings, mapped)(point, support, query)
+            backend = "eager" if chosen == "eager" else "inductor"
+            whole = self._graph(partial(_whole, maml, mapped, wanted), (mapped, wanted), backend)
+            found: OfTask = whole(settings, point, support, query)
+            return found
+
+        return Ways(together, in_turn)
+
+    def _chosen(
+        self, maml: "MAML", settings: str, point: Point, support: Any, query: Any, mapped: bool
+    ) -> str:
+        if maml.compile is not True:
+            return str(maml.compile)
+        if self.way is None:
+            whole = self._operations(maml, settings, point, support, query, mapped)
+            self.way = way_that_pays(whole, maml.compile_for or MANY, alike(maml) is None)
+            to_stderr(
+                f"{type(maml).__name__}: {maml.compile_for or MANY:,} losses of {whole:,} operations each, "
+                + SAID[self.way]
+            )
+        return self.way
+
+    def _operations(
+        self, maml: "MAML", settings: str, point: Point, support: Any, query: Any, mapped: bool
+    ) -> int:
+        """Those of the whole graph, from graphs of few steps."""
+        steps = maml.inner_steps
+        few = [min(steps, count) for count in (1, 2)] if alike(maml) is None else [steps]
+        counts = []
+        for count in few:
+            whole = partial(_whole, maml, mapped, True, steps=count)
+            counts.append(operations(whole, settings, point, support, query))
+        return counts[0] + (steps - few[0]) * (counts[-1] - counts[0])
+
+    def _graph(self, fn: Callable[..., Any], key: Any, backend: str) -> Callable[..., Any]:
+        if (key, backend) not in self._made:
+            name = "MAML.loss" if isinstance(key, tuple) else f"MAML.loss, {key}"
+            self._made[key, backend] = compile(fn, backend=backend, name=name)
+        return self._made[key, backend]
+
+    def _by_step(self, maml: "MAML", settings: str, mapped: bool) -> Callable[..., OfTask]:
+        reason = alike(maml)
+        if reason is not None:
+            raise arguments.NotSupported(
+                f"compile='step': expected inner steps that are alike, got {reason}; use "
+                "compile='inductor', one graph for all steps."
+            )
+        suffix = "" if mapped else ", one task"
+        pieces = [
+            self._graph(partial(piece, maml, mapped), f"{name}{suffix}", "inductor")
+            for piece, name in (
+                (_step, "a step"),
+                (_pull, "its backward"),
+                (_last, "the outer loss"),
+            )
+        ]
+        return partial(_chain, maml, settings, mapped, *pieces)
+
+
+def way_that_pays(whole: int, losses: int, by_step: bool) -> str:
+    """What takes least in all, for a graph of so many operations and so many losses to compute."""
+    costs = {
+        "eager": BY_TRACING * whole + losses * whole * ONE_BY_ONE,
+        "inductor": START + BY_COMPILING * whole + losses * whole * COMPILED,
+    }
+    if by_step:
+        costs["step"] = START + BY_COMPILING * min(whole, 1000) + losses * whole * BY_STEP
+    return min(costs, key=lambda way: costs[way])
+
+
+SAID: Final = {
+    "eager": "run one by one as captured, for to compile them would take longer than it saves",
+    "inductor": "compiled as one graph, which pays",
+    "step": "compiled by the inner step, for the whole would take longer than it saves",
+}
+
+
+def settings_of(maml: "MAML") -> str:
+    """What of a learner's options a graph depends on."""
+    return repr((
+        maml.inner_steps, maml.inner_lr, maml.first_order, maml.truncate, maml.step_weights,
+        maml.memory, maml.batch_norm, maml.inner_params, maml.rule, maml.rule_options, maml.stand_ins,
+    ))  # fmt: skip
+
+
+def alike(maml: "MAML") -> str | None:
+    """None where one step's graph serves all; else what differs between them."""
+    if maml.step_weights is not None:
+        return "step_weights, outer losses after some"
+    if maml.statistics is not None:
+        return "batch_norm='per_step'"
+    if maml.rates is not None and getattr(maml.rates, "steps", None) is not None:
+        return "lr_per_step"
+    point = maml._point()
+    names = maml._adapting(point.model)
+    state = maml._rule(0, point, names).init({name: point.model[name] for name in names})
+    others = [x for x in _tree.leaves(state) if not isinstance(x, Tensor)]
+    if others and not (isinstance(state, dict) and others == [state.get("step")] == [0]):
+        return "a rule that counts steps by itself"
+    return None
+
+
+def _whole(
+    maml: "MAML", mapped: bool, wanted: bool, settings: str, point: Point, support: Any, query: Any,
+    steps: int | None = None,
+) -> OfTask:  # fmt: skip
+    """The meta-gradient of tasks, all together or one."""
+
+    def of_task(support: Any, query: Any) -> OfTask:
+        return maml._of_task(point, support, query, wanted, steps)
+
+    with stand_ins_if(maml.stand_ins):
+        return all_at_once(of_task, (support, query)) if mapped else of_task(support, query)
+
+
+def _chain(
+    maml: "MAML", settings: str, mapped: bool, step: Callable[..., Any], pull: Callable[..., Any],
+    last: Callable[..., Any], point: Point, support: Any, query: Any,
+) -> OfTask:  # fmt: skip
+    """The steps forward, and their pullbacks back."""
+    tasks = len(next(x for x in _tree.leaves(support) if isinstance(x, Tensor))) if mapped else 0
+    steps, names = maml.inner_steps, maml._adapting(point.model)
+    rest = {name: p for name, p in point.model.items() if name not in names}
+    fixed = point._replace(model=rest)
+    # Each task begins with parameters of its own, so that the first step is like the others.
+    start = {name: _repeated(point.model[name], tasks) for name in names}
+    state = maml._rule(0, point, names).init(start)
+    memory = {slot: tree for slot, tree in state.items() if slot != "step"}
+    count = torch.zeros((), dtype=torch.float64, device=start[names[0]].device)
+    carry, losses, kept = (start, memory), [], []
+    for i in range(steps):
+        kept.append((carry, count))
+        carry, loss = step(settings, maml._constant(i, steps), fixed, carry, count, support)
+        losses.append(loss)
+        count = count + 1
+    value, back, of_fixed = last(settings, fixed, carry, query)
+    for i in reversed(range(steps)):
+        before, count = kept.pop()
+        constant = maml._constant(i, steps)
+        back, more = pull(settings, constant, fixed, before, count, support, back)
+        of_fixed = _tree.add(of_fixed, more)
+    own = _tree.map(lambda grad: grad.mean(0) if tasks else grad, back[0])
+    other = _tree.map(lambda grad: grad / max(1, tasks), of_fixed)
+    model = {name: own[name] if name in own else other.model[name] for name in point.model}
+    return OfTask(value, Point(model, other.extras)._asdict(), (torch.stack(losses, -1), []))
+
+
+def _step(
+    maml: "MAML", mapped: bool, settings: str, constant: bool, fixed: Point, carry: Any,
+    count: Tensor, support: Any,
+) -> Any:  # fmt: skip
+    """One inner step of each task: what it carries on, and its loss."""
+
+    def one(carry: Any, support: Any) -> Any:
+        return maml._step_from(fixed, carry, count, support, constant)
+
+    with stand_ins_if(maml.stand_ins):
+        if not mapped:
+            return one(carry, support)
+        return torch.func.vmap(one, randomness="different")(carry, support)
+
+
+def _pull(
+    maml: "MAML", mapped: bool, settings: str, constant: bool, fixed: Point, carry: Any,
+    count: Tensor, support: Any, cotangent: Any,
+) -> Any:  # fmt: skip
+    """The pullback of one inner step of each task, to what it carries and to what is fixed."""
+
+    def one(carry: Any, support: Any, cotangent: Any) -> Any:
+        def step(carry: Any, fixed: Point) -> Any:
+            return maml._step_from(fixed, carry, count, support, constant)[0]
+
+        _, pullback = torch.func.vjp(step, carry, fixed)
+        return pullback(cotangent)
+
+    with stand_ins_if(maml.stand_ins):
+        if not mapped:
+            return one(carry, support, cotangent)
+        back, of_fixed = torch.func.vmap(one, randomness="different")(carry, support, cotangent)
+        return back, _tree.map(lambda grad: grad.sum(0), of_fixed)
+
+
+def _last(maml: "MAML", mapped: bool, settings: str, fixed: Point, carry: Any, query: Any) -> Any:
+    """The outer loss of each task, and its gradients by what was carried there and what is fixed."""
+
+    def one(carry: Any, query: Any) -> Any:
+        def outer(carry: Any, fixed: Point) -> Tensor:
+            return maml._outer_value(fixed, carry[0], query, maml.inner_steps)
+
+        (back, of_fixed), value = torch.func.grad_and_value(outer, argnums=(0, 1))(carry, fixed)
+        return value, back, of_fixed
+
+    with stand_ins_if(maml.stand_ins):
+        if not mapped:
+            return one(carry, query)
+        value, back, of_fixed = torch.func.vmap(one, randomness="different")(carry, query)
+        return value, back, _tree.map(lambda grad: grad.sum(0), of_fixed)
+
+
+def _repeated(tensor: Tensor, tasks: int) -> Tensor:
+    return tensor.expand(tasks, *tensor.shape).contiguous() if tasks else tensor
