@@ -63,7 +63,7 @@ CHECKS: dict[str, Callable[[Any, Any], Any]] = {
     "batch_norm": _policy,
     "inner_params": _parts,
     "rule_options": _options,
-    "compile": lambda _, value: _way(value),
+    "compiled": lambda _, value: _way(value),
     "compile_for": lambda _, value: (
         None if value is None else arguments.at_least("compile_for", value, 1)
     ),

@@ -71,15 +71,13 @@ class Compiling:
     def _chosen(
         self, maml: "MAML", settings: str, point: Point, support: Any, query: Any, mapped: bool
     ) -> str:
-        if maml.compile is not True:
-            return str(maml.compile)
+        if maml.compiled is not True:
+            return str(maml.compiled)
         if self.way is None:
             whole = self._operations(maml, settings, point, support, query, mapped)
             self.way = way_that_pays(whole, maml.compile_for or MANY, alike(maml) is None)
-            to_stderr(
-                f"{type(maml).__name__}: {maml.compile_for or MANY:,} losses of {whole:,} operations each, "
-                + SAID[self.way]
-            )
+            losses = f"{maml.compile_for or MANY:,} losses of {whole:,} operations each"
+            to_stderr(f"{type(maml).__name__}: {losses}, {SAID[self.way]}")
         return self.way
 
     def _operations(
@@ -108,15 +106,10 @@ class Compiling:
                 "compile='inductor', one graph for all steps."
             )
         suffix = "" if mapped else ", one task"
-        pieces = [
-            self._graph(partial(piece, maml, mapped), f"{name}{suffix}", "inductor")
-            for piece, name in (
-                (_step, "a step"),
-                (_pull, "its backward"),
-                (_last, "the outer loss"),
-            )
-        ]
-        return partial(_chain, maml, settings, mapped, *pieces)
+        step = self._graph(partial(_step, maml, mapped), f"a step{suffix}", "inductor")
+        pull = self._graph(partial(_pull, maml, mapped), f"its backward{suffix}", "inductor")
+        last = self._graph(partial(_last, maml, mapped), f"the outer loss{suffix}", "inductor")
+        return partial(_chain, maml, settings, mapped, step, pull, last)
 
 
 def way_that_pays(whole: int, losses: int, by_step: bool) -> str:
@@ -249,13 +242,15 @@ def _last(maml: "MAML", mapped: bool, settings: str, fixed: Point, carry: Any, q
         def outer(carry: Any, fixed: Point) -> Tensor:
             return maml._outer_value(fixed, carry[0], query, maml.inner_steps)
 
-        (back, of_fixed), value = torch.func.grad_and_value(outer, argnums=(0, 1))(carry, fixed)
-        return value, back, of_fixed
+        grads: Any
+        grads, value = torch.func.grad_and_value(outer, argnums=(0, 1))(carry, fixed)
+        return (value, *grads)
 
     with stand_ins_if(maml.stand_ins):
         if not mapped:
             return one(carry, query)
-        value, back, of_fixed = torch.func.vmap(one, randomness="different")(carry, query)
+        found: Any = torch.func.vmap(one, randomness="different")(carry, query)
+        value, back, of_fixed = found
         return value, back, _tree.map(lambda grad: grad.sum(0), of_fixed)
 
 

@@ -104,7 +104,7 @@ class MAML(Learner):
         self.memory = memory
         self.truncate = truncate
         self.step_weights = step_weights
-        self.compile = compile
+        self.compiled = compile
         self.compile_for = compile_for
         self._compiling = Compiling()
         self._weights(self.inner_steps)
@@ -153,7 +153,7 @@ class MAML(Learner):
         return weights
 
     def _ways(self, point: Point, wanted: bool) -> Ways | None:
-        return self._compiling.ways(self, point, wanted) if self.compile else None
+        return self._compiling.ways(self, point, wanted) if self.compiled else None
 
     def _of_task(
         self, point: Point, support: Any, query: Any, wanted: bool, steps: int | None = None
