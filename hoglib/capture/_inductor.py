@@ -22,6 +22,8 @@ from torch import Tensor, fx
 
 from hoglib._version import __version__
 from hoglib._warning import warn
+from hoglib.capture._products import arrange
+from hoglib.capture._simplify import simplify
 
 Run = Callable[..., Any]
 LIMIT = 2**30  # bytes of the directory
@@ -48,6 +50,8 @@ def make(
 ) -> Made:
     """Machine code for a graph at tensors of these shapes. Raises NoCompiler, saying why."""
     began = perf_counter()
+    arrange(graph)
+    simplify(graph)
     key = _key(graph, tensors, dynamic)
     with _COMPILING:
         known = _IN_MEMORY.get(key)

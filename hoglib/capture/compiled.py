@@ -152,6 +152,19 @@ class Compiled:
         assert lifted is not None
         return entry, lifted
 
+    def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The graph for such a call, as a function of the tensors among its arguments, in their order.
+
+        For calls with the same signature while parameters, buffers and modes stay: nothing is looked up.
+        """
+        leaves, structure = _tree.flatten((args, {}))
+        found = self.captured(leaves, structure)
+        if found is None:
+            run = self.of_tensors(leaves, structure)
+            return lambda tensors: [x for x in _tree.leaves(run(*tensors)) if isinstance(x, Tensor)]
+        entry, lifted = found
+        return lambda tensors: entry.execute(tensors + lifted)
+
     def of_tensors(self, leaves: list[Any], structure: Any) -> Callable[..., Any]:
         """The function of the tensors among such arguments."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib.capture import compile, operations, to_stderr
+from hoglib.capture import Compiled, compile, operations, to_stderr
 from hoglib.meta.loop import Point
 from hoglib.meta.mapping import OfTask, Ways, all_at_once, one_by_one
 from hoglib.stand_ins import stand_ins_if
@@ -37,7 +37,7 @@ class Compiling:
     """The graphs of one learner; a copy of the learner begins without any."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Callable[..., Any]] = {}
+        self._made: dict[Any, Compiled] = {}
         self.way: str | None = None  # that was chosen, where it was left open
 
     def __deepcopy__(self, memo: Any) -> "Compiling":
@@ -92,7 +92,7 @@ class Compiling:
             counts.append(operations(whole, settings, point, support, query))
         return counts[0] + (steps - few[0]) * (counts[-1] - counts[0])
 
-    def _graph(self, fn: Callable[..., Any], key: Any, backend: str) -> Callable[..., Any]:
+    def _graph(self, fn: Callable[..., Any], key: Any, backend: str) -> Compiled:
         if (key, backend) not in self._made:
             name = "MAML.loss" if isinstance(key, tuple) else f"MAML.loss, {key}"
             self._made[key, backend] = compile(fn, backend=backend, name=name)
@@ -169,10 +169,14 @@ def _whole(
 
 
 def _chain(
-    maml: "MAML", settings: str, mapped: bool, step: Callable[..., Any], pull: Callable[..., Any],
-    last: Callable[..., Any], point: Point, support: Any, query: Any,
+    maml: "MAML", settings: str, mapped: bool, step: Compiled, pull: Compiled, last: Compiled,
+    point: Point, support: Any, query: Any,
 ) -> OfTask:  # fmt: skip
-    """The steps forward, and their pullbacks back."""
+    """The steps forward, and their pullbacks back.
+
+    A graph is looked up once for all steps, and given its tensors in the order of its arguments: the
+    graph of a step on a small network takes less time than to find it.
+    """
     tasks = len(next(x for x in _tree.leaves(support) if isinstance(x, Tensor))) if mapped else 0
     steps, names = maml.inner_steps, maml._adapting(point.model)
     rest = {name: p for name, p in point.model.items() if name not in names}
@@ -182,22 +186,37 @@ def _chain(
     state = maml._rule(0, point, names).init(start)
     memory = {slot: tree for slot, tree in state.items() if slot != "step"}
     count = torch.zeros((), dtype=torch.float64, device=start[names[0]].device)
-    carry, losses, kept = (start, memory), [], []
-    for i in range(steps):
-        kept.append((carry, count))
-        carry, loss = step(settings, maml._constant(i, steps), fixed, carry, count, support)
+    first = (start, memory)
+    constants = [maml._constant(i, steps) for i in range(steps)]
+    forward = {
+        constant: step.prepared(settings, constant, fixed, first, count, support)
+        for constant in set(constants)
+    }
+    before, data = _tree.leaves(fixed), [x for x in _tree.leaves(support) if isinstance(x, Tensor)]
+    carry, losses, kept = _tree.leaves(first), [], []
+    for i, constant in enumerate(constants):
+        kept.append((carry, count + i))
+        *carry, loss = forward[constant]([*before, *carry, kept[-1][1], *data])
         losses.append(loss)
-        count = count + 1
-    value, back, of_fixed = last(settings, fixed, carry, query)
-    for i in reversed(range(steps)):
-        before, count = kept.pop()
-        constant = maml._constant(i, steps)
-        back, more = pull(settings, constant, fixed, before, count, support, back)
-        of_fixed = _tree.add(of_fixed, more)
-    own = _tree.map(lambda grad: grad.mean(0) if tasks else grad, back[0])
-    other = _tree.map(lambda grad: grad / max(1, tasks), of_fixed)
-    model = {name: own[name] if name in own else other.model[name] for name in point.model}
-    return OfTask(value, Point(model, other.extras)._asdict(), (torch.stack(losses, -1), []))
+    carried = _tree.unflatten(carry, _tree.flatten(first)[1])
+    value, back, of_fixed = last(settings, fixed, carried, query)
+    back, total = _tree.leaves(back), _tree.leaves(of_fixed)
+    backward = {
+        constant: pull.prepared(settings, constant, fixed, first, count, support, first)
+        for constant in forward
+    }
+    for constant in reversed(constants):
+        carry, count = kept.pop()
+        found = backward[constant]([*before, *carry, count, *data, *back])
+        back, more = found[: len(back)], found[len(back) :]
+        total = [x + y for x, y in zip(total, more, strict=True)]
+    own = dict(zip(start, back, strict=False))  # in front of what the rule remembers
+    fixed = _tree.unflatten([x / max(1, tasks) for x in total], _tree.flatten(fixed)[1])
+    model = {
+        name: fixed.model[name] if name not in own else own[name].mean(0) if tasks else own[name]
+        for name in point.model
+    }
+    return OfTask(value, Point(model, fixed.extras)._asdict(), (torch.stack(losses, -1), []))
 
 
 def _step(
