@@ -265,6 +265,9 @@ def _lift(what: str, graph: fx.GraphModule) -> list[Tensor]:
             last.append(inputs[id(value)])
         node.replace_all_uses_with(inputs[id(value)])
         graph.graph.erase_node(node)
+    for name in {**graph._parameters, **graph._buffers, **vars(graph)}:
+        if "_constant" in name:  # else the compiler makes inputs of its own of them
+            delattr(graph, name)
     return list(lifted.values())
 
 

@@ -197,10 +197,11 @@ def _chain(
     for i, constant in enumerate(constants):
         kept.append((carry, count + i))
         *carry, loss = forward[constant]([*before, *carry, kept[-1][1], *data])
+        carry = _by_rows(carry)
         losses.append(loss)
     carried = _tree.unflatten(carry, _tree.flatten(first)[1])
     value, back, of_fixed = last(settings, fixed, carried, query)
-    back, total = _tree.leaves(back), _tree.leaves(of_fixed)
+    back, total = _by_rows(_tree.leaves(back)), _tree.leaves(of_fixed)
     backward = {
         constant: pull.prepared(settings, constant, fixed, first, count, support, first)
         for constant in forward
@@ -208,7 +209,7 @@ def _chain(
     for constant in reversed(constants):
         carry, count = kept.pop()
         found = backward[constant]([*before, *carry, count, *data, *back])
-        back, more = found[: len(back)], found[len(back) :]
+        back, more = _by_rows(found[: len(back)]), found[len(back) :]
         total = [x + y for x, y in zip(total, more, strict=True)]
     own = dict(zip(start, back, strict=False))  # in front of what the rule remembers
     fixed = _tree.unflatten([x / max(1, tasks) for x in total], _tree.flatten(fixed)[1])
@@ -274,4 +275,9 @@ def _last(maml: "MAML", mapped: bool, settings: str, fixed: Point, carry: Any, q
 
 
 def _repeated(tensor: Tensor, tasks: int) -> Tensor:
-    return tensor.expand(tasks, *tensor.shape).contiguous() if tasks else tensor
+    return (tensor.expand(tasks, *tensor.shape) if tasks else tensor).contiguous()
+
+
+def _by_rows(tensors: list[Tensor]) -> list[Tensor]:
+    """In the layout that the graphs of a step were made for, whatever graph they come from."""
+    return [x.contiguous() for x in tensors]
