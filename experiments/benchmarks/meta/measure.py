@@ -4,11 +4,15 @@ python -m experiments.benchmarks.meta.measure --workload steps --problem 40 --js
 """
 
 import argparse
+import atexit
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from torch import Tensor
 
 from experiments.benchmarks.memory import peak_bytes
 from experiments.benchmarks.meta import tasks, with_torch
-from experiments.benchmarks.meta.methods import CHOSEN, FORCED, JAX, METHODS, Make
+from experiments.benchmarks.meta.methods import CHOSEN, COMPILED, FORCED, JAX, METHODS, Make
 from experiments.benchmarks.meta.tasks import LEARNERS, STEPS, Learner, learner
 from experiments.benchmarks.meta.with_torch import Call, Found
 from experiments.benchmarks.timing import beside, quartiles, single_threaded
@@ -111,7 +115,7 @@ def _held(
     if not row["error"] <= TOLERANCE[point.support[0].dtype]:
         shown = f"{row['error']:.0e}".replace("e-0", "e-").replace("e+0", "e+")
         return row | {"status": "wrong", "message": f"wrong by {shown}"}, None
-    return row | ({"first": first} if name == JAX else {}), call
+    return row | ({"first": first} if name in (JAX, *COMPILED.values()) else {}), call
 
 
 def _error(result: Tensor, truth: Tensor) -> float:
@@ -121,6 +125,13 @@ def _error(result: Tensor, truth: Tensor) -> float:
         )
     error = float((result - truth).norm() / truth.norm())
     return error if math.isfinite(error) else math.inf
+
+
+def forget_compiled() -> None:
+    """First calls compile: what earlier processes kept is not seen in this one."""
+    for name in ("HOGLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[name] = mkdtemp()
+        atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -134,6 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny networks")
     given = parser.parse_args(arguments)
     single_threaded(given.core)
+    forget_compiled()
     start = time.perf_counter()
     which = given.workload, given.problem, given.smoke
     rows = measure(

@@ -11,6 +11,7 @@ Make = Callable[[Learner], Call]
 LOOP, CHOSEN = "loop by hand", "hoglib.MAML"
 FORCED = {"loop": "hoglib.MAML, loop", "vmap": "hoglib.MAML, vmap"}
 JAX = "JAX jit(vmap(grad))"
+COMPILED = {way: f'hoglib.MAML, compile="{way}"' for way in ("eager", "step", "inductor")}
 META_GRADIENT: dict[str, Make] = {
     LOOP: with_torch.by_hand,
     CHOSEN: with_hoglib.maml(),
@@ -20,6 +21,7 @@ META_GRADIENT: dict[str, Make] = {
     "grad(vmap) by hand": with_torch.grad_of_vmap,
     "higher": with_peers.higher,
     "TorchOpt": with_peers.torchopt,
+    **{name: with_hoglib.maml(compile=way) for way, name in COMPILED.items()},
     JAX: with_jax.vmap_of_grad,
 }
 STORED = "store by hand"
