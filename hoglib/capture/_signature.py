@@ -1,16 +1,97 @@
 """What of a call a graph depends on: two calls with the same signature run the same graph."""
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hoglib import _arguments as arguments
-from hoglib import _functorch
+from hoglib import _functorch, _tree
+from hoglib.capture._walk import is_plain
 from hoglib.ops._modes import StandingIn
 
-Signature = Hashable
+Autocasts = tuple[tuple[str, torch.dtype], ...]  # that are on
+
+
+class Slot(NamedTuple):
+    """Stands for the i-th tensor of a call."""
+
+    index: int
+
+
+class Form:
+    """A call without its tensors: the structure of the arguments, and what was on around it."""
+
+    __slots__ = ("_autocast", "_leaves", "_standing", "_structure", "key", "others")
+
+    def __init__(
+        self, leaves: list[Any], structure: Any, key: Hashable, autocast: Autocasts,
+        standing: TorchFunctionMode | None,
+    ) -> None:  # fmt: skip
+        self.key = key
+        self.others = [leaf for leaf in leaves if type(leaf) is not Slot]
+        self._leaves, self._structure, self._autocast, self._standing = leaves, structure, autocast, standing
+
+    def filled(self, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """Arguments and keyword arguments with these tensors."""
+        leaves = [tensors[x.index] if type(x) is Slot else x for x in self._leaves]
+        args, kwargs = _tree.unflatten(leaves, self._structure)
+        return args, kwargs
+
+    def described(self, tensors: list[Tensor]) -> str:
+        """The arguments in short."""
+        parts = [
+            _described(tensors[x.index]) if type(x) is Slot else repr(x) for x in self._leaves
+        ]
+        return ", ".join(parts) if len(parts) < 9 else ", ".join([*parts[:7], f"... {len(parts)} in all"])
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, autocast and stand-ins are on as they were around the call."""
+        on = dict(self._autocast)
+        with ExitStack() as stack:
+            for kind in {"cpu", *on, *dict(_autocast([]))}:
+                if kind in on or torch.is_autocast_enabled(kind):
+                    dtype = on.get(kind, torch.get_autocast_dtype(kind))
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=kind in on))
+            if self._standing is not None and _functorch.function_mode(StandingIn) is None:
+                stack.enter_context(self._standing)
+            yield
+
+
+def of_call(what: str, args: Any, kwargs: Any, dynamic: bool) -> tuple[Form, list[Tensor]]:
+    """The form of a call, and its tensors, each once."""
+    leaves, structure = _tree.flatten((args, kwargs))
+    tensors: list[Tensor] = []
+    places: dict[int, Slot] = {}
+    slots, kinds = [], []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            slot = places.get(id(leaf))
+            if slot is None:
+                slot = places[id(leaf)] = Slot(len(tensors))
+                tensors.append(leaf)
+                kinds.append(_of_argument(what, leaf, dynamic))
+            else:
+                kinds.append(slot)  # the same tensor twice is one variable
+            slots.append(slot)
+        else:
+            kinds.append(_of_constant(what, leaf))
+            slots.append(leaf)
+    autocast = _autocast(tensors)
+    standing = device = None
+    if torch._C._len_torch_function_stack():
+        standing = _functorch.function_mode(StandingIn)
+        device = torch.get_default_device()
+    key = (
+        tuple(kinds), structure, torch.is_grad_enabled(), torch.get_default_dtype(), autocast,
+        standing is not None, device,
+    )  # fmt: skip
+    return Form(slots, structure, key, autocast, standing), tensors
 
 
 def of_tensor(tensor: Tensor, dynamic: bool = False) -> Hashable:
@@ -18,59 +99,44 @@ def of_tensor(tensor: Tensor, dynamic: bool = False) -> Hashable:
     shape: Hashable = tensor.shape
     if dynamic:  # 0 and 1 are never symbols
         shape = tuple(size if size < 2 else None for size in tensor.shape)
-    layout = None if tensor.is_contiguous() else tensor.stride()
+    layout: Hashable = None if tensor.is_contiguous() else tensor.stride()
+    if tensor.is_complex():
+        layout = (layout, tensor.is_conj())
+    elif tensor.is_neg():  # the imaginary part of what is conjugated
+        layout = (layout, True)
     return shape, layout, tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def of_call(what: str, leaves: list[Any], structure: Any, dynamic: bool) -> Signature:
-    """The signature of arguments, and of the modes around the call."""
-    return (
-        tuple(_of_leaf(what, leaf, dynamic) for leaf in leaves),
-        structure,
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        _autocast(leaves),
-        _functorch.function_mode(StandingIn) is not None,
-    )
+def _of_argument(what: str, tensor: Tensor, dynamic: bool) -> Hashable:
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        raise arguments.NotSupported(
+            f"{what}: expected dense tensors of torch's own class, got "
+            f"{arguments.describe(tensor)} of class {type(tensor).__name__} and layout {tensor.layout}; "
+            "convert it before the call, or do not compile."
+        )
+    return of_tensor(tensor, dynamic)
 
 
-def _autocast(leaves: list[Any]) -> Hashable:
-    kinds = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"}
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in sorted(kinds)
-        if torch.is_autocast_enabled(kind)
-    )
-
-
-def _of_leaf(what: str, leaf: Any, dynamic: bool) -> Hashable:
-    if isinstance(leaf, Tensor):
-        if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout is not torch.strided:
-            raise arguments.NotSupported(
-                f"{what}: expected dense tensors of torch's own class, got "
-                f"{arguments.describe(leaf)} of class {type(leaf).__name__} and layout {leaf.layout}; "
-                "convert it before the call, or do not compile."
-            )
-        return of_tensor(leaf, dynamic)
+def _of_constant(what: str, leaf: Any) -> Hashable:
+    if is_plain(leaf):
+        return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None  # 0.0 and -0.0, nan
     try:
         hash(leaf)
+        return type(leaf), ref(leaf)
     except TypeError:
         raise arguments.WrongType(
             f"{what}: expected arguments of tensors, numbers, strings and containers of them, got "
             f"{arguments.describe(leaf)}; a graph is captured anew for each other value, and this one "
             "cannot be compared. Pass tensors, or close over it."
         ) from None
-    return type(leaf), leaf, repr(leaf) if isinstance(leaf, float) else None  # 0.0 and -0.0, nan
 
 
-def described(leaves: list[Any]) -> str:
-    """The arguments of a call, in short."""
-    parts = [
-        f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-        if isinstance(x, Tensor)
-        else repr(x)
-        for x in leaves
-    ]
-    return (
-        ", ".join(parts) if len(parts) < 9 else ", ".join([*parts[:7], f"... {len(parts)} in all"])
+def _autocast(tensors: list[Tensor]) -> Autocasts:
+    kinds = {"cpu", "cuda", *(x.device.type for x in tensors)} - {"meta"}
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
     )
+
+
+def _described(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
