@@ -7,6 +7,7 @@ length of a list, a hook or a mode, the function is captured anew.
 """
 
 from collections.abc import Iterable
+from operator import itemgetter
 from types import FunctionType
 from typing import Any, Final
 from weakref import ref
@@ -18,7 +19,7 @@ from hoglib.capture import _signature as signature
 from hoglib.capture._walk import Attributes, Edge, Walk
 
 AGREES, ANY, MODULE, CODE, SIZED, TYPED = range(6)  # what is asked of what stands in a place
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GONE = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
@@ -163,8 +164,10 @@ def _shortest(root: Any, walk: Walk, wanted: list[Any]) -> list[Edge]:
 
 def _mode(module: nn.Module) -> int:
     """The mode of a module and how many hooks it has, as one number."""
-    fields = vars(module)
-    return 2 * sum(len(fields[name]) for name in _HOOKS) + fields["training"]
+    fields = module.__dict__
+    before, after, back, first = _hooks(fields)
+    hooks = len(before) + len(after) + len(back) + len(first) if before or after or back or first else 0
+    return 2 * hooks + fields["training"]
 
 
 def _same(value: Any, expected: Any) -> bool:

@@ -33,10 +33,13 @@ class Traced(NamedTuple):
     recorded: list[bool]  # which of the output's tensors have a graph in eager mode
 
 
-class Place(NamedTuple):
+class Place:
     """Stands for the i-th tensor of an output."""
 
-    index: int
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 class Of:

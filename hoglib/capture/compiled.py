@@ -24,6 +24,7 @@ from hoglib.capture._reached import Reached
 from hoglib.capture._signature import Form
 from hoglib.capture._simplify import simplify
 from hoglib.capture._trace import Traced, trace
+from hoglib.capture._walk import Walk
 
 MOST = 16  # graphs of one function; beyond, something changes at each call that should be a tensor
 _HERE = threading.local()
@@ -138,8 +139,16 @@ class Compiled:
     def _traced(self, form: Form, tensors: list[Tensor]) -> tuple[Traced, list[tuple[int, int]]]:
         """The graph, and which arguments the function also reaches otherwise: one variable then."""
         run = self._of(form)
-        traced = trace(self.name, run, tensors, self.dynamic)
-        also = {i for i, _ in shared(tensors, traced.lifted)}
+        try:
+            traced = trace(self.name, run, tensors, self.dynamic)
+            also = {i for i, _ in shared(tensors, traced.lifted)}
+        except arguments.NotSupported:
+            raise
+        except Exception:  # of a derivative by an argument where it is the other that was used
+            places = Walk((self.fn, form.others)).places
+            also = {i for i, x in enumerate(tensors) if id(x) in places}
+            if not also:
+                raise
         if also:
             own = [x for i, x in enumerate(tensors) if i not in also]
 
