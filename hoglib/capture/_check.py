@@ -10,6 +10,7 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._random_state import random_state, set_random_state
+from hoglib.capture._graphs import Captured
 
 # Of the norm of an output. The order of sums is another one in compiled code, and what a kink or a
 # cancellation makes of that in float32 is more than rounding; what is traced in is off by far more.
@@ -22,25 +23,28 @@ def equal(
     function: Callable[..., Any],
     tensors: list[Tensor],
     lifted: list[Tensor],
-    graph: Callable[[list[Tensor]], list[Tensor]],
+    entry: Captured,
 ) -> None:
-    """Raises RuntimeError where the graph's outputs differ from the function's."""
-    for which, given in (
-        ("", tensors),
-        (" for other values than those it was captured with", _others(tensors)),
-    ):
+    """Raises RuntimeError where the graph's outputs differ from the function's.
+
+    At other values first: what modules keep of the last run is then of the values that were given. At
+    those, the tensors are the given ones with their graphs, which the function may differentiate by.
+    """
+    others = _others(tensors)
+    for i, _ in entry.shared:  # which are also reached otherwise, as they are
+        others[i] = tensors[i]
+    own = [x.clone() if x.is_inference() else x for x in tensors]
+    for which, given in ((" for other values than those it was captured with", others), ("", own)):
         with _random_numbers_kept():
             state = random_state()
             try:
-                expected = _tensors(
-                    function(*[_as_it_came(x, y) for x, y in zip(given, tensors, strict=True)])
-                )
+                expected = _tensors(function(*given))
             except Exception:
                 if which:  # a function need not take any value
-                    return
+                    continue
                 raise
             set_random_state(state)
-            found = graph([x.detach() for x in (*given, *lifted)])
+            found = entry.execute(entry.inputs([x.detach() for x in given], lifted))
         scale = _size(expected)
         for i, (a, b) in enumerate(zip(expected, found, strict=True)):
             _compare(what, i, a.detach(), b, scale, which)
@@ -73,19 +77,18 @@ def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in _tree.leaves(output) if isinstance(leaf, Tensor)]
 
 
-def _as_it_came(values: Tensor, given: Tensor) -> Tensor:
-    return values.detach().requires_grad_(given.requires_grad)
-
-
 def _others(tensors: list[Tensor]) -> list[Tensor]:
-    """Other values of about the same size and sign: probabilities stay so."""
+    """Other values of about the same size and sign, laid out alike: probabilities stay so."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for x in tensors:
-        if x.is_floating_point() or x.is_complex():
-            factor = 1 - 0.1 * torch.rand(x.shape, generator=generator)
-            changed = (x.detach() * factor.to(device=x.device)).to(x.dtype)
-            found.append(torch.empty_like(x, requires_grad=False).copy_(changed))
+        if (x.is_floating_point() or x.is_complex()) and x.numel():
+            span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            plain = x.detach().resolve_neg() if x.is_neg() else x.detach()
+            memory = plain.as_strided((span,), (1,)) if plain.stride() == x.stride() else plain.reshape(-1)
+            factor = 1 - 0.1 * torch.rand(memory.shape, generator=generator)
+            changed = (memory * factor.to(device=x.device)).to(x.dtype)
+            found.append(changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad))
         else:
             found.append(x)
     return found

@@ -8,9 +8,12 @@ from torch import Tensor
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._leaves import filled
+from hoglib.capture._graphs import Captured
+from hoglib.capture._signature import Form
+from hoglib.capture._trace import without_hooks
 
 if TYPE_CHECKING:
-    from hoglib.capture.compiled import Captured, Compiled
+    from hoglib.capture.compiled import Compiled
 
 
 class Pullback:
@@ -21,23 +24,31 @@ class Pullback:
     Differentiable where grad mode is on.
     """
 
-    def __init__(self, compiled: "Compiled", entry: "Captured") -> None:
-        self.fn = compiled.fn
+    def __init__(self, fn: Any, entry: Captured, others: list[Any]) -> None:
+        self.fn = fn
         self._entry = entry
+        self._others = others
 
     def __call__(self, args: Any, kwargs: Any, cotangents: list[Tensor | None]) -> list[Tensor]:
         create_graph = torch.is_grad_enabled()
-        reached = self._entry.lifted(self.fn) or []
-        wanted = [x for x in (*_tree.leaves((args, kwargs)), *reached) if _requires_grad(x)]
+        given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        wanted = differentiated(given, self._entry.reached.now((self.fn, self._others)) or [])
         with torch.enable_grad():
             outputs = [x for x in _tree.leaves(self.fn(*args, **kwargs)) if isinstance(x, Tensor)]
             recorded = [x for x in outputs if x.requires_grad]
             pairs = [(x, g) for x, g in zip(recorded, cotangents, strict=True) if g is not None]
-            grads = torch.autograd.grad(
-                [x for x, _ in pairs], wanted, [g for _, g in pairs], create_graph=create_graph,
-                allow_unused=True,
-            )  # fmt: skip
+            with without_hooks(wanted):
+                grads = torch.autograd.grad(
+                    [x for x, _ in pairs], wanted, [g for _, g in pairs],
+                    create_graph=create_graph, allow_unused=True,
+                )  # fmt: skip
         return filled(list(grads), wanted)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pullback) and (self.fn, self._entry) == (other.fn, other._entry)
+
+    def __hash__(self) -> int:
+        return hash((self.fn, self._entry))
 
 
 class Graph(torch.autograd.Function):
@@ -45,16 +56,14 @@ class Graph(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compiled: "Compiled", entry: "Captured", leaves: list[Any], structure: Any,
-        lifted: list[Tensor], *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        outputs = entry.execute(list(tensors))
+        ctx: Any, compiled: "Compiled", entry: Captured, form: Form, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        given, lifted = list(tensors[:count]), list(tensors[count:])
+        outputs = entry.execute(entry.inputs(given, lifted))
         ctx.save_for_backward(*tensors)
-        ctx.compiled, ctx.entry, ctx.structure, ctx.lifted = compiled, entry, structure, lifted
-        ctx.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        ctx.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+        ctx.compiled, ctx.entry, ctx.form, ctx.count, ctx.lifted = compiled, entry, form, count, lifted
         ctx.set_materialize_grads(False)
-        recorded = entry.traced.recorded
+        recorded = entry.recorded
         ctx.mark_non_differentiable(
             *[x for x, has in zip(outputs, recorded, strict=True) if not has]
         )
@@ -62,28 +71,35 @@ class Graph(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        tensors, entry = ctx.saved_tensors, ctx.entry  # raises if one was changed in place
-        now = entry.lifted(ctx.compiled.fn)
-        if now is None or any(a is not b for a, b in zip(now, ctx.lifted, strict=True)):
-            raise arguments.NoSecondDerivative(
-                f"{ctx.compiled.name}: expected backward while the function's parameters and modules "
-                "are those of the call, got others (a new tensor in a parameter's place, or another "
-                "mode). Call backward before they change."
-            )
-        left = iter(tensors)
-        filled_in = [
-            next(left) if is_tensor else other
-            for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+        entry, form, lifted = ctx.entry, ctx.form, ctx.lifted
+        saved = ctx.saved_tensors[: ctx.count]  # raises if one was changed in place
+        needed = ctx.needs_input_grad[4:]
+        given = [
+            x if x.requires_grad is has else x.detach().requires_grad_(has)  # kept by hooks
+            for x, has in zip(saved, needed, strict=False)
         ]
-        args, kwargs = _tree.unflatten(filled_in, ctx.structure)
-        recorded = [g for g, has in zip(cotangents, entry.traced.recorded, strict=True) if has]
-        grads = iter(entry.pullback(ctx.compiled)(args, kwargs, recorded))
-        wanted = [
-            next(grads) if _requires_grad(x) else None
-            for x in (*tensors[: -len(now) or None], *now)
-        ]
-        return (None,) * 5 + tuple(wanted)
+        check_unchanged(ctx.compiled, entry, form, given, lifted)
+        args, kwargs = form.filled(given)
+        recorded = [g for g, has in zip(cotangents, entry.recorded, strict=True) if has]
+        with form.again():
+            grads = ctx.compiled.pullback(entry, form)(args, kwargs, recorded)
+        of = dict(zip(map(id, differentiated(given, lifted)), grads, strict=True))
+        return (None,) * 4 + tuple(of.pop(id(x), None) for x in (*given, *lifted))
 
 
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+def differentiated(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
+    """The tensors that require grad, each once."""
+    return list({id(x): x for x in (*given, *lifted) if x.requires_grad}.values())
+
+
+def check_unchanged(
+    compiled: "Compiled", entry: Captured, form: Form, given: list[Tensor], lifted: list[Tensor]
+) -> None:
+    """Raises NoSecondDerivative where the function reaches other tensors or modules than at its call."""
+    now = entry.found(compiled.fn, form, given)
+    if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):
+        raise arguments.NoSecondDerivative(
+            f"{compiled.name}: expected backward while the function's parameters, modules and numbers "
+            "are those of the call, got others (a new tensor in a parameter's place, another mode, "
+            "another value of an attribute). Call backward before they change."
+        )

@@ -1,179 +1,174 @@
-"""Where a function reaches tensors and modules besides its arguments, so that each call finds those of
-now.
+"""The tensors that a function reaches besides its arguments, as each call finds them.
 
-A graph is captured with the tensors that stood there then. What has been put in their place since
-(a parameter made anew, another head on a model, a variable of the caller's) is found by the same way
-from the function: through its closure, globals, `self`, attributes and containers.
+A graph is captured with the tensors, modules and numbers that stood there then. What has been put in
+a tensor's place since (a parameter made anew, a variable of the caller's) is found by the same ways
+from the function, and taken where all of them agree; where a module is another one, or a number, the
+length of a list, a hook or a mode, the function is captured anew.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable
+from operator import itemgetter
+from types import FunctionType
+from typing import Any, Final
+from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
-Step = Callable[[Any], Any]
-_MAX_ITEMS = 1000  # of one container
-_MAX_SEEN = 200_000
-_OPAQUE = (
-    str, bytes, int, float, complex, type, type(None), ModuleType, CodeType, torch.dtype,
-    torch.device, torch.Generator,
-)  # fmt: skip
+from hoglib import _arguments as arguments
+from hoglib.capture import _signature as signature
+from hoglib.capture._walk import Attributes, Edge, Walk
+
+AGREES, ANY, MODULE, CODE, SIZED, TYPED = range(6)  # what is asked of what stands in a place
+_hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GONE = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
-class Missing(NamedTuple):
-    """Stands for what is not there any more."""
+class Reached:
+    """Where tensors were found from a root, and what else has to be as it was there.
 
+    Keeps nothing alive but tensors that no way leads to, which are constants.
+    """
 
-class Way:
-    """How a tensor or module is reached from a function; without steps it is the thing itself."""
+    def __init__(self, root: Any, tensors: list[Tensor], modules: list[nn.Module]) -> None:
+        walk = Walk(root)
+        edges = [*walk.edges, *_shortest(root, walk, [*tensors, *modules])]
+        ran = {walk.places[id(x)] for x in modules if id(x) in walk.places}
+        wanted = [walk.places[id(x)] for x in tensors if id(x) in walk.places]
+        facts = [*walk.facts, *((i, _mode, _mode(walk.objects[i])) for i in ran)]
+        needed = _on_the_way([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
+        numbers = {0: 0}
+        self._steps: list[tuple[int, Any, int, int, Any]] = []
+        for holder, step, held in edges:
+            if held in needed and holder in needed:
+                value = walk.objects[held]
+                asked = (AGREES, None) if held in numbers else _asked(value, held in ran)
+                number = numbers.setdefault(held, len(numbers))
+                self._steps.append((numbers[holder], step, number, *asked))
+        self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
+        self._count = len(numbers)
+        self._places = [numbers.get(walk.places.get(id(x), -1)) for x in tensors]
+        self._constants = [
+            x if place is None else None for x, place in zip(tensors, self._places, strict=True)
+        ]
+        self._loose = [(ref(x), _mode(x)) for x in modules if id(x) not in walk.places]
+        self.kinds: Final = [signature.of_tensor(x) for x in tensors]
 
-    __slots__ = ("_steps", "found")
-
-    def __init__(self, found: Any, steps: tuple[Step, ...] | None) -> None:
-        self.found: Final = found  # what was there
-        self._steps = steps
-
-    def now(self, root: Any) -> Any:
-        """What is there now."""
-        if self._steps is None:
-            return self.found
+    def now(self, root: Any) -> list[Tensor] | None:
+        """The tensors as they are now; None where something else has changed."""
         try:
-            for step in self._steps:
-                root = step(root)
-        except (KeyError, IndexError, AttributeError, TypeError, ValueError):
-            return Missing()
-        return root
+            at = self._found(root)
+        except _GONE:
+            return None
+        if at is None:
+            return None
+        found = [
+            constant if place is None else at[place]
+            for place, constant in zip(self._places, self._constants, strict=True)
+        ]
+        for tensor, kind in zip(found, self.kinds, strict=True):
+            if not isinstance(tensor, Tensor) or signature.of_tensor(tensor) != kind:
+                return None
+        return found
+
+    def after(
+        self, what: str, root: Any, tensors: list[Tensor], modules: list[nn.Module]
+    ) -> "Reached":
+        """The same once the function has run. Raises NoSecondDerivative where it put other tensors into
+        the places of those that it reached."""
+        again = Reached(root, tensors, modules)
+        for tensor, before, now in zip(tensors, self._places, again._places, strict=True):
+            if before is not None and now is None:
+                raise arguments.NoSecondDerivative(
+                    f"{what}: expected a function that leaves the tensors it reaches where they are, got "
+                    f"one that puts another in the place of {arguments.describe(tensor)} each time that it "
+                    "runs; pass that tensor as an argument, and return the new one."
+                )
+        return again
+
+    def _found(self, root: Any) -> list[Any] | None:
+        at: list[Any] = [None] * self._count
+        at[0] = root
+        for holder, step, place, asked, expected in self._steps:
+            value = step(at[holder])
+            if asked == AGREES:
+                if value is not at[place]:
+                    return None
+            elif (
+                (asked == MODULE and value is not expected())
+                or (asked == CODE and value.__code__ is not expected)
+                or (asked == TYPED and type(value) is not expected)
+                or (asked == SIZED and (type(value), len(value)) != expected)
+            ):
+                return None
+            at[place] = value
+        for holder, step, expected in self._facts:
+            value = step(at[holder])
+            if value is not expected and not _same(value, expected):
+                return None
+        for module, mode in self._loose:
+            one = module()
+            if one is not None and _mode(one) != mode:
+                return None
+        return at
 
 
-def ways_to(root: Any, wanted: list[Any]) -> list[Way]:
-    """The way to each of these tensors and modules, the shortest that there is."""
-    left = {id(value) for value in wanted}
-    found: dict[int, tuple[Step, ...]] = {}
-    queue: deque[tuple[Any, tuple[Step, ...]]] = deque([(root, ())])
-    seen: set[int] = set()
-    while queue and left and len(seen) < _MAX_SEEN:
-        value, steps = queue.popleft()
-        if id(value) in left:
-            found[id(value)] = steps
-            left.discard(id(value))
-        if isinstance(value, (*_OPAQUE, Tensor)) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        queue.extend((inner, (*steps, *step)) for inner, step in _inside(value))
-    return [Way(value, found.get(id(value))) for value in wanted]
+def _asked(value: Any, ran: bool) -> tuple[int, Any]:
+    """What has to be so of what stands in a value's place at a later call."""
+    if ran:
+        return MODULE, ref(value)
+    if isinstance(value, Tensor | Attributes):
+        return ANY, None
+    if isinstance(value, FunctionType):
+        return CODE, value.__code__
+    if isinstance(value, list | tuple | dict):
+        return SIZED, (type(value), len(value))
+    return TYPED, type(value)
 
 
-def _inside(value: Any) -> Iterator[tuple[Any, tuple[Step, ...]]]:
-    """What an object holds, with the steps there."""
-    if type(value).__module__.startswith(__package__):  # which keep tensors of the past
-        if hasattr(value, "fn"):
-            yield value.fn, (partial(_attribute, "fn"),)
-    elif isinstance(value, FunctionType):
-        for i, cell in enumerate(value.__closure__ or ()):
-            if _is_filled(cell):
-                yield cell.cell_contents, (partial(_closed_over, i),)
-        for i, default in enumerate(value.__defaults__ or ()):
-            yield default, (partial(_default, i),)
-        for name, default in (value.__kwdefaults__ or {}).items():
-            yield default, (partial(_keyword_default, name),)
-        for name in _names(value.__code__):
-            if name in value.__globals__:
-                yield value.__globals__[name], (partial(_global, name),)
-    elif isinstance(value, MethodType):
-        yield value.__self__, (_self,)
-        yield value.__func__, (_func,)
-    elif isinstance(value, partial):
-        yield value.func, (partial(_attribute, "func"),)
-        yield value.args, (partial(_attribute, "args"),)
-        yield value.keywords, (partial(_attribute, "keywords"),)
-    elif isinstance(value, Mapping):
-        for key, item in list(value.items())[:_MAX_ITEMS]:
-            yield item, (partial(_item, key),)
-    elif isinstance(value, list | tuple | deque):
-        for i, item in enumerate(list(value)[:_MAX_ITEMS]):
-            yield item, (partial(_item, i),)
-    elif isinstance(value, nn.Module):
-        for store in ("_parameters", "_buffers", "_modules"):
-            for name, item in value.__dict__[store].items():
-                yield item, (partial(_in_store, store, name),)
-        for name, item in vars(value).items():
-            if name not in _MODULE_FIELDS:
-                yield item, (partial(_attribute, name),)
-    else:
-        for name, item in list(getattr(value, "__dict__", {}).items()):
-            yield item, (partial(_in_dict, name),)
-        slots = getattr(type(value), "__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                yield getattr(value, name), (partial(_attribute, name),)
-        wrapped = getattr(type(value), "__call__", None)
-        if isinstance(wrapped, FunctionType):
-            yield wrapped, (_call,)
+def _on_the_way(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
+    """The places that a way to one of those wanted leads through."""
+    holders: dict[int, list[int]] = {}
+    for edge in edges:
+        holders.setdefault(edge.held, []).append(edge.holder)
+    found, left = {0}, list(wanted)
+    while left:
+        place = left.pop()
+        if place not in found:
+            found.add(place)
+            left += holders.get(place, ())
+    return found
 
 
-def _names(code: CodeType) -> list[str]:
-    """The names that code, and the functions inside it, look up."""
-    found = list(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found += _names(constant)
-    return list(dict.fromkeys(found))
+def _shortest(root: Any, walk: Walk, wanted: list[Any]) -> list[Edge]:
+    """Edges to what is reached, but by no name that any code reads: on the shortest way to each."""
+    missing = [x for x in wanted if id(x) not in walk.places]
+    if not missing:
+        return []
+    whole = Walk(root, everything=True)
+    first: dict[int, Edge] = {}
+    for edge in whole.edges:
+        first.setdefault(edge.held, edge)
+    found: list[Edge] = []
+    for value in missing:
+        way: list[Edge] = []
+        place = whole.places.get(id(value), 0)
+        while place:
+            way.append(first[place])
+            place = first[place].holder
+        for edge in reversed(way):
+            holder, held = whole.objects[edge.holder], whole.objects[edge.held]
+            if id(held) not in walk.places:
+                found.append(Edge(walk.places[id(holder)] if edge.holder else 0, edge.step, walk.add(held)))
+    return found
 
 
-def _is_filled(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
+def _mode(module: nn.Module) -> int:
+    """The mode of a module and how many hooks it has, as one number."""
+    fields = module.__dict__
+    before, after, back, first = _hooks(fields)
+    hooks = len(before) + len(after) + len(back) + len(first) if before or after or back or first else 0
+    return 2 * hooks + fields["training"]
 
 
-def _closed_over(i: int, fn: Any) -> Any:
-    return fn.__closure__[i].cell_contents
-
-
-def _default(i: int, fn: Any) -> Any:
-    return fn.__defaults__[i]
-
-
-def _keyword_default(name: str, fn: Any) -> Any:
-    return fn.__kwdefaults__[name]
-
-
-def _global(name: str, fn: Any) -> Any:
-    return fn.__globals__[name]
-
-
-def _self(method: Any) -> Any:
-    return method.__self__
-
-
-def _func(method: Any) -> Any:
-    return method.__func__
-
-
-def _call(value: Any) -> Any:
-    return type(value).__call__
-
-
-def _attribute(name: str, value: Any) -> Any:
-    return getattr(value, name)
-
-
-def _item(key: Any, value: Any) -> Any:
-    return value[key]
-
-
-def _in_store(store: str, name: str, module: nn.Module) -> Any:
-    return module.__dict__[store][name]
-
-
-def _in_dict(name: str, value: Any) -> Any:
-    return value.__dict__[name]
-
-
-_MODULE_FIELDS = set(vars(nn.Module()))
+def _same(value: Any, expected: Any) -> bool:
+    return type(value) is type(expected) and repr(value) == repr(expected) and value == expected

@@ -5,23 +5,21 @@ changed or looked at: what would read a value, or change an input, is refused by
 reaches otherwise than by its arguments (parameters, buffers, closures) becomes an input of the graph.
 """
 
-import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.nn.parallel import DistributedDataParallel
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib._warning import is_users
-
-aten = torch.ops.aten
+from hoglib._graph import nodes
+from hoglib.capture._refusals import OfOperations, OfPython, calls_backward, explaining
 
 
 class Traced(NamedTuple):
@@ -33,58 +31,80 @@ class Traced(NamedTuple):
     leaves: list[Any]  # of the output; a Place where a tensor stands
     structure: Any
     recorded: list[bool]  # which of the output's tensors have a graph in eager mode
-    shape_env: Any  # of symbolic shapes
 
 
-class Place(NamedTuple):
+class Place:
     """Stands for the i-th tensor of an output."""
 
-    index: int
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
-def trace(
-    what: str, of_tensors: Callable[..., Any], tensors: list[Tensor], dynamic: bool
-) -> Traced:
+class Of:
+    """Stands for a tensor that an output names: an argument, by its place among those that require grad,
+    or one that the function reaches, by its place among those lifted once the trace is through."""
+
+    def __init__(self, where: Tensor | int, is_argument: bool) -> None:
+        self.where = where
+        self.is_argument = is_argument
+
+
+def trace(what: str, of_tensors: Callable[..., Any], tensors: list[Tensor], dynamic: bool) -> Traced:
     """The graph of a function at tensors of these shapes. Raises NotSupported, saying where, for what
     a graph cannot hold."""
     out: dict[str, Any] = {}
     modules: list[nn.Module] = []
 
     def run(*given: Tensor) -> list[Tensor]:
-        leaves, out["structure"] = _tree.flatten(of_tensors(*given))
+        with OfOperations(what, given):
+            leaves, out["structure"] = _tree.flatten(of_tensors(*given))
+        if any(x.grad is not None for x in given if x.is_leaf):  # by `torch.autograd.backward`
+            raise calls_backward(what, "")
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         count = iter(range(len(found)))
         out["leaves"] = [Place(next(count)) if isinstance(x, Tensor) else x for x in leaves]
-        out["recorded"] = [x.requires_grad for x in found]
+        out["recorded"] = [x for x in found if x.requires_grad]
+        out["has"] = [x.requires_grad for x in found]
         return found
 
-    with _running(modules), refusing(what):
+    with explaining(what), running(what, modules), OfPython(what):
         tracer = make_fx(
             run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True
         )
-        with _NoValues(what):
-            graph = tracer(*[_alike(x) for x in tensors])
-    _check(what, graph)
-    lifted = _lift(what, graph)
-    return Traced(
-        graph, lifted, modules, out["leaves"], out["structure"], out["recorded"],
-        getattr(graph, "shape_env", None),
-    )  # fmt: skip
+        graph = tracer(*[alike(x) for x in tensors])
+    _check_outputs(what, out["leaves"])
+    lifted = _lift(what, graph, out["recorded"])
+    for leaf in out["leaves"]:
+        if isinstance(leaf, Of) and isinstance(leaf.where, Tensor):
+            leaf.where = next(i for i, x in enumerate(lifted) if x is leaf.where)
+    return Traced(graph, lifted, modules, out["leaves"], out["structure"], out["has"])
 
 
-def _alike(tensor: Tensor) -> Tensor:
+def alike(tensor: Tensor) -> Tensor:
+    """The same values, a leaf."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
-def _running(modules: list[nn.Module]) -> Iterator[None]:
-    """Notes which modules run inside."""
+def running(what: str, modules: list[nn.Module]) -> Iterator[None]:
+    """Notes which modules run inside, in this thread."""
     known: set[int] = set()
+    here = threading.get_ident()
 
     def start(module: nn.Module, args: Any) -> None:
-        if id(module) not in known:
-            known.add(id(module))
-            modules.append(module)
+        if threading.get_ident() != here or id(module) in known:
+            return
+        if isinstance(module, DistributedDataParallel):
+            raise arguments.NotSupported(
+                f"{what}: expected a function without DistributedDataParallel in it, which gets its "
+                "gradients ready at each forward, got one that calls it: the processes would not share "
+                "their gradients. Compile the loss of the module that it wraps, and call that loss in a "
+                "module's forward which DistributedDataParallel wraps."
+            )
+        known.add(id(module))
+        modules.append(module)
 
     handle = register_module_forward_pre_hook(start)
     try:
@@ -93,68 +113,17 @@ def _running(modules: list[nn.Module]) -> Iterator[None]:
         handle.remove()
 
 
-class _NoValues(TorchFunctionMode):
-    """Refuses what would read the values of tensors that are not arguments, which have some."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self._what = what
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READ and not torch._C._are_functorch_transforms_active():
-            raise arguments.NotSupported(_values(self._what, f"Tensor.{func.__name__}", _line()))
-        return func(*args, **(kwargs or {}))
-
-
-_READ = {
-    Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.item, Tensor.data_ptr, Tensor.__float__,
-    Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.__complex__,
-}  # fmt: skip
-_GUARDS = (
-    "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
-    "UnsupportedOperatorException",
-)  # fmt: skip
-_WORDS = ("trying to get value out of a tracing tensor", ".numpy() is not supported", "data_ptr")
-
-
-def _values(what: str, how: str, where: str) -> str:
-    return (
-        f"{what}: expected a function whose graph is the same for all values of its tensors, got one that "
-        f"reads them ({how}{where}): if, float(), .item() and NumPy would be traced in. Use torch.where, "
-        "keep numbers as tensors, or take that part out of what is compiled."
-    )
-
-
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """What cannot be traced, in words that say where it stands."""
-    try:
+def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
+    """Gradients by these tensors without their hooks, which are called where the gradients are handed
+    on, with each backward."""
+    with ExitStack() as stack:
+        for tensor in tensors:
+            hooks = tensor._backward_hooks
+            if hooks:
+                stack.callback(hooks.update, dict(hooks))
+                hooks.clear()
         yield
-    except arguments.Explained:
-        raise
-    except Exception as error:
-        if type(error).__name__ in _GUARDS or any(word in str(error) for word in _WORDS):
-            how = str(getattr(error, "func", "")) or "a number or a truth value of a tensor"
-            raise arguments.NotSupported(_values(what, how, _line(error.__traceback__))) from error
-        raise
-
-
-def _line(trace: TracebackType | None = None) -> str:
-    """File and line of the user's, innermost, of what runs or of a traceback."""
-    found = ""
-    if trace is None:
-        frame: Any = sys._getframe(1)
-        while frame is not None and not found:
-            if is_users(frame.f_code.co_filename):
-                found = f" in {frame.f_code.co_filename}:{frame.f_lineno}"
-            frame = frame.f_back
-        return found
-    at: TracebackType | None = trace
-    while at is not None:
-        if is_users(at.tb_frame.f_code.co_filename):
-            found = f" in {at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
-        at = at.tb_next
-    return found
 
 
 def is_random(node: fx.Node) -> bool:
@@ -168,107 +137,77 @@ def _drops_nothing(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(
-        node.kwargs
-    )
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
     rates = [given[name] for name in ("dropout_p", "dropout") if name in given]
     if not rates and any(a.name in ("dropout_p", "dropout") for a in schema.arguments):
         return True
     return bool(rates) and all(rate in (0, 0.0) for rate in rates)
 
 
-def _check(what: str, graph: fx.GraphModule) -> None:
-    """No operation whose result depends on values in more than values, none that changes an input."""
-    roots: dict[fx.Node, set[fx.Node]] = {}
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            roots[node] = {node}
-            continue
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        tags = node.target.tags
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-            raise arguments.NotSupported(_values(what, str(node.target), _where(node)))
-        roots[node] = _aliased(node, roots)
-        for changed in _changed(node):
-            if roots.get(changed):
-                raise arguments.NotSupported(
-                    f"{what}: expected a function that leaves its arguments, parameters and buffers as "
-                    f"they are, got one that changes one in place ({node.target}{_where(node)}). Work on a "
-                    "clone(); a model in train mode with running statistics runs without them in "
-                    "`hoglib.functional_loss(model, criterion)`, and in eval mode as it is."
-                )
+def _check_outputs(what: str, leaves: list[Any]) -> None:
+    """What an output holds besides tensors is the same at each call, and hides no tensor."""
+    for leaf in leaves:
+        hidden = [x for x in vars(leaf).values() if isinstance(x, Tensor)] if hasattr(leaf, "__dict__") else []
+        if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise arguments.NotSupported(
+                f"{what}: expected outputs that do not depend on sizes, got the number {leaf} with "
+                "dynamic=True; take it from the shape of an output, or leave dynamic=True out."
+            )
+        if hidden and not isinstance(leaf, Of | Place):
+            raise arguments.NotSupported(
+                f"{what}: expected outputs of tensors in dicts, lists and tuples, got "
+                f"{arguments.describe(leaf)}, which holds tensors that the graph would not renew; return "
+                "its tensors, or register its class with torch.utils._pytree."
+            )
 
 
-def _where(node: fx.Node) -> str:
-    for line in reversed(str(node.meta.get("stack_trace") or "").splitlines()):
-        parts = line.strip().split('"')
-        if line.strip().startswith("File") and len(parts) > 2 and is_users(parts[1]):
-            return f" in {parts[1]}:{parts[2].split('line ')[-1].split(',')[0]}"
-    return ""
-
-
-def _aliased(node: fx.Node, roots: dict[fx.Node, set[fx.Node]]) -> set[fx.Node]:
-    """The inputs that the output of an operation shares memory with."""
-    found: set[fx.Node] = set()
-    for argument, value in _named(node):
-        if argument.alias_info is not None and isinstance(value, fx.Node):
-            found |= roots.get(value, set())
-    return found
-
-
-def _changed(node: fx.Node) -> list[fx.Node]:
-    """What an operation writes to."""
-    found = [
-        value
-        for argument, value in _named(node)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    if node.target in _NORMS:  # which do and do not say so
-        given = {argument.name: value for argument, value in _named(node)}
-        if given.get("training", given.get("train")):
-            found += [given.get("running_mean"), given.get("running_var")]
-    return [value for value in found if isinstance(value, fx.Node)]
-
-
-_NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
-
-
-def _named(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    schema = node.target._schema  # type: ignore[union-attr]
-    yield from zip(schema.arguments, node.args, strict=False)
-    by_name = {argument.name: argument for argument in schema.arguments}
-    for name, value in node.kwargs.items():
-        yield by_name[name], value
-
-
-def _lift(what: str, graph: fx.GraphModule) -> list[Tensor]:
-    """Makes inputs, behind those that are there, of the tensors that a graph holds."""
+def _lift(what: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tensor]:
+    """Makes inputs, behind those that are there, of the tensors that a graph holds, and of those that
+    its outputs have a derivative by though their values are not in it."""
     lifted: dict[int, Tensor] = {}
     inputs: dict[int, fx.Node] = {}
-    nodes = list(graph.graph.nodes)
-    last = [node for node in nodes if node.op == "placeholder"]
-    for node in nodes:
+    before = list(graph.graph.nodes)
+    last = [node for node in before if node.op == "placeholder"]
+
+    def lift(value: Tensor, meta: dict[str, Any]) -> None:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+            raise arguments.NotSupported(
+                f"{what}: expected dense tensors of torch's own class, got one that reaches "
+                f"{arguments.describe(value)} of class {type(value).__name__} and layout {value.layout}; "
+                "convert it, or do not compile."
+            )
+        lifted[id(value)] = value
+        with _after(graph.graph, last[-1] if last else None):
+            inputs[id(value)] = graph.graph.placeholder(f"lifted_{len(lifted)}")
+        inputs[id(value)].meta.update(meta)
+        last.append(inputs[id(value)])
+
+    for node in before:
         if node.op != "get_attr":
             continue
         value = _attribute(graph, str(node.target))
-        if isinstance(value, torch.Generator) or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             raise arguments.NotSupported(
-                f"{what}: expected a function that is given its random numbers, got one that draws them "
-                f"from a {type(value).__name__}. Draw them outside, and pass them as an argument."
+                f"{what}: expected a graph of tensors, got one that holds a {type(value).__name__}; make "
+                "it before the call, and pass what it gives as an argument."
             )
         if id(value) not in lifted:
-            lifted[id(value)] = value
-            with _after(graph.graph, last[-1] if last else None):
-                inputs[id(value)] = graph.graph.placeholder(f"lifted_{len(lifted)}")
-            inputs[id(value)].meta.update(node.meta)
-            last.append(inputs[id(value)])
+            lift(value, node.meta)
         node.replace_all_uses_with(inputs[id(value)])
         graph.graph.erase_node(node)
-    for name in {**graph._parameters, **graph._buffers, **vars(graph)}:
-        if "_constant" in name:  # else the compiler makes inputs of its own of them
-            delattr(graph, name)
+    for node in nodes(recorded, since=[x for x in lifted.values() if not x.is_leaf]):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and _has_values(leaf) and id(leaf) not in lifted:
+            lift(leaf, {})
+    for name in [name for name in vars(graph) if "_constant" in name]:
+        delattr(graph, name)
+    for stores in (graph._buffers, graph._parameters):  # which would keep what they hold alive
+        stores.clear()
     return list(lifted.values())
+
+
+def _has_values(leaf: Tensor) -> bool:
+    return type(leaf) in (Tensor, nn.Parameter)
 
 
 @contextmanager

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._graph import survey
+from hoglib import _tree
+from hoglib._graph import nodes
 from hoglib._precomputed import with_gradients
-from hoglib.capture.compiled import Compiled, named
+from hoglib.capture import _signature as signature
+from hoglib.capture._derivative import check_unchanged, differentiated
+from hoglib.capture._refusals import refuse_outer_graphs
+from hoglib.capture._trace import Of, without_hooks
+from hoglib.capture.compiled import Compiled, named, runs_elsewhere
 
 UNREACHED = (
     "{}: expected a loss that depends on tensors that require grad, got one that does not; look for "
@@ -24,27 +28,32 @@ class _Gradient:
     def __init__(self, fn: Callable[..., Tensor], name: str, create_graph: bool) -> None:
         self.fn, self._name, self._create_graph = fn, name, create_graph
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list["Of"]]:
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list[Of]]:
         value = arguments.scalar(self._name, self.fn(*args, **kwargs))
-        if not value.requires_grad:
-            raise arguments.NoSecondDerivative(UNREACHED.format(self._name))
-        given = {
-            id(x): Of(i)
-            for i, x in enumerate(
-                x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad
-            )
-        }
-        by = list(survey(value).leaves.values())
-        grads = torch.autograd.grad(value, by, create_graph=self._create_graph)
-        return value, list(grads), [given.get(id(x)) or Of(x) for x in by]
+        refuse_outer_graphs(self._name)
+        given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        ours = {id(x): i for i, x in enumerate(differentiated(given, []))}
+        by = differentiated(given, _leaves(value, given))
+        if value.requires_grad:
+            with without_hooks(by):
+                grads = torch.autograd.grad(value, by, create_graph=self._create_graph, allow_unused=True)
+            found = [(x, g) for x, g in zip(by, grads, strict=True) if g is not None]
+            if found:
+                of = [Of(ours.get(id(x), x), id(x) in ours) for x, _ in found]
+                return value, [g for _, g in found], of
+        raise arguments.NoSecondDerivative(UNREACHED.format(self._name))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Gradient) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.fn, self._create_graph))
 
 
-class Of:
-    """What a gradient is by: an argument, by its place among those that require grad, or a tensor that
-    the loss reaches."""
-
-    def __init__(self, where: int | Tensor) -> None:
-        self.where = where
+def _leaves(value: Tensor, given: list[Tensor]) -> list[Tensor]:
+    """The leaf tensors that a loss was computed from, but for what its arguments were."""
+    inside = nodes([value], since=[x for x in given if not x.is_leaf])
+    return [value] if value.is_leaf else [n.variable for n in inside if hasattr(n, "variable")]
 
 
 class CompiledLoss:
@@ -55,19 +64,14 @@ class CompiledLoss:
         name: str | None = None,
     ) -> None:  # fmt: skip
         arguments.function("loss_fn", fn)
-        self.name = name or named(fn)
+        self.fn, self.name, self.__doc__ = fn, name or named(fn), fn.__doc__
         options: dict[str, Any] = {
             "backend": backend, "dynamic": dynamic, "check": check, "progress": progress,
         }  # fmt: skip
+        both = f"{self.name} and its gradient"
         self._value = Compiled(fn, name=self.name, **options)
-        self._with_gradient = Compiled(
-            _Gradient(fn, self.name, False), name=f"{self.name} and its gradient", **options
-        )
-        self._again = Compiled(
-            _Gradient(fn, self.name, True), name=f"{self.name} and its gradient", **options
-        )
-        self.fn = fn
-        self.__doc__ = fn.__doc__
+        self._with_gradient = Compiled(_Gradient(fn, self.name, False), name=both, **options)
+        self._again = Compiled(_Gradient(fn, self.name, True), name=both, **options)
 
     @property
     def signatures(self) -> list[Any]:
@@ -76,31 +80,36 @@ class CompiledLoss:
         return [one for part in parts for one in part.signatures]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if (
-            _functorch.transforms_active()
-            or _functorch.forward_mode_active()
-            or _functorch.tracing()
-        ):
-            value: Tensor = self.fn(*args, **kwargs)
+        value: Tensor
+        if runs_elsewhere():
+            value = self.fn(*args, **kwargs)
             return value
         if not torch.is_grad_enabled():
             value = self._value(*args, **kwargs)
             return value
-        leaves, structure = _tree.flatten((args, kwargs))
-        found = self._with_gradient.captured(leaves, structure)
+        both = self._with_gradient
+        form, tensors = signature.of_call(both.name, args, kwargs, both.dynamic)
+        found = both.captured(form, tensors)
         if found is None:
             value = self.fn(*args, **kwargs)
             return value
         entry, lifted = found
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        value, *grads = entry.execute(given + lifted)
-        wanted = [x for x in given if x.requires_grad]
+        value, *grads = entry.execute(entry.inputs(tensors, lifted))
+        wanted = differentiated(tensors, [])
         by = [
-            wanted[of.where] if isinstance(of.where, int) else lifted[entry.place_of(of.where)]
-            for of in entry.traced.leaves
-            if isinstance(of, Of)
+            wanted[of.where] if of.is_argument else lifted[of.where]
+            for of in entry.leaves
+            if type(of) is Of
         ]
-        return with_gradients(value, grads, by, again=lambda: self._again(*args, **kwargs)[1])
+
+        def again() -> list[Tensor]:
+            check_unchanged(both, entry, form, tensors, lifted)
+            args, kwargs = form.filled(tensors)
+            with form.again():
+                grads: list[Tensor] = self._again(*args, **kwargs)[1]
+            return grads
+
+        return with_gradients(value, grads, by, again=again)
 
     def __repr__(self) -> str:
         return f"hoglib.compiled_loss({self.name}), {len(self.signatures)} graphs"
@@ -130,4 +139,6 @@ def compiled_loss(
     Parameters are inputs: they may change between calls, and be replaced. Options and errors as in
     `compile`; RuntimeError also for a loss that depends on nothing that requires grad.
     """
-    return CompiledLoss(loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress)
+    return CompiledLoss(
+        loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress
+    )

@@ -1,0 +1,160 @@
+"""Models whose second derivatives are captured: each maps a batch to outputs, in float64."""
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import hoglib as hog
+
+F64 = torch.float64
+
+
+def draw(*shape, seed=0, dtype=F64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def net(*layers):
+    return nn.Sequential(*layers)
+
+
+class Attending(nn.Module):
+    """A transformer's encoder layer, then the mean over the sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x).mean(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cells = kind(3, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.cells(x)[0][:, -1]
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 2)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.table(tokens)).mean(1))
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(torch.randn(3, 3), torch.randn(3, 3)))
+
+    def forward(self, x):
+        return ((x.to(self.weight.dtype) @ self.weight).tanh() * 1j).abs().square() + x
+
+
+class Cubic(torch.autograd.Function):
+    """x^3 with a derivative for reverse mode and one for forward mode."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g * ctx.saved_tensors[0] ** 2
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 3 * tangent * ctx.saved_tensors[0] ** 2
+
+
+class Through(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def in_eval_mode(model):
+    """Statistics of some batches, and then no more."""
+    model.train()
+    for seed in range(3):
+        model(2 * draw(5, 3, seed=seed) + 1)
+    return model.eval()
+
+
+class Tied(nn.Module):
+    """One weight in two layers, a frozen one, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.register_buffer("shift", torch.rand(3))
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)) * self.frozen) + self.shift
+
+
+ROWS, SEQUENCE, IMAGE = (4, 3), (3, 5, 3), (2, 2, 6, 6)
+# name: model, shape of the batch, whether torch.func.hessian and forward over reverse are right
+MODELS = {
+    "MLP": (lambda: net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), ROWS, True, True),
+    "ReLU MLP": (lambda: net(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), ROWS, True, True),
+    "conv and pool": (
+        lambda: net(nn.Conv2d(2, 3, 3), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), IMAGE, True, True,
+    ),
+    "conv and max pool": (
+        lambda: net(nn.Conv2d(2, 3, 3, padding=1), nn.Softplus(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(12, 2)), IMAGE, True, True,
+    ),
+    "BatchNorm in eval mode": (
+        lambda: in_eval_mode(net(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, True, True,
+    ),
+    "LayerNorm": (lambda: net(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), ROWS, False, True),
+    "GroupNorm": (lambda: net(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 2)), IMAGE, True, True),
+    "transformer layer": (Attending, (2, 3, 4), False, False),
+    "LSTM": (lambda: Recurrent(nn.LSTM), SEQUENCE, False, False),
+    "GRU": (lambda: Recurrent(nn.GRU), SEQUENCE, True, True),
+    "embedding": (Bag, None, True, True),
+    "weight norm": (lambda: net(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)), ROWS, False, False),
+    "spectral norm in eval mode": (
+        lambda: in_eval_mode(net(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, True, True,
+    ),
+    "complex": (Complex, ROWS, False, True),
+    "custom Function with a jvp": (lambda: net(nn.Linear(3, 4), Through(Cubic.apply), nn.Linear(4, 2)), ROWS, True, True),
+    "hoglib layers": (lambda: net(hog.nn.Linear(3, 4), hog.nn.Swish(4), hog.nn.LinearAct(4, 4, act="tanh"), hog.nn.Linear(4, 2)), ROWS, True, True),
+    "hoglib ops": (lambda: net(nn.Linear(3, 4), Through(lambda x: hog.ops.power(hog.ops.sigmoid(x), 2.5)), Through(lambda x: hog.ops.logsumexp(x, -1)), nn.Unflatten(0, (4, 1))), ROWS, True, True),
+    "recomputed": (lambda: net(nn.Linear(3, 4), hog.nn.Remat(net(nn.Tanh(), nn.Linear(4, 4))), nn.Tanh(), nn.Linear(4, 2)), ROWS, True, True),
+    "tied weights": (Tied, ROWS, True, True),
+}  # fmt: skip
+
+
+def made(name):
+    """A model and its batch, the same at every call."""
+    make, shape, *routes = MODELS[name]
+    torch.manual_seed(1)
+    model = make()
+    if name == "complex":
+        model = model.to(torch.complex128)
+    else:
+        model = model.double()
+    batch = torch.arange(12).reshape(3, 4) % 7 if shape is None else draw(*shape)
+    return model, batch, *routes
+
+
+def criterion(outputs):
+    """Neither linear nor quadratic in the outputs."""
+    return outputs.square().mean() + outputs.sum().sin()
