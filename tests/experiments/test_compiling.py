@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from experiments import compiling
 from experiments.data.sinusoid import SinusoidTasks
 from experiments.maml import JointRegression, MAMLRegression
+from hoglib import stand_ins
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -225,3 +226,23 @@ def test_options_of_the_inner_loop_run_as_graphs_too(options):
         loss.backward()
         losses.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert_close(*losses, rtol=0, atol=0)
+
+
+def test_the_operations_of_a_graph_are_not_looked_up_among_the_stand_ins(monkeypatch):
+    """They are in it already, and to look up each would take as long as to run it."""
+    model = MAMLRegression(hidden=[3], compile="eager")
+    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
+    model.maml.loss(batch)
+    looked_up = []
+    original = stand_ins._SecondOrder.__torch_function__
+
+    def noting(self, func, *rest):
+        looked_up.append(func)
+        return original(self, func, *rest)
+
+    monkeypatch.setattr(stand_ins._SecondOrder, "__torch_function__", noting)
+    model.maml.loss(batch)
+    assert not looked_up
+    model.maml.compiled = False
+    model.maml.loss(batch)
+    assert looked_up
