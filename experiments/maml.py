@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import plots, tables
+from experiments.compiling import Choice, Wanted
 from experiments.networks import mlp
 from experiments.runs import find_checkpoint, run_folder
 from hoglib import _arguments as arguments
@@ -51,7 +53,9 @@ class FewShotRegression(pl.LightningModule):
     `hoglib.meta.Reptile` or `hoglib.meta.IMAML`, such as learn_lr, rule, inner_params or memory; lr: of
     the outer Adam; eval_steps: the numbers of gradient steps after which held-out tasks are judged;
     baseline: a run directory (the newest version in it is taken) or a checkpoint, whose errors stand
-    beside this model's in the table.
+    beside this model's in the table; compile: whether MAML's meta-gradient runs as a graph: null, if it
+    pays for the steps of the run; true, in the way that takes least time for as many; false; or the way
+    itself, as in `hoglib.MAML`. A run that is resumed goes on in the way that it began in.
     """
 
     label: str
@@ -68,6 +72,7 @@ class FewShotRegression(pl.LightningModule):
         baseline: str | None = None,
         algorithm: str = "maml",
         options: dict[str, Any] | None = None,
+        compile: Wanted = None,
     ) -> None:
         super().__init__()
         widths = [1, *([40, 40] if hidden is None else hidden), 1]
@@ -78,6 +83,7 @@ class FewShotRegression(pl.LightningModule):
         if first_order:
             given["first_order"] = True  # which only MAML knows
         self.maml = _made(kind, mlp(widths, act), given)
+        self.compiling = self._choice(compile)
         self.lr = arguments.positive("lr", lr)
         self.eval_steps = [0, 1, 5, 10] if eval_steps is None else eval_steps
         for step in self.eval_steps:
@@ -92,9 +98,22 @@ class FewShotRegression(pl.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.maml(x)
 
+    @abstractmethod
+    def _choice(self, compile: Wanted) -> Choice:
+        """What of training runs as a graph."""
+
     def on_fit_start(self) -> None:
         if self.baseline is not None:
             load_baseline(self, self.baseline)  # what is wrong with it is known before training
+
+    def on_train_start(self) -> None:
+        self.compiling.decide(self.trainer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.compiling.save(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.compiling.load(checkpoint)
 
     def second_order_problem(self, batch: Tasks) -> SecondOrderProblem:
         """The loss on the support set of a task, by the parameters: what inner steps descend.
@@ -150,6 +169,10 @@ class MAMLRegression(FewShotRegression):
 
     label = "MAML"
 
+    def _choice(self, compile: Wanted) -> Choice:
+        maml = self.maml if isinstance(self.maml, hog.MAML) else None
+        return Choice(compile, maml, f"{type(self.maml).__name__}, whose loss is none of MAML's")
+
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
         loss = weight * self.maml.loss(tasks)
@@ -161,6 +184,9 @@ class JointRegression(FewShotRegression):
     """Conventional training: one network for the points of all tasks, adapted only when judged."""
 
     label = "joint training"
+
+    def _choice(self, compile: Wanted) -> Choice:
+        return Choice(compile, None, "joint training, which has no derivative of second order")
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         (support_x, support_y), (query_x, query_y) = batch
@@ -174,6 +200,8 @@ class JointRegression(FewShotRegression):
 
 def _made(kind: type[Learner], network: nn.Module, options: dict[str, Any]) -> Learner:
     try:
+        if options.keys() & HANDED:
+            raise TypeError("some are set by the model itself")
         return kind(network, F.mse_loss, **options)
     except TypeError as error:
         if isinstance(error, arguments.Explained):
@@ -185,7 +213,7 @@ def _made(kind: type[Learner], network: nn.Module, options: dict[str, Any]) -> L
         ) from error
 
 
-HANDED = ("self", "model", "criterion")
+HANDED = ("self", "model", "criterion", "compile", "compile_for")
 
 
 def load_baseline(model: FewShotRegression, where: str) -> Learner:

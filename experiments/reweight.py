@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import plots, runs, tables
+from experiments.compiling import Choice, Wanted
 from experiments.data.digits import CLASSES, IMAGES, PIXELS, Examples
 from experiments.networks import mlp
 from hoglib import _arguments as arguments
@@ -76,7 +77,7 @@ class Reweighting(pl.LightningModule):
 
     against: the others, which weigh their examples evenly, of "noisy" (the same examples), "clean"
     (the clean ones) and "both"; hidden, act: of all networks; lr: of their Adam; decay: whether lr
-    falls linearly to zero over the run.
+    falls linearly to zero over the run; compile: null or false, for nothing here runs as a graph.
     """
 
     weight_sum: Tensor
@@ -89,8 +90,10 @@ class Reweighting(pl.LightningModule):
         act: str = "relu",
         lr: float = 1e-3,
         decay: bool = True,
+        compile: Wanted = None,
     ) -> None:
         super().__init__()
+        Choice(compile, None, "hypergradient, which looks at its losses and so is no graph")
         widths = [128, 128] if hidden is None else hidden
         for width in widths:
             arguments.at_least("hidden", width, 1)

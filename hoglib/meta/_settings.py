@@ -50,7 +50,11 @@ def _options(learner: Any, value: Any) -> dict[str, Any]:
 def _way(value: Any) -> bool | str:
     if isinstance(value, bool):
         return value
-    return arguments.one_of("compile", value, COMPILE)
+    if value not in COMPILE:
+        raise arguments.WrongValue(
+            f"compile: expected true, false or one of {', '.join(COMPILE)}; got {value!r}."
+        )
+    return str(value)
 
 
 # What an attribute must be, whenever it is set

@@ -1,6 +1,7 @@
 """What every way of meta-learning shares: the loss over tasks of an inner loop."""
 
 from abc import abstractmethod
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -109,7 +110,7 @@ class Learner(InnerLoop):
         wanted = torch.is_grad_enabled()
         own = self._point()
         self._look_at_norms()
-        with outside_inference_mode(), stand_ins_if(self.stand_ins):
+        with outside_inference_mode():
             # Copies, for a model or a rule that works in place.
             point = Point(*({n: p.detach().clone() for n, p in part.items()} for part in own))
 
@@ -120,13 +121,15 @@ class Learner(InnerLoop):
             if wanted:
                 self._look(what, point, tasks)
             ways = self._ways(point, wanted)
-            try:
-                found = self._mapper(of_task, tasks, what, own.model, ways)
-            except RuntimeError as error:
-                if self._runs_again or RUNS_AGAIN not in str(error):
-                    raise
-                self._runs_again = True  # as `_memory` heeds
-                found = self._mapper(of_task, tasks, what, own.model, ways)
+            # What runs as graphs has the stand-ins in them, and each of its calls would be looked up.
+            with stand_ins_if(self.stand_ins) if ways is None else nullcontext():
+                try:
+                    found = self._mapper(of_task, tasks, what, own.model, ways)
+                except RuntimeError as error:
+                    if self._runs_again or RUNS_AGAIN not in str(error):
+                        raise
+                    self._runs_again = True  # as `_memory` heeds
+                    found = self._mapper(of_task, tasks, what, own.model, ways)
         check_finite(found)
         if not wanted:
             return found.value.mean()
@@ -190,7 +193,8 @@ class Learner(InnerLoop):
                 raise arguments.NoSecondDerivative(UNUSED.format(which="outer", whom=""))
             return [first, last]
 
-        with torch.enable_grad(), same_random_numbers(start), explaining(what):
+        stands_in = stand_ins_if(self.stand_ins)
+        with torch.enable_grad(), same_random_numbers(start), stands_in, explaining(what):
             data = [x for x in _tree.leaves((support, query)) if isinstance(x, Tensor)]
             only_what_is_learned(what, losses, [*own, *data], dict(self.named_parameters()))
             if not self._constant(self.inner_steps - 1, self.inner_steps):

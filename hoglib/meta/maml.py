@@ -104,11 +104,17 @@ class MAML(Learner):
         self.memory = memory
         self.truncate = truncate
         self.step_weights = step_weights
-        self.compiled = compile
+        self.compiled: bool | str = compile
         self.compile_for = compile_for
         self._compiling = Compiling()
         self._weights(self.inner_steps)
         self._learn_rates(learn_lr, arguments.flag("lr_per_step", lr_per_step))
+
+    @property
+    def way(self) -> bool | str:
+        """How the meta-gradient is run: False, or the way; True until the first loss chooses one."""
+        chosen = self._compiling.way if self.compiled is True else None
+        return self.compiled if chosen is None else chosen
 
     def _learn_rates(self, of: str | None, per_step: bool) -> None:
         if of is None:

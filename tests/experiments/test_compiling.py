@@ -1,0 +1,248 @@
+"""`--model.compile`: which way a run takes, that it says so, and that all are the same run."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.testing import assert_close
+
+from experiments import compiling
+from experiments.data.sinusoid import SinusoidTasks
+from experiments.maml import JointRegression, MAMLRegression
+from hoglib import stand_ins
+from tests.experiments.command import (
+    COMMAND_LINE,
+    ROOT,
+    assert_same_run,
+    checkpoint,
+    metrics,
+    run,
+)
+from tests.experiments.test_sinusoid import JOINT, SMOKE, fit, folder
+
+REWEIGHT = ROOT / "configs/smoke/meta/reweight_digits.yaml"
+
+pytestmark = COMMAND_LINE
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """The losses of a smoke run are enough for a graph to pay."""
+    monkeypatch.setattr(compiling, "ENOUGH", 15)
+
+
+def test_a_run_as_a_graph_is_the_run_without_to_the_bit(many, capsys):
+    ways = {"false": (False, ""), "eager": ("eager", ""), "true": ("eager", "20 losses of ")}
+    ways["null"] = ways["true"]
+    for version, (given, (way, said)) in enumerate(ways.items()):
+        fit(SMOKE, "--model.compile", given)
+        out, err = capsys.readouterr()
+        assert checkpoint(folder(version=version))["compiled"] == way
+        assert err.count(said or "losses of") == bool(said)  # it says so in one line
+        assert "compile: " not in out
+        assert_same_run(folder(version=version), folder())
+        table = (folder(version=version) / "table.txt").read_bytes()
+        assert table == (folder() / "table.txt").read_bytes()
+
+
+def test_a_short_run_has_no_graph_and_says_so(capsys):
+    fit(SMOKE, "--test_after_fit", "false")
+    out, err = capsys.readouterr()
+    assert "compile: False, for 20 losses are too few for a graph to pay\n" in out
+    assert "losses of" not in err
+    assert checkpoint(folder())["compiled"] is False
+
+
+@pytest.mark.parametrize("stopped_at", [10, 15])
+def test_a_resumed_run_goes_on_in_the_way_that_it_began_in(stopped_at, many, capsys):
+    """Also where the steps that it was given at first were too few for a graph."""
+    fit(SMOKE, "--trainer.max_steps", stopped_at, "--test_after_fit", "false")
+    began = checkpoint(folder())["compiled"]
+    assert began == (False if stopped_at == 10 else "eager")
+    capsys.readouterr()
+    fit(SMOKE, "--ckpt_path", "last")
+    out, err = capsys.readouterr()
+    assert f"compile: {began!r}, as the run began\n" in out
+    assert "losses of" not in err
+    assert checkpoint(folder())["compiled"] == began
+
+
+def test_a_run_from_before_there_was_a_choice_goes_on_without_a_graph(many, capsys):
+    fit(SMOKE, "--trainer.max_steps", "10", "--test_after_fit", "false")
+    content = checkpoint(folder())
+    del content["compiled"]
+    torch.save(content, folder() / "last.ckpt")
+    fit(SMOKE, "--ckpt_path", "last", "--test_after_fit", "false")
+    assert "compile: False, as the run began\n" in capsys.readouterr().out
+
+
+def test_a_compiled_run_that_is_resumed_is_the_same_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "compiled"))
+    inductor = ["--model.compile", "inductor"]
+    fit(SMOKE, *inductor, "--trainer.logger.save_dir", "whole")
+    fit(SMOKE, *inductor, "--trainer.max_steps", "10", "--test_after_fit", "false")
+    fit(SMOKE, "--ckpt_path", "last")  # which leaves it open
+    assert "compile: 'inductor', as the run began\n" in capsys.readouterr().out
+    assert_same_run(folder(), Path("whole/smoke/maml/sinusoid/version_0"))
+    fit(SMOKE, "--model.compile", "false", "--test_after_fit", "false")
+    for ours, theirs in zip(metrics(folder())[:4], metrics(folder(version=1)), strict=False):
+        if ours["train/loss"]:
+            assert float(ours["train/loss"]) == pytest.approx(float(theirs["train/loss"]), rel=1e-4)
+
+
+LIMITS = {
+    "epochs": ({"max_epochs": 3}, 18),
+    "steps": ({"max_epochs": 3, "max_steps": 7}, 7),
+    "fewer batches": ({"max_epochs": 3, "limit_train_batches": 2}, 6),
+    "accumulated": ({"max_epochs": 2, "accumulate_grad_batches": 3}, 12),
+    "accumulated steps": ({"max_epochs": 2, "max_steps": 3, "accumulate_grad_batches": 2}, 6),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_the_losses_that_it_decides_by_are_those_that_are_computed(case, monkeypatch):
+    limits, expected = LIMITS[case]
+    model, called = MAMLRegression(hidden=[3], compile=True), []
+    monkeypatch.setattr(model.maml, "_note", lambda found: called.append(found))
+    trainer = pl.Trainer(
+        **limits, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(model, SinusoidTasks(iterations=6, tasks=2, shots=3))
+    assert model.maml.compile_for == len(called) == expected
+
+
+def test_a_run_without_an_end_is_one_of_many_losses():
+    assert compiling.losses_of(trainer_of(float("inf"))) is None
+    model = MAMLRegression(hidden=[3])
+    model.compiling.decide(trainer_of(float("inf")))
+    assert model.maml.compiled is True
+    assert model.maml.compile_for is None
+
+
+@pytest.mark.parametrize("losses", [1, compiling.ENOUGH - 1, compiling.ENOUGH, 10**6])
+def test_the_decision_is_a_function_of_the_number_of_losses(losses):
+    model = MAMLRegression(hidden=[3])
+    model.compiling.decide(trainer_of(losses))
+    assert model.maml.compiled == (losses >= compiling.ENOUGH)
+    assert model.maml.compile_for == losses
+
+
+def test_the_cache_has_no_say(tmp_path, monkeypatch, capsys):
+    """What was compiled before costs nothing now, and yet the way is that of an empty cache."""
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
+    torch.manual_seed(0)
+    model = MAMLRegression(hidden=[3], compile="inductor")
+    model.maml.loss(batch)
+    assert list(tmp_path.glob("*.bin"))
+    model = MAMLRegression(hidden=[3], compile=True)
+    model.compiling.decide(trainer_of(300))
+    model.maml.loss(batch)
+    assert model.maml.way == "eager"
+
+
+def trainer_of(steps, accumulated=1):
+    return SimpleNamespace(
+        estimated_stepping_batches=steps, accumulate_grad_batches=accumulated, is_global_zero=True
+    )
+
+
+def test_what_is_asked_for_is_what_is_done(monkeypatch):
+    for wanted in (False, "eager", "step", "inductor"):
+        model = MAMLRegression(hidden=[3], compile=wanted)
+        model.compiling.load({"compiled": "eager"})
+        model.compiling.decide(trainer_of(10**6))
+        assert model.maml.compiled == model.maml.way == wanted
+
+
+def test_where_there_is_no_graph_to_be_had_null_and_false_are_fine():
+    for model in (
+        JointRegression(compile=False), JointRegression(), MAMLRegression(algorithm="reptile"),
+        MAMLRegression(algorithm="imaml", compile=False),
+    ):  # fmt: skip
+        content = {}
+        model.compiling.save(content)
+        model.compiling.load(content)
+        model.compiling.decide(trainer_of(10**6))
+        assert content == {}
+
+
+def test_the_way_of_a_learner_is_what_was_chosen():
+    model = MAMLRegression(hidden=[3], compile=True)
+    assert model.maml.way is True
+    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
+    model.maml.compile_for = 5
+    model.maml.loss(batch)
+    assert model.maml.way == "eager"
+    model.maml.compiled = "step"
+    assert model.maml.way == "step"
+
+
+BAD = {
+    "a way that is none": (
+        SMOKE, ["--model.compile", "fast"],
+        "compile: expected true, false or one of inductor, step, eager; got 'fast'",
+    ),
+    "joint training": (
+        JOINT, ["--model.compile", "true"],
+        "compile: expected null or false for joint training, which has no derivative of second order",
+    ),
+    "Reptile": (
+        SMOKE, ["--model.algorithm", "reptile", "--model.compile", "eager"],
+        "compile: expected null or false for Reptile, .* got 'eager'; leave it out",
+    ),
+    "reweighting": (REWEIGHT, ["--model.compile", "true"], "null or false for hypergradient"),
+    "among the options": (
+        SMOKE, ["--model.options", "{compile: true}"],
+        "options: expected arguments of MAML, .* got inner_lr, inner_steps, compile",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_compiled_is_told_before_training(case, capsys):
+    config, args, message = BAD[case]
+    assert run("fit", "--config", config, *args) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, " ".join(error.split()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rule": "adam"}, {"memory": "remat"}, {"learn_lr": "element", "lr_per_step": True}, {"truncate": 1}],
+    ids=str,
+)  # fmt: skip
+def test_options_of_the_inner_loop_run_as_graphs_too(options):
+    losses = []
+    for compile in (False, "eager"):
+        torch.manual_seed(0)
+        model = MAMLRegression(hidden=[4], inner_steps=2, options=options, compile=compile)
+        batch = SinusoidTasks(iterations=1, tasks=2, shots=3, seed=0).train_dataloader().batch_of(0)
+        loss = model.maml.loss(batch)
+        loss.backward()
+        losses.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert_close(*losses, rtol=0, atol=0)
+
+
+def test_the_operations_of_a_graph_are_not_looked_up_among_the_stand_ins(monkeypatch):
+    """They are in it already, and to look up each would take as long as to run it."""
+    model = MAMLRegression(hidden=[3], compile="eager")
+    batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
+    model.maml.loss(batch)
+    looked_up = []
+    original = stand_ins._SecondOrder.__torch_function__
+
+    def noting(self, func, *rest):
+        looked_up.append(func)
+        return original(self, func, *rest)
+
+    monkeypatch.setattr(stand_ins._SecondOrder, "__torch_function__", noting)
+    model.maml.loss(batch)
+    assert not looked_up
+    model.maml.compiled = False
+    model.maml.loss(batch)
+    assert looked_up
