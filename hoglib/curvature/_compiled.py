@@ -111,6 +111,13 @@ class At:
         self._leaves, self._args = leaves, args
         self.kept = Kept()
 
+    @property
+    def unused(self) -> tuple[int, ...] | None:
+        """The leaves that the function does not depend on."""
+        product: Any = self._graphs.fn
+        found: tuple[int, ...] | None = product.unused
+        return found
+
     def apply(self, vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
         # tensors of its own, or what is given as both vector and parameters would be one input
         given = ([v.view_as(v) for v in vector], self._leaves, self._args)
