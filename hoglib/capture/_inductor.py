@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from hoglib._version import __version__
 from hoglib._warning import warn
+from hoglib.capture._convolutions import tailor
 from hoglib.capture._products import arrange
 from hoglib.capture._simplify import simplify
 
@@ -51,6 +52,7 @@ def make(
     """Machine code for a graph at tensors of these shapes. Raises NoCompiler, saying why."""
     began = perf_counter()
     arrange(graph)
+    tailor(graph)
     simplify(graph)
     key = _key(graph, tensors, dynamic)
     with _COMPILING:

@@ -10,13 +10,23 @@ from torch import distributions as D
 from torch.distributions import constraints
 
 from hoglib import _arguments as arguments
+from hoglib._functorch import tracing
 from hoglib.curvature._likelihood import Likelihood
 
 Tree = Any
 
 
 def distribution(likelihood: Likelihood, outputs: Tree) -> D.Distribution:
-    found = likelihood.distribution(outputs)
+    try:
+        found = likelihood.distribution(outputs)
+    except Exception as error:
+        if likelihood.family is not None or not tracing():
+            raise
+        raise arguments.NotSupported(
+            "likelihood: expected a function that can be captured where compile=True, got one that "
+            f"raises {type(error).__name__} there; torch.distributions look at values unless they are "
+            "told not to: pass validate_args=False to what it makes."
+        ) from error
     if not isinstance(found, D.Distribution):
         raise arguments.WrongType(
             "likelihood: expected a function that makes a torch.distributions.Distribution of the "

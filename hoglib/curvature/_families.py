@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch import distributions as D
 
+from hoglib._guarding import guarded
+
 
 class Family(NamedTuple):
     """An exponential family in its natural parameters f, in closed form, right at any finite f.
@@ -27,8 +29,17 @@ def class_axis(f: Tensor) -> int:
     return min(f.dim() - 1, 1)
 
 
+def _validated() -> bool | None:
+    """As torch has it, but not while a graph is captured: that looks at values."""
+    return None if guarded() else False
+
+
+def _normal(f: Tensor, scale: float) -> D.Distribution:
+    return D.Normal(f, scale, validate_args=_validated())
+
+
 def _categorical(f: Tensor) -> D.Distribution:
-    return D.Categorical(logits=f.movedim(class_axis(f), -1))
+    return D.Categorical(logits=f.movedim(class_axis(f), -1), validate_args=_validated())
 
 
 def _categorical_information(f: Tensor, u: Tensor) -> Tensor:
@@ -49,16 +60,16 @@ def _categorical_score(f: Tensor, y: Tensor) -> Tensor:
 FAMILIES: dict[str, Family] = {
     "categorical": Family(_categorical, _categorical_information, _categorical_score, True),
     "bernoulli": Family(
-        lambda f: D.Bernoulli(logits=f),
+        lambda f: D.Bernoulli(logits=f, validate_args=_validated()),
         lambda f, u: f.sigmoid() * (-f).sigmoid() * u,
         lambda f, y: f.sigmoid() - y,
     ),
-    "gaussian": Family(lambda f: D.Normal(f, 1.0), lambda f, u: u.clone(), lambda f, y: f - y),
+    "gaussian": Family(lambda f: _normal(f, 1.0), lambda f, u: u.clone(), lambda f, y: f - y),
     "poisson": Family(
-        lambda f: D.Poisson(f.exp()), lambda f, u: f.exp() * u, lambda f, y: f.exp() - y
+        lambda f: D.Poisson(f.exp(), validate_args=_validated()), lambda f, u: f.exp() * u, lambda f, y: f.exp() - y
     ),
 }
 # -log p = (f - y)^2 + constant: a variance of 1/2
 SQUARED_ERROR = Family(
-    lambda f: D.Normal(f, 0.5**0.5), lambda f, u: 2 * u, lambda f, y: 2 * (f - y)
+    lambda f: _normal(f, 0.5**0.5), lambda f, u: 2 * u, lambda f, y: 2 * (f - y)
 )

@@ -20,9 +20,10 @@ from torch import distributions as D
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._guarding import guarded
 from hoglib._recording import recordable, recording
 from hoglib.curvature import _draws, _likelihood
-from hoglib.curvature._likelihood import Likelihood
+from hoglib.curvature._likelihood import Likelihood, Weight
 from hoglib.ops._halves import widened
 from hoglib.stand_ins import stand_ins_if
 
@@ -65,7 +66,9 @@ def fisher_metric(
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             where = f"outputs[{name!r}]" if name else "outputs"
             advice = "The Fisher matrix does not exist there; look for what overflows in the model."
-            arguments.finite(where, arguments.real(where, leaf), advice)
+            arguments.real(where, leaf)
+            if guarded():
+                arguments.finite(where, leaf, advice)
     if not places:
         raise arguments.WrongType(
             f"outputs: expected a floating-point tensor among them, got {arguments.describe(outputs)}."
@@ -117,7 +120,7 @@ def _surroundings(like: Tensor) -> ExitStack:
     return stack
 
 
-def _closed_form(likelihood: Likelihood, own: list[Tensor], weight: float) -> Metric:
+def _closed_form(likelihood: Likelihood, own: list[Tensor], weight: Weight) -> Metric:
     family, f = likelihood.family, own[0].detach()
     assert family is not None
     mask = _likelihood.mask(likelihood, f)
@@ -133,7 +136,7 @@ def _exact(
     p: D.Distribution,
     rebuild: Callable[[list[Tensor]], Tree],
     own: list[Tensor],
-    weight: float,
+    weight: Weight,
 ) -> Metric:
     """M u by differentiating the gradient of w sum_t KL(p_t(outputs0) || p_t(outputs)) once more."""
     q = _draws.distribution(likelihood, rebuild(own))
@@ -155,6 +158,8 @@ def _exact(
             torch.zeros_like(u) if x is None else x for x, u in zip(product, vector, strict=True)
         ]
 
+    if not guarded():
+        return metric
     with _draws.no_second_derivative(q):  # it shows when it is used
         for part in (*(g for _, g in pairs), *metric([torch.ones_like(leaf) for leaf in own])):
             arguments.finite("KL(p || p)", part, "Its derivatives are not finite at p.")
@@ -166,7 +171,7 @@ def _mc(
     p: D.Distribution,
     rebuild: Callable[[list[Tensor]], Tree],
     own: list[Tensor],
-    weight: float,
+    weight: Weight,
     count: int,
     generator: Generator | None,
 ) -> Metric:
@@ -217,7 +222,7 @@ def _empirical(
             "does not; look for .detach(), .item() or a torch.no_grad() in it."
         )
     gradient = torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
-    for part in gradient:
+    for part in gradient if guarded() else ():
         advice = "The criterion's gradient has to exist at the outputs and targets of the batch."
         arguments.finite("dloss/doutputs", part, advice)
     examples = 1 if one else own[0].shape[0]
@@ -225,7 +230,7 @@ def _empirical(
     return _outer_products(scores, examples if reduction == "mean" else 1.0, not one)
 
 
-def _outer_products(scores: list[Tensor], weight: float, by_example: bool) -> Metric:
+def _outer_products(scores: list[Tensor], weight: Weight, by_example: bool) -> Metric:
     """M u = weight sum_sn s_sn (s_sn . u_n), of scores [S, *leaf]; n are the examples, or one group."""
     samples = scores[0].shape[0]
     groups = scores[0].shape[1] if by_example else 1

@@ -46,6 +46,10 @@ class Matrix(ABC):
     ) -> Linearised:
         """The matrix of `func(params_of(leaves), *args)`, for one vector or for `several`."""
 
+    def key(self) -> tuple[Any, ...]:
+        """Equal for two matrices that are the same of every function."""
+        return type(self), self.mode
+
     def check(self, func: Any) -> Any:
         return arguments.function("func", func)
 
@@ -158,6 +162,9 @@ class Fisher(GaussNewton):
         self.seed: int | None = None  # of the draws, in the place of the generator
         self._kind = arguments.one_of("kind", kind, ["exact", "mc", "empirical"])
         self.draws = kind == "mc"
+
+    def key(self) -> tuple[Any, ...]:
+        return *super().key(), self._kind, *self._options.values()
 
     def metric(self, split: Split, ys: Vector, call: Call) -> gauss_newton.Metric:
         if _functorch.transforms_active():

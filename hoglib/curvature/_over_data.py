@@ -19,6 +19,7 @@ from hoglib._graph import held_bytes
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import plainly, recordable, recording
 from hoglib._substitution import Standing, lingering, standing_again
+from hoglib.curvature._compiled import backend_of, elsewhere, linearised
 from hoglib.curvature._data import Batches, Size
 from hoglib.curvature._determinism import Determinism, close
 from hoglib.curvature._likelihood import check_reduction
@@ -57,9 +58,11 @@ class OverData(LinearOperator):
         check_deterministic: bool,
         stand_ins: bool,
         progress: bool,
+        compile: bool | str,
     ) -> None:
         super().__init__(Space(params), progress)
         self._matrix, self._loss = matrix, matrix.check(loss)
+        self._backend = backend_of(type(self).__name__, compile, matrix)
         if isinstance(loss, nn.Module):
             raise arguments.WrongType(
                 f"loss: expected a function of (params, batch), got the module {type(loss).__name__}; "
@@ -93,7 +96,7 @@ class OverData(LinearOperator):
         def add(batch: Any, index: int, share: float) -> Tensor:
             leaves, batch = recordable((self._space.leaves(), batch))
             own = own_leaves(leaves, False)
-            with lingering():
+            with self._context(), lingering():
                 value = self._value(own, batch)
                 only_as_given(value, leaves, "gradient")
                 with explaining("gradient"):
@@ -118,7 +121,7 @@ class OverData(LinearOperator):
         self._notice_changes()
         with self._bar.over("@", len(rows)):
             if self._kept is not None:
-                with self._context(), standing_again(self._kept.standing):
+                with recording(), standing_again(self._kept.standing):
                     self._part = 1.0
                     self._apply(self._kept.point, rows, total, 1.0, keep=True, first=True)
             else:
@@ -139,24 +142,40 @@ class OverData(LinearOperator):
     ) -> Tensor:
         """Adds share times the products of the rows at one batch to total; gives the loss there."""
         one = self._batches.whole
-        with lingering() as places:
+        compiled = bool(self._backend) and not elsewhere()
+        # what is compiled enters these itself when it is captured
+        around = recording() if compiled else self._context()
+        with around, lingering() as places:
             leaves, batch = recordable((self._space.leaves(), batch))
             if self._matrix.mode == DIFFERENCES:
                 leaves, batch = in_double((leaves, batch))
             call = Call(type(self).__name__)
-            point = self._at(leaves, batch, index, call, one or len(rows) > 1)
-            keep = one and bool(point.graph) and held_bytes(list(point.graph)) <= self._limit
+            if compiled:
+                several = (one and self._limit > 0) or len(rows) > 1
+                structure = _tree.flatten(self._space.params)[1]
+                point = linearised(
+                    self._loss, self._matrix, call, self._stand_ins, self._backend, leaves,
+                    structure, (batch,), several,
+                )  # fmt: skip
+                keep = one and several
+            else:
+                point = self._at(leaves, batch, index, call, one or len(rows) > 1)
+                keep = one and bool(point.graph) and held_bytes(list(point.graph)) <= self._limit
             value = self._apply(point, rows, total, share, keep, first=index == 0)
+            if compiled:
+                keep = keep and 0 < point.compiled.kept.bytes() <= self._limit
             standing = places.standing()
-        if point.unused is not None:
-            now = set(point.unused)
+        unused = point.compiled.unused if compiled else point.unused
+        if unused is not None:
+            now = set(unused)
             self._unused = now if self._unused is None else self._unused & now
         if keep:
             self._kept = _Kept(point, standing)
             if self._check:  # there will be no other pass, and the graph holds what it drew
                 self._seen.saw(batch, share, value)
                 self._seen.finish(value.dtype)
-                value = plainly(lambda: self._value(leaves, batch))
+                with self._context():
+                    value = plainly(lambda: self._value(leaves, batch))
         return value
 
     def _apply(
@@ -199,8 +218,7 @@ class OverData(LinearOperator):
             for piece in pieces:
                 part = self._batches.weight(piece) if len(pieces) > 1 else weight
                 share = part if self._mean and not self._batches.whole else 1.0
-                with self._context():
-                    value = add(piece, index, share)
+                value = add(piece, index, share)
                 self._seen.saw(piece, share, value)
                 shares.append(share)
                 values.append(float(value.detach()))

@@ -28,6 +28,7 @@ class Linearised(NamedTuple):
     graph: tuple[Tensor, ...] = ()  # what holds the graph that is kept between products
     # the leaves that the function does not depend on, if known
     unused: tuple[int, ...] | None = None
+    compiled: Any = None  # the product as graphs, if it runs so
 
 
 class Call(NamedTuple):

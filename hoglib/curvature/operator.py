@@ -34,7 +34,8 @@ class HessianOperator(OverData):
     check_deterministic: the losses of a pass are compared with those of the first, and what differs
     raises, naming dropout, shuffling or augmentation; and the first two products are looked at for
     symmetry, v.Hw = w.Hv, without which a warning says so. stand_ins: as in `hvp`. progress: a bar that
-    counts products (needs tqdm).
+    counts products (needs tqdm). compile: as in `hvp`, one graph for each shape of a batch; what is
+    kept between products is then what the graph of a product takes from before the vector.
 
     See `LinearOperator` for `@` and the algebra; `.gradient()`, `.to_dense()`, `.to_scipy()`,
     `.solve()`, `.eigsh()`, `.trace()`, `.diagonal()`.
@@ -56,10 +57,11 @@ class HessianOperator(OverData):
         check_deterministic: bool = True,
         stand_ins: bool = True,
         progress: bool = False,
+        compile: bool | str = False,
     ) -> None:
         super().__init__(
             Hessian(mode), loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress,
+            check_deterministic, stand_ins, progress, compile,
         )  # fmt: skip
 
 
@@ -85,10 +87,11 @@ class GGNOperator(OverData):
         check_deterministic: bool = True,
         stand_ins: bool = True,
         progress: bool = False,
+        compile: bool | str = False,
     ) -> None:
         super().__init__(
             GaussNewton(mode), loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress,
+            check_deterministic, stand_ins, progress, compile,
         )  # fmt: skip
 
 
@@ -120,11 +123,12 @@ class FisherOperator(OverData):
         check_deterministic: bool = True,
         stand_ins: bool = True,
         progress: bool = False,
+        compile: bool | str = False,
     ) -> None:
         matrix = Fisher(mode, kind, likelihood, reduction, num_samples, generator)
         super().__init__(
             matrix, loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress,
+            check_deterministic, stand_ins, progress, compile,
         )  # fmt: skip
         self._fisher = matrix
         self._seed = matrix.draw_seed() if matrix.draws else 0

@@ -12,6 +12,7 @@ from hoglib import _functorch, _tree
 from hoglib._differences import in_double
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
+from hoglib.curvature._compiled import backend_of, elsewhere, linearised
 from hoglib.curvature._matrices import DIFFERENCES, Fisher, GaussNewton, Hessian, Matrix
 from hoglib.curvature._routes import Call, columns
 from hoglib.stand_ins import stand_ins_if
@@ -29,6 +30,7 @@ def hvp(
     create_graph: bool = False,
     strict: bool = False,
     stand_ins: bool = True,
+    compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a scalar function and the product of its Hessian with a vector.
 
@@ -59,7 +61,10 @@ def hvp(
     Source: Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
     """
     names = _tree.paths(params) if strict else None
-    return _product("hvp", Hessian(mode), func, params, v, args, create_graph, stand_ins, names)
+    matrix = Hessian(mode)
+    return _product(
+        "hvp", matrix, func, params, v, args, create_graph, stand_ins, compile, names
+    )
 
 
 def ggn_vp(
@@ -71,6 +76,7 @@ def ggn_vp(
     mode: str = "auto",
     create_graph: bool = False,
     stand_ins: bool = True,
+    compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a loss and the product of its generalised Gauss-Newton matrix with a vector.
 
@@ -81,7 +87,7 @@ def ggn_vp(
     `.criterion(outputs, batch)`. G is positive semi-definite where the criterion is convex in the
     outputs, and it is the Hessian without the part that the outputs' own curvature adds.
 
-    Shapes, blocks of vectors, create_graph and stand_ins as in `hvp`. Returns (f, G v).
+    Shapes, blocks of vectors, create_graph, stand_ins and compile as in `hvp`. Returns (f, G v).
     mode: how J v is computed. "forward" runs the model once with tangents, and needs forward-mode
     rules for every operation; "reverse" differentiates J^T u by u, needs none, and keeps its graph
     over a block of vectors; "auto" is "forward" for one vector, and "reverse" for a block or where an
@@ -89,7 +95,9 @@ def ggn_vp(
     Raises as `hvp`, and TypeError for a loss without those two halves.
     Source: Schraudolph, Fast Curvature Matrix-Vector Products, 2002.
     """
-    return _product("ggn_vp", GaussNewton(mode), loss, params, v, (batch,), create_graph, stand_ins)
+    return _product(
+        "ggn_vp", GaussNewton(mode), loss, params, v, (batch,), create_graph, stand_ins, compile
+    )
 
 
 def fisher_vp(
@@ -105,6 +113,7 @@ def fisher_vp(
     generator: torch.Generator | None = None,
     mode: str = "auto",
     stand_ins: bool = True,
+    compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a loss and the product of its Fisher information matrix with a vector.
 
@@ -119,12 +128,13 @@ def fisher_vp(
     square, ...). reduction: whether the loss is the "mean" of its terms or their "sum" (then without
     1/N). An example, for mc and empirical, is an entry of the leading dimension of the outputs.
 
-    Shapes, blocks of vectors, mode and stand_ins as in `ggn_vp`. Returns (f, F v), f the loss.
+    Shapes, blocks of vectors, mode, stand_ins and compile (not with kind="mc", which draws) as in
+    `ggn_vp`. Returns (f, F v), f the loss.
     Raises as `ggn_vp`, and ValueError where no likelihood is given and none can be told.
     Source: Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, sections 5, 11.
     """
     matrix = Fisher(mode, kind, likelihood, reduction, num_samples, generator)
-    return _product("fisher_vp", matrix, loss, params, v, (batch,), False, stand_ins)
+    return _product("fisher_vp", matrix, loss, params, v, (batch,), False, stand_ins, compile)
 
 
 def _product(
@@ -136,6 +146,7 @@ def _product(
     args: tuple[Any, ...],
     create_graph: bool,
     stand_ins: bool,
+    compile: bool | str,
     strict: list[str] | None = None,
 ) -> tuple[Tensor, Tree]:
     """The product of a matrix with v, or with each vector of a block, wherever the caller stands."""
@@ -148,6 +159,16 @@ def _product(
         _without_graph(what, create_graph)
         func, leaves, vector, args = matrix.in_double(func), *in_double((leaves, vector, args))
     call = Call(what, create_graph or _functorch.transforms_active(), strict)
+    backend = backend_of(what, compile, matrix)
+    if backend and not elsewhere():
+        with torch.inference_mode(False):
+            leaves, vector, args = recordable((leaves, vector, args))
+            point = linearised(
+                func, matrix, call, stand_ins, backend, leaves, structure, args, block
+            )
+            with torch.set_grad_enabled(create_graph):
+                value, product = columns(point, vector, block)
+        return value, _tree.unflatten(product, structure)
     with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, vector, args = recordable((leaves, vector, args))
         params_of = partial(_tree.unflatten, structure=structure)
