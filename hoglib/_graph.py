@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch
+from hoglib._guarding import guarded
 from hoglib._warning import warn
 
 LOSES = (
@@ -31,7 +32,7 @@ def check_functions(values: Tensor | list[Tensor], what: str, since: Iterable[Te
                 f"{what}: expected Functions that can be differentiated twice, got {name}, whose "
                 f"backward is @once_differentiable, {LOSES}; `hoglib.verify({name}, inputs)` shows it."
             )
-        kept = list(_without_graph(node))
+        kept = list(_without_graph(node)) if guarded() else []
         if kept:
             warn(
                 f"{what}: {name} keeps {' and '.join(kept)} for its backward, without a graph: what "
@@ -47,8 +48,8 @@ def telling_of_cuts(values: Tensor | list[Tensor], what: str) -> Iterator[None]:
 
     The incoming gradients are made to require grad, so that what backward gives without a cut does too.
     """
-    handles = []
-    for node, function in users_functions(values):
+    handles: list[Any] = []
+    for node, function in users_functions(values) if guarded() else ():
         handles.append(node.register_prehook(_requiring_grad))
         handles.append(node.register_hook(partial(_tell, function.__qualname__, what)))
     try:

@@ -21,6 +21,7 @@ from hoglib._differences import Function as Differentiated
 from hoglib._differences import distance, gradient_of, same_random_numbers, slopes
 from hoglib._gradient_graph import gradient_graph, through
 from hoglib._graph import users_functions
+from hoglib._guarding import guarded
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._warning import warn
 
@@ -31,7 +32,7 @@ _SEEN: WeakSet[type[Function]] = WeakSet()
 
 def new_functions(value: Tensor) -> list[type[Function]]:
     """The custom Functions that a value was computed by, and that no product ran through before."""
-    if value.dtype not in (torch.float32, torch.float64):
+    if value.dtype not in (torch.float32, torch.float64) or not guarded():
         return []
     found = {function for _, function in users_functions(value)} - set(_SEEN)
     return sorted(found, key=lambda function: function.__qualname__)
