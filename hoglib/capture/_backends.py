@@ -22,7 +22,9 @@ class Options(Protocol):
     name: str
 
 
-def made(options: Options, graph: fx.GraphModule, inputs: list[Tensor]) -> tuple[inductor.Made, str]:
+def made(
+    options: Options, graph: fx.GraphModule, inputs: list[Tensor]
+) -> tuple[inductor.Made, str]:
     """What runs a graph at tensors like the inputs, and the name of the backend that made it."""
     name = options.name
     if callable(options.backend):

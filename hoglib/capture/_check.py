@@ -11,6 +11,7 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._random_state import random_state, set_random_state
 from hoglib.capture._graphs import Captured
+from hoglib.capture._trace import alike
 
 # Of the norm of an output. The order of sums is another one in compiled code, and what a kink or a
 # cancellation makes of that in float32 is more than rounding; what is traced in is off by far more.
@@ -24,16 +25,18 @@ def equal(
     tensors: list[Tensor],
     lifted: list[Tensor],
     entry: Captured,
+    apart: bool,
 ) -> None:
     """Raises RuntimeError where the graph's outputs differ from the function's.
 
     At other values first: what modules keep of the last run is then of the values that were given. At
-    those, the tensors are the given ones with their graphs, which the function may differentiate by.
+    those, the tensors are the given ones with their graphs, by which the function may differentiate;
+    apart: it differentiates by each argument as if it was computed from none of the others.
     """
     others = _others(tensors)
+    own = [x.clone() if x.is_inference() else alike(x) if apart else x for x in tensors]
     for i, _ in entry.shared:  # which are also reached otherwise, as they are
-        others[i] = tensors[i]
-    own = [x.clone() if x.is_inference() else x for x in tensors]
+        others[i] = own[i] = tensors[i]
     for which, given in ((" for other values than those it was captured with", others), ("", own)):
         with _random_numbers_kept():
             state = random_state()
@@ -53,6 +56,8 @@ def equal(
 def _compare(what: str, i: int, expected: Tensor, found: Tensor, scale: float, which: str) -> None:
     if expected.shape != found.shape or expected.dtype is not found.dtype:
         how = f"{arguments.describe(found)} for {arguments.describe(expected)}"
+    elif expected.is_meta:
+        return
     elif not (expected.is_floating_point() or expected.is_complex()):
         if torch.equal(expected, found):
             return
@@ -79,14 +84,17 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def _others(tensors: list[Tensor]) -> list[Tensor]:
     """Other values of about the same size and sign, laid out alike: probabilities stay so."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     found = []
     for x in tensors:
         if (x.is_floating_point() or x.is_complex()) and x.numel():
+            # all of the memory that it spans, of which it may have parts more than once
             span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-            plain = x.detach().resolve_neg() if x.is_neg() else x.detach()
-            memory = plain.as_strided((span,), (1,)) if plain.stride() == x.stride() else plain.reshape(-1)
-            factor = 1 - 0.1 * torch.rand(memory.shape, generator=generator)
+            plain = x.detach()
+            if x.is_neg() or x.is_conj():
+                plain = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(plain)
+            memory = plain.as_strided((span,), (1,))
+            factor = 1 - 0.1 * torch.rand(memory.shape, generator=generator, device="cpu")
             changed = (memory * factor.to(device=x.device)).to(x.dtype)
             found.append(changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad))
         else:
@@ -97,7 +105,7 @@ def _others(tensors: list[Tensor]) -> list[Tensor]:
 def _size(tensors: list[Tensor]) -> float:
     total = 0.0
     for x in tensors:
-        if x.is_floating_point() or x.is_complex():
+        if (x.is_floating_point() or x.is_complex()) and not x.is_meta:
             total += float(torch.nan_to_num(x.detach().abs().double()).square().sum())
     return total**0.5
 

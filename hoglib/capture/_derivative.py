@@ -24,6 +24,8 @@ class Pullback:
     Differentiable where grad mode is on.
     """
 
+    apart = True  # an argument's gradient has no part of what another one was computed from
+
     def __init__(self, fn: Any, entry: Captured, others: list[Any]) -> None:
         self.fn = fn
         self._entry = entry
@@ -44,12 +46,6 @@ class Pullback:
                 )  # fmt: skip
         return filled(list(grads), wanted)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pullback) and (self.fn, self._entry) == (other.fn, other._entry)
-
-    def __hash__(self) -> int:
-        return hash((self.fn, self._entry))
-
 
 class Graph(torch.autograd.Function):
     """A graph as one node; its backward is the graph of a pullback, and so to any order."""
@@ -61,7 +57,13 @@ class Graph(torch.autograd.Function):
         given, lifted = list(tensors[:count]), list(tensors[count:])
         outputs = entry.execute(entry.inputs(given, lifted))
         ctx.save_for_backward(*tensors)
-        ctx.compiled, ctx.entry, ctx.form, ctx.count, ctx.lifted = compiled, entry, form, count, lifted
+        ctx.compiled, ctx.entry, ctx.form, ctx.count, ctx.lifted = (
+            compiled,
+            entry,
+            form,
+            count,
+            lifted,
+        )
         ctx.set_materialize_grads(False)
         recorded = entry.recorded
         ctx.mark_non_differentiable(

@@ -32,10 +32,13 @@ class Captured:
     code: str = field(repr=False)  # of the graph, to be read
     run: Callable[..., Any] = field(repr=False)
     reached: Reached = field(repr=False)
-    shared: list[tuple[int, int]] = field(repr=False)  # arguments that are also reached, and as which
+    shared: list[tuple[int, int]] = field(
+        repr=False
+    )  # arguments that are also reached, and as which
     leaves: list[Any] = field(repr=False)  # of the output; a Place where a tensor stands
     structure: Any = field(repr=False)
     recorded: list[bool] = field(repr=False)  # which of its tensors have a graph in eager mode
+    backward: "Graphs" = field(repr=False)  # of its pullback
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # what was assumed of symbolic shapes
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -88,7 +91,9 @@ _OF_FUNCTIONS: WeakKeyDictionary[Any, dict[Any, Graphs]] = WeakKeyDictionary()
 
 def of_function(fn: Any, options: Any) -> Graphs:
     """The graphs of a function, for as long as it lives; of a method, for as long as its object."""
-    holder, key = (fn.__self__, (fn.__func__, options)) if isinstance(fn, MethodType) else (fn, options)
+    holder, key = (
+        (fn.__self__, (fn.__func__, options)) if isinstance(fn, MethodType) else (fn, options)
+    )
     with CAPTURING:
         try:
             return _OF_FUNCTIONS.setdefault(holder, {}).setdefault(key, Graphs())

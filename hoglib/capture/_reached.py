@@ -19,7 +19,9 @@ from hoglib.capture import _signature as signature
 from hoglib.capture._walk import Attributes, Edge, Walk
 
 AGREES, ANY, MODULE, CODE, SIZED, TYPED = range(6)  # what is asked of what stands in a place
-_hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 _GONE = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
@@ -158,7 +160,9 @@ def _shortest(root: Any, walk: Walk, wanted: list[Any]) -> list[Edge]:
         for edge in reversed(way):
             holder, held = whole.objects[edge.holder], whole.objects[edge.held]
             if id(held) not in walk.places:
-                found.append(Edge(walk.places[id(holder)] if edge.holder else 0, edge.step, walk.add(held)))
+                found.append(
+                    Edge(walk.places[id(holder)] if edge.holder else 0, edge.step, walk.add(held))
+                )
     return found
 
 
@@ -166,7 +170,9 @@ def _mode(module: nn.Module) -> int:
     """The mode of a module and how many hooks it has, as one number."""
     fields = module.__dict__
     before, after, back, first = _hooks(fields)
-    hooks = len(before) + len(after) + len(back) + len(first) if before or after or back or first else 0
+    hooks = (
+        len(before) + len(after) + len(back) + len(first) if before or after or back or first else 0
+    )
     return 2 * hooks + fields["training"]
 
 

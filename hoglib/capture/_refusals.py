@@ -41,7 +41,8 @@ class OfPython(TorchFunctionMode):
         self._what = what
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READ and not torch._C._are_functorch_transforms_active():
+        reads = func in _READ or (func is Tensor.__format__ and not args[0].dim())
+        if reads and not torch._C._are_functorch_transforms_active():
             raise reads_values(self._what, f"Tensor.{func.__name__}", line())
         if func is Tensor.backward:
             raise calls_backward(self._what, line())
@@ -57,42 +58,63 @@ class OfOperations(TorchDispatchMode):
     def __init__(self, what: str, given: Sequence[Tensor]) -> None:
         super().__init__()
         self._what = what
-        self._given = {_memory(x) for x in given}
+        self._kept = {_memory(x) for x in given}
+        self._views: list[Tensor] = []  # alive, so that no other gets their memory
         self.outer: list[Tensor] = []  # tensors with values that were computed with a graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload):
-            tags = func.tags
-            if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-                raise reads_values(self._what, str(func), line())
-            for argument, value in _named(func, args, kwargs):
-                if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.grad_fn:
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        tags = func.tags
+        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+            raise reads_values(self._what, str(func), line())
+        views = False
+        for argument, value in _named(func, args, kwargs):
+            if isinstance(value, torch.Generator):
+                raise self._draws(func)
+            if isinstance(value, Tensor):
+                if not isinstance(value, FakeTensor) and value.grad_fn:
                     self.outer.append(value)
-                if isinstance(value, torch.Generator):
-                    raise arguments.NotSupported(
-                        f"{self._what}: expected a function that is given its random numbers, got one "
-                        f"that draws them from a Generator of its own ({func}{line()}). Draw them "
-                        "outside, and pass them as an argument."
-                    )
-                if _writes(func, argument) and isinstance(value, Tensor) and self._is_kept(value):
-                    raise arguments.NotSupported(
-                        f"{self._what}: expected a function that leaves its arguments, parameters and "
-                        f"buffers as they are, got one that changes one in place ({func}{line()}). "
-                        "Work on a clone(); a model in train mode with running statistics runs without "
-                        "them in `hoglib.functional_loss(model, criterion)`, and in eval mode as it is."
-                    )
-        return func(*args, **kwargs)
+                if argument.alias_info is not None or _writes(func, argument):
+                    if _writes(func, argument) and self._is_kept(value):
+                        raise self._changes(func)
+                    views = views or (self._is_kept(value) and func is not aten.lift_fresh.default)
+        result = func(*args, **kwargs)
+        if views:
+            for one in result if isinstance(result, list | tuple) else (result,):
+                if isinstance(one, Tensor):
+                    self._views.append(one)
+                    self._kept.add(_memory(one))
+        return result
+
+    def _draws(self, func: Any) -> Exception:
+        return arguments.NotSupported(
+            f"{self._what}: expected a function that is given its random numbers, got one that draws "
+            f"them from a Generator of its own ({func}{line()}). Draw them outside, and pass them as an "
+            "argument."
+        )
+
+    def _changes(self, func: Any) -> Exception:
+        return arguments.NotSupported(
+            f"{self._what}: expected a function that leaves its arguments, parameters and buffers as they "
+            f"are, got one that changes one in place ({func}{line()}). Work on a clone(); a model in train "
+            "mode with running statistics runs without them in `hoglib.functional_loss(model, criterion)`, "
+            "and in eval mode as it is."
+        )
 
     def _is_kept(self, value: Tensor) -> bool:
         """Whether it is there before the function runs: an argument, or a tensor with values."""
-        return not isinstance(value, FakeTensor) or _memory(value) in self._given
+        return not isinstance(value, FakeTensor) or _memory(value) in self._kept
 
 
 def _writes(func: Any, argument: Any) -> bool:
     if argument.alias_info is not None and argument.alias_info.is_write:
         return True
-    return func in _NORMS and argument.name in ("running_mean", "running_var")  # which do not say so
+    return func in _NORMS and argument.name in (
+        "running_mean",
+        "running_var",
+    )  # which do not say so
 
 
 def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -100,7 +122,10 @@ def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     schema = func._schema.arguments
     if func in _NORMS and not args[5]:  # in eval mode nothing is written
         return
-    pairs = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+    pairs = [
+        *zip(schema, args, strict=False),
+        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
+    ]
     for argument, value in pairs:
         for one in value if isinstance(value, list | tuple) else (value,):
             yield argument, one

@@ -40,7 +40,12 @@ class Form:
     ) -> None:  # fmt: skip
         self.key = key
         self.others = [leaf for leaf in leaves if type(leaf) is not Slot]
-        self._leaves, self._structure, self._autocast, self._standing = leaves, structure, autocast, standing
+        self._leaves, self._structure, self._autocast, self._standing = (
+            leaves,
+            structure,
+            autocast,
+            standing,
+        )
 
     def filled(self, tensors: list[Tensor]) -> tuple[Any, Any]:
         """Arguments and keyword arguments with these tensors."""
@@ -50,10 +55,12 @@ class Form:
 
     def described(self, tensors: list[Tensor]) -> str:
         """The arguments in short."""
-        parts = [
-            _described(tensors[x.index]) if type(x) is Slot else repr(x) for x in self._leaves
-        ]
-        return ", ".join(parts) if len(parts) < 9 else ", ".join([*parts[:7], f"... {len(parts)} in all"])
+        parts = [_described(tensors[x.index]) if type(x) is Slot else repr(x) for x in self._leaves]
+        return (
+            ", ".join(parts)
+            if len(parts) < 9
+            else ", ".join([*parts[:7], f"... {len(parts)} in all"])
+        )
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -124,7 +131,11 @@ def _of_argument(what: str, tensor: Tensor, dynamic: bool) -> Hashable:
 
 def _of_constant(what: str, leaf: Any) -> Hashable:
     if is_plain(leaf):
-        return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None  # 0.0 and -0.0, nan
+        return (
+            type(leaf),
+            leaf,
+            repr(leaf) if isinstance(leaf, float | complex) else None,
+        )  # 0.0 and -0.0, nan
     try:
         hash(leaf)
         return type(leaf), ref(leaf)
@@ -141,7 +152,9 @@ def _autocast(tensors: list[Tensor]) -> Autocasts:
         return ()
     kinds = {"cpu", "cuda", *(x.device.type for x in tensors)} - {"meta"}
     return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in sorted(kinds)
+        if torch.is_autocast_enabled(kind)
     )
 
 

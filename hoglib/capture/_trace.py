@@ -6,6 +6,7 @@ reaches otherwise than by its arguments (parameters, buffers, closures) becomes 
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -51,7 +52,9 @@ class Of:
         self.is_argument = is_argument
 
 
-def trace(what: str, of_tensors: Callable[..., Any], tensors: list[Tensor], dynamic: bool) -> Traced:
+def trace(
+    what: str, of_tensors: Callable[..., Any], tensors: list[Tensor], dynamic: bool
+) -> Traced:
     """The graph of a function at tensors of these shapes. Raises NotSupported, saying where, for what
     a graph cannot hold."""
     out: dict[str, Any] = {}
@@ -69,13 +72,17 @@ def trace(what: str, of_tensors: Callable[..., Any], tensors: list[Tensor], dyna
         out["has"] = [x.requires_grad for x in found]
         return found
 
-    with explaining(what), running(what, modules), OfPython(what):
+    with explaining(what), running(what, modules), OfPython(what), warnings.catch_warnings():
+        # of a closure's tensor that was computed, which torch looks at and warns of at once
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         tracer = make_fx(
             run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True
         )
         graph = tracer(*[alike(x) for x in tensors])
     _check_outputs(what, out["leaves"])
     lifted = _lift(what, graph, out["recorded"])
+    if out["recorded"]:
+        _check_apart(what, lifted)
     for leaf in out["leaves"]:
         if isinstance(leaf, Of) and isinstance(leaf.where, Tensor):
             leaf.where = next(i for i, x in enumerate(lifted) if x is leaf.where)
@@ -114,6 +121,21 @@ def running(what: str, modules: list[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """What is saved inside is saved for nobody else, such as a checkpoint around."""
+    hooks = torch._C._autograd
+    taken = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            hooks._push_saved_tensors_default_hooks(*pair)
+
+
+@contextmanager
 def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
     """Gradients by these tensors without their hooks, which are called where the gradients are handed
     on, with each backward."""
@@ -137,17 +159,40 @@ def _drops_nothing(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(
+        node.kwargs
+    )
     rates = [given[name] for name in ("dropout_p", "dropout") if name in given]
     if not rates and any(a.name in ("dropout_p", "dropout") for a in schema.arguments):
         return True
     return bool(rates) and all(rate in (0, 0.0) for rate in rates)
 
 
+def _check_apart(what: str, lifted: list[Tensor]) -> None:
+    """No tensor that is reached was computed from another one: their gradients would count twice."""
+    ours = {id(x) for x in lifted}
+    ends = {x.grad_fn for x in lifted if x.grad_fn is not None}
+    for x in lifted:
+        if x.grad_fn is None:
+            continue
+        for node in nodes([x]):
+            met = {parent for parent, _ in node.next_functions}
+            if id(getattr(node, "variable", None)) in ours or met & ends:
+                raise arguments.NotSupported(
+                    f"{what}: expected to reach tensors that were computed from no other one that it "
+                    f"reaches, got {arguments.describe(x)} that was ({x.grad_fn}); its gradient would "
+                    "count twice. Pass it as an argument."
+                )
+
+
 def _check_outputs(what: str, leaves: list[Any]) -> None:
     """What an output holds besides tensors is the same at each call, and hides no tensor."""
     for leaf in leaves:
-        hidden = [x for x in vars(leaf).values() if isinstance(x, Tensor)] if hasattr(leaf, "__dict__") else []
+        hidden = (
+            [x for x in vars(leaf).values() if isinstance(x, Tensor)]
+            if hasattr(leaf, "__dict__")
+            else []
+        )
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise arguments.NotSupported(
                 f"{what}: expected outputs that do not depend on sizes, got the number {leaf} with "

@@ -113,9 +113,10 @@ class Walk:
 
     def _names_of_methods(self, called: set[str]) -> set[str]:
         found: set[str] = set()
-        for kind in {base for kind in self._classes for base in kind.__mro__} - {nn.Module, object}:
-            for name in called & vars(kind).keys() - _NEVER:
-                method = vars(kind)[name]
+        bases = {base for kind in self._classes for base in kind.__mro__}
+        for base in bases - {nn.Module, object}:
+            for name in called & vars(base).keys() - _NEVER:
+                method = vars(base)[name]
                 code = getattr(getattr(method, "fget", method), "__code__", None)
                 if isinstance(code, CodeType):
                     found |= names_in(code)
@@ -141,7 +142,11 @@ def names_in(code: CodeType) -> set[str]:
 
 
 def _globals_in(code: CodeType) -> set[str]:
-    found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    found = {
+        str(i.argval)
+        for i in dis.get_instructions(code)
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
     return found.union(*(_globals_in(x) for x in code.co_consts if isinstance(x, CodeType)))
 
 
@@ -209,7 +214,7 @@ def _inside_object(value: Any) -> Iterator[Held]:
                 yield getattr(value, name), attrgetter(name), name
         if _is_users_class(kind):
             for name, item in list(vars(kind).items()):
-                if name not in _NEVER and not name.startswith("__") or name in _IMPLICIT:
+                if name in _IMPLICIT or not (name in _NEVER or name.startswith("__")):
                     if isinstance(item, property):
                         yield item.fget, partial(_getter, i, name), name
                     else:

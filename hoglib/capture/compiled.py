@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from hoglib import _arguments as arguments
-from hoglib import _functorch
+from hoglib import _functorch, _tree
 from hoglib._recording import outside_inference_mode
 from hoglib._warning import warn
 from hoglib.capture import _backends as backends
 from hoglib.capture import _check as checking
 from hoglib.capture import _signature as signature
 from hoglib.capture._derivative import Graph, Pullback
-from hoglib.capture._graphs import CAPTURING, Captured, of_function, shared
+from hoglib.capture._graphs import CAPTURING, Captured, Graphs, of_function, shared
 from hoglib.capture._kept import nothing_left
 from hoglib.capture._reached import Reached
 from hoglib.capture._signature import Form
 from hoglib.capture._simplify import simplify
-from hoglib.capture._trace import Traced, trace
+from hoglib.capture._trace import Traced, alike, trace, without_saved_tensor_hooks
 from hoglib.capture._walk import Walk
 
 MOST = 16  # graphs of one function; beyond, something changes at each call that should be a tensor
@@ -35,7 +35,7 @@ class Compiled:
 
     def __init__(
         self, fn: Callable[..., Any], *, backend: Any, dynamic: bool, check: bool, name: str | None = None,
-        progress: bool = True,
+        progress: bool = True, graphs: Graphs | None = None,
     ) -> None:  # fmt: skip
         self.fn = arguments.function("fn", fn)
         if not callable(backend):
@@ -45,8 +45,8 @@ class Compiled:
         self.check = arguments.flag("check", check)
         self.progress = arguments.flag("progress", progress)
         self.name = name or named(fn)
-        self._graphs = of_function(fn, (backend, dynamic, check))
-        self._pullbacks: dict[Captured, Compiled] = {}
+        # graphs: of functions made anew, that compute the same from what they reach
+        self._graphs = of_function(fn, (backend, dynamic, check)) if graphs is None else graphs
         self.__doc__ = fn.__doc__
 
     @property
@@ -86,14 +86,26 @@ class Compiled:
         return entry, lifted
 
     def pullback(self, entry: Captured, form: Form) -> "Compiled":
-        """The backward of a graph, made when it is first asked for."""
-        with CAPTURING:
-            if entry not in self._pullbacks:
-                self._pullbacks[entry] = Compiled(
-                    Pullback(self.fn, entry, form.others), backend=self.backend, dynamic=self.dynamic,
-                    check=self.check, progress=self.progress, name=f"the backward of {self.name}",
-                )  # fmt: skip
-        return self._pullbacks[entry]
+        """The backward of a graph, captured when it is first asked for."""
+        return Compiled(
+            Pullback(self.fn, entry, form.others), backend=self.backend, dynamic=self.dynamic,
+            check=self.check, progress=self.progress, name=f"the backward of {self.name}",
+            graphs=entry.backward,
+        )  # fmt: skip
+
+    def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
+        """The graph for such a call, as a function of the tensors among its arguments, in their order.
+
+        For calls with the same signature while parameters, buffers and modes stay: nothing is looked up.
+        The arguments stand for any of their kind: one that is given twice need not be later.
+        """
+        apart = _tree.map_tensors(alike, args)
+        form, tensors = signature.of_call(self.name, apart, {}, self.dynamic)
+        found = self.captured(form, tensors)
+        if found is None:
+            return lambda given: tensors_of(self._of(form)(*given))
+        entry, lifted = found
+        return lambda given: entry.execute(given + lifted)
 
     def _known(self, form: Form, tensors: list[Tensor]) -> tuple[Captured, list[Tensor]] | None:
         for entry in self._graphs.by_signature.get(form.key, ()):
@@ -104,7 +116,7 @@ class Compiled:
 
     def _capture(self, form: Form, tensors: list[Tensor]) -> tuple[Captured, list[Tensor]]:
         root = (self.fn, form.others)
-        with outside_inference_mode():
+        with outside_inference_mode(), without_saved_tensor_hooks():
             began = perf_counter()
             with nothing_left(root):
                 traced, also = self._traced(form, tensors)
@@ -128,12 +140,16 @@ class Compiled:
                 leaves=traced.leaves,
                 structure=traced.structure,
                 recorded=traced.recorded,
+                backward=Graphs(),
                 holds=_assumptions(traced.graph, own) if self.dynamic else _always,
             )
             if self.check:
                 with _eagerly():
-                    checking.equal(self.name, self._of(form), tensors, traced.lifted, entry)
-                entry = replace(entry, reached=reached.after(self.name, root, traced.lifted, traced.modules))
+                    apart = getattr(self.fn, "apart", False)
+                    checking.equal(self.name, self._of(form), tensors, traced.lifted, entry, apart)
+                entry = replace(
+                    entry, reached=reached.after(self.name, root, traced.lifted, traced.modules)
+                )
         return entry, traced.lifted
 
     def _traced(self, form: Form, tensors: list[Tensor]) -> tuple[Traced, list[tuple[int, int]]]:
@@ -179,7 +195,7 @@ class Compiled:
         )
 
     def __repr__(self) -> str:
-        return f"hoglib.compile({self.name}, backend={self.backend!r}), {len(self.signatures)} graphs"
+        return f"hoglib.compile({self.name}, backend={self.backend!r}), {counted(self.signatures)}"
 
 
 def compile(
@@ -189,6 +205,7 @@ def compile(
     dynamic: bool = False,
     check: bool = True,
     progress: bool = True,
+    name: str | None = None,
 ) -> Compiled:
     r"""A function whose derivatives of any order, taken inside it, run as one compiled graph.
 
@@ -217,12 +234,21 @@ def compile(
     dynamic: shapes are symbols, for sizes that change from call to call.
     check: the first run of each graph is compared with fn, also at other values.
     progress: what is compiled, and how long it took, is said on stderr.
+    name: what the function is called in messages.
 
     Raises NotImplementedError where fn reads values of tensors (if, .item(), NumPy), changes an argument,
     parameter or buffer in place, or draws from a Generator of its own, naming the line; RuntimeError
     where the graph's results are not those of fn. Nothing is kept of a capture that raises.
     """
-    return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress)
+    return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress, name=name)
+
+
+def operations(fn: Callable[..., Any], *args: Any) -> int:
+    """How many operations the graph of a function has."""
+    counted = Compiled(fn, backend="eager", dynamic=False, check=False, graphs=Graphs())
+    form, tensors = signature.of_call(counted.name, args, {}, False)
+    found = counted.captured(form, tensors)
+    return found[0].nodes if found else 0
 
 
 def runs_elsewhere() -> bool:
@@ -258,8 +284,16 @@ def _assumptions(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tensor
     return hold
 
 
+def tensors_of(output: Any) -> list[Tensor]:
+    return [x for x in _tree.leaves(output) if isinstance(x, Tensor)]
+
+
 def _always(tensors: list[Tensor]) -> bool:
     return True
+
+
+def counted(graphs: list[Captured]) -> str:
+    return f"{len(graphs)} graph" + "s" * (len(graphs) != 1)
 
 
 def named(fn: Any) -> str:

@@ -5,16 +5,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib import _arguments as arguments
-from hoglib import _tree
+from hoglib import _functorch, _tree
 from hoglib._graph import nodes
 from hoglib._precomputed import with_gradients
 from hoglib.capture import _signature as signature
 from hoglib.capture._derivative import check_unchanged, differentiated
+from hoglib.capture._graphs import Graphs
 from hoglib.capture._refusals import refuse_outer_graphs
 from hoglib.capture._trace import Of, without_hooks
-from hoglib.capture.compiled import Compiled, named, runs_elsewhere
+from hoglib.capture.compiled import Compiled, counted, named, runs_elsewhere
 
 UNREACHED = (
     "{}: expected a loss that depends on tensors that require grad, got one that does not; look for "
@@ -23,37 +25,61 @@ UNREACHED = (
 
 
 class _Gradient:
-    """The value of a loss, its gradients, and what they are gradients of, in that order."""
+    """The value of a loss, its gradients, and what they are gradients of, in that order.
+
+    It runs while it is captured, and then to be compared, by the same tensors in the same order.
+    """
+
+    apart = True  # an argument's gradient has no part of what another one was computed from
 
     def __init__(self, fn: Callable[..., Tensor], name: str, create_graph: bool) -> None:
         self.fn, self._name, self._create_graph = fn, name, create_graph
+        self._reached: list[
+            int
+        ] = []  # the ids of the leaves besides arguments, of the last capture
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list[Of]]:
         value = arguments.scalar(self._name, self.fn(*args, **kwargs))
         refuse_outer_graphs(self._name)
-        given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        ours = {id(x): i for i, x in enumerate(differentiated(given, []))}
-        by = differentiated(given, _leaves(value, given))
+        given = differentiated(
+            [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)], []
+        )
+        by = given + self._leaves(value, given)
         if value.requires_grad:
             with without_hooks(by):
-                grads = torch.autograd.grad(value, by, create_graph=self._create_graph, allow_unused=True)
-            found = [(x, g) for x, g in zip(by, grads, strict=True) if g is not None]
+                grads = torch.autograd.grad(
+                    value, by, create_graph=self._create_graph, allow_unused=True
+                )
+            places = [
+                *(Of(i, True) for i in range(len(given))),
+                *(Of(x, False) for x in by[len(given) :]),
+            ]
+            found = [(g, of) for g, of in zip(grads, places, strict=True) if g is not None]
             if found:
-                of = [Of(ours.get(id(x), x), id(x) in ours) for x, _ in found]
-                return value, [g for _, g in found], of
+                return value, [g for g, _ in found], [of for _, of in found]
         raise arguments.NoSecondDerivative(UNREACHED.format(self._name))
 
+    def _leaves(self, value: Tensor, given: list[Tensor]) -> list[Tensor]:
+        """The leaves that a loss reaches, but for those that it makes itself, such as
+        `x.detach().requires_grad_()`, which have no values while it is captured."""
+        inside = nodes([value], since=[x for x in given if not x.is_leaf])
+        ours = {id(x) for x in given}
+        leaves = (
+            [value] if value.is_leaf else [n.variable for n in inside if hasattr(n, "variable")]
+        )
+        found = {id(x): x for x in leaves if id(x) not in ours}
+        if _functorch.tracing():
+            self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
+        return [found[key] for key in self._reached if key in found]
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Gradient) and vars(self) == vars(other)
+        return isinstance(other, _Gradient) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash((self.fn, self._create_graph))
+        return hash(self._key())
 
-
-def _leaves(value: Tensor, given: list[Tensor]) -> list[Tensor]:
-    """The leaf tensors that a loss was computed from, but for what its arguments were."""
-    inside = nodes([value], since=[x for x in given if not x.is_leaf])
-    return [value] if value.is_leaf else [n.variable for n in inside if hasattr(n, "variable")]
+    def _key(self) -> tuple[Any, ...]:
+        return self.fn, self._name, self._create_graph
 
 
 class CompiledLoss:
@@ -61,7 +87,7 @@ class CompiledLoss:
 
     def __init__(
         self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool, check: bool, progress: bool,
-        name: str | None = None,
+        name: str | None = None, graphs: tuple[Graphs, Graphs, Graphs] | None = None,
     ) -> None:  # fmt: skip
         arguments.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or named(fn), fn.__doc__
@@ -69,9 +95,12 @@ class CompiledLoss:
             "backend": backend, "dynamic": dynamic, "check": check, "progress": progress,
         }  # fmt: skip
         both = f"{self.name} and its gradient"
-        self._value = Compiled(fn, name=self.name, **options)
-        self._with_gradient = Compiled(_Gradient(fn, self.name, False), name=both, **options)
-        self._again = Compiled(_Gradient(fn, self.name, True), name=both, **options)
+        own = graphs or (None, None, None)
+        self._value = Compiled(fn, name=self.name, graphs=own[0], **options)
+        self._with_gradient, self._again = (
+            Compiled(_Gradient(fn, self.name, again), name=both, graphs=own[1 + again], **options)
+            for again in (False, True)
+        )
 
     @property
     def signatures(self) -> list[Any]:
@@ -106,13 +135,16 @@ class CompiledLoss:
             check_unchanged(both, entry, form, tensors, lifted)
             args, kwargs = form.filled(tensors)
             with form.again():
+                if self._again.captured(form, tensors) is None:
+                    value = self.fn(*args, **kwargs)
+                    return list(torch.autograd.grad(value, by, create_graph=True))
                 grads: list[Tensor] = self._again(*args, **kwargs)[1]
             return grads
 
         return with_gradients(value, grads, by, again=again)
 
     def __repr__(self) -> str:
-        return f"hoglib.compiled_loss({self.name}), {len(self.signatures)} graphs"
+        return f"hoglib.compiled_loss({self.name}), {counted(self.signatures)}"
 
 
 def compiled_loss(
@@ -139,6 +171,4 @@ def compiled_loss(
     Parameters are inputs: they may change between calls, and be replaced. Options and errors as in
     `compile`; RuntimeError also for a loss that depends on nothing that requires grad.
     """
-    return CompiledLoss(
-        loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress
-    )
+    return CompiledLoss(loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress)

@@ -50,7 +50,9 @@ CASES = [(name, route) for name in MODELS for route in routes(name)]
 
 def problem(name):
     model, batch, *_ = made(name)
-    loss = hog.functional_loss(model, lambda outputs, x: criterion(outputs), forward=lambda m, x: m(x))
+    loss = hog.functional_loss(
+        model, lambda outputs, x: criterion(outputs), forward=lambda m, x: m(x)
+    )
     params = hog.trainable_params(model)
     v = {n: draw(*p.shape, seed=i, dtype=p.dtype) for i, (n, p) in enumerate(params.items())}
     return model, loss, params, v, batch

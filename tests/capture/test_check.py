@@ -1,0 +1,170 @@
+"""A graph that does not compute what the function does is refused, at the first call and at no other's cost."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+import hoglib as hog
+from tests.capture.models import draw
+
+
+def captured(fn, **options):
+    return hog.compile(fn, backend="eager", **options)
+
+
+class Counting:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class Remembering:
+    """Adds what it kept of the call before."""
+
+    def __init__(self):
+        self.last = torch.zeros(3, dtype=torch.float64)
+
+    def __call__(self, x):
+        result = x + self.last
+        self.last = x * 2
+        return result
+
+
+def of_numpy(x):
+    return x * np.random.rand()  # noqa: NPY002
+
+
+def of_python(x):
+    return x * random.random()
+
+
+def of_an_iterator():
+    numbers = iter(range(100))
+    return lambda x: x * next(numbers)
+
+
+def of_an_own_numpy_generator():
+    rng = np.random.default_rng(0)
+    return lambda x: x * rng.random()
+
+
+def of_a_generator_kept_by_a_buffer():
+    """A NumPy result of the values of the first call, kept past what a trace can see."""
+    kept = {}
+
+    def fn(x):
+        if "scale" not in kept:
+            kept["scale"] = 1.0
+        else:
+            kept["scale"] += 1
+        return x * kept["scale"]
+
+    return fn
+
+
+UNEQUAL = {
+    "a count of its calls": Counting,
+    "a tensor kept from the call before": Remembering,
+    "random numbers of NumPy": lambda: of_numpy,
+    "random numbers of Python": lambda: of_python,
+    "an iterator": of_an_iterator,
+    "random numbers of a NumPy generator": of_an_own_numpy_generator,
+    "a number kept in a dict": of_a_generator_kept_by_a_buffer,
+}
+
+
+@pytest.mark.parametrize("make", UNEQUAL.values(), ids=UNEQUAL)
+def test_a_result_that_depends_on_more_than_tensors_is_refused(make):
+    fn = make()
+    fast = captured(fn)
+    with pytest.raises(RuntimeError, match=r"computes what the function does|puts another in the place"):
+        fast(draw(3))
+    assert fast.signatures == []
+
+
+def test_a_backend_that_is_wrong_is_found_out():
+    def wrong(graph, inputs):
+        return lambda *tensors: [x * 1.001 for x in graph.forward(*tensors)]
+
+    def wrong_for_others(graph, inputs):
+        first = graph.forward(*inputs)
+        return lambda *tensors: first
+
+    def wrong_integers(graph, inputs):
+        return lambda *tensors: [x + 1 if x.dtype is torch.int64 else x for x in graph.forward(*tensors)]
+
+    def wrong_shape(graph, inputs):
+        return lambda *tensors: [x[None] for x in graph.forward(*tensors)]
+
+    def fn(x):
+        return x * 2, x.long()
+
+    for backend, words in (
+        (wrong, "a distance of"),
+        (wrong_for_others, "for other values than those it was captured with"),
+        (wrong_integers, "other integers in output 1"),
+        (wrong_shape, "shape"),
+    ):
+        fast = hog.compile(fn, backend=backend)
+        with pytest.raises(RuntimeError, match=words):
+            fast(draw(3))
+        assert fast.signatures == []
+        fast = hog.compile(fn, backend=backend, check=False)
+        fast(draw(3))
+        assert len(fast.signatures) == 1
+
+
+def test_rounding_and_what_is_not_finite_is_not_refused():
+    def fn(x):
+        return (x / x.abs().clamp(max=0)).exp(), x - x, 1e-300 * x
+
+    fast = captured(fn)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        fast(draw(4).to(dtype))
+    halves = hog.compile(lambda x: (x.exp(), x.sum()), backend=lambda graph, inputs: lambda x: [y * (1 + 1e-6) for y in graph.forward(x)])  # fmt: skip
+    halves(draw(4).float())
+
+
+def test_a_function_that_refuses_other_values_is_compared_at_its_own():
+    def fn(x):
+        if not torch.compiler.is_compiling() and type(x) is torch.Tensor and x[0] != 2.0:
+            raise ValueError("not 2")
+        return x * 3
+
+    assert_close(captured(fn)(torch.tensor([2.0])), torch.tensor([6.0]))
+
+
+def test_the_check_draws_and_counts_nothing():
+    fast, x = captured(lambda x: x + torch.rand(3)), draw(3)
+    torch.manual_seed(0)
+    expected = x + torch.rand(3), torch.rand(2)
+    torch.manual_seed(0)
+    state = np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    assert_close((fast(x), torch.rand(2)), expected, rtol=0, atol=0)
+    assert (np.random.get_state()[1] == state[0]).all()  # noqa: NPY002
+    assert random.getstate() == state[1]
+
+
+def test_the_first_result_is_that_of_the_graph_and_not_of_the_other_values():
+    x = draw(3)
+    fast = captured(lambda x: x * 2)
+    assert torch.equal(fast(x), x * 2)
+    assert torch.equal(x, draw(3))
+
+
+def test_a_compiled_function_inside_of_another_one():
+    inner = captured(lambda x: x.sin())
+    outer = captured(lambda x: torch.autograd.grad(inner(x).sum(), x, create_graph=True)[0] * 2)
+    x = draw(3).requires_grad_()
+    for _ in range(2):
+        result = outer(x)
+        assert_close(result, 2 * x.cos())
+        assert_close(torch.autograd.grad(result.sum(), x)[0], -2 * x.sin())
+    assert inner.signatures == []  # a part of the other
+    assert len(outer.signatures) == 1

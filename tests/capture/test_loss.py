@@ -1,0 +1,428 @@
+"""hog.compiled_loss: a loss with its gradient in one graph is used as any loss."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import hoglib as hog
+from tests.capture.models import draw
+
+
+def compiled(fn, **options):
+    return hog.compiled_loss(fn, backend="eager", **options)
+
+
+class Problem:
+    """A critic with a gradient penalty, as a loss of a batch; the same at every call."""
+
+    def __init__(self, dtype=torch.float64):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+        self.x = draw(6, 3).to(dtype)
+
+    def loss(self, x):
+        given = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.model(given).sum(), given, create_graph=True)
+        return self.model(x).mean() + (slope.norm(dim=1) - 1).square().mean()
+
+    def grads(self):
+        return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+
+
+def both(use, make=Problem, steps=2):
+    """What a use of the loss gives, compiled and as it is, with models of their own; and the graphs."""
+    found, fast = [], None
+    for compiles in (True, False):
+        problem = make()
+        loss = problem.loss
+        if compiles:
+            loss = fast = compiled(loss)
+        found.append([use(problem, loss) for _ in range(steps)])
+    assert_close(*found, rtol=1e-10, atol=1e-12)
+    return fast.signatures
+
+
+def backward(problem, loss):
+    value = loss(problem.x)
+    value.backward()
+    return value.detach(), problem.grads()
+
+
+def autograd_grad(problem, loss):
+    return torch.autograd.grad(loss(problem.x), list(problem.model.parameters()))
+
+
+def some_gradients(problem, loss):
+    return torch.autograd.grad(loss(problem.x), problem.model[0].weight)
+
+
+def accumulated(problem, loss):
+    for k in range(3):
+        (loss(problem.x * (k + 1)) / 3).backward()
+    return problem.grads()
+
+
+def a_sum_of_losses(problem, loss):
+    (loss(problem.x).exp() + 2 * loss(2 * problem.x)).backward()
+    return problem.grads()
+
+
+def optimised(problem, loss):
+    if not hasattr(problem, "optimizer"):
+        problem.optimizer = torch.optim.Adam(problem.model.parameters(), 0.1)
+    for _ in range(3):
+        problem.optimizer.zero_grad()
+        value = loss(problem.x)
+        value.backward()
+        problem.optimizer.step()
+    return value.detach()
+
+
+def by_a_closure(problem, loss):
+    optimizer = torch.optim.LBFGS(problem.model.parameters(), max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(problem.x)
+        value.backward()
+        return value
+
+    return optimizer.step(closure).detach()
+
+
+def scaled(problem, loss):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(problem.model.parameters(), 0.1)
+    scaler.scale(loss(problem.x)).backward()
+    scaled_grads = problem.grads()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(problem.model.parameters(), 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaled_grads, problem.grads()
+
+
+def hooked(problem, loss):
+    order, weight = [], problem.model[0].weight
+    handles = [
+        weight.register_hook(lambda g: (order.append(1.0), 2 * g)[1]),
+        weight.register_post_accumulate_grad_hook(lambda p: order.append(2.0)),
+    ]
+    loss(problem.x).backward()
+    for handle in handles:
+        handle.remove()
+    return order, problem.grads()
+
+
+def double_backward(problem, loss):
+    params = list(problem.model.parameters())[:-1]
+    grads = torch.autograd.grad(loss(problem.x), params, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in grads), params)
+
+
+def third_order(problem, loss):
+    weight = problem.model[0].weight
+    value = loss(problem.x)
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(value, weight, create_graph=True)
+        value = grad.sin().sum()
+    return value.detach()
+
+
+def without_gradients(problem, loss):
+    with torch.no_grad():
+        value = loss(problem.x)
+    assert not value.requires_grad or loss == problem.loss
+    return value.detach()
+
+
+def of_a_frozen_layer(problem, loss):
+    problem.model[0].requires_grad_(False)
+    loss(problem.x).backward()
+    return problem.grads()[2:], [p.grad is None for p in problem.model.parameters()]
+
+
+def of_an_input(problem, loss):
+    x = problem.x.clone().requires_grad_()
+    hidden = x * 2
+    loss(hidden).backward()
+    return x.grad, problem.grads()
+
+
+def kept_for_another_backward(problem, loss):
+    value = loss(problem.x)
+    value.backward(retain_graph=True)
+    value.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        value.backward()
+    return problem.grads()
+
+
+def in_both_modes(problem, loss):
+    found = []
+    for training in (True, False):
+        problem.model.train(training)
+        loss(problem.x).backward()
+        found += problem.grads()
+    return found
+
+
+USES = {
+    backward: 1, autograd_grad: 1, some_gradients: 1, accumulated: 1, a_sum_of_losses: 1,
+    optimised: 1, by_a_closure: 1, scaled: 1, hooked: 3, double_backward: 3, third_order: 4,
+    without_gradients: 1, of_a_frozen_layer: 1, of_an_input: 1, kept_for_another_backward: 1,
+    in_both_modes: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("use", "graphs"), USES.items(), ids=[use.__name__ for use in USES])
+def test_it_is_used_as_any_loss(use, graphs):
+    assert len(both(use)) <= graphs
+
+
+def test_value_and_gradient_are_one_graph():
+    problem = Problem()
+    runs = []
+
+    def counting(graph, inputs):
+        return lambda *tensors: (runs.append(1), graph.forward(*tensors))[1]
+
+    loss = hog.compiled_loss(problem.loss, backend=counting, check=False)
+    for _ in range(3):
+        loss(problem.x).backward()
+    assert len(runs) == 3
+    assert len(loss.signatures) == 1
+
+
+def test_parameters_as_arguments():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    loss, batch = hog.functional_loss(model, F.mse_loss), (draw(5, 3), draw(5, 2))
+    params = hog.trainable_params(model)
+    fast = compiled(loss)
+    others = {n: (2 * p).detach().requires_grad_() for n, p in params.items()}
+    for given in (params, others):
+        ours, theirs = (
+            torch.autograd.grad(f(given, batch), list(given.values())) for f in (fast, loss)
+        )
+        assert_close(ours, theirs)
+    assert len(fast.signatures) == 1
+
+
+def test_parameters_made_anew_and_replaced():
+    problem = Problem()
+    fast = compiled(problem.loss)
+    for seed in range(3):
+        problem.model[0].weight = nn.Parameter(draw(4, 3, seed=seed))
+        fast(problem.x).backward()
+        ours, problem.model[0].weight.grad = problem.model[0].weight.grad, None
+        problem.loss(problem.x).backward()
+        assert_close(ours, problem.model[0].weight.grad)
+    assert len(fast.signatures) == 1
+
+
+def test_an_argument_that_is_a_parameter_as_well():
+    problem = Problem()
+
+    def loss(weight, x):
+        return problem.model(x).square().mean() + weight.square().sum()
+
+    fast, weight = compiled(loss), problem.model[0].weight
+    for given in (weight, draw(4, 3).requires_grad_()):
+        ours, theirs = (torch.autograd.grad(f(given, problem.x), [weight, given]) for f in (fast, loss))
+        assert_close(ours, theirs)
+
+
+CHANGES = {
+    "in place": lambda m: m[0].weight.detach().mul_(2),
+    "by an optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1).step(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_parameter_that_changes_before_backward_raises(change):
+    problem = Problem()
+    loss = compiled(problem.loss)
+    loss(problem.x).backward()
+    value = loss(problem.x)
+    change(problem.model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[0], "weight", nn.Parameter(draw(4, 3))),
+        lambda m: m.eval(),
+        lambda m: m.__setitem__(1, nn.Sigmoid()),
+    ],
+    ids=["a new parameter", "another mode", "another layer"],
+)
+def test_a_double_backward_after_a_change_raises(change):
+    problem = Problem()
+    value = compiled(problem.loss)(problem.x)
+    weight = problem.model[0].weight
+    change(problem.model)
+    with pytest.raises(RuntimeError, match="Call backward before they change"):
+        torch.autograd.grad(value, weight, create_graph=True)
+
+
+WRONG = {
+    "on nothing": (lambda x: (x * 2).sum(), RuntimeError, "depends on tensors that require grad"),
+    "on what is detached": (lambda x: (WEIGHT.detach() * x).sum(), RuntimeError, "depends on tensors"),
+    "a vector": (lambda x: WEIGHT * x, ValueError, "scalar"),
+    "a number": (lambda x: 3.0, TypeError, "tensor"),
+    "on a tensor with a graph": (lambda x: (HIDDEN * x).sum(), NotImplementedError, "Pass it as an argument"),
+}  # fmt: skip
+WEIGHT = draw(3).requires_grad_()
+HIDDEN = WEIGHT * 2
+
+
+@pytest.mark.parametrize(("fn", "error", "words"), WRONG.values(), ids=WRONG)
+def test_a_loss_that_is_none_is_refused(fn, error, words):
+    loss = compiled(fn)
+    with pytest.raises(error, match=words):
+        loss(draw(3))
+    assert loss.signatures == []
+    (WEIGHT * 2).sum().backward()  # whose graph is whole
+    torch.autograd.grad(HIDDEN.sum(), WEIGHT, retain_graph=True)
+
+
+def test_a_loss_of_nothing_is_computed_where_no_gradients_are_wanted():
+    with torch.no_grad():
+        assert_close(compiled(lambda x: x.sum())(draw(3)), draw(3).sum())
+
+
+def test_graphs_are_shared_and_looked_at():
+    problem = Problem()
+    first, second = compiled(problem.loss), compiled(problem.loss)
+    first(problem.x).backward()
+    second(problem.x).backward()
+    assert first.signatures == second.signatures
+    assert len(second.signatures) == 1
+    assert repr(first) == "hoglib.compiled_loss(Problem.loss), 1 graph"
+    first(problem.x[:3])
+    assert repr(first) == "hoglib.compiled_loss(Problem.loss), 2 graphs"
+
+
+def test_beyond_the_limit_it_is_an_ordinary_loss():
+    weight = draw(3).requires_grad_()
+    loss, x = compiled(lambda x, n: (weight * x).sum() * n, check=False), draw(3)
+    for n in range(1, 17):
+        loss(x, n)
+    with pytest.warns(UserWarning, match="16 graphs"):
+        value = loss(x, 17)
+    assert_close(torch.autograd.grad(value, weight)[0], 17 * x)
+
+
+def test_with_autocast():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(4, 8)
+
+    def loss(x):
+        return model(x).float().square().mean()
+
+    fast = compiled(loss)
+    for dtype in (torch.bfloat16, torch.float16):
+        grads = []
+        for run in (fast, loss):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype):
+                value = run(x)
+            value.backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        assert_close(*grads)
+
+
+def test_data_parallel_around_it(tmp_path):
+    """One process: gradients go by the hooks of DistributedDataParallel, with each backward."""
+
+    class Step(nn.Module):
+        def __init__(self, problem, compiles):
+            super().__init__()
+            self.critic, self.problem = problem.model, problem
+            self.loss = compiled(problem.loss) if compiles else problem.loss
+
+        def forward(self, x):
+            return self.loss(x)
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        found = []
+        for compiles in (True, False):
+            problem, buckets = Problem(), []
+            step = DistributedDataParallel(Step(problem, compiles))
+
+            def hook(state, bucket, buckets=buckets):
+                buckets.append(bucket.buffer().norm())
+                future = torch.futures.Future()
+                future.set_result(bucket.buffer())
+                return future
+
+            step.register_comm_hook(None, hook)
+            for _ in range(2):
+                step(problem.x).backward()
+            found.append((buckets, problem.grads()))
+            assert len(buckets) == 2
+        assert_close(*found)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_lightnings_automatic_optimisation(tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Training(lightning.LightningModule):
+        def __init__(self, compiles):
+            super().__init__()
+            problem = Problem(torch.float32)
+            self.model, self.problem, self.seen = problem.model, problem, []
+            self.loss = compiled(self.value) if compiles else self.value
+
+        def value(self, x):
+            return self.problem.loss(x)
+
+        def training_step(self, batch, index):
+            return self.loss(batch[0])
+
+        def on_before_optimizer_step(self, optimizer):
+            self.seen.append([p.grad.clone() for p in self.model.parameters()])
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), 0.05)
+
+    found = []
+    for compiles in (True, False):
+        training = Training(compiles)
+        data = torch.utils.data.TensorDataset(draw(12, 3).float())
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", accumulate_grad_batches=2, gradient_clip_val=0.5,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(training, torch.utils.data.DataLoader(data, 3))
+        found.append((training.seen, list(training.model.state_dict().values())))
+        if compiles:
+            assert len(training.loss.signatures) == 1
+    assert_close(*found)
+
+
+def test_it_keeps_nothing_alive():
+    def make():
+        problem = Problem()
+        loss = compiled(problem.loss)
+        (grad,) = torch.autograd.grad(loss(problem.x), problem.model[0].weight, create_graph=True)
+        grad.sum().backward()
+        return weakref.ref(problem), weakref.ref(problem.model), weakref.ref(loss)
+
+    alive = make()
+    gc.collect()
+    assert [one() for one in alive] == [None, None, None]
