@@ -37,6 +37,7 @@ class Captured:
     structure: Any = field(repr=False)
     recorded: list[bool] = field(repr=False)  # which of its tensors have a graph in eager mode
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # what was assumed of symbolic shapes
+    backward: "Graphs" = field(repr=False)
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
         """The tensors among the outputs, without a graph of their own.

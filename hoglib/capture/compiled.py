@@ -18,7 +18,7 @@ from hoglib.capture import _backends as backends
 from hoglib.capture import _check as checking
 from hoglib.capture import _signature as signature
 from hoglib.capture._derivative import Graph, Pullback
-from hoglib.capture._graphs import CAPTURING, Captured, of_function, shared
+from hoglib.capture._graphs import CAPTURING, Captured, Graphs, of_function, shared
 from hoglib.capture._kept import nothing_left
 from hoglib.capture._reached import Reached
 from hoglib.capture._signature import Form
@@ -35,7 +35,7 @@ class Compiled:
 
     def __init__(
         self, fn: Callable[..., Any], *, backend: Any, dynamic: bool, check: bool, name: str | None = None,
-        progress: bool = True,
+        progress: bool = True, graphs: Graphs | None = None, before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.fn = arguments.function("fn", fn)
         if not callable(backend):
@@ -45,7 +45,9 @@ class Compiled:
         self.check = arguments.flag("check", check)
         self.progress = arguments.flag("progress", progress)
         self.name = name or named(fn)
-        self._graphs = of_function(fn, (backend, dynamic, check))
+        # graphs: of functions made anew for each call; before: what is done ahead of a capture
+        self._graphs = of_function(fn, (backend, dynamic, check)) if graphs is None else graphs
+        self._before = before
         self._pullbacks: dict[Captured, Compiled] = {}
         self.__doc__ = fn.__doc__
 
@@ -81,6 +83,8 @@ class Compiled:
             if len(self.signatures) >= MOST:
                 self._say_full(form, tensors)
                 return None
+            if self._before is not None:
+                self._before()
             entry, lifted = self._capture(form, tensors)
             self._graphs.by_signature.setdefault(form.key, []).append(entry)
         return entry, lifted
@@ -92,6 +96,7 @@ class Compiled:
                 self._pullbacks[entry] = Compiled(
                     Pullback(self.fn, entry, form.others), backend=self.backend, dynamic=self.dynamic,
                     check=self.check, progress=self.progress, name=f"the backward of {self.name}",
+                    graphs=entry.backward,
                 )  # fmt: skip
         return self._pullbacks[entry]
 
@@ -129,6 +134,7 @@ class Compiled:
                 structure=traced.structure,
                 recorded=traced.recorded,
                 holds=_assumptions(traced.graph, own) if self.dynamic else _always,
+                backward=Graphs(),
             )
             if self.check:
                 with _eagerly():

@@ -5,13 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib import _arguments as arguments
-from hoglib import _tree
+from hoglib import _functorch, _tree
 from hoglib._graph import nodes
 from hoglib._precomputed import with_gradients
 from hoglib.capture import _signature as signature
 from hoglib.capture._derivative import check_unchanged, differentiated
+from hoglib.capture._graphs import Graphs
 from hoglib.capture._refusals import refuse_outer_graphs
 from hoglib.capture._trace import Of, without_hooks
 from hoglib.capture.compiled import Compiled, named, runs_elsewhere
@@ -20,6 +22,10 @@ UNREACHED = (
     "{}: expected a loss that depends on tensors that require grad, got one that does not; look for "
     ".detach(), torch.no_grad(), and parameters that are frozen."
 )
+CHANGED = (
+    "{}: expected a second backward (retain_graph=True) while what the loss was computed from is as it was, got "
+    "a tensor that was changed in place since. Call backward before it changes."
+)
 
 
 class _Gradient:
@@ -27,13 +33,14 @@ class _Gradient:
 
     def __init__(self, fn: Callable[..., Tensor], name: str, create_graph: bool) -> None:
         self.fn, self._name, self._create_graph = fn, name, create_graph
+        self._outside: list[int] | None = None  # ids of the leaves of the newest capture
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list[Of]]:
         value = arguments.scalar(self._name, self.fn(*args, **kwargs))
         refuse_outer_graphs(self._name)
         given = [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)]
         ours = {id(x): i for i, x in enumerate(differentiated(given, []))}
-        by = differentiated(given, _leaves(value, given))
+        by = differentiated(given, self._of_outside(_leaves(value, given)))
         if value.requires_grad:
             with without_hooks(by):
                 grads = torch.autograd.grad(value, by, create_graph=self._create_graph, allow_unused=True)
@@ -43,8 +50,20 @@ class _Gradient:
                 return value, [g for _, g in found], of
         raise arguments.NoSecondDerivative(UNREACHED.format(self._name))
 
+    def _of_outside(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Without leaves that the loss makes itself, such as `x.detach().requires_grad_()`, which are
+        fake while it is captured; in the order of the capture, with which an eager run is compared."""
+        if _functorch.tracing():
+            leaves = [x for x in leaves if not isinstance(x, FakeTensor)]
+            self._outside = [id(x) for x in leaves]
+        elif self._outside is not None:
+            by_id = {id(x): x for x in leaves}
+            leaves = [by_id[k] for k in self._outside if k in by_id]
+        return leaves
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Gradient) and vars(self) == vars(other)
+        same = isinstance(other, _Gradient) and self.fn == other.fn
+        return same and self._create_graph == other._create_graph
 
     def __hash__(self) -> int:
         return hash((self.fn, self._create_graph))
@@ -56,22 +75,37 @@ def _leaves(value: Tensor, given: list[Tensor]) -> list[Tensor]:
     return [value] if value.is_leaf else [n.variable for n in inside if hasattr(n, "variable")]
 
 
+def _apart(grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients in memory of their own: a graph may give out an input, or one tensor twice."""
+    known = {x.untyped_storage().data_ptr() for x in inputs}
+    found = []
+    for grad in grads:
+        place = grad.untyped_storage().data_ptr()
+        found.append(grad.clone() if place in known else grad)
+        known.add(place)
+    return found
+
+
 class CompiledLoss:
     """A loss that runs as a graph with its gradient; made by `compiled_loss`."""
 
     def __init__(
         self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool, check: bool, progress: bool,
-        name: str | None = None,
+        name: str | None = None, graphs: tuple[Graphs, Graphs, Graphs] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         arguments.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or named(fn), fn.__doc__
         options: dict[str, Any] = {
-            "backend": backend, "dynamic": dynamic, "check": check, "progress": progress,
+            "backend": backend, "dynamic": dynamic, "check": check, "progress": progress, "before": before,
         }  # fmt: skip
+        own = graphs or (None, None, None)
         both = f"{self.name} and its gradient"
-        self._value = Compiled(fn, name=self.name, **options)
-        self._with_gradient = Compiled(_Gradient(fn, self.name, False), name=both, **options)
-        self._again = Compiled(_Gradient(fn, self.name, True), name=both, **options)
+        self._value = Compiled(fn, name=self.name, graphs=own[0], **options)
+        self._with_gradient, self._again = (
+            Compiled(_Gradient(fn, self.name, again), name=both, graphs=own[1 + again], **options)
+            for again in (False, True)
+        )
 
     @property
     def signatures(self) -> list[Any]:
@@ -94,7 +128,16 @@ class CompiledLoss:
             value = self.fn(*args, **kwargs)
             return value
         entry, lifted = found
-        value, *grads = entry.execute(entry.inputs(tensors, lifted))
+        inputs = entry.inputs(tensors, lifted)
+        versions = [x._version for x in inputs]
+
+        def computed() -> list[Tensor]:
+            if versions != [x._version for x in inputs]:
+                raise arguments.NoSecondDerivative(CHANGED.format(self.name))
+            value, *grads = entry.execute(inputs)
+            return [value, *_apart(grads, inputs)]
+
+        value, *grads = computed()
         wanted = differentiated(tensors, [])
         by = [
             wanted[of.where] if of.is_argument else lifted[of.where]
@@ -109,7 +152,7 @@ class CompiledLoss:
                 grads: list[Tensor] = self._again(*args, **kwargs)[1]
             return grads
 
-        return with_gradients(value, grads, by, again=again)
+        return with_gradients(value, grads, by, again=again, anew=lambda: computed()[1:])
 
     def __repr__(self) -> str:
         return f"hoglib.compiled_loss({self.name}), {len(self.signatures)} graphs"
