@@ -37,7 +37,12 @@ def _prune(node: fx.Node) -> None:
 
 def _by_weight(graph: fx.Graph, node: fx.Node) -> None:
     x, g, bias, stride, padding, dilation, transposed, output_padding, groups = node.args
-    if bias is not None or transposed or groups != 1 or not all(map(_exchanged, (x, g, *node.users))):
+    if (
+        bias is not None
+        or transposed
+        or groups != 1
+        or not all(map(_exchanged, (x, g, *node.users)))
+    ):
         return
     x, g = x.args[0], g.args[0]  # type: ignore[union-attr]
     found, images, outputs = _value(node).shape, _value(x).shape, _value(g).shape

@@ -40,6 +40,7 @@ class Captured:
     recorded: list[bool] = field(repr=False)  # which of its tensors have a graph in eager mode
     backward: "Graphs" = field(repr=False)  # of its pullback
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # what was assumed of symbolic shapes
+    backward: "Graphs" = field(repr=False)
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
         """The tensors among the outputs, without a graph of their own.

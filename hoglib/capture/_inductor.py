@@ -23,6 +23,8 @@ from torch import Tensor, fx
 from hoglib._version import __version__
 from hoglib._warning import warn
 from hoglib.capture._convolutions import tailor
+from hoglib.capture._layout import channels_last
+from hoglib.capture._merged import merge
 from hoglib.capture._products import arrange
 from hoglib.capture._simplify import simplify
 
@@ -54,6 +56,8 @@ def make(
     arrange(graph)
     tailor(graph)
     simplify(graph)
+    if not dynamic:
+        merge(graph)
     key = _key(graph, tensors, dynamic)
     with _COMPILING:
         known = _IN_MEMORY.get(key)
@@ -105,11 +109,12 @@ def _settings() -> Iterator[None]:
     Random numbers come from torch's own generators, in the order of the graph: so a compiled function
     draws what it draws otherwise. Each vector instruction set that the processor has is tried out by
     compiling a program, at the first compilation ever, one after the other: eight seconds on two cores.
-    They are taken as they are instead, unless TORCH_VEC_ISA_OK says otherwise.
+    They are taken as they are instead, unless TORCH_VEC_ISA_OK says otherwise. On a processor images have
+    the layout that `channels_last` gave them.
     """
     import torch._inductor.config as config
 
-    given = {"fallback_random": True}
+    given = {"fallback_random": True, "layout_optimization": torch.cuda.is_available()}
     if "TORCH_VEC_ISA_OK" not in os.environ:
         given["cpp.vec_isa_ok"] = True
     with config.patch(given):
@@ -124,7 +129,9 @@ def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: s
     try:
         with torch.no_grad(), _settings(), _quietly():
             artifact = standalone_compile(
-                graph, tensors, dynamic_shapes="from_graph" if dynamic else "from_example_inputs"
+                graph if dynamic else channels_last(graph, tensors),
+                tensors,
+                dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
             )
     except Exception as error:
         if type(error).__name__ in ("InvalidCxxCompiler", "CppCompileError", "TritonMissing"):

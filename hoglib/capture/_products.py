@@ -80,8 +80,7 @@ def _made(
     graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None
 ) -> fx.Node:
     node = graph.call_function(target, args, kwargs or {})
-    values = [_value(x) if isinstance(x, fx.Node) else x for x in args]
-    node.meta["val"] = target(*values, **(kwargs or {}))
+    node.meta["val"] = target(*fx.map_arg(args, _value), **(kwargs or {}))
     return node
 
 

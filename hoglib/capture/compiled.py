@@ -35,7 +35,7 @@ class Compiled:
 
     def __init__(
         self, fn: Callable[..., Any], *, backend: Any, dynamic: bool, check: bool, name: str | None = None,
-        progress: bool = True, graphs: Graphs | None = None,
+        progress: bool = True, graphs: Graphs | None = None, before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.fn = arguments.function("fn", fn)
         if not callable(backend):
@@ -47,6 +47,7 @@ class Compiled:
         self.name = name or named(fn)
         # graphs: of functions made anew, that compute the same from what they reach
         self._graphs = of_function(fn, (backend, dynamic, check)) if graphs is None else graphs
+        self._before = before  # done ahead of a capture
         self.__doc__ = fn.__doc__
 
     @property
@@ -81,6 +82,8 @@ class Compiled:
             if len(self.signatures) >= MOST:
                 self._say_full(form, tensors)
                 return None
+            if self._before is not None:
+                self._before()
             entry, lifted = self._capture(form, tensors)
             self._graphs.by_signature.setdefault(form.key, []).append(entry)
         return entry, lifted

@@ -22,6 +22,10 @@ UNREACHED = (
     "{}: expected a loss that depends on tensors that require grad, got one that does not; look for "
     ".detach(), torch.no_grad(), and parameters that are frozen."
 )
+CHANGED = (
+    "{}: expected a second backward (retain_graph=True) while what the loss was computed from is as it was, got "
+    "a tensor that was changed in place since. Call backward before it changes."
+)
 
 
 class _Gradient:
@@ -82,20 +86,32 @@ class _Gradient:
         return self.fn, self._name, self._create_graph
 
 
+def _apart(grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients in memory of their own: a graph may give out an input, or one tensor twice."""
+    known = {x.untyped_storage().data_ptr() for x in inputs}
+    found = []
+    for grad in grads:
+        place = grad.untyped_storage().data_ptr()
+        found.append(grad.clone() if place in known else grad)
+        known.add(place)
+    return found
+
+
 class CompiledLoss:
     """A loss that runs as a graph with its gradient; made by `compiled_loss`."""
 
     def __init__(
         self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool, check: bool, progress: bool,
         name: str | None = None, graphs: tuple[Graphs, Graphs, Graphs] | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         arguments.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or named(fn), fn.__doc__
         options: dict[str, Any] = {
-            "backend": backend, "dynamic": dynamic, "check": check, "progress": progress,
+            "backend": backend, "dynamic": dynamic, "check": check, "progress": progress, "before": before,
         }  # fmt: skip
-        both = f"{self.name} and its gradient"
         own = graphs or (None, None, None)
+        both = f"{self.name} and its gradient"
         self._value = Compiled(fn, name=self.name, graphs=own[0], **options)
         self._with_gradient, self._again = (
             Compiled(_Gradient(fn, self.name, again), name=both, graphs=own[1 + again], **options)
@@ -123,7 +139,16 @@ class CompiledLoss:
             value = self.fn(*args, **kwargs)
             return value
         entry, lifted = found
-        value, *grads = entry.execute(entry.inputs(tensors, lifted))
+        inputs = entry.inputs(tensors, lifted)
+        versions = [x._version for x in inputs]
+
+        def computed() -> list[Tensor]:
+            if versions != [x._version for x in inputs]:
+                raise arguments.NoSecondDerivative(CHANGED.format(self.name))
+            value, *grads = entry.execute(inputs)
+            return [value, *_apart(grads, inputs)]
+
+        value, *grads = computed()
         wanted = differentiated(tensors, [])
         by = [
             wanted[of.where] if of.is_argument else lifted[of.where]
@@ -141,7 +166,7 @@ class CompiledLoss:
                 grads: list[Tensor] = self._again(*args, **kwargs)[1]
             return grads
 
-        return with_gradients(value, grads, by, again=again)
+        return with_gradients(value, grads, by, again=again, anew=lambda: computed()[1:])
 
     def __repr__(self) -> str:
         return f"hoglib.compiled_loss({self.name}), {counted(self.signatures)}"

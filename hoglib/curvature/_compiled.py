@@ -56,9 +56,7 @@ def backend_of(what: str, compile: Any, matrix: Matrix) -> str:
 def elsewhere() -> bool:
     """Whether the caller is transformed, or captured, as a part of something else."""
     return (
-        _functorch.transforms_active()
-        or _functorch.forward_mode_active()
-        or _functorch.tracing()
+        _functorch.transforms_active() or _functorch.forward_mode_active() or _functorch.tracing()
     )
 
 
@@ -80,9 +78,7 @@ class Product:
     def eagerly(self, vector: Vector, leaves: Vector, args: Any) -> tuple[Tensor, Vector]:
         """The same with all that is looked at by value on the way."""
         with recording(), lingering(), stand_ins_if(self._stand_ins):
-            point = self._matrix.at(
-                self.weak.fn, self._params_of, args, leaves, self._call, False
-            )
+            point = self._matrix.at(self.weak.fn, self._params_of, args, leaves, self._call, False)
             value, product = point.apply(vector, False)
         self.unused = point.unused
         if self._call.create_graph:

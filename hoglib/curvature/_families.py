@@ -66,10 +66,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "gaussian": Family(lambda f: _normal(f, 1.0), lambda f, u: u.clone(), lambda f, y: f - y),
     "poisson": Family(
-        lambda f: D.Poisson(f.exp(), validate_args=_validated()), lambda f, u: f.exp() * u, lambda f, y: f.exp() - y
+        lambda f: D.Poisson(f.exp(), validate_args=_validated()),
+        lambda f, u: f.exp() * u,
+        lambda f, y: f.exp() - y,
     ),
 }
 # -log p = (f - y)^2 + constant: a variance of 1/2
-SQUARED_ERROR = Family(
-    lambda f: _normal(f, 0.5**0.5), lambda f, u: 2 * u, lambda f, y: 2 * (f - y)
-)
+SQUARED_ERROR = Family(lambda f: _normal(f, 0.5**0.5), lambda f, u: 2 * u, lambda f, y: 2 * (f - y))

@@ -182,7 +182,9 @@ def _needed(nodes: list[fx.Node], depends: set[fx.Node]) -> tuple[list[fx.Node],
             or not isinstance(x.meta.get("val"), Tensor)  # one of several outputs is taken out
             or (
                 torch.Tag.pointwise in getattr(x.target, "tags", ())
-                and all(y in needed or y in again or y.op == "placeholder" for y in x.all_input_nodes)
+                and all(
+                    y in needed or y in again or y.op == "placeholder" for y in x.all_input_nodes
+                )
             )
         ]
         if not cheap:

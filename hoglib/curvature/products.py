@@ -62,9 +62,7 @@ def hvp(
     """
     names = _tree.paths(params) if strict else None
     matrix = Hessian(mode)
-    return _product(
-        "hvp", matrix, func, params, v, args, create_graph, stand_ins, compile, names
-    )
+    return _product("hvp", matrix, func, params, v, args, create_graph, stand_ins, compile, names)
 
 
 def ggn_vp(

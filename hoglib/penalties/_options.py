@@ -25,6 +25,10 @@ class Options(TypedDict, total=False):
     tensor with as many rows: their gradients are computed right away, and backward hands them on. The
     memory is that of one piece; backward(create_graph=True) is refused.
     stand_ins: run inside `hoglib.second_order()`.
+    compile: True computes it and its gradients as one graph, captured and compiled once for each signature
+    (`hoglib.compile`; "eager" runs the graph without compiling it). Functions made anew for each call
+    share graphs where their code, and the numbers and objects they hold, are the same. Where no
+    gradient is wanted (no_grad, frozen critics) and inside of transforms it is computed as without.
     return_outputs: return (penalty, what the function returned at the same points), of one forward.
     """
 
@@ -35,6 +39,7 @@ class Options(TypedDict, total=False):
     micro_batch: int | None
     stand_ins: bool
     return_outputs: bool
+    compile: bool | str
 
 
 class Settings(NamedTuple):
@@ -47,6 +52,7 @@ class Settings(NamedTuple):
     micro_batch: int | None = None
     stand_ins: bool = True
     return_outputs: bool = False
+    compile: Any = False
 
 
 def settings(what: str, options: Mapping[str, Any]) -> Settings:
@@ -58,6 +64,7 @@ def settings(what: str, options: Mapping[str, Any]) -> Settings:
                 + (f"; did you mean {close[0]!r}?" if close else ".")
             )
     chosen = Settings(**options)
+    backend(chosen.compile)
     arguments.one_of("reduction", chosen.reduction, REDUCTIONS)
     for name in ("autocast", "stand_ins", "return_outputs"):
         arguments.flag(name, getattr(chosen, name))
@@ -82,6 +89,13 @@ def settings(what: str, options: Mapping[str, Any]) -> Settings:
                     "of samples that are rows, and only their sum is kept. Leave one of them out."
                 )
     return chosen
+
+
+def backend(value: Any) -> Any:
+    """compile= of a penalty: True, False, or a backend of `hoglib.compile`."""
+    if isinstance(value, bool) or callable(value):
+        return value
+    return arguments.one_of("compile", value, ("inductor", "eager"))
 
 
 def picked(outputs: Any, output: Output) -> Any:

@@ -24,6 +24,7 @@ from hoglib.penalties._around import (
 )
 from hoglib.penalties._options import Settings, picked
 from hoglib.penalties._samples import Samples, inputs
+from hoglib.penalties.interpolate import drawn
 from hoglib.stand_ins import stand_ins_if
 
 Function = Callable[..., Any]
@@ -51,6 +52,7 @@ class Point:
         self._given, self.structure = _tree.flatten(x)
         self.modules: list[nn.Module] = []  # those that ran
         self.samples: Samples | None = None
+        self.draws: Callable[..., Tensor] | None = None  # in the place of a generator's
         if per_sample:
             self.samples = Samples(what, self._given, self.structure, given.batch)
         self._functional = transforms_active()
@@ -177,6 +179,10 @@ class Point:
                 "by output=."
             )
         return y.reshape(count, -1)
+
+    def drawn(self, draw: Any, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        """Random numbers like the output."""
+        return (self.draws or drawn)(draw, shape, self.y, generator)
 
     def gradient(self) -> Vector:
         """The gradient of each sample's score by its own entries of x."""

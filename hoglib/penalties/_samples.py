@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._functorch import tracing
 from hoglib.ops._halves import widened
 
 EMPTY = "{}: expected at least one sample, got none; leave empty batches out."
@@ -61,10 +62,11 @@ class Samples:
                 "which sample each belongs to."
             )
         self.count = counts.pop() if counts else None
-        if self.count is None:  # of graphs: as many as the index names, until the outputs tell
+        if self.count is None and not tracing():
+            # of graphs: as many as the index names, until the outputs tell
             self.count = max(int(i.max()) + 1 if len(i) else 0 for i in self.index if i is not None)
         self.graphs = any(i is not None for i in self.index)
-        if not self.count:
+        if self.count == 0:
             raise arguments.WrongValue(EMPTY.format(what))
 
     def _indices(self, leaves: Sequence[Tensor], structure: Any, batch: Any) -> list[Tensor | None]:
@@ -90,7 +92,7 @@ class Samples:
                     f"got {arguments.describe(index)}"
                     + ("." if whole else "; convert it with `.long()`.")
                 )
-            if len(index) and int(index.min()) < 0:
+            if len(index) and not tracing() and int(index.min()) < 0:
                 raise arguments.WrongValue(
                     f"{self.what}: batch: expected numbers from 0, got {int(index.min())}."
                 )
@@ -98,8 +100,7 @@ class Samples:
 
     def told(self, count: int) -> None:
         """The number of samples of graphs is that of the outputs: a graph may have no rows."""
-        assert self.count is not None
-        if self.graphs and count >= self.count:
+        if self.graphs and (self.count is None or count >= self.count):
             self.count = count
 
     def sums(self, parts: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -11,12 +11,14 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._batches import rows
 from hoglib._differences import same_random_numbers
-from hoglib._functorch import transforms_active
+from hoglib._functorch import tracing, transforms_active
+from hoglib._graph import survey
 from hoglib._leaves import Vector, filled
 from hoglib._precomputed import with_gradients
 from hoglib._second_look import look, new_functions
 from hoglib.penalties import _coupling as coupling
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._compiled import Draws, chosen, run
 from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Settings, settings
 from hoglib.penalties._point import Function, Point, point_at
@@ -42,14 +44,70 @@ def penalty(
     given = settings(what, options)
     if given.micro_batch is not None:
         return _in_pieces(what, func, x, args, rule, given, generator)
-    with terms_at(what, func, x, args, rule, given, generator) as (terms, point):
-        value = _reduced(terms, given.reduction)
-        outputs = point.outputs
+    at = Terms(what, func, rule, given._replace(batch=None), generator)
+    if chosen(given.compile) is not None:
+        return _as_graph(at, x, args, given.batch)
+    value, outputs, point = at.computed(x, args, given.batch)
     if point.wanted:
         value = averaged(what, value, point.trainable, outputs)
-    else:
-        value, outputs = value.detach(), _tree.map_tensors(Tensor.detach, outputs)
     return (value, outputs) if given.return_outputs else value
+
+
+@final
+class Terms:
+    """The reduced terms of a rule, as a function of tensors and of nothing but these attributes."""
+
+    def __init__(
+        self,
+        what: str,
+        func: Function,
+        rule: Rule,
+        given: Settings,
+        generator: torch.Generator | None,
+    ) -> None:
+        self.what, self.func, self.rule = what, func, rule
+        self.given, self.generator = given, generator
+
+    def __call__(
+        self, x: Any, args: tuple[Any, ...], batch: Any, numbers: list[Tensor] | None
+    ) -> Any:
+        """numbers: what a generator drew for it; it is then the same whatever that would draw now."""
+        draws = None if numbers is None else Draws(numbers)
+        value, outputs, _ = self.computed(x, args, batch, draws, guarded=numbers is None)
+        return (value, outputs) if self.given.return_outputs else value
+
+    def computed(
+        self,
+        x: Any,
+        args: tuple[Any, ...],
+        batch: Any,
+        draws: Draws | None = None,
+        guarded: bool = True,
+    ) -> tuple[Tensor, Any, Point]:
+        given = self.given._replace(batch=batch)
+        with terms_at(
+            self.what, self.func, x, args, self.rule, given, self.generator, draws, guarded
+        ) as (terms, point):
+            value, outputs = _reduced(terms, given.reduction), point.outputs
+        if not point.wanted:
+            value, outputs = value.detach(), _tree.map_tensors(Tensor.detach, outputs)
+        return value, outputs, point
+
+
+def _as_graph(at: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
+    """By a graph: as one with its gradient where it is a number, and alone."""
+    scalar = at.given.reduction != "none" and not at.given.return_outputs
+    found = run(
+        at.what, at, (x, args, batch), chosen(at.given.compile), at.generator, scalar,
+        lambda draws: at.computed(x, args, batch, draws)[2].wanted,
+    )  # fmt: skip
+    value, *outputs = found if at.given.return_outputs else (found,)
+    value = averaged(at.what, value, _leaves_of(value), outputs)
+    return (value, *outputs) if at.given.return_outputs else value
+
+
+def _leaves_of(value: Tensor) -> list[Tensor]:
+    return list(survey(value).leaves.values())
 
 
 @contextmanager
@@ -61,16 +119,24 @@ def terms_at(
     rule: Rule,
     given: Settings,
     generator: torch.Generator | None,
+    draws: Draws | None = None,
+    guarded: bool = True,
 ) -> Iterator[tuple[Tensor, Point]]:
-    """The terms of a rule at x, checked, and the point; the conditions of a penalty hold inside."""
+    """The terms of a rule at x, and the point; the conditions of a penalty hold inside.
+
+    guarded: checked by what the values say, while there are values.
+    """
+    guarded = guarded and not tracing()
     with point_at(what, func, x, args, given) as point:
-        unseen = new_functions(point.y) if point.wanted and point.functions else []
+        point.draws = draws
+        unseen = new_functions(point.y) if guarded and point.wanted and point.functions else []
         state = generator.get_state() if unseen and generator is not None else None
         terms = rule(point)
         if point.wanted and not transforms_active():
             if not terms.requires_grad or not effect.reaches(terms, point.trainable):
                 raise effect.none(what, effect.OF_PARAMETERS, func, point.at(point.own), point.args)
-            coupling.look(point)
+            if guarded:
+                coupling.look(point)
             if unseen:
                 _second_look(point, rule, given, unseen, generator, state)
         yield terms, point
@@ -141,6 +207,7 @@ def _in_pieces(
     if not count:
         raise arguments.WrongValue(EMPTY.format(what))
     detached = _tree.map_tensors(Tensor.detach, x)
+    at = Terms(what, func, rule, given._replace(reduction="sum", micro_batch=None), generator)
     total: Tensor | None = None
     known: dict[int, tuple[Tensor, Tensor]] = {}  # by the leaf tensor, it and its gradient
     trainable: dict[int, Tensor] = {}
@@ -149,20 +216,23 @@ def _in_pieces(
         piece = rows((detached, args), count, start, start + given.micro_batch)
         points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
                   zip(_tree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
-        with terms_at(what, func, piece[0], piece[1], rule, given, generator) as (terms, point):
-            value = terms.sum() / (count if given.reduction == "mean" else 1)
-            total = value.detach() if total is None else total + value.detach()
-            if not point.wanted:
-                continue
-            grads = torch.autograd.grad(
-                value, point.trainable, retain_graph=True, allow_unused=True
-            )
-        trainable |= {id(leaf): leaf for leaf in point.trainable}
-        for leaf, grad in zip(point.trainable, grads, strict=True):
+        if chosen(given.compile) is None:
+            value, _, point = at.computed(*piece, None)
+            learnt = point.trainable if point.wanted else []
+        else:
+            value = _as_graph(at, *piece, None)
+            learnt = _leaves_of(value)
+        value = value / (count if given.reduction == "mean" else 1)
+        total = value.detach() if total is None else total + value.detach()
+        if not learnt:
+            continue
+        grads = torch.autograd.grad(value, learnt, retain_graph=True, allow_unused=True)
+        trainable |= {id(leaf): leaf for leaf in learnt}
+        for leaf, grad in zip(learnt, grads, strict=True):
             if grad is not None and not any(leaf is own for own in points):
                 before = known.get(id(leaf))
                 known[id(leaf)] = leaf, grad.clone() if before is None else before[1].add_(grad)
-        found = {id(leaf): grad for leaf, grad in zip(point.trainable, grads, strict=True)}
+        found = {id(leaf): grad for leaf, grad in zip(learnt, grads, strict=True)}
         by_points.append(filled([found.get(id(leaf)) for leaf in points], points))
     assert total is not None
     if not known and not by_points:

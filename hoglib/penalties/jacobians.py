@@ -16,7 +16,6 @@ from hoglib.penalties._point import Point
 from hoglib.penalties._samples import inputs
 from hoglib.penalties._terms import penalty
 from hoglib.penalties.critics import _half_square
-from hoglib.penalties.interpolate import drawn
 
 Func = Callable[..., Any]
 
@@ -59,7 +58,7 @@ def jacobian(
 
     def rule(point: Point) -> Tensor:
         y = point.rows()
-        directions, factor = _directions(y, num_projections, generator)
+        directions, factor = _directions(point, num_projections, generator)
         total = y.new_zeros(len(y))
         for k, u in enumerate(directions):
             grads = point.pull(u.view_as(point.y), keep=k + 1 < len(directions))
@@ -112,7 +111,7 @@ def sobolev(
         _like_jacobians(point, wanted)
         assert point.samples is not None
         indices = point.samples.index
-        directions, factor = _directions(y, num_projections, generator)
+        directions, factor = _directions(point, num_projections, generator)
         total = y.new_zeros(len(y))
         for k, u in enumerate(directions):
             grads = point.pull(u.view_as(point.y), keep=k + 1 < len(directions))
@@ -193,13 +192,14 @@ def _directed(derivative: Tensor, u: Tensor, like: Tensor) -> Tensor:
 
 
 def _directions(
-    y: Tensor, count: int | None, generator: torch.Generator | None
+    point: Point, count: int | None, generator: torch.Generator | None
 ) -> tuple[Sequence[Tensor], float]:
     """Directions of the outputs [N, C], each of length one, and the weight of a square: C / P."""
+    y = point.rows()
     outputs = y.shape[1]
     if count is None or count >= outputs:
         return [e.expand_as(y) for e in torch.eye(outputs, dtype=y.dtype, device=y.device)], 1.0
-    v = drawn(torch.randn, (len(y), outputs, count), y, generator)
+    v = point.drawn(torch.randn, (len(y), outputs, count), generator)
     basis = torch.linalg.qr(v)[0] if count > 1 else torch.nn.functional.normalize(v, dim=1)
     return basis.to(y).unbind(2), outputs / count
 
@@ -233,7 +233,7 @@ def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: Any) -> Ten
 def _leading(point: Point, steps: int, generator: torch.Generator | None) -> Tensor:
     """The leading left singular vector of each sample's Jacobian, [N, C], by power iteration."""
     y = point.rows()
-    u = drawn(torch.randn, tuple(y.shape), y, generator).to(y)
+    u = point.drawn(torch.randn, tuple(y.shape), generator).to(y)
     u = torch.nn.functional.normalize(u, dim=1)
     for _ in range(steps):
         right = point.pull(u.view_as(point.y), keep=True, graph=False)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._functorch import tracing
 from hoglib.penalties import critics, jacobians, parameters
 from hoglib.penalties._options import Settings, settings
 
@@ -41,7 +42,7 @@ class GradientPenalty(nn.Module):
     et al. also scale the learning rate and betas by c = every / (every + 1): lr c, beta^c.
 
     kind: the name of a function of `hoglib.penalties`; options: its own options and those that all
-    share, such as {target: 0.5} or {num_projections: 3}; micro_batch, autocast, output as there. Kinds
+    share, such as {target: 0.5} or {num_projections: 3}; micro_batch, autocast, output, compile as there. Kinds
     that need only real samples ignore fake; r2 ignores real. What comes after fake is handed on:
     labels to the critic, and for "sobolev" the derivatives first. For "jacobian" and the like `critic`
     is any function and `real` its inputs; for "parameter_gradient" a loss and its parameters.
@@ -60,6 +61,7 @@ class GradientPenalty(nn.Module):
         micro_batch: int | None = None,
         autocast: bool = False,
         output: int | str | None = None,
+        compile: bool | str = False,
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -71,7 +73,10 @@ class GradientPenalty(nn.Module):
             raise arguments.WrongType(
                 f"options: expected a dict of the penalty's options, got {arguments.describe(options)}."
             )
-        chosen = {"micro_batch": micro_batch, "autocast": autocast or None, "output": output}
+        chosen = {
+            "micro_batch": micro_batch, "autocast": autocast or None, "output": output,
+            "compile": compile or None,
+        }  # fmt: skip
         given = {key: value for key, value in chosen.items() if value is not None}
         self.options = {**(options or {}), **given}
         known = _options_of(self.kind)
@@ -92,6 +97,13 @@ class GradientPenalty(nn.Module):
     ) -> Tensor:
         self._returns_a_scalar(options)
         counts = self.training and torch.is_grad_enabled()
+        if tracing() and counts and self.every > 1:
+            raise arguments.NotSupported(
+                f"GradientPenalty(every={self.every}): expected to run outside of what is captured, since a "
+                "graph counts no calls: it would hold the penalty always, or never. Give the penalty "
+                "compile=True and leave it outside, or compile a step with the function "
+                f"hoglib.penalties.{self.kind} and one without."
+            )
         if counts:
             self.calls += 1
             if (self.calls - 1) % self.every:

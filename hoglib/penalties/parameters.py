@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -18,18 +18,25 @@ from hoglib.ops._halves import widened
 from hoglib.ops._norms_of_rows import root
 from hoglib.penalties import _effect as effect
 from hoglib.penalties._around import as_parameters, autocast_on
+from hoglib.penalties._compiled import chosen, run
 from hoglib.penalties._distributed import averaged
+from hoglib.penalties._options import backend
 from hoglib.stand_ins import stand_ins_if
 
 
+WHAT = "parameter_gradient"
+Func = Callable[..., Tensor]
+
+
 def parameter_gradient(
-    func: Callable[..., Tensor],
+    func: Func,
     params: Any,
     *args: Any,
     squared: bool = False,
     autocast: bool = False,
     stand_ins: bool = True,
     return_outputs: bool = False,
+    compile: bool | str = False,
 ) -> Any:
     r"""The norm of a loss's gradient by the parameters.
 
@@ -41,6 +48,7 @@ def parameter_gradient(
     over samples: the norm of a mean gradient. Split over processes or accumulated over batches it is
     the mean of the parts' norms, which is another number. It works under no_grad and in inference mode.
     autocast=False computes in the parameters' own dtype where the caller stands under autocast.
+    compile=True computes it and its gradient as one graph, as for the penalties of inputs.
     With return_outputs=True it returns (penalty, f), of one forward.
 
     Raises TypeError and ValueError for params or a value of the wrong kind; RuntimeError where f does
@@ -48,47 +56,73 @@ def parameter_gradient(
     Source: norm: Zhao, Zhang and Hu, Penalizing Gradient Norm for Efficiently Improving Generalization,
     2022, eq. 2; squared: Barrett and Dherin, Implicit Gradient Regularization, 2021, eq. 1.
     """
-    what = "parameter_gradient"
     arguments.function("func", func)
     arguments.parameters(params)
     arguments.flag("squared", squared)
     arguments.flag("autocast", autocast)
     arguments.flag("return_outputs", return_outputs)
-    leaves, structure = _tree.flatten(params)
-    wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    functional = transforms_active()
+    norm = Norm(func, squared, autocast, stand_ins, return_outputs)
+    graph = chosen(backend(compile))
+    if graph is None:
+        return norm(params, args)
+    found = run(
+        WHAT, norm, (params, args), graph, None, not return_outputs,
+        lambda draws: _requires_grad(norm(params, args)),
+    )  # fmt: skip
+    value, *outputs = found if return_outputs else (found,)
+    value = averaged(WHAT, value, _tree.leaves(params), outputs)
+    return (value, *outputs) if return_outputs else value
 
-    def of_leaves(*own: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return arguments.scalar(
-                "func(params, *args)", func(_tree.unflatten(own, structure), *args)
-            )
 
-    with ExitStack() as stack:
-        for kind in () if autocast else autocast_on(leaves):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-            args = as_parameters(leaves, args)
-        for context in (recording(), lingering(), stand_ins_if(stand_ins)):
-            stack.enter_context(context)
-        leaves, args = recordable((leaves, args))
-        if functional:
-            value, found = _by_transform(of_leaves, leaves)
-        else:
-            value, _, grads = gradient_graph(of_leaves, leaves, what, wanted)
-            found = [g for g in grads if g is not None]
-        norm = _tree.sum_scalars([(g * g.conj()).real.sum() for g in map(widened, found)])
-        norm = norm if squared else root(norm)
-        if wanted and not functional and not norm.requires_grad:
-            raise effect.none(
-                what,
-                "the gradient of func does not depend on the parameters",
-                lambda x: func(_tree.unflatten(x, structure), *args), leaves, (),
-            )  # fmt: skip
-    if wanted:
-        norm = averaged(what, norm, leaves, value)
-    elif not functional:
-        norm, value = norm.detach(), value.detach()
-    return (norm, value) if return_outputs else norm
+@final
+class Norm:
+    """The norm of a function's gradient by its first argument, as a function of its arguments."""
+
+    def __init__(
+        self, func: Func, squared: bool, autocast: bool, stand_ins: bool, return_outputs: bool
+    ) -> None:
+        self.func, self.squared, self.autocast = func, squared, autocast
+        self.stand_ins, self.return_outputs = stand_ins, return_outputs
+
+    def __call__(self, params: Any, args: tuple[Any, ...], numbers: Any = None) -> Any:
+        leaves, structure = _tree.flatten(params)
+        wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        functional = transforms_active()
+
+        def of_leaves(*own: Tensor) -> Tensor:
+            with torch.enable_grad():
+                value = self.func(_tree.unflatten(own, structure), *args)
+                return arguments.scalar("func(params, *args)", value)
+
+        with ExitStack() as stack:
+            for kind in () if self.autocast else autocast_on(leaves):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+                args = as_parameters(leaves, args)
+            for context in (recording(), lingering(), stand_ins_if(self.stand_ins)):
+                stack.enter_context(context)
+            leaves, args = recordable((leaves, args))
+            if functional:
+                value, found = _by_transform(of_leaves, leaves)
+            else:
+                value, _, grads = gradient_graph(of_leaves, leaves, WHAT, wanted)
+                found = [g for g in grads if g is not None]
+            norm = _tree.sum_scalars([(g * g.conj()).real.sum() for g in map(widened, found)])
+            norm = norm if self.squared else root(norm)
+            if wanted and not functional and not norm.requires_grad:
+                raise effect.none(
+                    WHAT,
+                    "the gradient of func does not depend on the parameters",
+                    lambda x: self.func(_tree.unflatten(x, structure), *args), leaves, (),
+                )  # fmt: skip
+        if wanted:
+            norm = averaged(WHAT, norm, leaves, value)
+        elif not functional:
+            norm, value = norm.detach(), value.detach()
+        return (norm, value) if self.return_outputs else norm
+
+
+def _requires_grad(found: Any) -> bool:
+    return any(x.requires_grad for x in _tree.leaves(found))
 
 
 def _by_transform(func: Callable[..., Tensor], leaves: Vector) -> tuple[Tensor, Vector]:

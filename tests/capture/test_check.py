@@ -83,7 +83,9 @@ UNEQUAL = {
 def test_a_result_that_depends_on_more_than_tensors_is_refused(make):
     fn = make()
     fast = captured(fn)
-    with pytest.raises(RuntimeError, match=r"computes what the function does|puts another in the place"):
+    with pytest.raises(
+        RuntimeError, match=r"computes what the function does|puts another in the place"
+    ):
         fast(draw(3))
     assert fast.signatures == []
 
@@ -97,7 +99,9 @@ def test_a_backend_that_is_wrong_is_found_out():
         return lambda *tensors: first
 
     def wrong_integers(graph, inputs):
-        return lambda *tensors: [x + 1 if x.dtype is torch.int64 else x for x in graph.forward(*tensors)]
+        return lambda *tensors: [
+            x + 1 if x.dtype is torch.int64 else x for x in graph.forward(*tensors)
+        ]
 
     def wrong_shape(graph, inputs):
         return lambda *tensors: [x[None] for x in graph.forward(*tensors)]

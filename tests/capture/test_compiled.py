@@ -37,7 +37,9 @@ TREES = {
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_what_goes_in_comes_out_in_the_same_structure(tree):
-    twice = captured(lambda tree: torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: 2 * x, tree))
+    twice = captured(
+        lambda tree: torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: 2 * x, tree)
+    )
     result = twice(tree)
     assert type(result) is type(tree)
     expected = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: 2 * x, tree)
@@ -52,7 +54,12 @@ def test_keyword_arguments_and_their_defaults():
         return x * scale if other is None else x * scale + other
 
     fast, x = captured(fn), draw(3)
-    for kwargs in ({}, {"scale": 2.0}, {"other": draw(3, seed=1)}, {"other": draw(3, seed=1), "scale": 5}):
+    for kwargs in (
+        {},
+        {"scale": 2.0},
+        {"other": draw(3, seed=1)},
+        {"other": draw(3, seed=1), "scale": 5},
+    ):
         assert_close(fast(x, **kwargs), fn(x, **kwargs), **EXACT)
     assert len(fast.signatures) == 4
 
@@ -105,9 +112,15 @@ def test_outputs_of_every_kind(fn, requires_grad):
             else:
                 assert a == b
         if requires_grad:
-            floats = [[v for v in vs if isinstance(v, torch.Tensor) and v.requires_grad] for vs in (ours, theirs)]
+            floats = [
+                [v for v in vs if isinstance(v, torch.Tensor) and v.requires_grad]
+                for vs in (ours, theirs)
+            ]
             if floats[0]:
-                grads = [torch.autograd.grad([v.sum() * (i + 1) for i, v in enumerate(vs)], y) for vs in floats]
+                grads = [
+                    torch.autograd.grad([v.sum() * (i + 1) for i, v in enumerate(vs)], y)
+                    for vs in floats
+                ]
                 assert_close(*grads, **EXACT)
 
 
@@ -134,7 +147,9 @@ LAYOUTS = {
     "empty": lambda: draw(0, 6),
     "without dimensions": lambda: draw(1)[0],
     "conjugated": lambda: draw(4, 6, dtype=torch.complex128).conj(),
-    "the imaginary part of what is conjugated": lambda: draw(4, 6, dtype=torch.complex128).conj().imag,
+    "the imaginary part of what is conjugated": lambda: (
+        draw(4, 6, dtype=torch.complex128).conj().imag
+    ),
 }
 
 
@@ -251,7 +266,9 @@ def test_what_is_on_around_a_call_decides(around):
 
 
 def test_the_default_dtype_decides():
-    fast = captured(lambda x: x.double() + torch.ones(2).double().div(3).to(torch.get_default_dtype()))
+    fast = captured(
+        lambda x: x.double() + torch.ones(2).double().div(3).to(torch.get_default_dtype())
+    )
     fast(draw(2))
     torch.set_default_dtype(torch.float64)
     try:
@@ -372,9 +389,17 @@ WRONG = {
     "no function": (lambda: hog.compile(3), TypeError, "fn"),
     "no backend": (lambda: hog.compile(abs, backend="cuda"), ValueError, "inductor"),
     "dynamic": (lambda: hog.compile(abs, dynamic="yes"), TypeError, "dynamic"),
-    "an array": (lambda: captured(lambda x, y: x)(draw(2), draw(2).numpy()), TypeError, "cannot be compared"),
+    "an array": (
+        lambda: captured(lambda x, y: x)(draw(2), draw(2).numpy()),
+        TypeError,
+        "cannot be compared",
+    ),
     "a set": (lambda: captured(lambda x, y: x)(draw(2), {1}), TypeError, "cannot be compared"),
-    "a sparse tensor": (lambda: captured(lambda x: x)(draw(2, 2).to_sparse()), NotImplementedError, "dense"),
+    "a sparse tensor": (
+        lambda: captured(lambda x: x)(draw(2, 2).to_sparse()),
+        NotImplementedError,
+        "dense",
+    ),
 }
 
 
@@ -442,7 +467,9 @@ def penalty_of(model):
     def fn(x):
         x = x.detach().requires_grad_()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return torch.autograd.grad((slope.norm(dim=1) - 1).square().mean(), list(model.parameters())[:-1])
+        return torch.autograd.grad(
+            (slope.norm(dim=1) - 1).square().mean(), list(model.parameters())[:-1]
+        )
 
     return fn
 
@@ -515,7 +542,9 @@ def test_a_prepared_graph_takes_tensors_alone():
     a, b = draw(3, seed=2), draw(3, seed=3)
     assert_close(run([a, b]), [2 * a * weight, a + b])
     x = draw(3)
-    assert_close(fast.prepared(x, 2, x)([a, b]), [2 * a * weight, a + b])  # stand for any of their kind
+    assert_close(
+        fast.prepared(x, 2, x)([a, b]), [2 * a * weight, a + b]
+    )  # stand for any of their kind
     assert len(fast.signatures) == 1
 
 

@@ -34,7 +34,9 @@ def orders(fn, x, others, count):
 VALUES = {
     "a polynomial": lambda x: (x**4).sum() + (x[0] * x[1]).sum(),
     "of a gradient": lambda x: torch.func.grad(lambda x: (x.sin() * x).sum())(x).square().sum(),
-    "of autograd.grad": lambda x: torch.autograd.grad((x.exp() * x).sum(), x, create_graph=True)[0].cos().sum(),
+    "of autograd.grad": lambda x: (
+        torch.autograd.grad((x.exp() * x).sum(), x, create_graph=True)[0].cos().sum()
+    ),
     "a custom Function": lambda x: Cubic.apply(x).sin().sum(),
     "an op of hoglib": lambda x: hog.ops.swish(x, 1.5).square().sum(),
 }
@@ -74,10 +76,16 @@ def test_derivatives_of_some_outputs_by_some_inputs():
         return {"x": a * b * c, "y": [a.sin(), (a > 0)], "z": c * 2, "n": 3}
 
     fast = captured(fn)
-    for pick in (lambda r: r["x"].sum(), lambda r: r["y"][0].sum(), lambda r: r["x"].sum() + r["y"][0].sum()):
+    for pick in (
+        lambda r: r["x"].sum(),
+        lambda r: r["y"][0].sum(),
+        lambda r: r["x"].sum() + r["y"][0].sum(),
+    ):
         for by in ([a], [b], [a, b]):
             ours, theirs = (
-                torch.autograd.grad(pick(f(a, b, frozen)), by, allow_unused=True, materialize_grads=True)
+                torch.autograd.grad(
+                    pick(f(a, b, frozen)), by, allow_unused=True, materialize_grads=True
+                )
                 for f in (fast, fn)
             )
             assert_close(ours, theirs)
@@ -88,7 +96,9 @@ def test_derivatives_of_some_outputs_by_some_inputs():
 def test_gradients_go_on_through_arguments_that_were_computed():
     weight = draw(3).requires_grad_()
     fast = captured(lambda x: x.sin() * x)
-    ours, theirs = (torch.autograd.grad(f(weight * 2).sum(), weight) for f in (fast, lambda x: x.sin() * x))
+    ours, theirs = (
+        torch.autograd.grad(f(weight * 2).sum(), weight) for f in (fast, lambda x: x.sin() * x)
+    )
     assert_close(ours, theirs)
 
 
@@ -166,7 +176,9 @@ def test_tensors_of_a_closure_that_were_computed_from_each_other_are_refused():
 
 
 CHANGES = {
-    "a parameter in place": lambda m: m[0].weight.data.add_(0) is None or m[0].weight.detach().mul_(2),
+    "a parameter in place": lambda m: (
+        m[0].weight.data.add_(0) is None or m[0].weight.detach().mul_(2)
+    ),
     "a new parameter": lambda m: setattr(m[0], "weight", nn.Parameter(draw(4, 3))),
     "a new submodule": lambda m: m.__setitem__(0, nn.Linear(3, 4, dtype=F64)),
     "another mode": lambda m: m.eval(),
@@ -181,7 +193,9 @@ def test_backward_after_a_change_raises(change):
     fast(draw(5, 3)).backward()
     value = fast(draw(5, 3))
     change(model)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|Call backward before they change"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation|Call backward before they change"
+    ):
         value.backward()
 
 
@@ -236,7 +250,9 @@ def test_backward_outside_of_second_order():
     with hog.second_order():
         value = captured(fn)(x)
         expected = fn(x)
-    ours, theirs = (torch.autograd.grad(v, x, create_graph=True)[0].sum() for v in (value, expected))
+    ours, theirs = (
+        torch.autograd.grad(v, x, create_graph=True)[0].sum() for v in (value, expected)
+    )
     assert_close(torch.autograd.grad(ours, x), torch.autograd.grad(theirs, x))
 
 
@@ -317,7 +333,9 @@ def test_random_numbers_are_those_that_torch_draws():
     def fn(x):
         noisy = x + 0.1 * torch.randn_like(x)
         slope = torch.autograd.grad(model(noisy).sum(), noisy, create_graph=True)[0]
-        return (slope * torch.rand(3) * torch.empty_like(x).bernoulli_(0.5)).sum() + torch.randperm(4)[0]
+        return (slope * torch.rand(3) * torch.empty_like(x).bernoulli_(0.5)).sum() + torch.randperm(
+            4
+        )[0]
 
     fast = captured(fn)
     for seed in range(3):

@@ -235,7 +235,9 @@ def test_an_argument_that_is_a_parameter_as_well():
 
     fast, weight = compiled(loss), problem.model[0].weight
     for given in (weight, draw(4, 3).requires_grad_()):
-        ours, theirs = (torch.autograd.grad(f(given, problem.x), [weight, given]) for f in (fast, loss))
+        ours, theirs = (
+            torch.autograd.grad(f(given, problem.x), [weight, given]) for f in (fast, loss)
+        )
         assert_close(ours, theirs)
 
 
@@ -353,7 +355,9 @@ def test_data_parallel_around_it(tmp_path):
         def forward(self, x):
             return self.loss(x)
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
     try:
         found = []
         for compiles in (True, False):

@@ -189,11 +189,15 @@ def closure():
 
 
 def global_variable():
-    return lambda x: x * WEIGHT, lambda: globals().update(WEIGHT=draw(3, seed=len(gc.get_objects())))
+    return lambda x: x * WEIGHT, lambda: globals().update(
+        WEIGHT=draw(3, seed=len(gc.get_objects()))
+    )
 
 
 def of_a_python_module():
-    return lambda x: x * constants.weight, lambda: setattr(constants, "weight", 2 * constants.weight)
+    return lambda x: x * constants.weight, lambda: setattr(
+        constants, "weight", 2 * constants.weight
+    )
 
 
 def attribute():
@@ -234,7 +238,9 @@ def default():
 
 def argument_of_a_partial():
     held = {"weight": draw(3)}
-    return partial(lambda held, x: x * held["weight"], held), lambda: held.update(weight=draw(3, seed=7))
+    return partial(lambda held, x: x * held["weight"], held), lambda: held.update(
+        weight=draw(3, seed=7)
+    )
 
 
 def inside_another_function():
@@ -273,7 +279,9 @@ def by_a_method_and_a_property():
 
 def by_getattr():
     held = Holder(draw(3))
-    return lambda x: x * getattr(held, "val" + "ue"), lambda: setattr(held, "value", draw(3, seed=7))
+    return lambda x: x * getattr(held, "val" + "ue"), lambda: setattr(
+        held, "value", draw(3, seed=7)
+    )
 
 
 PLACES = [

@@ -163,8 +163,13 @@ def calling_backward(x):
 
 CASES = {
     **dict.fromkeys(READS, "expected a function whose graph is the same for all values"),
-    **dict.fromkeys(CHANGES, "expected a function that leaves its arguments, parameters and buffers"),
-    **dict.fromkeys([of_a_generator, in_place_of_a_generator], "expected a function that is given its random numbers"),
+    **dict.fromkeys(
+        CHANGES, "expected a function that leaves its arguments, parameters and buffers"
+    ),
+    **dict.fromkeys(
+        [of_a_generator, in_place_of_a_generator],
+        "expected a function that is given its random numbers",
+    ),
     calling_backward: "expected a function that returns its gradients",
 }
 
@@ -205,7 +210,9 @@ def test_what_is_done_to_tensors_of_its_own_is_not_refused():
 
 def test_numbers_that_are_no_tensors_of_the_call_are_constants():
     def fn(x):
-        return x * float(np.sqrt(2)) + torch.from_numpy(np.arange(3.0)) + len(x) + x.shape[0] * x.dim()
+        return (
+            x * float(np.sqrt(2)) + torch.from_numpy(np.arange(3.0)) + len(x) + x.shape[0] * x.dim()
+        )
 
     fast = hog.compile(fn, backend="eager")
     for seed in range(2):
@@ -219,7 +226,9 @@ def test_a_generator_as_an_argument_is_refused():
 
 
 def test_data_parallel_inside_is_refused(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
     try:
         model = DistributedDataParallel(nn.Linear(3, 1).double())
         fast = hog.compiled_loss(lambda x: model(x).sum(), backend="eager")
