@@ -1,0 +1,488 @@
+"""compile=True of products and operators: equal to what runs without, from call to call."""
+
+import gc
+import warnings
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hoglib as hog
+from hoglib.curvature import _compiled
+from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
+
+CLOSE = 1e-10
+PRODUCTS = {
+    "Hessian": (hog.hvp, ["auto", "reverse-over-reverse", "forward-over-reverse"]),
+    "Gauss-Newton": (hog.ggn_vp, ["auto", "forward", "reverse"]),
+    "Fisher": (hog.fisher_vp, ["auto", "forward", "reverse"]),
+    "empirical Fisher": (partial(hog.fisher_vp, kind="empirical"), ["auto", "forward", "reverse"]),
+}
+OPERATORS = {
+    "Hessian": hog.HessianOperator,
+    "Gauss-Newton": hog.GGNOperator,
+    "Fisher": hog.FisherOperator,
+}
+SOME = ["layers of hoglib", "LayerNorm", "tied and frozen"]
+
+
+def like(params, *columns, seed=0):
+    return {
+        name: draw(*p.shape, *columns, seed=seed + i) for i, (name, p) in enumerate(params.items())
+    }
+
+
+def mlp(activation=nn.Tanh, last=3):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), activation(), nn.Linear(4, last)).double()
+
+
+def batch_of(n=7, seed=3):
+    return draw(n, 3, seed=seed), torch.arange(n) % 3
+
+
+def small():
+    model = mlp()
+    return model, hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+
+
+def graphs(func):
+    """How many graphs a function has."""
+    products = _compiled._KNOWN.get(func, {})
+    return sum(len(product.signatures) for product in products.values())
+
+
+def same(found, expected):
+    assert relative(found[0], expected[0]) < CLOSE
+    assert found[1].keys() == expected[1].keys()
+    assert relative(flat(found[1]), flat(expected[1])) < CLOSE
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_product_is_what_it_is_without(name, kind):
+    product, modes = PRODUCTS[kind]
+    for mode in modes:
+        loss, params, batch = problem(name)
+        run = partial(product, loss, params, mode=mode)
+        for seed in (0, 1):  # the second is of the graph of the first
+            v = like(params, seed=seed)
+            same(run(v, batch, compile="eager"), run(v, batch))
+        assert graphs(loss) == 1
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize("name", SOME)
+def test_a_block_is_what_it_is_without(name, kind):
+    product, _ = PRODUCTS[kind]
+    loss, params, batch = problem(name)
+    for columns in (3, 2):
+        V = like(params, columns)
+        same(product(loss, params, V, batch, compile="eager"), product(loss, params, V, batch))
+    assert graphs(loss) == 1
+
+
+def test_the_first_half_runs_once_for_a_block(monkeypatch):
+    runs = []
+    make = _compiled.Halves._made
+
+    def made(self, graph, inputs):
+        run = make(self, graph, inputs)
+        return lambda *given: (runs.append(len(given)), run(*given))[1]
+
+    monkeypatch.setattr(_compiled.Halves, "_made", made)
+    _, loss, params = small()
+    for _ in range(2):
+        runs.clear()
+        hog.hvp(loss, params, like(params, 5), batch_of(), compile="eager")
+    assert len(runs) == 1 + 5
+    assert runs[0] < runs[1]
+
+
+@pytest.mark.parametrize("kind", ["Hessian", "Fisher"])
+def test_inductor(kind, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    product, _ = PRODUCTS[kind]
+    _, loss, params = small()
+    V = like(params, 2)
+    for v in (V, {name: p[..., 0] for name, p in V.items()}):
+        same(product(loss, params, v, batch_of(), compile=True), product(loss, params, v, batch_of()))
+    assert "compil" in capfd.readouterr().err
+    assert list(tmp_path.iterdir())
+
+
+def test_convolutions_by_inductor(tmp_path, monkeypatch):
+    """Whose gradients go to other kernels than in eager mode."""
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 2, stride=2, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Tanh(),
+        nn.Flatten(), nn.LazyLinear(3),
+    ).double()  # fmt: skip
+    batch = draw(3, 2, 8, 8), torch.arange(3)
+    model(batch[0])
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    v = like(params)
+    same(hog.hvp(loss, params, v, batch, compile=True), hog.hvp(loss, params, v, batch))
+
+
+def test_parameters_that_are_changed_and_replaced():
+    model, loss, params = small()
+    v, batch = like(params), batch_of()
+    run = partial(hog.hvp, loss)
+    same(run(params, v, batch, compile="eager"), run(params, v, batch))
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    same(run(params, v, batch, compile="eager"), run(params, v, batch))
+    model[0].weight = nn.Parameter(draw(4, 3, seed=9))
+    params = hog.trainable_params(model)
+    same(run(params, v, batch, compile="eager"), run(params, v, batch))
+    assert graphs(loss) == 1
+
+
+def test_parameters_that_are_not_differentiated_by_are_inputs_too():
+    model, loss, params = small()
+    head = {name: p for name, p in params.items() if name.startswith("2.")}
+    v, batch = like(head), batch_of()
+    same(hog.hvp(loss, head, v, batch, compile="eager"), hog.hvp(loss, head, v, batch))
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    same(hog.hvp(loss, head, v, batch, compile="eager"), hog.hvp(loss, head, v, batch))
+    model[0].weight = nn.Parameter(draw(4, 3, seed=9))
+    same(hog.hvp(loss, head, v, batch, compile="eager"), hog.hvp(loss, head, v, batch))
+    assert graphs(loss) == 1
+
+
+def test_modes_of_the_model_have_graphs_of_their_own():
+    loss, params, batch = problem("CNN with BatchNorm in train")
+    v = like(params)
+    for train in (True, False, True):
+        loss.model.train(train)
+        same(hog.hvp(loss, params, v, batch, compile="eager"), hog.hvp(loss, params, v, batch))
+    assert graphs(loss) == 2
+
+
+def test_running_statistics_are_inputs():
+    loss, params, batch = problem("CNN with BatchNorm in eval")
+    v, norm = like(params), loss.model[1]
+    before = hog.hvp(loss, params, v, batch, compile="eager")
+    norm.running_var.mul_(3)
+    after = hog.hvp(loss, params, v, batch, compile="eager")
+    same(after, hog.hvp(loss, params, v, batch))
+    assert relative(flat(after[1]), flat(before[1])) > 0.01
+
+
+def test_nothing_of_the_models_is_changed():
+    loss, params, batch = problem("CNN with BatchNorm in train")
+    state = {name: x.clone() for name, x in loss.model.state_dict().items()}
+    random = torch.get_rng_state()
+    hog.hvp(loss, params, like(params), batch, compile="eager")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None and p.requires_grad for p in params.values())
+    for name, x in loss.model.state_dict().items():
+        assert torch.equal(x, state[name])
+
+
+FUNCTIONS = {
+    "tensor": (lambda x, a: (a * x).sin().prod(), draw(4)),
+    "list": (lambda xs, a: (xs[0] @ xs[1] * a).tanh().sum(), [draw(2, 3), draw(3, 2, seed=1)]),
+    "linear in one": (lambda xs, a: (xs[0] ** 3).sum() + (a * xs[1]).sum(), [draw(3), draw(3, seed=1)]),
+    "a quadratic": (lambda x, a: a * x @ x / 2, draw(4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["vector", "block"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_plain_functions(name, block):
+    written, params = FUNCTIONS[name]
+    func = lambda *given: written(*given)  # noqa: E731
+    v = torch.utils._pytree.tree_map(lambda p: draw(*p.shape, *[2] * block, seed=5), params)
+    for a in (torch.tensor(2.0, dtype=F64), torch.tensor(3.0, dtype=F64)):
+        value, product = hog.hvp(func, params, v, a, compile="eager")
+        expected = hog.hvp(func, params, v, a)
+        assert relative(value, expected[0]) < CLOSE
+        assert relative(flat(product), flat(expected[1])) < CLOSE
+    assert graphs(func) == 1
+
+
+def test_one_tensor_as_parameters_and_vector():
+    x = draw(4)
+    func = lambda x: (x**4).sum()  # noqa: E731
+    assert relative(hog.hvp(func, x, x, compile="eager")[1], 12 * x**3) < CLOSE
+    y = draw(4, seed=1)
+    assert relative(hog.hvp(func, x, y, compile="eager")[1], 12 * x**2 * y) < CLOSE
+
+
+class Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=F64))
+
+    def forward(self, x):
+        return (self.scale * x).sin().prod()
+
+    def of(self, x):
+        return self(x)
+
+
+def test_modules_and_methods_and_what_they_hold():
+    model, x, v = Loss(), draw(4), draw(4, seed=1)
+    for func in (model, model.of):
+        for scale in (1.0, 2.0):
+            model.scale.data.fill_(scale)
+            found = hog.hvp(func, x, v, compile="eager")[1]
+            assert relative(found, hog.hvp(func, x, v)[1]) < CLOSE
+    for _ in range(2):  # a method is another object each time
+        hog.hvp(model.of, x, v, compile="eager")
+    assert graphs(model) == 2
+
+
+def test_graphs_live_as_long_as_their_function():
+    c = torch.ones((), dtype=F64)
+    func = lambda x: (c * x).sin().sum()  # noqa: E731
+    hog.hvp(func, draw(3), draw(3), compile="eager")
+    assert graphs(func) == 1
+    gone = weakref.ref(func)
+    del func
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["vector", "block"])
+@pytest.mark.parametrize("product", [hog.hvp, hog.ggn_vp])
+def test_create_graph(product, block):
+    """The gradient of v^T H v by parameters, vectors and data."""
+    model = mlp(last=1)
+    loss = hog.functional_loss(model, lambda outputs, y: (outputs.exp() * y).mean())
+    found = {}
+    for compile in (False, "eager"):
+        params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+        v = {n: x.requires_grad_() for n, x in like(params, *[2] * block).items()}
+        x = draw(5, 3).requires_grad_()
+        value, Hv = product(
+            loss, params, v, (x, draw(5, 1, seed=2)), create_graph=True, compile=compile
+        )
+        total = value + sum((Hv[n] * v[n]).sum() for n in v)
+        found[compile] = torch.autograd.grad(total, [*params.values(), *v.values(), x])
+    for a, b in zip(found["eager"], found[False], strict=True):
+        assert relative(a, b) < CLOSE
+
+
+def test_create_graph_of_a_function_that_is_gone():
+    x, v = draw(3).requires_grad_(), draw(3, seed=1)
+    _, Hv = hog.hvp(lambda x: x.sin().sum(), x, v, create_graph=True, compile="eager")
+    gc.collect()
+    (found,) = torch.autograd.grad(Hv.sum(), x)
+    assert relative(found, -x.detach().cos() * v) < CLOSE
+
+
+def test_strict_and_stand_ins_are_as_without():
+    func = lambda xs: xs[0].sum() + (xs[1] ** 2).sum()  # noqa: E731
+    params = [draw(2), draw(2, seed=1)]
+    with pytest.raises(RuntimeError, match="strict=True"):
+        hog.hvp(func, params, params, strict=True, compile="eager")
+    model = nn.MultiheadAttention(2, 1, batch_first=True).double()
+    outputs = lambda model, x: model(x, x, x)[0]  # noqa: E731
+    loss = hog.functional_loss(model, lambda y, _: y.square().mean(), forward=outputs)
+    params, x = hog.trainable_params(model), draw(2, 3, 2)
+    for stand_ins in (True, False):
+        run = partial(hog.hvp, loss, params, like(params), x, stand_ins=stand_ins)
+        same(run(compile="eager"), run())
+    assert graphs(loss) == 2
+
+
+def test_under_no_grad_inference_mode_and_transforms():
+    _, loss, params = small()
+    v, batch = like(params), batch_of()
+    expected = hog.hvp(loss, params, v, batch)
+    for around in (torch.no_grad, torch.inference_mode):
+        with around():
+            same(hog.hvp(loss, params, v, batch, compile="eager"), expected)
+            same(hog.hvp(loss, params, like(params), batch_of(), compile="eager"), expected)
+    before = graphs(loss)
+    many = torch.func.vmap(
+        lambda v: hog.hvp(loss, params, v, batch, compile="eager")[1], in_dims=-1, out_dims=-1
+    )
+    V = like(params, 2)
+    assert relative(flat(many(V)), flat(hog.hvp(loss, params, V, batch)[1])) < CLOSE
+    assert graphs(loss) == before
+
+
+class NumpyCube(torch.autograd.Function):
+    """Right to the first order; the second lacks a part."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * 3 * x.detach() ** 2
+
+
+def test_custom_functions_are_looked_at_when_a_graph_is_captured():
+    func = lambda x: NumpyCube.apply(x).square().sum()  # noqa: E731
+    with pytest.warns(UserWarning, match="NumpyCube"):
+        hog.hvp(func, draw(3), draw(3, seed=1), compile="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hog.hvp(func, draw(3), draw(3, seed=2), compile="eager")
+
+
+def test_parameters_from_elsewhere_are_refused():
+    model = mlp()
+    params = hog.trainable_params(model)
+    func = lambda p, x: torch.func.functional_call(model, p, x).square().mean() + sum(  # noqa: E731
+        q.square().sum() for q in model.parameters()
+    )
+    for _ in range(2):  # nothing is kept of a capture that raised
+        with pytest.raises(RuntimeError, match="uses the params it is given"):
+            hog.hvp(func, params, like(params), draw(2, 3), compile="eager")
+
+
+def test_refusals():
+    _, loss, params = small()
+    v, batch = like(params), batch_of()
+    with pytest.raises(ValueError, match="finite-differences.*compile=True"):
+        hog.hvp(loss, params, v, batch, mode="finite-differences", compile=True)
+    with pytest.raises(NotImplementedError, match="kind='mc', compile=True"):
+        hog.fisher_vp(loss, params, v, batch, kind="mc", compile=True)
+    with pytest.raises(NotImplementedError, match="kind='mc', compile=True"):
+        hog.FisherOperator(loss, params, batch, kind="mc", compile=True)
+    with pytest.raises(ValueError, match="finite-differences"):
+        hog.GGNOperator(loss, params, batch, mode="finite-differences", compile="eager")
+    for wrong in ("fast", 1, None):
+        with pytest.raises((ValueError, TypeError), match="compile"):
+            hog.hvp(loss, params, v, batch, compile=wrong)
+    reads = hog.functional_loss(mlp(), lambda y, t: y.sum() * (2 if y.sum() > 0 else 3))
+    with pytest.raises(NotImplementedError, match="reads"):
+        hog.hvp(reads, params, v, batch, compile="eager")
+    normal = torch.distributions.Normal
+    huber = hog.functional_loss(mlp(), lambda y, t: F.huber_loss(y, F.one_hot(t, 3).double()))
+    run = partial(hog.fisher_vp, huber, hog.trainable_params(huber.model), v, batch)
+    with pytest.raises(NotImplementedError, match="validate_args=False"):
+        run(likelihood=lambda y: normal(y, 0.5), compile="eager")
+    found = run(likelihood=lambda y: normal(y, 0.5, validate_args=False), compile="eager")
+    same(found, run(likelihood=lambda y: normal(y, 0.5)))
+
+
+def test_ignored_targets_are_counted_anew():
+    _, loss, params = small()
+    v, (x, y) = like(params), batch_of()
+    for ignored in (1, 3):
+        y = y.clone()
+        y[:ignored] = -100
+        run = partial(hog.fisher_vp, loss, params, v, (x, y))
+        same(run(compile="eager"), run())
+    assert graphs(loss) == 1
+
+
+def test_too_many_products_are_told_of(monkeypatch):
+    monkeypatch.setattr(_compiled, "MOST", 2)
+    _, loss, params = small()
+    likelihood = lambda y: torch.distributions.Categorical(logits=y, validate_args=False)  # noqa: E731
+    with pytest.warns(UserWarning, match="made anew for each call"):
+        for _ in range(3):
+            hog.fisher_vp(
+                loss, params, like(params), batch_of(), compile="eager",
+                likelihood=lambda y: likelihood(y),
+            )  # fmt: skip
+
+
+def loader(batch, **options):
+    return DataLoader(TensorDataset(*batch), **{"batch_size": 3, **options})
+
+
+# what an operator is given in the place of one batch of 7, how, and how many graphs for vectors that are
+# like that
+DATA = {
+    "one batch": (lambda b: b, {}, 1),
+    "one batch, nothing kept": (lambda b: b, {"memory_limit": 0}, 1),
+    "a loader with an uneven last batch": (loader, {}, 2),
+    "micro-batches": (lambda b: b, {"micro_batch": 2}, 2),
+    "shuffled": (partial(loader, shuffle=True), {}, 2),
+}
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("kind", OPERATORS)
+def test_operators(kind, data):
+    loss, params, batch = problem("LayerNorm")
+    give, options, expected = DATA[data]
+    plain = OPERATORS[kind](loss, params, batch)
+    operator = OPERATORS[kind](loss, params, give(batch), compile="eager", **options)
+    for seed in (0, 1):
+        v = draw(plain.shape[0], seed=seed)
+        assert relative(operator @ v, plain @ v) < CLOSE
+    assert graphs(loss) == expected
+    V = draw(plain.shape[0], 3, seed=2)
+    assert relative(operator @ V, plain @ V) < CLOSE
+
+
+def test_what_is_kept_is_forgotten_when_anything_changes():
+    model, loss, params = small()
+    batch = batch_of()
+    operator = hog.HessianOperator(loss, params, batch, compile="eager")
+    plain = hog.HessianOperator(loss, params, batch)
+    v = draw(plain.shape[0])
+    operator @ v
+    assert operator._kept is not None
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)
+    assert relative(operator @ v, plain @ v) < CLOSE
+    batch[0].mul_(2)
+    assert relative(operator @ v, plain @ v) < CLOSE
+    model[0].weight.data = draw(4, 3, seed=9)
+    assert relative(operator @ v, plain @ v) < CLOSE
+    assert graphs(loss) == 1
+    small_limit = hog.HessianOperator(loss, params, batch, compile="eager", memory_limit=8)
+    assert relative(small_limit @ v, plain @ v) < CLOSE
+    assert small_limit._kept is None
+
+
+def test_algorithms_go_through_what_is_compiled(monkeypatch):
+    _, loss, params = small()
+    batch = batch_of()
+    found = {}
+    for compile in (False, "eager"):
+        G = hog.GGNOperator(loss, params, loader(batch), compile=compile)
+        b, g = draw(G.shape[0]), torch.Generator().manual_seed(0)
+        value, gradient = G.gradient()
+        found[compile] = [
+            G.to_dense(), G.solve(b, damping=0.1), G.eigsh(k=3).values, G.trace(8, generator=g),
+            (0.5 * G + G.damped(1.0)) @ b, G.block_diagonal("module") @ b, value, flat(gradient),
+        ]  # fmt: skip
+    for a, b in zip(found["eager"], found[False], strict=True):
+        assert relative(a, b) < 1e-8
+    assert graphs(loss) == 4  # of one vector and of several, for two shapes of a batch
+
+
+def test_operators_notice_what_is_not_the_same_twice():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    batches = [batch_of(seed=3), batch_of(seed=4)]
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    operator = hog.HessianOperator(loss, params, batches, compile="eager")
+    v = draw(operator.shape[0])
+    operator @ v
+    batches[1] = batch_of(seed=5)
+    with pytest.raises(RuntimeError, match="the data differs from pass to pass"):
+        operator @ v
+    batches[1] = (torch.full((7, 3), torch.nan, dtype=F64), batches[1][1])
+    with pytest.raises(FloatingPointError, match="loss"):
+        operator @ v
+
+
+def test_an_operator_warns_of_what_the_loss_does_not_depend_on():
+    model = mlp()
+    model.register_parameter("spare", nn.Parameter(draw(2)))
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    operator = hog.HessianOperator(loss, params, batch_of(), compile="eager")
+    with pytest.warns(UserWarning, match="does not depend on spare"):
+        operator @ draw(operator.shape[0])
