@@ -30,6 +30,7 @@ from hoglib.capture._simplify import simplify
 
 Run = Callable[..., Any]
 LIMIT = 2**30  # bytes of the directory
+MOST = 256  # graphs kept in memory beside those in use
 
 
 class Made(NamedTuple):
@@ -69,6 +70,8 @@ def make(
             say(f"compiling {len(graph.graph.nodes):,} operations")
             run = _compile(graph, tensors, dynamic, key)
         _IN_MEMORY[key] = run
+        while len(_IN_MEMORY) > MOST:
+            _IN_MEMORY.pop(next(iter(_IN_MEMORY)))
     return Made(run, perf_counter() - began, source)
 
 

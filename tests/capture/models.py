@@ -110,35 +110,36 @@ class Tied(nn.Module):
 
 
 ROWS, SEQUENCE, IMAGE = (4, 3), (3, 5, 3), (2, 2, 6, 6)
-# name: model, shape of the batch, whether torch.func.hessian and forward over reverse are right
+# name: model, shape of the batch, whether torch.func.hessian and forward over reverse are compared (they
+# are not where torch is wrong, nor everywhere else, for the time that they take)
 MODELS = {
     "MLP": (lambda: net(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), ROWS, True, True),
-    "ReLU MLP": (lambda: net(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), ROWS, True, True),
+    "ReLU MLP": (lambda: net(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)), ROWS, False, True),
     "conv and pool": (
         lambda: net(nn.Conv2d(2, 3, 3), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 2)), IMAGE, True, True,
     ),
     "conv and max pool": (
-        lambda: net(nn.Conv2d(2, 3, 3, padding=1), nn.Softplus(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(12, 2)), IMAGE, True, True,
+        lambda: net(nn.Conv2d(2, 3, 3, padding=1), nn.Softplus(), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(12, 2)), IMAGE, False, True,
     ),
     "BatchNorm in eval mode": (
         lambda: in_eval_mode(net(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, True, True,
     ),
     "LayerNorm": (lambda: net(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2)), ROWS, False, True),
-    "GroupNorm": (lambda: net(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 2)), IMAGE, True, True),
+    "GroupNorm": (lambda: net(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 2)), IMAGE, False, True),
     "transformer layer": (Attending, (2, 3, 4), False, False),
     "LSTM": (lambda: Recurrent(nn.LSTM), SEQUENCE, False, False),
-    "GRU": (lambda: Recurrent(nn.GRU), SEQUENCE, True, True),
+    "GRU": (lambda: Recurrent(nn.GRU), SEQUENCE, False, False),
     "embedding": (Bag, None, True, True),
     "weight norm": (lambda: net(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)), ROWS, False, False),
     "spectral norm in eval mode": (
-        lambda: in_eval_mode(net(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, True, True,
+        lambda: in_eval_mode(net(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, False, True,
     ),
     "complex": (Complex, ROWS, False, True),
     "custom Function with a jvp": (lambda: net(nn.Linear(3, 4), Through(Cubic.apply), nn.Linear(4, 2)), ROWS, True, True),
-    "hoglib layers": (lambda: net(hog.nn.Linear(3, 4), hog.nn.Swish(4), hog.nn.LinearAct(4, 4, act="tanh"), hog.nn.Linear(4, 2)), ROWS, True, True),
-    "hoglib ops": (lambda: net(nn.Linear(3, 4), Through(lambda x: hog.ops.power(hog.ops.sigmoid(x), 2.5)), Through(lambda x: hog.ops.logsumexp(x, -1)), nn.Unflatten(0, (4, 1))), ROWS, True, True),
-    "recomputed": (lambda: net(nn.Linear(3, 4), hog.nn.Remat(net(nn.Tanh(), nn.Linear(4, 4))), nn.Tanh(), nn.Linear(4, 2)), ROWS, True, True),
-    "tied weights": (Tied, ROWS, True, True),
+    "hoglib layers": (lambda: net(hog.nn.Linear(3, 4), hog.nn.Swish(4), hog.nn.LinearAct(4, 4, act="tanh"), hog.nn.Linear(4, 2)), ROWS, False, True),
+    "hoglib ops": (lambda: net(nn.Linear(3, 4), Through(lambda x: hog.ops.power(hog.ops.sigmoid(x), 2.5)), Through(lambda x: hog.ops.logsumexp(x, -1)), nn.Unflatten(0, (4, 1))), ROWS, False, True),
+    "recomputed": (lambda: net(nn.Linear(3, 4), hog.nn.Remat(net(nn.Tanh(), nn.Linear(4, 4))), nn.Tanh(), nn.Linear(4, 2)), ROWS, False, True),
+    "tied weights": (Tied, ROWS, False, True),
 }  # fmt: skip
 
 

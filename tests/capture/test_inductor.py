@@ -1,0 +1,309 @@
+"""Graphs that torch's compiler makes, and the directory that keeps them."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.capture import _inductor as inductor
+from tests.capture.models import draw
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("graphs")
+
+
+@pytest.fixture
+def cache(shared_cache, monkeypatch):
+    """A directory that one test fills and others read."""
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(shared_cache))
+    inductor.forget()
+    return shared_cache
+
+
+@pytest.fixture
+def other_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    inductor.forget()
+    return tmp_path
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """Whatever is compiled fails the test."""
+
+    def fail(*args):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(inductor, "_compile", fail)
+
+
+def function():
+    """The same function, made anew."""
+    weight = draw(3).requires_grad_()
+
+    def fn(x):
+        return torch.func.grad(lambda x: (x * weight).sin().prod())(x)
+
+    return fn
+
+
+def graph_and_inputs():
+    seen = []
+
+    def keep(graph, inputs):
+        seen.append((graph, inputs))
+        return graph.forward
+
+    fast = hog.compile(function(), backend=keep)
+    fast(draw(3))
+    return seen[0]
+
+
+@pytest.fixture
+def compiled(cache, capfd):
+    """What the first compilation gave, and what it said."""
+    fast = hog.compile(function())
+    x = draw(3)
+    return fast, fast(x), capfd.readouterr().err
+
+
+def test_the_first_process_compiles_and_says_so(compiled, cache):
+    fast, result, said = compiled
+    assert_close(result, function()(draw(3)), rtol=1e-12, atol=1e-12)
+    (one,) = fast.signatures
+    assert one.backend == "inductor"
+    if one.source == "compiled":
+        assert said.startswith("hoglib: compiling ")
+        assert f"compiled {fast.name} in" in said
+        assert str(cache) in said
+    assert [path.suffix for path in cache.iterdir()] == [".bin"]
+    assert_close(fast(draw(3, seed=1)), function()(draw(3, seed=1)))
+
+
+def test_a_graph_that_is_equal_is_found_in_memory_and_on_disk(compiled, cache, no_compiler, capfd):
+    again = hog.compile(function())
+    assert_close(again(draw(3)), compiled[1])
+    assert again.signatures[0].source == "memory"
+    inductor.forget()
+    later = hog.compile(function())
+    assert_close(later(draw(3)), compiled[1])
+    assert later.signatures[0].source == "disk"
+    assert capfd.readouterr().err == ""
+
+
+def test_derivatives_of_a_compiled_function_are_compiled(other_cache, capfd):
+    weight = draw(3).requires_grad_()
+    x = draw(3, seed=1).requires_grad_()
+
+    def fn(x):
+        return (x * weight).sin().sum()
+
+    fast = hog.compile(fn, progress=False)
+    value, expected = fast(x), fn(x)
+    assert_close(value, expected)
+    ours, theirs = (torch.autograd.grad(v, [x, weight]) for v in (value, expected))
+    assert_close(ours, theirs)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_process_reads_what_the_first_wrote(compiled, cache):
+    program = """
+        import sys, torch
+        import hoglib as hog
+        from hoglib.capture import _inductor as inductor
+        from tests.capture.test_inductor import function
+        from tests.capture.models import draw
+        torch.set_num_threads(1)
+        inductor._compile = None
+        fast = hog.compile(function())
+        print(fast(draw(3)).tolist(), fast.signatures[0].source)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False,
+    )  # fmt: skip
+    assert found.stdout.strip() == f"{compiled[1].tolist()} disk", found.stderr
+
+
+@pytest.mark.parametrize("damage", ["cut short", "empty", "something else", "of another user"])
+def test_a_file_that_cannot_be_read_is_compiled_anew(compiled, cache, monkeypatch, damage):
+    (path,) = cache.glob("*.bin")
+    whole = path.read_bytes()
+    inductor.forget()
+    made = []
+    monkeypatch.setattr(
+        inductor, "_compile", lambda graph, *rest: (made.append(1), graph.forward)[1]
+    )
+    try:
+        if damage == "of another user":
+            monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+        else:
+            path.write_bytes(
+                {"cut short": whole[:100], "empty": b"", "something else": b"not a graph"}[damage]
+            )
+        fast = hog.compile(function(), progress=False)
+        assert_close(fast(draw(3)), compiled[1])
+        assert fast.signatures[0].source == "compiled"
+        assert made == [1]
+    finally:
+        path.write_bytes(whole)
+
+
+class Artifact:
+    def __init__(self, error=None, size=10):
+        self.error, self.size = error, size
+
+    def save(self, path):
+        if self.error:
+            raise self.error
+        with open(path, "wb") as file:
+            file.write(b"x" * self.size)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), PermissionError("read-only")]
+)
+def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, monkeypatch, error):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "new"))
+    with pytest.warns(UserWarning, match=r"could not keep what it compiled.*set HOGLIB_CACHE_DIR"):
+        inductor._save(Artifact(error), "key")
+    assert list((tmp_path / "new").iterdir()) == []  # nothing half written
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="could not keep"):
+        inductor._save(Artifact(), "key")
+
+
+def test_what_torch_cannot_write_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    inductor._save(Artifact(AssertionError("no")), "key")
+    assert list(tmp_path.iterdir()) == []
+    inductor._save(Artifact(), "key")
+    assert [path.name for path in tmp_path.iterdir()] == ["key.bin"]
+
+
+def test_the_directory_is_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "a" / "b"))
+    inductor._save(Artifact(), "key")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("HOGLIB_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert inductor.cache_dir() == tmp_path / "hoglib"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert inductor.cache_dir() == tmp_path / ".cache" / "hoglib"
+
+
+def test_the_oldest_go_where_the_directory_grows_too_large(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor, "LIMIT", 25)
+    for i, name in enumerate("abcd"):
+        inductor._save(Artifact(), name)
+        os.utime(tmp_path / f"{name}.bin", (i, i))
+        inductor._prune(tmp_path)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["c", "d"]
+    inductor._save(Artifact(size=100), "e")
+    assert [path.stem for path in tmp_path.iterdir()] == [
+        "e"
+    ]  # the newest stays, whatever its size
+
+
+def test_what_is_kept_in_memory_is_limited(monkeypatch):
+    graph, inputs = graph_and_inputs()
+    monkeypatch.setattr(inductor, "MOST", 3)
+    monkeypatch.setattr(inductor, "_load", lambda key: None)
+    monkeypatch.setattr(inductor, "_compile", lambda *args: object())
+    keys = iter(range(10))
+    monkeypatch.setattr(inductor, "_key", lambda *args: str(next(keys)))
+    inductor.forget()
+    for _ in range(5):
+        inductor.make(graph, inputs, False, lambda text: None)
+    assert list(inductor._IN_MEMORY) == ["2", "3", "4"]
+    inductor.forget()
+
+
+KEYS = {
+    "inputs": lambda g, x: (g, [*x[:-1], x[-1].double() if x[-1].dtype is not torch.float64 else x[-1].float()]),
+    "strides": lambda g, x: (g, [*x[:-1], torch.empty_strided((3,), (2,), dtype=torch.float64)]),
+}  # fmt: skip
+
+
+def test_code_is_for_one_kind_of_input_and_number_of_threads(monkeypatch):
+    graph, inputs = graph_and_inputs()
+    key = inductor._key(graph, inputs, False)
+    assert inductor._key(graph, [x.clone() for x in inputs], False) == key
+    for change in KEYS.values():
+        assert inductor._key(*change(graph, inputs), False) != key
+    assert inductor._key(graph, inputs, True) != key
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    assert inductor._key(graph, inputs, False) != key
+
+
+def test_without_a_compiler_it_runs_one_by_one_and_says_so(tmp_path, monkeypatch):
+    import torch._inductor.config as config
+
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    inductor.forget()
+    fast = hog.compile(function())
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.warns(UserWarning, match=r"is not compiled, and runs its \d+ operations one by one: no C\+\+ compiler was found"):  # fmt: skip
+        result = fast(draw(3))
+    assert_close(result, function()(draw(3)))
+    assert fast.signatures[0].backend == "eager"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_compiler_leaves_no_graph(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    inductor.forget()
+
+    def fails(*args):
+        raise RuntimeError("inductor is at fault")
+
+    monkeypatch.setattr(inductor, "_compile", fails)
+    fast = hog.compile(function(), progress=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="inductor is at fault"):
+            fast(draw(3))
+        assert fast.signatures == []
+    assert inductor._IN_MEMORY == {}
+
+
+def test_random_numbers_and_layouts_in_one_compiled_graph(other_cache):
+    """What differs most between torch's compiler and torch, in one graph to save time."""
+
+    def fn(x, y, z, n):
+        noise = torch.rand(3, dtype=x.dtype) + torch.nn.functional.dropout(x, 0.5)
+        return x * noise, y.T @ y, y[:, 0].contiguous(), z, (z > 0).sum(), x[1:], x, None, n
+
+    fast = hog.compile(fn, progress=False)
+    for seed in range(2):
+        given = draw(3, seed=seed), draw(4, 6, seed=seed).T, draw(0, 2), 2
+        torch.manual_seed(seed)
+        ours = fast(*given), torch.rand(2)
+        torch.manual_seed(seed)
+        expected = fn(*given), torch.rand(2)
+        assert_close(ours[0][:-2], expected[0][:-2])
+        assert ours[0][-2:] == (None, 2)
+        assert_close(ours[1], expected[1])
+    assert len(fast.signatures) == 1
+
+
+def test_sizes_that_change_in_one_compiled_graph(other_cache):
+    weight = draw(3)
+
+    def fn(x):
+        return torch.func.grad(lambda x: (x * weight).sin().square().sum())(x)
+
+    fast = hog.compile(fn, dynamic=True, progress=False)
+    for size in (4, 7, 5):
+        assert_close(fast(draw(size, 3)), fn(draw(size, 3)))
+    assert len(fast.signatures) == 1
