@@ -1,7 +1,7 @@
 """From a rule for one sample's term to a penalty: conditions, guards, reduction, pieces."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -11,8 +11,9 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._batches import rows
 from hoglib._differences import same_random_numbers
-from hoglib._functorch import tracing, transforms_active
+from hoglib._functorch import transforms_active
 from hoglib._graph import survey
+from hoglib._guarding import guarded, unguarded
 from hoglib._leaves import Vector, filled
 from hoglib._precomputed import with_gradients
 from hoglib._second_look import look, new_functions
@@ -73,20 +74,16 @@ class Terms:
     ) -> Any:
         """numbers: what a generator drew for it; it is then the same whatever that would draw now."""
         draws = None if numbers is None else Draws(numbers)
-        value, outputs, _ = self.computed(x, args, batch, draws, guarded=numbers is None)
+        with nullcontext() if numbers is None else unguarded():  # which an eager run has been
+            value, outputs, _ = self.computed(x, args, batch, draws)
         return (value, outputs) if self.given.return_outputs else value
 
     def computed(
-        self,
-        x: Any,
-        args: tuple[Any, ...],
-        batch: Any,
-        draws: Draws | None = None,
-        guarded: bool = True,
+        self, x: Any, args: tuple[Any, ...], batch: Any, draws: Draws | None = None
     ) -> tuple[Tensor, Any, Point]:
         given = self.given._replace(batch=batch)
         with terms_at(
-            self.what, self.func, x, args, self.rule, given, self.generator, draws, guarded
+            self.what, self.func, x, args, self.rule, given, self.generator, draws
         ) as (terms, point):
             value, outputs = _reduced(terms, given.reduction), point.outputs
         if not point.wanted:
@@ -120,22 +117,17 @@ def terms_at(
     given: Settings,
     generator: torch.Generator | None,
     draws: Draws | None = None,
-    guarded: bool = True,
 ) -> Iterator[tuple[Tensor, Point]]:
-    """The terms of a rule at x, and the point; the conditions of a penalty hold inside.
-
-    guarded: checked by what the values say, while there are values.
-    """
-    guarded = guarded and not tracing()
+    """The terms of a rule at x, checked, and the point; the conditions of a penalty hold inside."""
     with point_at(what, func, x, args, given) as point:
         point.draws = draws
-        unseen = new_functions(point.y) if guarded and point.wanted and point.functions else []
+        unseen = new_functions(point.y) if point.wanted and point.functions else []
         state = generator.get_state() if unseen and generator is not None else None
         terms = rule(point)
         if point.wanted and not transforms_active():
             if not terms.requires_grad or not effect.reaches(terms, point.trainable):
                 raise effect.none(what, effect.OF_PARAMETERS, func, point.at(point.own), point.args)
-            if guarded:
+            if guarded():
                 coupling.look(point)
             if unseen:
                 _second_look(point, rule, given, unseen, generator, state)
