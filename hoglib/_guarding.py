@@ -1,5 +1,5 @@
-"""When guards look at values: not while a graph is captured, whose tensors have none, and not where what
-was looked at is run again to be compared with a graph."""
+"""When guards look at values: not while a graph is captured, whose tensors have none, and not where
+what was looked at is run again to be compared with a graph."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

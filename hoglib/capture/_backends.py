@@ -32,8 +32,8 @@ def made(
         run = options.backend(graph, inputs)
         if not callable(run):
             raise arguments.WrongType(
-                f"backend: expected a function of (graph module, inputs) that gives a function, got one that "
-                f"gives {arguments.describe(run)}; return `graph.forward` to run it as it is."
+                f"backend: expected a function of (graph module, inputs) that gives a function, got "
+                f"one that gives {arguments.describe(run)}; return `graph.forward` to run it as it is."
             )
         return inductor.Made(run, perf_counter() - began, "compiled"), named(options.backend)
     if options.backend == "eager":

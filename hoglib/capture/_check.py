@@ -25,6 +25,7 @@ def equal(
     tensors: list[Tensor],
     lifted: list[Tensor],
     entry: Captured,
+    *,
     apart: bool,
 ) -> None:
     """Raises RuntimeError where the graph's outputs differ from the function's.
@@ -71,10 +72,10 @@ def _compare(what: str, i: int, expected: Tensor, found: Tensor, scale: float, w
             return
         how = f"a distance of {apart:.1e} where the size is {own:.1e}"
     raise arguments.NoSecondDerivative(
-        f"{what}: expected a graph that computes what the function does, got {how} in output {i}{which}. "
-        "Something is traced in that is not a tensor of the graph (a result of NumPy, a value kept from "
-        "an earlier call, random numbers of another library), or the compiler is at fault: "
-        "backend='eager' tells. Make it an argument, or pass check=False if you know better."
+        f"{what}: expected a graph that computes what the function does, got {how} in output "
+        f"{i}{which}. Something is traced in that is not a tensor of the graph (a result of NumPy, a "
+        "value kept from an earlier call, random numbers of another library), or the compiler is at "
+        "fault: backend='eager' tells. Make it an argument, or pass check=False if you know better."
     )
 
 

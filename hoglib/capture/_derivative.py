@@ -97,7 +97,7 @@ def differentiated(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
 def check_unchanged(
     compiled: "Compiled", entry: Captured, form: Form, given: list[Tensor], lifted: list[Tensor]
 ) -> None:
-    """Raises NoSecondDerivative where the function reaches other tensors or modules than at its call."""
+    """Raises NoSecondDerivative where the function reaches other tensors or modules than at a call."""
     now = entry.found(compiled.fn, form, given)
     if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):
         raise arguments.NoSecondDerivative(

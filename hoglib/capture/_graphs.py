@@ -40,7 +40,6 @@ class Captured:
     recorded: list[bool] = field(repr=False)  # which of its tensors have a graph in eager mode
     backward: "Graphs" = field(repr=False)  # of its pullback
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # what was assumed of symbolic shapes
-    backward: "Graphs" = field(repr=False)
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
         """The tensors among the outputs, without a graph of their own.
@@ -64,7 +63,7 @@ class Captured:
         return lifted
 
     def inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
-        """What the graph is given: the arguments, but for those that are reached, and what is reached."""
+        """What the graph is given: arguments that are not reached otherwise, and what is reached."""
         if not self.shared:
             return tensors + lifted
         also = {i for i, _ in self.shared}

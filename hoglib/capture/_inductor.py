@@ -112,8 +112,8 @@ def _settings() -> Iterator[None]:
     Random numbers come from torch's own generators, in the order of the graph: so a compiled function
     draws what it draws otherwise. Each vector instruction set that the processor has is tried out by
     compiling a program, at the first compilation ever, one after the other: eight seconds on two cores.
-    They are taken as they are instead, unless TORCH_VEC_ISA_OK says otherwise. On a processor images have
-    the layout that `channels_last` gave them.
+    They are taken as they are instead, unless TORCH_VEC_ISA_OK says otherwise. On a processor images
+    have the layout that `channels_last` gave them.
     """
     import torch._inductor.config as config
 
@@ -129,11 +129,12 @@ def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: s
         raise NoCompiler("no C++ compiler was found: install g++ or clang++, or set CXX")
     from torch._inductor import standalone_compile
 
+    given: list[Any] = list(tensors)
     try:
         with torch.no_grad(), _settings(), _quietly():
             artifact = standalone_compile(
                 graph if dynamic else channels_last(graph, tensors),
-                tensors,
+                given,
                 dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
             )
     except Exception as error:
@@ -170,7 +171,7 @@ def _load(key: str) -> Run | None:
             return None
     except (OSError, AttributeError):
         return None
-    from torch._inductor import CompiledArtifact
+    from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
 
     try:
         with _settings(), _quietly():

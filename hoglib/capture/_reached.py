@@ -63,7 +63,7 @@ class Reached:
             return None
         if at is None:
             return None
-        found = [
+        found: list[Any] = [
             constant if place is None else at[place]
             for place, constant in zip(self._places, self._constants, strict=True)
         ]
@@ -81,9 +81,9 @@ class Reached:
         for tensor, before, now in zip(tensors, self._places, again._places, strict=True):
             if before is not None and now is None:
                 raise arguments.NoSecondDerivative(
-                    f"{what}: expected a function that leaves the tensors it reaches where they are, got "
-                    f"one that puts another in the place of {arguments.describe(tensor)} each time that it "
-                    "runs; pass that tensor as an argument, and return the new one."
+                    f"{what}: expected a function that leaves the tensors it reaches where they are, "
+                    f"got one that puts another in the place of {arguments.describe(tensor)} each "
+                    "time that it runs; pass that tensor as an argument, and return the new one."
                 )
         return again
 

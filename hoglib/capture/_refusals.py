@@ -91,16 +91,16 @@ class OfOperations(TorchDispatchMode):
     def _draws(self, func: Any) -> Exception:
         return arguments.NotSupported(
             f"{self._what}: expected a function that is given its random numbers, got one that draws "
-            f"them from a Generator of its own ({func}{line()}). Draw them outside, and pass them as an "
-            "argument."
+            f"them from a Generator of its own ({func}{line()}). Draw them outside, and pass them as "
+            "an argument."
         )
 
     def _changes(self, func: Any) -> Exception:
         return arguments.NotSupported(
-            f"{self._what}: expected a function that leaves its arguments, parameters and buffers as they "
-            f"are, got one that changes one in place ({func}{line()}). Work on a clone(); a model in train "
-            "mode with running statistics runs without them in `hoglib.functional_loss(model, criterion)`, "
-            "and in eval mode as it is."
+            f"{self._what}: expected a function that leaves its arguments, parameters and buffers as "
+            f"they are, got one that changes one in place ({func}{line()}). Work on a clone(); a "
+            "model in train mode with running statistics runs without them in "
+            "`hoglib.functional_loss(model, criterion)`, and in eval mode as it is."
         )
 
     def _is_kept(self, value: Tensor) -> bool:
@@ -142,8 +142,8 @@ def refuse_outer_graphs(what: str) -> None:
     if isinstance(mode, OfOperations) and mode.outer:
         raise arguments.NotSupported(
             f"{what}: expected a loss of arguments and parameters, got one that also reaches "
-            f"{arguments.describe(mode.outer[0])} that was computed with a graph ({mode.outer[0].grad_fn}). "
-            "Pass it as an argument."
+            f"{arguments.describe(mode.outer[0])} that was computed with a graph "
+            f"({mode.outer[0].grad_fn}). Pass it as an argument."
         )
 
 
@@ -163,17 +163,17 @@ def explaining(what: str) -> Iterator[None]:
 
 def reads_values(what: str, how: str, where: str) -> Exception:
     return arguments.NotSupported(
-        f"{what}: expected a function whose graph is the same for all values of its tensors, got one that "
-        f"reads them ({how}{where}): if, float(), .item() and NumPy would be traced in. Use torch.where, "
-        "keep numbers as tensors, or take that part out of what is compiled."
+        f"{what}: expected a function whose graph is the same for all values of its tensors, got one "
+        f"that reads them ({how}{where}): if, float(), .item() and NumPy would be traced in. Use "
+        "torch.where, keep numbers as tensors, or take that part out of what is compiled."
     )
 
 
 def calls_backward(what: str, where: str) -> Exception:
     return arguments.NotSupported(
-        f"{what}: expected a function that returns its gradients, got one that calls backward(){where}, "
-        "which leaves them in .grad. Return those of `torch.autograd.grad`, or compile the loss with "
-        "`hoglib.compiled_loss` and call backward() on its value."
+        f"{what}: expected a function that returns its gradients, got one that calls "
+        f"backward(){where}, which leaves them in .grad. Return those of `torch.autograd.grad`, or "
+        "compile the loss with `hoglib.compiled_loss` and call backward() on its value."
     )
 
 

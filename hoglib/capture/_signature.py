@@ -123,8 +123,8 @@ def _of_argument(what: str, tensor: Tensor, dynamic: bool) -> Hashable:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         raise arguments.NotSupported(
             f"{what}: expected dense tensors of torch's own class, got "
-            f"{arguments.describe(tensor)} of class {type(tensor).__name__} and layout {tensor.layout}; "
-            "convert it before the call, or do not compile."
+            f"{arguments.describe(tensor)} of class {type(tensor).__name__} and layout "
+            f"{tensor.layout}; convert it before the call, or do not compile."
         )
     return of_tensor(tensor, dynamic)
 

@@ -44,8 +44,9 @@ class Place:
 
 
 class Of:
-    """Stands for a tensor that an output names: an argument, by its place among those that require grad,
-    or one that the function reaches, by its place among those lifted once the trace is through."""
+    """Stands for a tensor that an output names: an argument, by its place among those that require
+    grad, or one that the function reaches, by its place among those lifted once the trace is through.
+    """
 
     def __init__(self, where: Tensor | int, is_argument: bool) -> None:
         self.where = where
@@ -107,8 +108,8 @@ def running(what: str, modules: list[nn.Module]) -> Iterator[None]:
             raise arguments.NotSupported(
                 f"{what}: expected a function without DistributedDataParallel in it, which gets its "
                 "gradients ready at each forward, got one that calls it: the processes would not share "
-                "their gradients. Compile the loss of the module that it wraps, and call that loss in a "
-                "module's forward which DistributedDataParallel wraps."
+                "their gradients. Compile the loss of the module that it wraps, and call that loss in "
+                "a module's forward which DistributedDataParallel wraps."
             )
         known.add(id(module))
         modules.append(module)
@@ -201,8 +202,8 @@ def _check_outputs(what: str, leaves: list[Any]) -> None:
         if hidden and not isinstance(leaf, Of | Place):
             raise arguments.NotSupported(
                 f"{what}: expected outputs of tensors in dicts, lists and tuples, got "
-                f"{arguments.describe(leaf)}, which holds tensors that the graph would not renew; return "
-                "its tensors, or register its class with torch.utils._pytree."
+                f"{arguments.describe(leaf)}, which holds tensors that the graph would not renew; "
+                "return its tensors, or register its class with torch.utils._pytree."
             )
 
 
@@ -218,8 +219,8 @@ def _lift(what: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tens
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
             raise arguments.NotSupported(
                 f"{what}: expected dense tensors of torch's own class, got one that reaches "
-                f"{arguments.describe(value)} of class {type(value).__name__} and layout {value.layout}; "
-                "convert it, or do not compile."
+                f"{arguments.describe(value)} of class {type(value).__name__} and layout "
+                f"{value.layout}; convert it, or do not compile."
             )
         lifted[id(value)] = value
         with _after(graph.graph, last[-1] if last else None):
@@ -233,8 +234,8 @@ def _lift(what: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tens
         value = _attribute(graph, str(node.target))
         if not isinstance(value, Tensor):
             raise arguments.NotSupported(
-                f"{what}: expected a graph of tensors, got one that holds a {type(value).__name__}; make "
-                "it before the call, and pass what it gives as an argument."
+                f"{what}: expected a graph of tensors, got one that holds a {type(value).__name__}; "
+                "make it before the call, and pass what it gives as an argument."
             )
         if id(value) not in lifted:
             lift(value, node.meta)

@@ -1,41 +1,33 @@
 """`hoglib.compile`: a function of pytrees of tensors, second derivatives and all, as one graph."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from time import perf_counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._recording import outside_inference_mode
+from hoglib import _tree
 from hoglib._warning import warn
 from hoglib.capture import _backends as backends
-from hoglib.capture import _check as checking
 from hoglib.capture import _signature as signature
+from hoglib.capture._capturing import capture
+from hoglib.capture._capturing import runs_elsewhere as runs_elsewhere
 from hoglib.capture._derivative import Graph, Pullback
-from hoglib.capture._graphs import CAPTURING, Captured, Graphs, of_function, shared
-from hoglib.capture._kept import nothing_left
-from hoglib.capture._reached import Reached
+from hoglib.capture._graphs import CAPTURING, Captured, Graphs, of_function
 from hoglib.capture._signature import Form
-from hoglib.capture._simplify import simplify
-from hoglib.capture._trace import Traced, alike, trace, without_saved_tensor_hooks
-from hoglib.capture._walk import Walk
+from hoglib.capture._trace import alike
 
 MOST = 16  # graphs of one function; beyond, something changes at each call that should be a tensor
-_HERE = threading.local()
 
 
 class Compiled:
     """A function that runs as a graph; made by `compile`."""
 
     def __init__(
-        self, fn: Callable[..., Any], *, backend: Any, dynamic: bool, check: bool, name: str | None = None,
-        progress: bool = True, graphs: Graphs | None = None, before: Callable[[], None] | None = None,
+        self, fn: Callable[..., Any], *, backend: Any, dynamic: bool, check: bool,
+        name: str | None = None, progress: bool = True, graphs: Graphs | None = None,
+        before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.fn = arguments.function("fn", fn)
         if not callable(backend):
@@ -99,14 +91,14 @@ class Compiled:
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph for such a call, as a function of the tensors among its arguments, in their order.
 
-        For calls with the same signature while parameters, buffers and modes stay: nothing is looked up.
-        The arguments stand for any of their kind: one that is given twice need not be later.
+        For calls with the same signature while parameters, buffers and modes stay: nothing is looked
+        up. The arguments stand for any of their kind: one that is given twice need not be later.
         """
         apart = _tree.map_tensors(alike, args)
         form, tensors = signature.of_call(self.name, apart, {}, self.dynamic)
         found = self.captured(form, tensors)
         if found is None:
-            return lambda given: tensors_of(self._of(form)(*given))
+            return lambda given: tensors_of(self.of_tensors(form)(*given))
         entry, lifted = found
         return lambda given: entry.execute(given + lifted)
 
@@ -118,67 +110,9 @@ class Compiled:
         return None
 
     def _capture(self, form: Form, tensors: list[Tensor]) -> tuple[Captured, list[Tensor]]:
-        root = (self.fn, form.others)
-        with outside_inference_mode(), without_saved_tensor_hooks():
-            began = perf_counter()
-            with nothing_left(root):
-                traced, also = self._traced(form, tensors)
-            simplify(traced.graph)
-            seconds = perf_counter() - began
-            own = [i for i in range(len(tensors)) if i not in dict(also)]
-            reached = Reached(root, traced.lifted, traced.modules)
-            inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
-            made, backend = backends.made(self, traced.graph, inputs)
-            entry = Captured(
-                arguments=form.described(tensors),
-                nodes=sum(node.op == "call_function" for node in traced.graph.graph.nodes),
-                backend=backend,
-                source=made.source,
-                seconds_to_trace=seconds,
-                seconds_to_compile=made.seconds,
-                code=traced.graph.code,
-                run=made.run,
-                reached=reached,
-                shared=also,
-                leaves=traced.leaves,
-                structure=traced.structure,
-                recorded=traced.recorded,
-                backward=Graphs(),
-                holds=_assumptions(traced.graph, own) if self.dynamic else _always,
-            )
-            if self.check:
-                with _eagerly():
-                    apart = getattr(self.fn, "apart", False)
-                    checking.equal(self.name, self._of(form), tensors, traced.lifted, entry, apart)
-                entry = replace(
-                    entry, reached=reached.after(self.name, root, traced.lifted, traced.modules)
-                )
-        return entry, traced.lifted
+        return capture(self, form, tensors)
 
-    def _traced(self, form: Form, tensors: list[Tensor]) -> tuple[Traced, list[tuple[int, int]]]:
-        """The graph, and which arguments the function also reaches otherwise: one variable then."""
-        run = self._of(form)
-        try:
-            traced = trace(self.name, run, tensors, self.dynamic)
-            also = {i for i, _ in shared(tensors, traced.lifted)}
-        except arguments.NotSupported:
-            raise
-        except Exception:  # of a derivative by an argument where it is the other that was used
-            places = Walk((self.fn, form.others)).places
-            also = {i for i, x in enumerate(tensors) if id(x) in places}
-            if not also:
-                raise
-        if also:
-            own = [x for i, x in enumerate(tensors) if i not in also]
-
-            def with_those_reached(*given: Tensor) -> Any:
-                left = iter(given)
-                return run(*[x if i in also else next(left) for i, x in enumerate(tensors)])
-
-            traced = trace(self.name, with_those_reached, own, self.dynamic)
-        return traced, shared(tensors, traced.lifted)
-
-    def _of(self, form: Form) -> Callable[..., Any]:
+    def of_tensors(self, form: Form) -> Callable[..., Any]:
         """The function of the tensors among such arguments."""
 
         def run(*tensors: Tensor) -> Any:
@@ -217,31 +151,38 @@ def compile(
 
     fn: any function of pytrees of tensors (numbers and strings in them are constants), with pytrees of
     tensors out: torch.func transforms, `autograd.grad(create_graph=True)`, hoglib's own functions and
-    custom Functions in it are traced through. `torch.compile` takes neither double backward nor a Function
-    with a jvp; here the derivatives are operations of the graph by the time that it is compiled.
+    custom Functions in it are traced through. `torch.compile` takes neither double backward nor a
+    Function with a jvp; here the derivatives are operations of the graph by the time that it is
+    compiled.
 
     It is captured at the first call with a signature: the structure of the arguments, shapes, strides,
-    dtypes, devices and requires_grad of their tensors, grad mode, autocast, and what modules that ran are
-    in train mode. Parameters, buffers and other tensors that fn reaches are inputs, which each call finds
-    where they are then. Python numbers that it reads are constants. `fast.signatures` lists what was
-    captured: nodes, seconds to trace and to compile, and where the code came from. Graphs are shared by
-    all that compile the same function, at most 16; compiled code by all equal graphs, and with later
-    processes (in HOGLIB_CACHE_DIR, by default hoglib in the user's cache directory).
+    dtypes, devices and requires_grad of their tensors, which of them are one, grad mode, autocast,
+    stand-ins, default dtype and device. Parameters, buffers and other tensors that fn reaches are
+    inputs, which each call finds where they are then. Where fn reaches another module, number, text or
+    function, a list of another length, or a module with another mode or other hooks than when it was
+    captured, it is captured anew. `fast.signatures` lists what was captured: operations, seconds to
+    trace and to compile, and where the code came from. Graphs are shared by all that compile the same
+    function, at most 16; compiled code by all equal graphs, and with later processes (in
+    HOGLIB_CACHE_DIR, by default hoglib in the user's cache directory).
 
-    The outputs are differentiable where those of fn are, to any order: a backward is captured when it is
-    first asked for. Inside of transforms, and where something else traces, fn itself runs.
+    The outputs are differentiable where those of fn are, to any order: a backward is captured when it
+    is first asked for. Inside of transforms, and where something else traces, fn itself runs. Nothing
+    but the outputs comes out of a graph: attributes that fn sets are not set by a call.
 
-    backend: "inductor", torch's compiler; "eager", the same operations one by one, to the bit, with none
-    of the time that autograd and Python take around them and no time to compile; or a function (graph
-    module, inputs) -> function. Without a C++ compiler it is "eager", with a warning.
+    backend: "inductor", torch's compiler; "eager", the same operations one by one, to the bit, with
+    none of the time that autograd and Python take around them and no time to compile; or a function
+    (graph module, inputs) -> function. Without a C++ compiler it is "eager", with a warning.
     dynamic: shapes are symbols, for sizes that change from call to call.
-    check: the first run of each graph is compared with fn, also at other values.
+    check: the first run of each graph is compared with fn, also at other values; so fn runs three times
+    in all at a first call. What fn reads of the world besides tensors and the above (an iterator, the
+    state of another library) is found out by nothing else.
     progress: what is compiled, and how long it took, is said on stderr.
     name: what the function is called in messages.
 
-    Raises NotImplementedError where fn reads values of tensors (if, .item(), NumPy), changes an argument,
-    parameter or buffer in place, or draws from a Generator of its own, naming the line; RuntimeError
-    where the graph's results are not those of fn. Nothing is kept of a capture that raises.
+    Raises NotImplementedError where fn reads values of tensors (if, .item(), NumPy), changes an
+    argument, parameter or buffer in place, or draws from a Generator of its own, naming the line;
+    RuntimeError where the graph's results are not those of fn. Nothing is kept of a capture that
+    raises.
     """
     return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress, name=name)
 
@@ -254,45 +195,8 @@ def operations(fn: Callable[..., Any], *args: Any) -> int:
     return found[0].nodes if found else 0
 
 
-def runs_elsewhere() -> bool:
-    """Whether a call is a part of what is differentiated, traced or compared outside of it."""
-    return (
-        torch.compiler.is_compiling()
-        or getattr(_HERE, "eagerly", False)
-        or _functorch.transforms_active()
-        or _functorch.forward_mode_active()
-        or _functorch.tracing()
-    )
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """Inside, what is compiled runs as it would otherwise, in this thread."""
-    before = getattr(_HERE, "eagerly", False)
-    _HERE.eagerly = True
-    try:
-        yield
-    finally:
-        _HERE.eagerly = before
-
-
-def _assumptions(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tensor]], bool]:
-    """Whether what was assumed of symbolic shapes holds for the tensors of a call."""
-    placeholders = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"][: len(own)]
-    shapes: Any = graph.shape_env
-
-    def hold(tensors: list[Tensor]) -> bool:
-        return bool(shapes.evaluate_guards_for_args(placeholders, [tensors[i] for i in own]))
-
-    return hold
-
-
 def tensors_of(output: Any) -> list[Tensor]:
     return [x for x in _tree.leaves(output) if isinstance(x, Tensor)]
-
-
-def _always(tensors: list[Tensor]) -> bool:
-    return True
 
 
 def counted(graphs: list[Captured]) -> str:

@@ -12,19 +12,20 @@ from hoglib import _functorch, _tree
 from hoglib._graph import nodes
 from hoglib._precomputed import with_gradients
 from hoglib.capture import _signature as signature
+from hoglib.capture._capturing import runs_elsewhere
 from hoglib.capture._derivative import check_unchanged, differentiated
 from hoglib.capture._graphs import Graphs
 from hoglib.capture._refusals import refuse_outer_graphs
 from hoglib.capture._trace import Of, without_hooks
-from hoglib.capture.compiled import Compiled, counted, named, runs_elsewhere
+from hoglib.capture.compiled import Compiled, counted, named
 
 UNREACHED = (
     "{}: expected a loss that depends on tensors that require grad, got one that does not; look for "
     ".detach(), torch.no_grad(), and parameters that are frozen."
 )
 CHANGED = (
-    "{}: expected a second backward (retain_graph=True) while what the loss was computed from is as it was, got "
-    "a tensor that was changed in place since. Call backward before it changes."
+    "{}: expected a second backward (retain_graph=True) while what the loss was computed from is as "
+    "it was, got a tensor that was changed in place since. Call backward before it changes."
 )
 
 
@@ -108,7 +109,8 @@ class CompiledLoss:
         arguments.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or named(fn), fn.__doc__
         options: dict[str, Any] = {
-            "backend": backend, "dynamic": dynamic, "check": check, "progress": progress, "before": before,
+            "backend": backend, "dynamic": dynamic, "check": check, "progress": progress, "before":
+            before,
         }  # fmt: skip
         own = graphs or (None, None, None)
         both = f"{self.name} and its gradient"
@@ -185,13 +187,17 @@ def compiled_loss(
         loss = hog.compiled_loss(lambda real, fake: critic_loss(real, fake) + penalty(critic, real))
         loss(real, fake).backward()
 
-    loss_fn: a function whose value is a scalar tensor, of anything that `compile` takes. It is called as
-    before, and its value is used as before: `backward()`, `torch.autograd.grad`, gradient accumulation,
-    GradScaler, hooks of parameters and of DistributedDataParallel, Lightning's automatic optimisation.
-    The gradients, by all leaf tensors that require grad (arguments, and parameters that the loss reaches),
-    are computed in the forward, with the value; backward scales them and hands them on. With
-    `create_graph=True` they come from a graph of their own, differentiable to any order. Where grad mode
-    is off only the value is computed.
+    loss_fn: a function whose value is a scalar tensor, of anything that `compile` takes. It is called
+    as before, and its value is used as before: `backward()`, `torch.autograd.grad`, gradient
+    accumulation, GradScaler, hooks of parameters and of DistributedDataParallel, Lightning's automatic
+    optimisation. The gradients, by all leaf tensors that require grad (arguments, and parameters that
+    the loss reaches), are computed in the forward, with the value; backward scales them and hands them
+    on. With `create_graph=True` they come from a graph of their own, differentiable to any order.
+    Where grad mode is off only the value is computed.
+
+    What a GradScaler scales is a gradient that was computed without its factor: under autocast to
+    float16 small ones may be zero already, and bfloat16 is the better choice. DistributedDataParallel
+    goes around the module that calls the loss, not into the loss.
 
     Parameters are inputs: they may change between calls, and be replaced. Options and errors as in
     `compile`; RuntimeError also for a loss that depends on nothing that requires grad.

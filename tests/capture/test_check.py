@@ -37,7 +37,7 @@ class Remembering:
 
 
 def of_numpy(x):
-    return x * np.random.rand()  # noqa: NPY002
+    return x * np.random.rand()
 
 
 def of_python(x):
@@ -149,9 +149,9 @@ def test_the_check_draws_and_counts_nothing():
     torch.manual_seed(0)
     expected = x + torch.rand(3), torch.rand(2)
     torch.manual_seed(0)
-    state = np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002
+    state = np.random.get_state()[1].copy(), random.getstate()
     assert_close((fast(x), torch.rand(2)), expected, rtol=0, atol=0)
-    assert (np.random.get_state()[1] == state[0]).all()  # noqa: NPY002
+    assert (np.random.get_state()[1] == state[0]).all()
     assert random.getstate() == state[1]
 
 

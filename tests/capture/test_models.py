@@ -81,7 +81,7 @@ def test_a_captured_second_derivative_is_the_eager_one(name, route):
 @pytest.mark.parametrize("name", ["MLP", "custom Function with a jvp"])
 def test_a_compiled_second_derivative_is_the_eager_one(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    model, loss, params, v, batch = problem(name)
+    _, loss, params, v, batch = problem(name)
     fast = hog.compile(lambda *args: hog.hvp(loss, *args), progress=False)
     expected = hog.hvp(loss, params, v, batch)
     assert_close(fast(params, v, batch), expected, **EXACT)
