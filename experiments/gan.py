@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import hoglib as hog
 from experiments import plots, runs, tables
 from experiments.data.mixture import PARTS, Target
+from experiments.gradients import Loss
 from experiments.networks import mlp
 from experiments.quality import judge, wasserstein
 from hoglib import _arguments as arguments
@@ -60,6 +61,8 @@ class GAN(pl.LightningModule):
     hidden, act: of both networks; latent: entries of z; critic_scale, generator_scale: what the
     initial weights and biases of the first layer are multiplied by, since a network with torch's own
     is too smooth for modes of width 0.05 (Sitzmann et al., SIREN, 2020, section 3.2, likewise);
+    compile: true runs the gradients of both steps, that of the penalty with them, as compiled graphs
+    (`hoglib.compile`; "eager" as graphs that are not compiled), which round otherwise;
     lr, betas: of both Adams; decay: whether lr falls linearly to zero over the run; ema: factor of
     the moving average at each step of the generator.
     """
@@ -80,6 +83,7 @@ class GAN(pl.LightningModule):
         betas: tuple[float, float] = (0.5, 0.99),
         decay: bool = True,
         ema: float = 0.999,
+        compile: bool | str = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -96,6 +100,10 @@ class GAN(pl.LightningModule):
             arguments.one_of("penalty.kind", penalty.kind, OF_CRITICS)
         self.penalty = penalty
         self.loss = arguments.one_of("loss", loss, LOSSES)
+        self._losses = (
+            Loss("the critic's loss", self._of_critic, self.critic, compile),
+            Loss("the generator's loss", self._of_generator, self.generator, compile),
+        )
         self.critic_steps = arguments.at_least("critic_steps", critic_steps, 1)
         self.lr = arguments.positive("lr", lr)
         self.betas = (share("betas", betas[0]), share("betas", betas[1]))
@@ -142,22 +150,31 @@ class GAN(pl.LightningModule):
         self.log_dict(values, prog_bar=True, batch_size=len(real))
 
     def _critic_step(self, real: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            fake = self.generator(self.latents(len(real)))
+        z = self.latents(len(real))
+        factor = 0.0 if self.penalty is None else self.penalty.factor()
         with self.toggled_optimizer(self.optimizers()[0]):  # type: ignore[index]
-            of_real, of_fake = self.critic(torch.cat([real, fake])).chunk(2)
-            loss = LOSSES[self.loss](of_real, of_fake)
-            penalty = self._penalty(real, fake)
-            self._step(0, "critic loss", loss + penalty)
-        return loss.detach(), penalty.detach()
+            loss, penalty = self._step(0, "critic loss", real, z, factor)
+        return loss, penalty
+
+    def _of_critic(self, real: Tensor, z: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            fake = self.generator(z)
+        of_real, of_fake = self.critic(torch.cat([real, fake])).chunk(2)
+        loss = LOSSES[self.loss](of_real, of_fake)
+        if not factor or self.penalty is None:
+            return loss, real.new_zeros(())
+        return loss, factor * self.penalty.value(self.critic, real, fake)
 
     def _generator_step(self, real: Tensor) -> Tensor:
+        z = self.latents(len(real))
         with self.toggled_optimizer(self.optimizers()[1]):  # type: ignore[index]
-            fake = self.generator(self.latents(len(real)))
-            of_fake, of_real = self.critic(torch.cat([fake, real])).chunk(2)
-            loss = LOSSES[self.loss](of_fake, of_real)
-            self._step(1, "generator loss", loss)
-        return loss.detach()
+            (loss,) = self._step(1, "generator loss", real, z)
+        return loss
+
+    def _of_generator(self, real: Tensor, z: Tensor) -> tuple[Tensor]:
+        fake = self.generator(z)
+        of_fake, of_real = self.critic(torch.cat([fake, real])).chunk(2)
+        return (LOSSES[self.loss](of_fake, of_real),)
 
     def _penalty(self, real: Tensor, fake: Tensor) -> Tensor:
         if self.penalty is None:
@@ -181,13 +198,16 @@ class GAN(pl.LightningModule):
 
         return scores, {**hog.trainable_params(self.critic), "x": points}, None
 
-    def _step(self, which: int, name: str, loss: Tensor) -> None:
+    def _step(self, which: int, name: str, *given: Any) -> list[Tensor]:
+        """A step of an optimizer on the critic's loss or the generator's; its terms."""
+        loss, terms = self._losses[which](*given)
         optimizer: Any = self.optimizers()[which]  # type: ignore[index]
         schedule: Any = self.lr_schedulers()[which]  # type: ignore[index]
         optimizer.zero_grad()
         self.manual_backward(arguments.finite(name, loss, ADVICE))
         optimizer.step()
         schedule.step()
+        return terms
 
     @property
     def target(self) -> Target:

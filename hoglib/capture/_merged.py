@@ -37,7 +37,7 @@ def merge(module: fx.GraphModule) -> None:
 def _sums(graph: fx.Graph) -> None:
     """Sums of products of few inner entries become one product of more."""
     for root in reversed(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
-        if not root.users or root.kwargs or _value(root).dim() != 2 or _within_a_sum(root):
+        if not root.users or not _is_sum(root) or _within_a_sum(root):
             continue
         terms = list(_terms(root, False))
         pairs = [(term, pair) for term in terms if (pair := _factors(term)) is not None]

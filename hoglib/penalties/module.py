@@ -1,6 +1,7 @@
 """`GradientPenalty`: a penalty with its weight and its schedule, as a module for configs."""
 
 import inspect
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib._functorch import tracing
+from hoglib.capture.compiled import runs_elsewhere
 from hoglib.penalties import critics, jacobians, parameters
 from hoglib.penalties._options import Settings, settings
 
@@ -90,24 +91,44 @@ class GradientPenalty(nn.Module):
         shared = {k: v for k, v in self.options.items() if k in Settings._fields}
         if self.kind != "parameter_gradient":
             settings(f"hoglib.penalties.{self.kind}", shared)
-        self.calls = 0
+        # not as a number, which would be a constant of any graph that this module is a part of
+        self._calls = array("q", [0])
+
+    @property
+    def calls(self) -> int:
+        """How many calls were counted."""
+        return self._calls[0]
 
     def forward(
         self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
     ) -> Tensor:
         self._returns_a_scalar(options)
-        counts = self.training and torch.is_grad_enabled()
-        if tracing() and counts and self.every > 1:
-            raise arguments.NotSupported(
-                f"GradientPenalty(every={self.every}): expected to run outside of what is captured, since a "
-                "graph counts no calls: it would hold the penalty always, or never. Give the penalty "
-                "compile=True and leave it outside, or compile a step with the function "
-                f"hoglib.penalties.{self.kind} and one without."
-            )
-        if counts:
-            self.calls += 1
-            if (self.calls - 1) % self.every:
-                return _zero(real, fake)
+        factor = self.factor()
+        if not factor and self.weight:
+            return _zero(real, fake)
+        return self.value(critic, real, fake, *args, **options) * factor
+
+    def factor(self) -> float:
+        """Counts a call where calls are counted, and says what the penalty is multiplied by in it: the
+        weight, or lazily 0 or every times the weight."""
+        if not (self.training and torch.is_grad_enabled()):
+            return self.weight
+        if runs_elsewhere():  # what is captured, and compared with that, is not a call of a training
+            if self.every > 1:
+                raise arguments.NotSupported(
+                    f"GradientPenalty(every={self.every}): expected to run outside of what is compiled, "
+                    "since a graph counts no calls: it would hold the penalty always, or never. Call "
+                    "penalty.factor() outside, and pass the number to what is compiled, where "
+                    "`penalty.value(critic, real, fake)` is multiplied by it or left out."
+                )
+            return self.weight
+        self._calls[0] += 1
+        return 0.0 if (self.calls - 1) % self.every else self.weight * self.every
+
+    def value(
+        self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
+    ) -> Tensor:
+        """The penalty by itself, without weight and schedule."""
         function, given = KINDS[self.kind]
         if given != REAL and fake is None:
             raise arguments.WrongType(
@@ -121,7 +142,7 @@ class GradientPenalty(nn.Module):
             )
         points = {REAL: (real,), FAKE: (fake,), BOTH: (real, fake)}[given]
         value: Tensor = function(critic, *points, *args, **{**self.options, **options})
-        return value * (self.weight * (self.every if counts else 1))
+        return value
 
     def _returns_a_scalar(self, options: Mapping[str, Any]) -> None:
         for name in ("return_outputs", "reduction"):
@@ -135,7 +156,7 @@ class GradientPenalty(nn.Module):
         return torch.tensor(self.calls)
 
     def set_extra_state(self, state: Any) -> None:
-        self.calls = int(state)
+        self._calls[0] = int(state)
 
     def extra_repr(self) -> str:
         more = "".join(f", {name}={value!r}" for name, value in self.options.items())
