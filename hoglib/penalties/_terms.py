@@ -1,7 +1,7 @@
 """From a rule for one sample's term to a penalty: conditions, guards, reduction, pieces."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -19,6 +19,7 @@ from hoglib._precomputed import with_gradients
 from hoglib._second_look import look, new_functions
 from hoglib.penalties import _coupling as coupling
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._around import autocast_on
 from hoglib.penalties._compiled import Draws, chosen, run
 from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Settings, settings
@@ -209,16 +210,19 @@ def _in_pieces(
         points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
                   zip(_tree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
         if chosen(given.compile) is None:
-            value, _, point = at.computed(*piece, None)
+            value, _, point = at.computed(piece[0], piece[1], None)
             learnt = point.trainable if point.wanted else []
         else:
-            value = _as_graph(at, *piece, None)
+            value = _as_graph(at, piece[0], piece[1], None)
             learnt = _leaves_of(value)
         value = value / (count if given.reduction == "mean" else 1)
         total = value.detach() if total is None else total + value.detach()
         if not learnt:
             continue
-        grads = torch.autograd.grad(value, learnt, retain_graph=True, allow_unused=True)
+        with ExitStack() as conditions:  # what runs in backward is as what ran in the penalty
+            for kind in () if given.autocast else autocast_on(leaves):
+                conditions.enter_context(torch.autocast(kind, enabled=False))
+            grads = torch.autograd.grad(value, learnt, retain_graph=True, allow_unused=True)
         trainable |= {id(leaf): leaf for leaf in learnt}
         for leaf, grad in zip(learnt, grads, strict=True):
             if grad is not None and not any(leaf is own for own in points):

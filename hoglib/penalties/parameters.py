@@ -23,7 +23,6 @@ from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import backend
 from hoglib.stand_ins import stand_ins_if
 
-
 WHAT = "parameter_gradient"
 Func = Callable[..., Tensor]
 
