@@ -1,0 +1,203 @@
+"""The meta-gradient as graphs: whole, by the step, operation by operation; each equal to plain."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hoglib as hog
+from hoglib.capture import compiled
+from hoglib.meta.compiling import way_that_pays
+from tests.meta.test_maml import as_list, stacks
+from tests.oracles import relative
+
+WAYS = ["eager", "step", "inductor"]
+NOT_ALIKE = {"lr_per_step", "step_weights", "batch_norm"}
+
+
+class Named(nn.Module):
+    """A body and a head, with a layer that vmap of a loss gets wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(2, 6), nn.LayerNorm(6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.body(x))))
+
+
+def plain_net():
+    return nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def with_a_frozen_layer():
+    net = plain_net()
+    net[0].requires_grad_(False)
+    return net
+
+
+CASES = {
+    "gradient descent": (plain_net, {}),
+    "momentum": (plain_net, {"rule": "momentum", "rule_options": {"dampening": 0.1}}),
+    "Adam": (plain_net, {"rule": "adam"}),
+    "AdamW, learned rates": (plain_net, {"rule": "adamw", "learn_lr": "parameter"}),
+    "RMSprop": (plain_net, {"rule": "rmsprop"}),
+    "Meta-SGD": (plain_net, {"learn_lr": "element"}),
+    "rates for each step": (plain_net, {"learn_lr": "layer", "lr_per_step": True}),
+    "layer norm": (Named, {}),
+    "ANIL": (Named, {"inner_params": ["head"]}),
+    "first order": (plain_net, {"first_order": True}),
+    "truncated": (plain_net, {"truncate": 1}),
+    "multi-step loss": (plain_net, {"step_weights": [0.2, 0.3, 0.5]}),
+    "batch norm": (with_batch_norm, {}),
+    "batch norm for each step": (with_batch_norm, {"batch_norm": "per_step"}),
+    "frozen layer": (with_a_frozen_layer, {}),
+    "remat": (plain_net, {"memory": "remat"}),
+    "checkpoint": (plain_net, {"memory": "checkpoint"}),
+    "one task after the other": (plain_net, {"over_tasks": "loop"}),
+}
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Graphs run operation by operation, in every way: compiling is another's test."""
+    make = compiled.Compiled.__init__
+    monkeypatch.setattr(
+        compiled.Compiled, "__init__", lambda self, fn, **given: make(self, fn, **given | {"backend": "eager"})
+    )  # fmt: skip
+
+
+def learner(make, compile, **options):
+    torch.manual_seed(0)
+    model = make().double()
+    return hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=3, compile=compile, **options)
+
+
+def meta_gradient(maml, tasks):
+    maml.zero_grad()
+    maml.loss(tasks).backward()
+    return {n: p.grad.clone() for n, p in maml.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("tasks", [stacks, lambda: as_list(stacks())], ids=["stack", "list"])
+@pytest.mark.parametrize("way", ["eager", "step"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_graph_gives_the_meta_gradient(case, way, tasks):
+    make, options = CASES[case]
+    if way == "step" and NOT_ALIKE & options.keys():
+        with pytest.raises(NotImplementedError, match="expected inner steps that are alike"):
+            learner(make, way, **options).loss(tasks())
+        return
+    torch.manual_seed(1)
+    first, second = tasks(), tasks()
+    ours, plain = (learner(make, way, **options), learner(make, False, **options))
+    for given in (first, second):  # the second finds the graph of the first, at other parameters
+        assert relative(meta_gradient(ours, given), meta_gradient(plain, given)) < 1e-12
+        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+            with torch.no_grad():
+                step = 0.01 * torch.randn_like(p)
+                p += step
+                q += step
+    with torch.no_grad():
+        assert abs(ours.loss(first) - plain.loss(first)) < 1e-12
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True)
+    ), "running statistics"
+
+
+@pytest.mark.parametrize("way", ["inductor", "step"])
+def test_compiled_it_is_the_same(way, capfd):
+    tasks = stacks()
+    ours, plain = learner(plain_net, way), learner(plain_net, False)
+    assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
+    assert "MAML.loss" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_by_the_step_there_are_three_graphs_whatever_the_steps(steps):
+    maml = learner(plain_net, "step")
+    maml.inner_steps = steps
+    maml.loss(stacks())
+    assert sum(len(made.signatures) for made in maml._compiling._made.values()) == 3
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_options_that_change_between_steps_are_heeded():
+    tasks = stacks()
+    ours, plain = learner(plain_net, "eager"), learner(plain_net, False)
+    for name, value in (("inner_steps", 2), ("first_order", True), ("inner_lr", 0.3)):
+        setattr(ours, name, value)
+        setattr(plain, name, value)
+        assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-12
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_dropout_is_drawn_once_for_a_step_and_its_backward():
+    def make():
+        return nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.5), nn.Linear(6, 2))
+
+    with pytest.raises(NotImplementedError, match="random numbers"):
+        learner(make, "step").loss(stacks())
+    tasks = stacks()
+    ours, plain = learner(make, "eager"), learner(make, False)
+    meta_gradient(ours, tasks), meta_gradient(plain, tasks)  # both look at the model at first
+    torch.manual_seed(5)
+    found = meta_gradient(ours, tasks)
+    torch.manual_seed(5)
+    assert relative(found, meta_gradient(plain, tasks)) < 1e-12
+
+
+def test_what_pays_depends_on_the_operations_and_the_losses():
+    assert way_that_pays(200, losses=1, by_step=True) == "eager"
+    assert way_that_pays(200, losses=6000, by_step=True) == "eager"
+    assert way_that_pays(200, losses=10**6, by_step=True) == "inductor"
+    assert way_that_pays(5000, losses=3000, by_step=True) == "step"
+    assert way_that_pays(5000, losses=3000, by_step=False) == "inductor"
+    assert way_that_pays(5000, losses=10**6, by_step=True) == "inductor"
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_it_says_what_it_chose_and_why(capfd):
+    maml = learner(plain_net, True, compile_for=20)
+    maml.loss(stacks())
+    said = capfd.readouterr().err
+    assert maml.way == "eager"
+    assert "MAML: 20 losses of" in said
+    assert "would take longer than it saves" in said
+
+
+@pytest.mark.parametrize("wrong", ["fast", 1, None])
+def test_a_wrong_way_is_explained(wrong):
+    with pytest.raises((TypeError, ValueError), match="compile"):
+        learner(plain_net, wrong)
+
+
+def test_what_cannot_be_captured_is_refused_by_name():
+    class Peeks(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2 if x.sum() > 0 else 1)
+
+    maml = hog.MAML(Peeks(2, 2).double(), F.mse_loss, compile="eager", over_tasks="loop")
+    with pytest.raises(NotImplementedError, match="test_compiling.py"):
+        maml.loss(stacks())
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda maml: pickle.loads(pickle.dumps(maml))])
+def test_a_copy_has_graphs_of_its_own(again):
+    tasks = stacks()
+    maml = learner(plain_net, "eager")
+    expected = meta_gradient(maml, tasks)
+    twin = again(maml)
+    with torch.no_grad():
+        maml.model[0].weight.zero_()
+    assert relative(meta_gradient(twin, tasks), expected) < 1e-12
