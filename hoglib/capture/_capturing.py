@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch
@@ -16,7 +17,7 @@ from hoglib._recording import outside_inference_mode
 from hoglib.capture import _backends as backends
 from hoglib.capture import _check as checking
 from hoglib.capture._graphs import Captured, Graphs, shared
-from hoglib.capture._kept import nothing_left
+from hoglib.capture._kept import nothing_left, random_numbers_kept
 from hoglib.capture._reached import Reached
 from hoglib.capture._signature import Form
 from hoglib.capture._simplify import simplify
@@ -38,9 +39,16 @@ class Function(backends.Options, Protocol):
 def capture(function: Function, form: Form, tensors: list[Tensor]) -> tuple[Captured, list[Tensor]]:
     """The graph for such a call, and the tensors that the function reaches besides."""
     root = (function.fn, form.others)
-    with outside_inference_mode(), without_saved_tensor_hooks():
+    walk = Walk(root)
+    compiled = any(map(_is_compiled, walk.objects))
+    with (
+        outside_inference_mode(),
+        without_saved_tensor_hooks(),
+        random_numbers_kept(),
+        _functorch.eagerly(compiled),
+    ):
         began = perf_counter()
-        with nothing_left(root):
+        with nothing_left(walk):
             traced, also = _traced(function, form, tensors)
         simplify(traced.graph)
         seconds = perf_counter() - began
@@ -87,6 +95,13 @@ def runs_elsewhere() -> bool:
         or _functorch.forward_mode_active()
         or _functorch.tracing()
     )
+
+
+def _is_compiled(value: Any) -> bool:
+    """Whether torch.compile made it, whose code cannot be traced."""
+    if isinstance(value, nn.Module):
+        return _functorch.is_compiled(value) or value._compiled_call_impl is not None
+    return isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
 
 
 def _traced(

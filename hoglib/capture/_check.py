@@ -1,7 +1,8 @@
 """Whether a graph computes what the function does: at the values of the first call, and at others."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import random
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def equal(
     *,
     apart: bool,
 ) -> None:
-    """Raises RuntimeError where the graph's outputs differ from the function's.
+    """Raises RuntimeError where the graph's outputs differ from the function's. Random generators are
+    left in another state.
 
     At other values first: what modules keep of the last run is then of the values that were given. At
     those, the tensors are the given ones with their graphs, by which the function may differentiate;
@@ -40,16 +42,16 @@ def equal(
     for i, _ in entry.shared:  # which are also reached otherwise, as they are
         others[i] = own[i] = tensors[i]
     for which, given in ((" for other values than those it was captured with", others), ("", own)):
-        with _random_numbers_kept():
+        try:
+            _seed(len(which))
             state = random_state()
-            try:
-                expected = _tensors(function(*given))
-            except Exception:
-                if which:  # a function need not take any value
-                    continue
-                raise
-            set_random_state(state)
-            found = entry.execute(entry.inputs([x.detach() for x in given], lifted))
+            expected = _tensors(function(*given))
+        except Exception:
+            if which:  # a function need not take any value
+                continue
+            raise
+        set_random_state(state)
+        found = entry.execute(entry.inputs([x.detach() for x in given], lifted))
         scale = _size(expected)
         for i, (a, b) in enumerate(zip(expected, found, strict=True)):
             _compare(what, i, a.detach(), b, scale, which)
@@ -114,10 +116,10 @@ def _size(tensors: list[Tensor]) -> float:
     return total**0.5
 
 
-@contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
+def _seed(seed: int) -> None:
+    """Random numbers that are drawn as operations of the graph are others than they were traced with,
+    and so are those of other libraries, which are not."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)

@@ -10,17 +10,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib import _functorch, _tree
+from hoglib._random_state import random_state, set_random_state
 from hoglib.capture._walk import Attributes, Walk, is_filled
 
 
 @contextmanager
-def nothing_left(root: Any) -> Iterator[None]:
-    """What is reached from root holds none of the trace's tensors afterwards, but what it held before.
+def nothing_left(walk: Walk) -> Iterator[None]:
+    """What is reached holds none of the trace's tensors afterwards, but what it held before.
 
     Modules that keep an output or an attention map, for someone to look at, keep the last one that was
     computed outside of a graph.
     """
-    before = [(x.fields if isinstance(x, Attributes) else x) for x in Walk(root).objects]
+    before = [(x.fields if isinstance(x, Attributes) else x) for x in walk.objects]
     dicts = [(x, dict(x)) for x in before if isinstance(x, dict)]
     lists = [(x, list(x)) for x in before if isinstance(x, list)]
     cells = [
@@ -57,3 +58,13 @@ def _is_traced(value: Any) -> bool:
         for x in _tree.leaves(value)
         if isinstance(x, Tensor)
     )
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Random generators are afterwards as they were."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

@@ -169,6 +169,8 @@ def _shortest(root: Any, walk: Walk, wanted: list[Any]) -> list[Edge]:
 def _mode(module: nn.Module) -> int:
     """The mode of a module and how many hooks it has, as one number."""
     fields = module.__dict__
+    if "training" not in fields:  # a scripted one
+        return int(module.training)
     before, after, back, first = _hooks(fields)
     hooks = (
         len(before) + len(after) + len(back) + len(first) if before or after or back or first else 0

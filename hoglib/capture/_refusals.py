@@ -28,7 +28,10 @@ _GUARDS = (
     "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
     "UnsupportedOperatorException",
 )  # fmt: skip
-_WORDS = ("trying to get value out of a tracing tensor", ".numpy() is not supported", "data_ptr")
+_WORDS = (
+    "trying to get value out of a tracing tensor", ".numpy() is not supported", "data_ptr",
+    "Cannot access data pointer", "Not available for 'meta'",
+)  # fmt: skip
 _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
 
 

@@ -73,9 +73,17 @@ def trace(
         out["has"] = [x.requires_grad for x in found]
         return found
 
-    with explaining(what), running(what, modules), OfPython(what), warnings.catch_warnings():
+    with (
+        explaining(what),
+        running(what, modules),
+        OfPython(what),
+        warnings.catch_warnings(),
+        # what torch.compile made runs as it was before
+        torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+    ):
         # of a closure's tensor that was computed, which torch looks at and warns of at once
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", ".*there are global hooks on modules")  # ours
         tracer = make_fx(
             run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True
         )

@@ -1,6 +1,7 @@
 """`hoglib.compile`: a function of pytrees of tensors, second derivatives and all, as one graph."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hoglib.capture._graphs import CAPTURING, Captured, Graphs, of_function
 from hoglib.capture._signature import Form
 from hoglib.capture._trace import alike
 
+OPTIONS = ("backend", "dynamic", "check", "progress", "name")
 MOST = 16  # graphs of one function; beyond, something changes at each call that should be a tensor
 
 
@@ -131,6 +133,15 @@ class Compiled:
             "changes from call to call, give batches of one size, or use dynamic=True."
         )
 
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """As a method, where it stands in a class."""
+        return self if owner is None else MethodType(self, owner)
+
+    def __reduce__(self) -> Any:
+        """A copy has graphs of its own."""
+        options = {name: getattr(self, name) for name in OPTIONS}
+        return remade, (type(self), self.fn, options)
+
     def __repr__(self) -> str:
         return f"hoglib.compile({self.name}, backend={self.backend!r}), {counted(self.signatures)}"
 
@@ -193,6 +204,10 @@ def operations(fn: Callable[..., Any], *args: Any) -> int:
     form, tensors = signature.of_call(counted.name, args, {}, False)
     found = counted.captured(form, tensors)
     return found[0].nodes if found else 0
+
+
+def remade(kind: Any, fn: Any, options: dict[str, Any]) -> Any:
+    return kind(fn, **options)
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """`hoglib.compiled_loss`: a loss whose value and gradient are computed together, by one graph."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hoglib.capture._derivative import check_unchanged, differentiated
 from hoglib.capture._graphs import Graphs
 from hoglib.capture._refusals import refuse_outer_graphs
 from hoglib.capture._trace import Of, without_hooks
-from hoglib.capture.compiled import Compiled, counted, named
+from hoglib.capture.compiled import OPTIONS, Compiled, counted, named, remade
 
 UNREACHED = (
     "{}: expected a loss that depends on tensors that require grad, got one that does not; look for "
@@ -169,6 +170,15 @@ class CompiledLoss:
             return grads
 
         return with_gradients(value, grads, by, again=again, anew=lambda: computed()[1:])
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """As a method, where it stands in a class."""
+        return self if owner is None else MethodType(self, owner)
+
+    def __reduce__(self) -> Any:
+        """A copy has graphs of its own."""
+        options = {name: getattr(self._value, name) for name in OPTIONS}
+        return remade, (type(self), self.fn, options)
 
     def __repr__(self) -> str:
         return f"hoglib.compiled_loss({self.name}), {counted(self.signatures)}"

@@ -68,7 +68,13 @@ def of_a_generator_kept_by_a_buffer():
     return fn
 
 
+def of_a_seed(x):
+    torch.manual_seed(0)
+    return x * torch.rand(3)
+
+
 UNEQUAL = {
+    "a seed that it sets": lambda: of_a_seed,
     "a count of its calls": Counting,
     "a tensor kept from the call before": Remembering,
     "random numbers of NumPy": lambda: of_numpy,
@@ -160,6 +166,22 @@ def test_the_first_result_is_that_of_the_graph_and_not_of_the_other_values():
     fast = captured(lambda x: x * 2)
     assert torch.equal(fast(x), x * 2)
     assert torch.equal(x, draw(3))
+
+
+def test_a_capture_leaves_random_generators_as_they_were():
+    def fn(x):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        raise KeyError
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    with pytest.raises(KeyError):
+        captured(fn)(draw(3))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == np.random.get_state()[1]).all()
+    assert before[2] == random.getstate()
 
 
 def test_a_compiled_function_inside_of_another_one():

@@ -1,5 +1,7 @@
 """hog.compile: what goes in and comes out, what decides which graph runs, and what is said of graphs."""
 
+import copy
+import pickle
 import threading
 from collections import OrderedDict, namedtuple
 from functools import partial
@@ -438,6 +440,57 @@ def test_a_module_may_be_an_argument():
     other = nn.Linear(3, 2).double()
     assert_close(fast(other, x), other(x))
     assert len(fast.signatures) == 2
+
+
+class Fitted(nn.Module):
+    """Compiles methods of its own, in both ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.loss = hog.compiled_loss(self.value, backend="eager")
+
+    def value(self, x):
+        return self.layer(x).square().mean()
+
+    @captured
+    def slope(self, x):
+        return torch.func.grad(self.value)(x)
+
+
+def test_a_method_that_is_compiled_in_its_class():
+    one, other, x = Fitted(), Fitted(), draw(4, 3)
+    for model in (one, other, one):
+        assert_close(model.slope(x), torch.func.grad(model.value)(x))
+    assert len(Fitted.slope.signatures) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])  # fmt: skip
+def test_a_copy_has_graphs_of_its_own(copied):
+    model, x = Fitted(), draw(4, 3)
+    model.loss(x)
+    other = copied(model)
+    with torch.no_grad():
+        other.layer.weight.mul_(2)
+    value = other.loss(x)
+    value.backward()
+    assert_close(value, other.value(x))
+    assert other.layer.weight.grad is not None
+    assert model.layer.weight.grad is None
+    assert len(other.loss.signatures) == 1
+
+
+def test_what_torch_compile_or_script_made_runs_inside():
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), draw(5, 3)
+    with pytest.warns(DeprecationWarning, match="jit"):
+        scripted = torch.jit.script(net)
+    for made in (torch.compile(net, backend="aot_eager"), scripted):
+        fast = captured(lambda x, made=made: torch.autograd.grad(made(x).sum(), x, create_graph=True)[0].square().sum())  # fmt: skip
+        leaf = x.clone().requires_grad_()
+        expected = torch.autograd.grad(net(leaf).sum(), leaf, create_graph=True)[0].square().sum()
+        ours = fast(leaf)
+        assert_close(ours, expected)
+        assert_close(torch.autograd.grad(ours, leaf), torch.autograd.grad(expected, leaf))
 
 
 # Threads

@@ -70,6 +70,22 @@ def by_asarray(x):
     return x * np.asarray(x).sum()  # here
 
 
+def by_dlpack(x):
+    return x * np.from_dlpack(x).sum()  # here
+
+
+def by_storage(x):
+    return x * sum(x.untyped_storage().tolist())  # here
+
+
+def by_comparison(x):
+    return x if torch.equal(x, x + 1) else x * 2  # here
+
+
+def by_membership(x):
+    return x * (3 in x)  # here
+
+
 def by_formatting(x):
     return x, f"{x.sum():.3f}"  # here
 
@@ -99,7 +115,7 @@ def under_grad(x):
 
 
 READS = [
-    by_if, by_while, by_item, by_float, by_int, by_tolist, by_numpy, by_asarray, by_formatting,
+    by_if, by_while, by_item, by_float, by_int, by_tolist, by_numpy, by_asarray, by_formatting, by_dlpack, by_storage, by_comparison, by_membership,
     by_a_parameters_value, by_a_custom_function, by_nonzero, by_index, by_unique, under_grad,
 ]  # fmt: skip
 
