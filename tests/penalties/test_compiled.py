@@ -100,6 +100,28 @@ KINDS = {
 }  # fmt: skip
 
 
+def forced(found):
+    energies, forces, *rest = found
+    return energies.sum() + forces.square().sum() + sum(h.square().sum() for h in rest)
+
+
+ENERGIES = {
+    "structures": lambda c, **o: penalties.forces(c, X, **o),
+    "with a Hessian": lambda c, **o: penalties.forces(c, X, hessian=True, **o),
+    "one structure": lambda c, **o: penalties.forces(lambda x: c(x).sum(), X, **o),
+    "graphs": lambda c, **o: penalties.forces(pooled(c), X, GRAPHS, batch=GRAPHS, **o),
+}
+
+
+@pytest.mark.parametrize("name", ENERGIES)
+def test_forces(name, calls):
+    forces = ENERGIES[name]
+    penalty = lambda c, **o: forced(forces(c, **o))  # noqa: E731
+    expected = train(build(plain), penalty)
+    assert_close(train(build(plain), penalty, compile="eager"), expected, rtol=1e-10, atol=1e-12)
+    assert len(calls) == 2  # forward and backward
+
+
 def gradients(critic, value):
     return torch.autograd.grad(
         value, list(critic.parameters()), allow_unused=True, materialize_grads=True
