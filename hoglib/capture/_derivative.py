@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
+from hoglib._functorch import no_autocast
 from hoglib._leaves import filled
 from hoglib.capture._graphs import Captured
 from hoglib.capture._signature import Form
@@ -39,7 +40,7 @@ class Pullback:
             outputs = [x for x in _tree.leaves(self.fn(*args, **kwargs)) if isinstance(x, Tensor)]
             recorded = [x for x in outputs if x.requires_grad]
             pairs = [(x, g) for x, g in zip(recorded, cotangents, strict=True) if g is not None]
-            with without_hooks(wanted):
+            with without_hooks(wanted), no_autocast():  # as a backward outside of its region
                 grads = torch.autograd.grad(
                     [x for x, _ in pairs], wanted, [g for _, g in pairs],
                     create_graph=create_graph, allow_unused=True,

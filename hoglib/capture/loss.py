@@ -52,7 +52,7 @@ class _Gradient:
         )
         by = given + self._leaves(value, given)
         if value.requires_grad:
-            with without_hooks(by):
+            with without_hooks(by), _functorch.no_autocast():  # as a backward outside of its region
                 grads = torch.autograd.grad(
                     value, by, create_graph=self._create_graph, allow_unused=True
                 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hoglib._graph import survey
 from hoglib._random_state import random_state, set_random_state
 from hoglib.capture._graphs import Graphs
 from hoglib.capture._signature import of_call
@@ -110,6 +111,11 @@ def run(
         return Compiled(term, graphs=known.graphs[0], **options)(*given, numbers)
     except NothingLearns:
         return term(*given, None)
+
+
+def leaves_of(value: Tensor) -> list[Tensor]:
+    """What its backward reaches."""
+    return list(survey(value).leaves.values())
 
 
 def chosen(value: Any) -> Any:

@@ -12,7 +12,6 @@ from hoglib import _tree
 from hoglib._batches import rows
 from hoglib._differences import same_random_numbers
 from hoglib._functorch import transforms_active
-from hoglib._graph import survey
 from hoglib._guarding import guarded, unguarded
 from hoglib._leaves import Vector, filled
 from hoglib._precomputed import with_gradients
@@ -20,7 +19,7 @@ from hoglib._second_look import look, new_functions
 from hoglib.penalties import _coupling as coupling
 from hoglib.penalties import _effect as effect
 from hoglib.penalties._around import autocast_on
-from hoglib.penalties._compiled import Draws, chosen, run
+from hoglib.penalties._compiled import Draws, chosen, leaves_of, run
 from hoglib.penalties._distributed import averaged
 from hoglib.penalties._options import Settings, settings
 from hoglib.penalties._point import Function, Point, point_at
@@ -83,9 +82,10 @@ class Terms:
         self, x: Any, args: tuple[Any, ...], batch: Any, draws: Draws | None = None
     ) -> tuple[Tensor, Any, Point]:
         given = self.given._replace(batch=batch)
-        with terms_at(
-            self.what, self.func, x, args, self.rule, given, self.generator, draws
-        ) as (terms, point):
+        with terms_at(self.what, self.func, x, args, self.rule, given, self.generator, draws) as (
+            terms,
+            point,
+        ):
             value, outputs = _reduced(terms, given.reduction), point.outputs
         if not point.wanted:
             value, outputs = value.detach(), _tree.map_tensors(Tensor.detach, outputs)
@@ -100,12 +100,8 @@ def _as_graph(at: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
         lambda draws: at.computed(x, args, batch, draws)[2].wanted,
     )  # fmt: skip
     value, *outputs = found if at.given.return_outputs else (found,)
-    value = averaged(at.what, value, _leaves_of(value), outputs)
+    value = averaged(at.what, value, leaves_of(value), outputs)
     return (value, *outputs) if at.given.return_outputs else value
-
-
-def _leaves_of(value: Tensor) -> list[Tensor]:
-    return list(survey(value).leaves.values())
 
 
 @contextmanager
@@ -214,7 +210,7 @@ def _in_pieces(
             learnt = point.trainable if point.wanted else []
         else:
             value = _as_graph(at, piece[0], piece[1], None)
-            learnt = _leaves_of(value)
+            learnt = leaves_of(value)
         value = value / (count if given.reduction == "mean" else 1)
         total = value.detach() if total is None else total + value.detach()
         if not learnt:

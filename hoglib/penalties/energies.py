@@ -1,7 +1,8 @@
 """Forces, and matrices of force constants: derivatives of energies by positions."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from contextlib import nullcontext
+from typing import Any, Unpack, final
 
 import torch
 from torch import Tensor
@@ -10,12 +11,14 @@ from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._explaining import explaining
 from hoglib._functorch import transforms_active
+from hoglib._guarding import guarded, unguarded
 from hoglib._leaves import Vector, filled
 from hoglib._warning import warn
 from hoglib.penalties import _coupling as coupling
 from hoglib.penalties import _effect as effect
+from hoglib.penalties._compiled import chosen, leaves_of, run
 from hoglib.penalties._distributed import averaged
-from hoglib.penalties._options import Options, settings
+from hoglib.penalties._options import Options, Settings, settings
 from hoglib.penalties._point import Point, point_at
 from hoglib.penalties._samples import Samples
 
@@ -42,7 +45,8 @@ def forces(
 
     E and F (and H) can be differentiated again by the parameters where gradients are on, and come
     without a graph under no_grad and in inference mode: the same call trains and predicts. The energy
-    is computed once. Options: `output`, `batch`, `autocast`, `stand_ins` of `Options`.
+    is computed once. Options: `output`, `batch`, `autocast`, `stand_ins`, `compile` of
+    `Options`; with compile the Hessian of graphs, whose size is read from batch=, is refused.
     Returns (E, F) or (E, F, H), E as energy returned it (of several outputs the one that is meant).
 
     Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError where energies do not
@@ -51,35 +55,68 @@ def forces(
     """
     arguments.flag("hessian", hessian)
     given = settings("forces", _only(options))
-    with point_at("forces", energy, positions, args, given, per_sample=False) as point:
-        functional = transforms_active()
-        if not functional:
-            point.samples = _structures(point, given.batch)
-            if point.wanted and point.samples is not None and not hessian:
-                coupling.look(point)
-        gradient = point.pull(None, graph=True if hessian else None)
-        found: tuple[Any, ...] = (point.y, point.at([-g for g in gradient]))
-        if hessian:
-            found = (*found, _hessian(point, gradient, given.batch))
-        if point.wanted and not functional and not _reach(gradient, point):
-            warn(
-                "forces: expected forces that depend on parameters that learn, got forces that do not: "
-                "a loss of them trains nothing. Look for detach() or no_grad in energy, and for frozen "
-                "layers."
-            )
-    if functional:
-        return found
-    if point.wanted:
-        watched = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
-        return (found[0], point.at(watched), *found[2:])
-    return tuple(_tree.map_tensors(Tensor.detach, part) for part in found)
+    at = Forces(energy, hessian, given._replace(batch=None))
+    backend = chosen(given.compile)
+    if backend is None:
+        return at(positions, args, given.batch)
+    found = run(
+        "forces", at, (positions, args, given.batch), backend, None, False,
+        lambda draws: _learn(at(positions, args, given.batch)),
+    )  # fmt: skip
+    watched = _tree.map(lambda f: averaged("forces", f, leaves_of(f), found[0]), found[1])
+    return (found[0], watched, *found[2:])
+
+
+@final
+class Forces:
+    """Energies and forces, as a function of tensors and of nothing but these attributes."""
+
+    def __init__(self, func: Callable[..., Any], hessian: bool, given: Settings) -> None:
+        self.func, self.hessian, self.given = func, hessian, given
+
+    def __call__(
+        self, positions: Any, args: tuple[Any, ...], batch: Any, numbers: Any = None
+    ) -> tuple[Any, ...]:
+        """numbers: none are drawn; where they are given, what is computed was looked at before."""
+        with nullcontext() if numbers is None else unguarded():
+            return self._computed(positions, args, batch)
+
+    def _computed(self, positions: Any, args: tuple[Any, ...], batch: Any) -> tuple[Any, ...]:
+        given = self.given._replace(batch=batch)
+        with point_at("forces", self.func, positions, args, given, per_sample=False) as point:
+            functional = transforms_active()
+            if not functional:
+                point.samples = _structures(point, batch)
+                look = point.wanted and point.samples is not None and not self.hessian
+                if look and guarded():
+                    coupling.look(point)
+            gradient = point.pull(None, graph=True if self.hessian else None)
+            found: tuple[Any, ...] = (point.y, point.at([-g for g in gradient]))
+            if self.hessian:
+                found = (*found, _hessian(point, gradient, batch))
+            if point.wanted and not functional and guarded() and not _reach(gradient, point):
+                warn(
+                    "forces: expected forces that depend on parameters that learn, got forces that do not: "
+                    "a loss of them trains nothing. Look for detach() or no_grad in energy, and for frozen "
+                    "layers."
+                )
+        if functional:
+            return found
+        if point.wanted:
+            watched = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
+            return (found[0], point.at(watched), *found[2:])
+        return tuple(_tree.map_tensors(Tensor.detach, part) for part in found)
+
+
+def _learn(found: tuple[Any, ...]) -> bool:
+    return any(x.requires_grad for x in _tree.leaves(found) if isinstance(x, Tensor))
 
 
 def _only(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("reduction", "micro_batch", "return_outputs"):
         if name in options:
             raise arguments.WrongType(
-                f"forces: expected options among output, batch, autocast, stand_ins; got {name!r}, "
+                f"forces: expected options among output, batch, autocast, stand_ins, compile; got {name!r}, "
                 "which belongs to penalties."
             )
     return dict(options)
@@ -141,7 +178,7 @@ def _structures(point: Point, index: Any) -> Samples | None:
 
 def _apart(point: Point) -> None:
     """Structures do not act on one another."""
-    if coupling.coupled(point):
+    if guarded() and coupling.coupled(point):
         raise arguments.WrongValue(
             f"forces(hessian=True): expected {point.y.numel()} energies of structures that do not act "
             "on one another, got one that depends on the positions of others. Energies of atoms: add "

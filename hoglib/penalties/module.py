@@ -113,7 +113,9 @@ class GradientPenalty(nn.Module):
         weight, or lazily 0 or every times the weight."""
         if not (self.training and torch.is_grad_enabled()):
             return self.weight
-        if runs_elsewhere():  # what is captured, and compared with that, is not a call of a training
+        if (
+            runs_elsewhere()
+        ):  # what is captured, and compared with that, is not a call of a training
             if self.every > 1:
                 raise arguments.NotSupported(
                     f"GradientPenalty(every={self.every}): expected to run outside of what is compiled, "
