@@ -21,7 +21,7 @@ from hoglib.capture._kept import nothing_left, random_numbers_kept
 from hoglib.capture._reached import Reached
 from hoglib.capture._signature import Form
 from hoglib.capture._simplify import simplify
-from hoglib.capture._trace import Traced, trace, without_saved_tensor_hooks
+from hoglib.capture._trace import Traced, is_random, trace, without_saved_tensor_hooks
 from hoglib.capture._walk import Walk
 
 _HERE = threading.local()
@@ -55,7 +55,7 @@ def capture(function: Function, form: Form, tensors: list[Tensor]) -> tuple[Capt
         own = [i for i in range(len(tensors)) if i not in dict(also)]
         reached = Reached(root, traced.lifted, traced.modules)
         nodes = sum(node.op == "call_function" for node in traced.graph.graph.nodes)
-        code = traced.graph.code
+        code, draws = traced.graph.code, any(map(is_random, traced.graph.graph.nodes))
         inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
         made, backend = backends.made(function, traced.graph, inputs)
         entry = Captured(
@@ -65,6 +65,7 @@ def capture(function: Function, form: Form, tensors: list[Tensor]) -> tuple[Capt
             source=made.source,
             seconds_to_trace=seconds,
             seconds_to_compile=made.seconds,
+            draws=draws,
             code=code,
             run=made.run,
             reached=reached,

@@ -29,6 +29,7 @@ class Captured:
     source: str  # "compiled", or found in "memory" or on "disk"
     seconds_to_trace: float
     seconds_to_compile: float
+    draws: bool = field(repr=False)  # random numbers
     code: str = field(repr=False)  # of the graph, to be read
     run: Callable[..., Any] = field(repr=False)
     reached: Reached = field(repr=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
@@ -140,6 +141,8 @@ def settings_of(maml: "MAML") -> str:
 
 def alike(maml: "MAML") -> str | None:
     """None where one step's graph serves all; else what differs between them."""
+    if any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in maml.model.modules()):
+        return "dropout, which a step and its backward would draw apart"
     if maml.step_weights is not None:
         return "step_weights, outer losses after some"
     if maml.statistics is not None:
@@ -192,6 +195,11 @@ def _chain(
         constant: step.prepared(settings, constant, fixed, first, count, support)
         for constant in set(constants)
     }
+    if any(one.draws for one in step.signatures):
+        raise arguments.NotSupported(
+            "compile='step': expected inner steps without random numbers, got some: a step and its "
+            "backward would draw different ones; use compile='inductor' or 'eager'."
+        )
     before, data = _tree.leaves(fixed), [x for x in _tree.leaves(support) if isinstance(x, Tensor)]
     carry, losses, kept = _tree.leaves(first), [], []
     for i, constant in enumerate(constants):
@@ -245,7 +253,7 @@ def _pull(
         def step(carry: Any, fixed: Point) -> Any:
             return maml._step_from(fixed, carry, count, support, constant)[0]
 
-        _, pullback = torch.func.vjp(step, carry, fixed)
+        pullback: Any = torch.func.vjp(step, carry, fixed)[1]
         return pullback(cotangent)
 
     with stand_ins_if(maml.stand_ins):

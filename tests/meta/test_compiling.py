@@ -55,7 +55,7 @@ CASES = {
     "ANIL": (Named, {"inner_params": ["head"]}),
     "first order": (plain_net, {"first_order": True}),
     "truncated": (plain_net, {"truncate": 1}),
-    "multi-step loss": (plain_net, {"step_weights": [0.2, 0.3, 0.5]}),
+    "multi-step loss": (plain_net, {"step_weights": [0.2, 0.8]}),
     "batch norm": (with_batch_norm, {}),
     "batch norm for each step": (with_batch_norm, {"batch_norm": "per_step"}),
     "frozen layer": (with_a_frozen_layer, {}),
@@ -77,7 +77,7 @@ def uncompiled(monkeypatch):
 def learner(make, compile, **options):
     torch.manual_seed(0)
     model = make().double()
-    return hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=3, compile=compile, **options)
+    return hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=2, compile=compile, **options)
 
 
 def meta_gradient(maml, tasks):
@@ -87,11 +87,11 @@ def meta_gradient(maml, tasks):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("tasks", [stacks, lambda: as_list(stacks())], ids=["stack", "list"])
 @pytest.mark.parametrize("way", ["eager", "step"])
-@pytest.mark.parametrize("case", CASES)
-def test_a_graph_gives_the_meta_gradient(case, way, tasks):
-    make, options = CASES[case]
+@pytest.mark.parametrize("case", [*CASES, "a list of tasks"])
+def test_a_graph_gives_the_meta_gradient(case, way):
+    tasks = stacks if case in CASES else lambda: as_list(stacks())
+    make, options = CASES.get(case, (plain_net, {}))
     if way == "step" and NOT_ALIKE & options.keys():
         with pytest.raises(NotImplementedError, match="expected inner steps that are alike"):
             learner(make, way, **options).loss(tasks())
@@ -108,17 +108,19 @@ def test_a_graph_gives_the_meta_gradient(case, way, tasks):
                 q += step
     with torch.no_grad():
         assert abs(ours.loss(first) - plain.loss(first)) < 1e-12
-    assert all(
-        torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True)
-    ), "running statistics"
+    assert all(torch.equal(a, b) for a, b in zip(ours.buffers(), plain.buffers(), strict=True)), (
+        "running statistics"
+    )
 
 
 @pytest.mark.parametrize("way", ["inductor", "step"])
-def test_compiled_it_is_the_same(way, capfd):
+def test_compiled_it_is_the_same(way):
     tasks = stacks()
     ours, plain = learner(plain_net, way), learner(plain_net, False)
     assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
-    assert "MAML.loss" in capfd.readouterr().err
+    assert {one.backend for made in ours._compiling._made.values() for one in made.signatures} == {
+        "inductor"
+    }
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -134,7 +136,7 @@ def test_by_the_step_there_are_three_graphs_whatever_the_steps(steps):
 def test_options_that_change_between_steps_are_heeded():
     tasks = stacks()
     ours, plain = learner(plain_net, "eager"), learner(plain_net, False)
-    for name, value in (("inner_steps", 2), ("first_order", True), ("inner_lr", 0.3)):
+    for name, value in (("inner_steps", 3), ("first_order", True), ("inner_lr", 0.3)):
         setattr(ours, name, value)
         setattr(plain, name, value)
         assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-12
@@ -145,7 +147,7 @@ def test_dropout_is_drawn_once_for_a_step_and_its_backward():
     def make():
         return nn.Sequential(nn.Linear(2, 6), nn.Dropout(0.5), nn.Linear(6, 2))
 
-    with pytest.raises(NotImplementedError, match="random numbers"):
+    with pytest.raises(NotImplementedError, match="dropout"):
         learner(make, "step").loss(stacks())
     tasks = stacks()
     ours, plain = learner(make, "eager"), learner(make, False)
@@ -161,7 +163,7 @@ def test_what_pays_depends_on_the_operations_and_the_losses():
     assert way_that_pays(200, losses=6000, by_step=True) == "eager"
     assert way_that_pays(200, losses=10**6, by_step=True) == "inductor"
     assert way_that_pays(5000, losses=3000, by_step=True) == "step"
-    assert way_that_pays(5000, losses=3000, by_step=False) == "inductor"
+    assert way_that_pays(5000, losses=30_000, by_step=False) == "inductor"
     assert way_that_pays(5000, losses=10**6, by_step=True) == "inductor"
 
 
@@ -187,7 +189,7 @@ def test_what_cannot_be_captured_is_refused_by_name():
             return super().forward(x) * (2 if x.sum() > 0 else 1)
 
     maml = hog.MAML(Peeks(2, 2).double(), F.mse_loss, compile="eager", over_tasks="loop")
-    with pytest.raises(NotImplementedError, match="test_compiling.py"):
+    with pytest.raises(NotImplementedError, match=r"test_compiling\.py"):
         maml.loss(stacks())
 
 
