@@ -236,14 +236,15 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
 
 def parameters(params: Any, what: str = "params") -> Any:
     """A pytree of floating-point tensors with at least one leaf."""
-    names, leaves = _tree.paths(params), _tree.leaves(params)
+    leaves = _tree.leaves(params)
     if not leaves:
         raise WrongValue(
             f"{what}: expected at least one tensor, got none; a model whose parameters are all "
             "frozen has nothing to differentiate: call requires_grad_(True) on what should learn."
         )
-    for name, leaf in zip(names, leaves, strict=True):
-        differentiable(_leaf(what, name), leaf)
+    if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
+        for name, leaf in zip(_tree.paths(params), leaves, strict=True):  # names take time
+            differentiable(_leaf(what, name), leaf)
     return params
 
 
@@ -264,16 +265,17 @@ def other_structure(what: str, tree: Any, params: Any, leaf: str = "...") -> Wro
 
 def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
     """The leaves of one vector like params, or of a block: of several along a trailing dimension."""
-    if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
+    mappings = isinstance(tree, Mapping) and isinstance(params, Mapping)
+    if mappings and tree.keys() == params.keys() and _differ(tree, params):
         same: Any = copy(params)  # the order of names is no matter, nor the kind of mapping
         for name in params:
             same[name] = tree[name]
         tree = same
     leaves, structure = _tree.flatten(tree)
     expected, expected_structure = _tree.flatten(params)
-    names = _tree.paths(params)
     if structure != expected_structure:
         raise other_structure(what, tree, params, "torch.randn_like(p)")
+    names = [""] * len(leaves) if _all_like(leaves, expected) else _tree.paths(params)
     first = tensor(_leaf(what, names[0]), leaves[0])
     columns = first.shape[-1:] if first.dim() == expected[0].dim() + 1 else ()
     for name, leaf, like in zip(names, leaves, expected, strict=True):
@@ -302,6 +304,23 @@ def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
     if columns and not columns[0]:
         raise WrongValue(f"{what}: expected at least one vector in the block, got none.")
     return leaves, bool(columns)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return type(a) is not type(b) or list(a) != list(b)
+
+
+def _all_like(leaves: list[Any], expected: list[Tensor]) -> bool:
+    """Whether `vectors` has nothing to say of them, so that it need not know their names."""
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        return False
+    columns = leaves[0].shape[-1:] if leaves[0].dim() == expected[0].dim() + 1 else ()
+    return all(
+        leaf.shape == (*like.shape, *columns)
+        and leaf.dtype == like.dtype
+        and leaf.device == like.device
+        for leaf, like in zip(leaves, expected, strict=True)
+    )
 
 
 def scalar(what: str, value: Any) -> Tensor:

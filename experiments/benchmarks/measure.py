@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from experiments.benchmarks import with_torch
-from experiments.benchmarks.memory import peak_bytes
+from experiments.benchmarks.memory import peak_bytes, peak_resident
 from experiments.benchmarks.problems import MODELS, Problem, problem
 from experiments.benchmarks.timing import beside, quartiles, single_threaded
 from experiments.benchmarks.truths import TRUTHS
@@ -35,7 +35,7 @@ def measure(
     """What the plain gradient takes, and a row for each method.
 
     A row: status, "ok", "wrong", "raises" or "missing"; message, what to print for the last three;
-    error, relative to the float64 truth; peak_bytes; and only where the status is "ok": seconds and
+    error, relative to the float64 truth; peak_bytes; first_seconds of what is compiled; and only where the status is "ok": seconds and
     ratio (to the plain gradient), each with median, low and high quartile; beside, the same ratio to
     the method named by `Method.beside`; products; repeats.
     """
@@ -88,12 +88,16 @@ def _checked(
     Of an iterator the first two products are checked, of anything else the whole.
     """
     row: Row = {"ours": method.ours, "status": "ok", "message": None}
+    start = time.perf_counter()
     try:
         call = method.make(point)
         result, peak = _with_peak(call) if workload.memory else (finished(call(), FEW), None)
         width = 1 if method.truth == "gradient" else point.vectors.shape[1]
         few = isinstance(result, list)
         found = columns(result, width)
+        row["first_seconds"] = time.perf_counter() - start if method.compiled else None
+        if workload.resident:
+            peak = peak_resident(lambda: finished(call(), FEW))
     except Missing as error:
         return row | {"status": "missing", "message": str(error)}, None
     except Exception as error:

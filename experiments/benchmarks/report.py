@@ -59,6 +59,8 @@ def _extras(row: Row) -> Iterator[str]:
         yield f"{short(beside['median'])} of {_kind(beside['name'])}"
     if row["peak_bytes"]:
         yield f"{row['peak_bytes'] / 2**20:.0f} MiB"
+    if row.get("first_seconds"):
+        yield f"first call {row['first_seconds']:.0f} s"
     if row["products"]:
         yield f"{row['products']} products, {row['seconds']['median']:.2g} s"
 

@@ -16,10 +16,10 @@ from experiments.benchmarks.workload import Eigenvalues
 Call = Callable[[], Any]
 
 
-def hvp(problem: Problem) -> Call:
+def hvp(problem: Problem, **options: Any) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
     v = problem.named(problem.vectors[:, 0])
-    return lambda: hog.hvp(loss, params, v, problem.batch)[1]
+    return lambda: hog.hvp(loss, params, v, problem.batch, **options)[1]
 
 
 def hvp_of_block(problem: Problem) -> Call:
@@ -72,10 +72,15 @@ def in_use(made: Any, problem: Problem) -> Call:
     return lambda: made @ v
 
 
-def gauss_newton(problem: Problem) -> Call:
+def once_more(problem: Problem, **options: Any) -> Call:
+    """A product of an operator on one batch that keeps what it needs between products."""
+    return in_use(operator(problem, **options)(), problem)
+
+
+def gauss_newton(problem: Problem, **options: Any) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
     v = problem.named(problem.vectors[:, 0])
-    return lambda: hog.ggn_vp(loss, params, v, problem.batch)[1]
+    return lambda: hog.ggn_vp(loss, params, v, problem.batch, **options)[1]
 
 
 def fisher(problem: Problem, kind: str) -> Call:

@@ -45,7 +45,8 @@ class Method:
     call returns a tensor [P] or [P, k], a tuple or dict with one leaf a parameter (and k as last
     dimension), an iterator over k products, or `Eigenvalues`. ours: drawn in colour. truth: a name in
     TRUTHS. beside: another method of the workload, whose time is a second unit. few: it keeps nothing
-    from one vector to the next, so that two vectors tell what each costs.
+    from one vector to the next, so that two vectors tell what each costs. compiled: the first call, and
+    what it takes to get there, is reported too.
     """
 
     make: Callable[[Problem], Callable[[], Any]]
@@ -53,13 +54,15 @@ class Method:
     truth: str = "hessian"
     beside: str | None = None
     few: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
 class Workload:
     """Methods side by side: title, the networks it runs on, k vectors, the methods by name.
 
-    per_vector: whether times are per vector. memory: whether peaks are taken.
+    per_vector: whether times are per vector. memory: whether peaks are taken, of tensors; resident: of
+    the process.
     """
 
     title: str
@@ -68,6 +71,7 @@ class Workload:
     vectors: int = 1
     per_vector: bool = False
     memory: bool = False
+    resident: bool = False
 
 
 def peer(name: str) -> Any:

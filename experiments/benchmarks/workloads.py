@@ -8,6 +8,7 @@ from experiments.benchmarks.workload import Method, Workload
 ALL = ("MLP", "CNN", "TRF")
 JAX = "JAX jit(grad)"
 JAX_GRADIENT = {JAX: Method(with_jax.gradient, truth="gradient")}
+compiled = partial(Method, compiled=True)
 ggn = partial(Method, truth="gauss-newton")
 empirical = partial(Method, truth="empirical fisher")
 sampled = partial(Method, truth="sampled fisher")
@@ -29,6 +30,30 @@ WORKLOADS: dict[str, Workload] = {
             "JAX jit(jvp(grad))": Method(with_jax.jvp_of_grad, beside=JAX),
         },
         memory=True,
+    ),
+    "compiled": Workload(
+        "one product as a compiled graph",
+        ALL,
+        {
+            "hoglib.hvp, compile=True": compiled(partial(with_hoglib.hvp, compile=True), ours=True),
+            **{
+                f"{route}, compiled by hand": compiled(
+                    partial(with_torch.compiled_by_hand, route=route),
+                    beside="hoglib.hvp, compile=True",
+                )
+                for route in with_torch.ROUTES
+            },
+            "hoglib.hvp": Method(with_hoglib.hvp, ours=True),
+            "hoglib.HessianOperator, once more, compile=True": compiled(
+                partial(with_hoglib.once_more, compile=True), ours=True
+            ),
+            "hoglib.HessianOperator, once more": Method(with_hoglib.once_more, ours=True),
+            "hoglib.ggn_vp, compile=True": compiled(
+                partial(with_hoglib.gauss_newton, compile=True), truth="gauss-newton", ours=True
+            ),
+            "hoglib.ggn_vp": ggn(with_hoglib.gauss_newton, ours=True),
+        },
+        resident=True,
     ),
     "hvps": Workload(
         "20 products at one point, each, set-up included",

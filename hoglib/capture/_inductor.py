@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from hoglib._version import __version__
 from hoglib._warning import warn
 from hoglib.capture._convolutions import tailor
+from hoglib.capture._functional import functional
 from hoglib.capture._layout import channels_last
 from hoglib.capture._merged import merge
 from hoglib.capture._products import arrange
@@ -54,6 +55,9 @@ def make(
 ) -> Made:
     """Machine code for a graph at tensors of these shapes. Raises NoCompiler, saying why."""
     began = perf_counter()
+    if not dynamic:
+        graph = functional(graph, tensors)
+        simplify(graph)
     arrange(graph)
     tailor(graph)
     simplify(graph)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hoglib.capture._functional import writes
+
 aten = torch.ops.aten
 PRODUCTS: dict[Any, tuple[Any, tuple[int, ...]]] = {
     aten.mm.default: (aten.t.default, ()),
@@ -27,12 +29,34 @@ def arrange(module: fx.GraphModule) -> None:
     reads either of its factors transposed for nothing.
     """
     graph = module.graph
+    before = set(graph.nodes)
     for node in list(graph.nodes):
         if node.target in BY_ELEMENT:
             _sink(graph, node)
     for node in list(graph.nodes):
         if node.target in PRODUCTS:
             _turn(graph, node)
+    _renew(graph, set(graph.nodes) - before)
+
+
+def _renew(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """What follows may lie otherwise in memory now, where a view may have to be a copy."""
+    for node in graph.nodes:
+        new = node in changed or changed.isdisjoint(node.all_input_nodes)
+        if new or node.op != "call_function" or writes(node):
+            continue
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+        was, node.meta["val"] = node.meta["val"], node.target(*args, **kwargs)
+        if _strides(was) != _strides(node.meta["val"]):
+            changed.add(node)
+
+
+def _strides(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_strides(x) for x in value]
+    return value.stride() if isinstance(value, Tensor) else None
 
 
 def _sink(graph: fx.Graph, node: fx.Node) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hoglib.capture._functional import writes
 from hoglib.capture._trace import is_random
 
 aten = torch.ops.aten
@@ -25,7 +26,7 @@ def simplify(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
-    if not any(_writes(node) for node in graph.nodes):
+    if not any(writes(node) for node in graph.nodes):
         known: dict[Hashable, fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or is_random(node):
@@ -39,11 +40,6 @@ def simplify(module: fx.GraphModule) -> None:
                 graph.erase_node(node)
         graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
     module.recompile()
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _key(node: fx.Node) -> Hashable:

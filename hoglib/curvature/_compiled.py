@@ -78,7 +78,8 @@ class Product:
     def eagerly(self, vector: Vector, leaves: Vector, args: Any) -> tuple[Tensor, Vector]:
         """The same with all that is looked at by value on the way."""
         with recording(), lingering(), stand_ins_if(self._stand_ins):
-            point = self._matrix.at(self.weak.fn, self._params_of, args, leaves, self._call, False)
+            # as for several vectors: in reverse mode, whose graphs are the smaller ones
+            point = self._matrix.at(self.weak.fn, self._params_of, args, leaves, self._call, True)
             value, product = point.apply(vector, False)
         self.unused = point.unused
         if self._call.create_graph:

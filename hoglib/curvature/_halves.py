@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from hoglib._warning import warn
 from hoglib.capture import _inductor as inductor
+from hoglib.capture._functional import functional
 from hoglib.capture._simplify import simplify
 
 aten = torch.ops.aten
@@ -66,7 +66,8 @@ class Halves:
 
     def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
         count = self._count
-        module = without_writes(module, inputs)
+        module = functional(module, inputs)
+        simplify(module)
         first, second, of_first = split(module, count)
         once = self._made(first, inputs[count:])
         with torch.no_grad():
@@ -108,18 +109,6 @@ class Halves:
 
 def _is(a: Tensor, b: Tensor) -> bool:
     return a is b
-
-
-def without_writes(module: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
-    """The same graph without operations in place, which could not be taken apart."""
-    schemas = (getattr(node.target, "_schema", None) for node in module.graph.nodes)
-    if not any(schema is not None and schema.is_mutable for schema in schemas):
-        return module
-    with torch.no_grad():
-        functional = torch.func.functionalize(module, remove="mutations")
-        found: fx.GraphModule = make_fx(functional, tracing_mode="fake")(*inputs)
-    simplify(found)
-    return found
 
 
 def split(module: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphModule, list[bool]]:

@@ -36,6 +36,7 @@ class Origin:
             tensors += [t for t in module._buffers.values() if t is not None]
             settings.append(id(module))
             settings += [(k, v) for k, v in vars(module).items() if type(v) in PLAIN]
+        tensors = list({id(t): t for t in tensors}.values())
         kinds = sorted({t.device.type for t in tensors} - {"meta"})
         autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
         return [*settings, *autocast, *(t.data_ptr() for t in tensors), *_sums(tensors)]
