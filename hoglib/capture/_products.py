@@ -1,6 +1,5 @@
 """Matrix products, and what is done with them, in the layout that runs fastest."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,8 +89,8 @@ def _turns(node: fx.Node) -> set[int] | None:
     if node.target is aten.t.default and _value(node).dim() == 2:
         return {0, 1}
     if node.target is aten.transpose.int:
-        dims = _value(node).dim()
-        return {n % dims for n in node.args[1:]} if dims else None  # type: ignore[operator]
+        dims, given = _value(node).dim(), [n for n in node.args[1:] if isinstance(n, int)]
+        return {n % dims for n in given} if dims else None
     return None
 
 
@@ -101,7 +100,7 @@ def _value(node: Any) -> Tensor:
 
 
 def _made(
-    graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None
 ) -> fx.Node:
     node = graph.call_function(target, args, kwargs or {})
     node.meta["val"] = target(*fx.map_arg(args, _value), **(kwargs or {}))
