@@ -73,7 +73,20 @@ def of_a_seed(x):
     return x * torch.rand(3)
 
 
+class Replacing:
+    """Puts an equal tensor in the place of the one that it used."""
+
+    def __init__(self):
+        self.weight = draw(3)
+
+    def __call__(self, x):
+        result = x * self.weight
+        self.weight = self.weight.clone()
+        return result
+
+
 UNEQUAL = {
+    "a tensor that it puts in another's place": Replacing,
     "a seed that it sets": lambda: of_a_seed,
     "a count of its calls": Counting,
     "a tensor kept from the call before": Remembering,

@@ -175,6 +175,13 @@ def test_a_layout_of_its_own_has_a_graph_of_its_own():
     assert len(fast.signatures) == 3
 
 
+def test_what_is_conjugated_has_a_graph_of_its_own():
+    fast, x = captured(lambda x: x * 2), draw(3, 2, dtype=torch.complex128)
+    for y in (x, x.conj(), x.resolve_conj(), x.conj().resolve_conj(), x.imag, x.conj().imag):
+        assert_close(fast(y), y * 2)
+    assert len(fast.signatures) == 4
+
+
 def test_the_same_tensor_twice_is_one_variable_as_otherwise():
     def fn(a, b):
         return torch.autograd.grad((a * b).sum(), a)[0]
@@ -557,6 +564,20 @@ def test_a_function_runs_and_others_are_compiled_meanwhile():
     for result, i in zip(results, (0, 0, 1, 2), strict=True):
         assert_close(result, functions[i](x), **EXACT)
     assert len(ready.signatures) == 1
+
+
+def test_what_other_threads_run_meanwhile_does_not_matter():
+    other, weight, batch = nn.Linear(3, 3).double(), draw(3), draw(2, 3)
+
+    def fn(x):
+        in_threads(partial(other, batch))
+        return x * weight
+
+    fast, x = captured(fn), draw(3)
+    fast(x)
+    other.eval()
+    fast(x)
+    assert len(fast.signatures) == 1
 
 
 # Sizes that change
