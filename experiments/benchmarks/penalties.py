@@ -188,12 +188,14 @@ def compiled_rows(small: bool, backend: str = "inductor") -> list[str]:
             for name, loss in (("by hand", with_r1_by_hand), ("hoglib", with_r1))
         }
         losses["compiled"] = hog.compiled_loss(losses["hoglib"], backend=backend)
+        base = partial(backward, losses.pop("by hand"), critic, real, fake)
         steps = {name: partial(backward, loss, critic, real, fake) for name, loss in losses.items()}
-        base = steps.pop("by hand")
-        # float32 is 1e-3 off what float64 gives where terms nearly cancel, by hand and compiled alike
+        # a parameter's gradient in float32 is 1e-3 off float64's where terms nearly cancel, by hand too
         expected = torch.cat([g.flatten() for g in base()])
         for run in steps.values():
-            same([torch.cat([g.flatten() for g in run()])], [expected])
+            found = torch.cat([g.flatten() for g in run()])
+            if not (found - expected).norm() < 1e-3 * expected.norm():
+                raise AssertionError(f"{network}: not the gradient by hand")
         lines += _cells(network, "loss and R1", base, steps, 1 if small else 20, peak_allocated)
     return lines
 
@@ -212,9 +214,10 @@ def _cells(
     base: Callable[[], object] | None,
     methods: Mapping[str, Callable[[], object]],
     repeats: int,
-    peak: Callable[[Callable[[], object]], int] = partial(peak_bytes, device=torch.device("cpu")),
+    peak: Callable[[Callable[[], object]], int] | None = None,
 ) -> list[str]:
     lines = []
+    peak = peak or partial(peak_bytes, device=torch.device("cpu"))
     if base is None:
         for name, run in methods.items():
             run()
