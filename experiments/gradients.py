@@ -1,4 +1,4 @@
-"""The terms of a loss and the gradient of their sum, computed together, as one graph where that is asked."""
+"""The terms of a loss and the gradient of their sum, as one graph where that is asked."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,14 @@ from hoglib import _arguments as arguments
 from hoglib._precomputed import with_gradients
 
 Terms = Callable[..., tuple[Tensor, ...]]
-TWICE = "a compiled loss of an experiment: expected backward() without create_graph, got create_graph=True."
+TWICE = "a compiled loss: expected backward() without create_graph, got create_graph=True."
 
 
 class Loss:
     """terms(*args), and their sum, whose backward fills the gradients of a network.
 
-    compile: false, or what `hoglib.compile` takes for backend; true for torch's compiler. The graph gives
-    the terms and the gradients, which backward hands on.
+    compile: false, or what `hoglib.compile` takes for backend; true for torch's compiler. The graph
+    gives the terms and the gradients, which backward hands on.
     """
 
     def __init__(self, what: str, terms: Terms, network: nn.Module, compile: bool | str) -> None:

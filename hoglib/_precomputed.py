@@ -21,8 +21,8 @@ def with_gradients(
     """The value, whose backward hands each tensor the gradient that is known, scaled by what comes in.
 
     again: the gradients anew with a graph of their own, for a backward that is to be differentiated.
-    anew: the gradients once more. With it those that are known are given away by the first backward, and
-    not copied: nobody else may hold them or their memory.
+    anew: the gradients once more. With it those that are known are given away by the first backward,
+    and not copied: nobody else may hold them or their memory.
     twice: without it, what is said of a second derivative, which there is none of.
     """
     result: Tensor = _Precomputed.apply(value, twice, again, anew, list(grads), *tensors)

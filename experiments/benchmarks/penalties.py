@@ -1,7 +1,8 @@
 """`python -m experiments.benchmarks.penalties`: gradient penalties against those written by hand.
 
 Each row is a step of training: the penalty and its gradient by the critic's parameters. Before it is
-timed the gradient is held against that of the code by hand.
+timed the gradient is held against that of the code by hand. Steps that are compiled are those of smooth
+critics: R1 by `loss.backward()`, with memory as torch's allocator gives it.
 """
 
 import itertools
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hoglib as hog
-from experiments.benchmarks.memory import peak_bytes
+from experiments.benchmarks.memory import peak_allocated, peak_bytes
 from experiments.benchmarks.timing import beside, machine, once, quartiles, smoke
 
 Critic = Callable[[Tensor], Tensor]
@@ -73,6 +74,18 @@ STEPS: dict[str, tuple[Step, dict[str, Step]]] = {
 }
 
 
+def with_r1_by_hand(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
+    """A critic's loss with R1, of one forward each."""
+    scores, squares = slopes(critic, real)
+    return F.softplus(critic(fake) - scores).mean() + 5 * squares.mean()
+
+
+def with_r1(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
+    penalty, scores = hog.penalties.r1(critic, real, return_outputs=True)
+    loss: Tensor = F.softplus(critic(fake) - scores).mean() + 10 * penalty
+    return loss
+
+
 def plane() -> tuple[nn.Module, Tensor]:
     widths = [2, 128, 128, 128]
     layers = [hog.nn.LinearAct(i, o, act="swish") for i, o in itertools.pairwise(widths)]
@@ -98,6 +111,24 @@ def sequences() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(32 * 64, 1)), torch.randn(16, 32, 64)
 
 
+def tanh() -> tuple[nn.Module, Tensor]:
+    layers = [nn.Linear(784, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(1024, 1)), torch.randn(64, 784)
+
+
+def convolutions(act: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
+    layers: list[nn.Module] = []
+    for channels in (3, 32, 32, 32):
+        layers += [nn.Conv2d(channels, 32, 3, padding=1), act()]
+    end = nn.Linear(32 * 32 * 32, 1)
+    return nn.Sequential(*layers, nn.Flatten(), end), torch.randn(64, 3, 32, 32)
+
+
+SMOOTH = {
+    "tanh, 784-1024-1024": tanh,
+    "SiLU, 4 convolutions": partial(convolutions, nn.SiLU),
+    "softplus, 4 convolutions": partial(convolutions, nn.Softplus),
+}
 NETWORKS = {
     "plane, 3 x 128": plane, "digits, 2 x 1024": digits, "images, 3 convolutions": images,
     "sequences, attention": sequences,
@@ -136,6 +167,39 @@ def rows(small: bool) -> list[str]:
     return lines
 
 
+def backward(
+    loss: Callable[[Tensor, Tensor], Tensor], critic: nn.Module, *given: Tensor
+) -> list[Any]:
+    """One step, as a training does it."""
+    critic.zero_grad()
+    loss(*given).backward()
+    return [p.grad for p in critic.parameters()]
+
+
+def compiled_rows(small: bool, backend: str = "inductor") -> list[str]:
+    lines = []
+    for network, make in SMOOTH.items():
+        critic, real = make()
+        if small:
+            real = real[:2]
+        fake = torch.randn_like(real)
+        losses: dict[str, Any] = {
+            name: partial(loss, critic)
+            for name, loss in (("by hand", with_r1_by_hand), ("hoglib", with_r1))
+        }
+        losses["compiled"] = hog.compiled_loss(losses["hoglib"], backend=backend)
+        base = partial(backward, losses.pop("by hand"), critic, real, fake)
+        steps = {name: partial(backward, loss, critic, real, fake) for name, loss in losses.items()}
+        # a parameter's gradient in float32 is 1e-3 off float64's where terms nearly cancel, by hand too
+        expected = torch.cat([g.flatten() for g in base()])
+        for run in steps.values():
+            found = torch.cat([g.flatten() for g in run()])
+            if not (found - expected).norm() < 1e-3 * expected.norm():
+                raise AssertionError(f"{network}: not the gradient by hand")
+        lines += _cells(network, "loss and R1", base, steps, 1 if small else 20, peak_allocated)
+    return lines
+
+
 def _runnable(by_hand: Callable[[], object]) -> Callable[[], object] | None:
     try:
         by_hand()
@@ -150,23 +214,24 @@ def _cells(
     base: Callable[[], object] | None,
     methods: Mapping[str, Callable[[], object]],
     repeats: int,
+    peak: Callable[[Callable[[], object]], int] | None = None,
 ) -> list[str]:
-    device = torch.device("cpu")
     lines = []
+    peak = peak or partial(peak_bytes, device=torch.device("cpu"))
     if base is None:
         for name, run in methods.items():
             run()
             seconds = quartiles([once(run) for _ in range(repeats)])["median"]
             lines.append(f"| {network} | {title} | {name} | raises | {seconds * 1e3:.2f} ms | |")
         return lines
-    units, pairs = beside(base, methods, repeats, 1.0 if repeats == 1 else 12.0)
-    unit, memory = quartiles(units)["median"], peak_bytes(base, device)
+    units, pairs = beside(base, methods, repeats, 1.0 if repeats == 1 else 24.0)
+    unit, memory = quartiles(units)["median"], peak(base)
     for name, run in methods.items():
         ratio = quartiles([ratio for _, ratio in pairs[name]])
-        peak = peak_bytes(run, device) / memory
+        part = peak(run) / memory
         lines.append(
             f"| {network} | {title} | {name} | {unit * 1e3:.2f} ms | {ratio['median']:.2f} "
-            f"({ratio['low']:.2f} to {ratio['high']:.2f}) | {peak:.2f} |"
+            f"({ratio['low']:.2f} to {ratio['high']:.2f}) | {part:.2f} |"
         )
     return lines
 
@@ -176,7 +241,7 @@ def main() -> None:
     print(f"{machine()}\n")
     print("| critic | step | | by hand | time to that, quartiles | peak memory to that |")
     print("|---|---|---|---|---|---|")
-    print("\n".join(rows(small)))
+    print("\n".join(rows(small) + compiled_rows(small, "eager" if small else "inductor")))
 
 
 if __name__ == "__main__":

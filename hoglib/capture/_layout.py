@@ -1,9 +1,9 @@
 """The same graph with images whose channels lie together, as convolutions of processors want them.
 
-oneDNN reorders images whose channels lie apart in every convolution, and in each of its derivatives. The
-graph is traced once more with convolutions that are given images and weights channels last; what follows
-them stays so. torch's compiler does that to convolutions alone, and leaves each of their derivatives a
-second copy in the old order.
+oneDNN reorders images whose channels lie apart in every convolution, and in each of its derivatives.
+The graph is traced once more with convolutions that are given images and weights channels last; what
+follows them stays so. torch's compiler does that to convolutions alone, and leaves each of their
+derivatives a second copy in the old order.
 """
 
 from typing import Any

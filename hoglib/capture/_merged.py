@@ -1,9 +1,9 @@
 """The same graph with fewer and larger products: what is computed for two batches, or added up.
 
 A step with a penalty runs a network several times: at real points and at fake ones, forward, backward
-and backward again. Each run has its own product with each weight, and each of its gradients is a product
-that is added to the others'. On a processor a product of few rows takes its time to read the weight, and
-sums of weight-sized matrices take theirs to read and write them:
+and backward again. Each run has its own product with each weight, and each of its gradients is a
+product that is added to the others'. On a processor a product of few rows takes its time to read the
+weight, and sums of weight-sized matrices take theirs to read and write them:
 
     x1 W, x2 W              =  [x1; x2] W             one product of all rows
     a1^T b1 + a2^T b2       =  [a1; a2]^T [b1; b2]    one product, without a sum
@@ -144,7 +144,7 @@ def _rows_and_rest(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
 
 
 def _is_of_few_rows(rows: fx.Node, rest: tuple[fx.Node, ...]) -> bool:
-    """Whether the matrix is what takes its time to read, and not the rows that are to be put together."""
+    """Whether it is the matrix that takes its time to read, and not the rows that are put together."""
     count, inner = _value(rows).shape
     columns = _value(rest[-1]).shape[1]
     return 2 * count * (inner + columns) <= inner * columns
@@ -171,7 +171,7 @@ def _put_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     at = nodes[0].args.index(rows[0])
     given = [joined if k == at else x for k, x in enumerate(nodes[0].args)]
     with graph.inserting_after(joined):
-        product = _made(graph, nodes[0].target, tuple(given))
+        product = _made(graph, nodes[0].target, tuple(given))  # type: ignore[arg-type]
     begin, last = 0, product
     for node, size in zip(nodes, sizes, strict=True):
         with graph.inserting_after(last):

@@ -1,6 +1,7 @@
 """`hoglib.compile`: a function of pytrees of tensors, second derivatives and all, as one graph."""
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -222,4 +223,6 @@ def named(fn: Any) -> str:
     """What to call a function in a message."""
     if isinstance(fn, nn.Module):
         return type(fn).__name__
+    if isinstance(fn, partial):
+        return named(fn.func)
     return str(getattr(fn, "__qualname__", None) or repr(fn)).rpartition("<locals>.")[2]

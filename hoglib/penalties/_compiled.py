@@ -1,7 +1,7 @@
 """A penalty and its gradients as one graph, from call to call: compile=True.
 
-What is looked at with values (effect, second look, coupling) is looked at in an eager run, once for each
-function and signature; random numbers of a generator are drawn before the graph runs, and are inputs.
+What is looked at with values (effect, second look, coupling) is looked at in an eager run, ahead of
+each capture; random numbers of a generator are drawn before the graph runs, and are inputs.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -52,7 +52,7 @@ class Draws:
 
 
 class Known:
-    """The graphs of functions of one home, and what each signature draws; None where nothing is learnt."""
+    """The graphs of functions of one home, and what each signature draws: None, nothing is learnt."""
 
     def __init__(self) -> None:
         self.graphs = Graphs(), Graphs(), Graphs()
@@ -78,8 +78,7 @@ def run(
     """term(*given, draws) as a graph; scalar: with its gradients, which backward hands on.
 
     term: made anew for each call, with all that it depends on in its attributes. guarded: the same run
-    eagerly with its guards, which notes what it draws, and says whether anything is learnt; ahead of every
-    capture.
+    eagerly with its guards, which notes what it draws, and says whether anything is learnt.
     """
     known: Known = _OF_HOMES.setdefault(home(term.func), {}).setdefault((what, backend), Known())  # type: ignore[attr-defined]
     form, _ = of_call(what, given, {}, dynamic=False)
@@ -97,7 +96,8 @@ def run(
             raise NothingLearns
 
     options: dict[str, Any] = {
-        "backend": backend, "dynamic": False, "check": True, "progress": True, "name": what, "before": look,
+        "backend": backend, "dynamic": False, "check": True, "progress": True, "name": what,
+        "before": look,
     }  # fmt: skip
     try:
         if known.draws.get(form.key) is None:

@@ -25,10 +25,10 @@ class Options(TypedDict, total=False):
     tensor with as many rows: their gradients are computed right away, and backward hands them on. The
     memory is that of one piece; backward(create_graph=True) is refused.
     stand_ins: run inside `hoglib.second_order()`.
-    compile: True computes it and its gradients as one graph, captured and compiled once for each signature
-    (`hoglib.compile`; "eager" runs the graph without compiling it). Functions made anew for each call
-    share graphs where their code, and the numbers and objects they hold, are the same. Where no
-    gradient is wanted (no_grad, frozen critics) and inside of transforms it is computed as without.
+    compile: True computes it and its gradients as one graph, captured and compiled once for each
+    signature (`hoglib.compile`; "eager" runs the graph without compiling it). Functions made anew for
+    each call share graphs where their code, and the numbers and objects they hold, are the same. Where
+    no gradient is wanted (no_grad, frozen critics) and inside of transforms it is as without.
     return_outputs: return (penalty, what the function returned at the same points), of one forward.
     """
 

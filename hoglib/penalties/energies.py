@@ -96,9 +96,9 @@ class Forces:
                 found = (*found, _hessian(point, gradient, batch))
             if point.wanted and not functional and guarded() and not _reach(gradient, point):
                 warn(
-                    "forces: expected forces that depend on parameters that learn, got forces that do not: "
-                    "a loss of them trains nothing. Look for detach() or no_grad in energy, and for frozen "
-                    "layers."
+                    "forces: expected forces that depend on parameters that learn, got forces that do "
+                    "not: a loss of them trains nothing. Look for detach() or no_grad in energy, and "
+                    "for frozen layers."
                 )
         if functional:
             return found
@@ -116,8 +116,8 @@ def _only(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("reduction", "micro_batch", "return_outputs"):
         if name in options:
             raise arguments.WrongType(
-                f"forces: expected options among output, batch, autocast, stand_ins, compile; got {name!r}, "
-                "which belongs to penalties."
+                "forces: expected options among output, batch, autocast, stand_ins, compile; got "
+                f"{name!r}, which belongs to penalties."
             )
     return dict(options)
 

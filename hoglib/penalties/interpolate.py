@@ -31,9 +31,9 @@ def between(what: str, real: Any, fake: Any, batch: Any, generator: torch.Genera
     samples = Samples(what, leaves, structure, batch)
     if samples.count is None:
         raise arguments.NotSupported(
-            f"{what}(batch=...): expected to run outside of what is captured, since how many numbers are drawn "
-            "is read from the values of batch; pass compile=True to the penalty instead, or use "
-            "r1 at points that are drawn outside."
+            f"{what}(batch=...): expected to run outside of what is captured, since how many numbers "
+            "are drawn is read from the values of batch; pass compile=True to the penalty instead, or "
+            "use r1 at points that are drawn outside."
         )
     first = leaves[0]
     e = drawn(torch.rand, (samples.count or 0,), first, generator)

@@ -43,7 +43,8 @@ class GradientPenalty(nn.Module):
     et al. also scale the learning rate and betas by c = every / (every + 1): lr c, beta^c.
 
     kind: the name of a function of `hoglib.penalties`; options: its own options and those that all
-    share, such as {target: 0.5} or {num_projections: 3}; micro_batch, autocast, output, compile as there. Kinds
+    share, such as {target: 0.5} or {num_projections: 3}; micro_batch, autocast, output, compile as
+    there. Kinds
     that need only real samples ignore fake; r2 ignores real. What comes after fake is handed on:
     labels to the critic, and for "sobolev" the derivatives first. For "jacobian" and the like `critic`
     is any function and `real` its inputs; for "parameter_gradient" a loss and its parameters.
@@ -118,10 +119,10 @@ class GradientPenalty(nn.Module):
         ):  # what is captured, and compared with that, is not a call of a training
             if self.every > 1:
                 raise arguments.NotSupported(
-                    f"GradientPenalty(every={self.every}): expected to run outside of what is compiled, "
-                    "since a graph counts no calls: it would hold the penalty always, or never. Call "
+                    f"GradientPenalty(every={self.every}): expected to run outside of what is "
+                    "compiled, since a graph counts no calls: it would hold the penalty always, or never. Call "
                     "penalty.factor() outside, and pass the number to what is compiled, where "
-                    "`penalty.value(critic, real, fake)` is multiplied by it or left out."
+                    "`penalty.value(critic, real, fake)` is multiplied by it, or left out for 0."
                 )
             return self.weight
         self._calls[0] += 1

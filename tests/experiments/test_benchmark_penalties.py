@@ -18,3 +18,9 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch):
     with pytest.raises(AssertionError):
         penalties.rows(small=True)
     assert hog.penalties.r1 is not None
+
+
+def test_a_compiled_step_of_every_smooth_critic():
+    rows = penalties.compiled_rows(small=True, backend="eager")
+    assert [row.split(" | ")[2] for row in rows] == ["hoglib", "compiled"] * len(penalties.SMOOTH)
+    assert not any("raises" in row for row in rows)
