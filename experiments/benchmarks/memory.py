@@ -1,4 +1,4 @@
-"""Peak memory of a computation: in tensors, which is the same number on every run, or of the process."""
+"""Peak memory of a computation: in tensors, the same number on every run, or of the process."""
 
 import ctypes
 import gc
