@@ -35,9 +35,9 @@ def measure(
     """What the plain gradient takes, and a row for each method.
 
     A row: status, "ok", "wrong", "raises" or "missing"; message, what to print for the last three;
-    error, relative to the float64 truth; peak_bytes; first_seconds of what is compiled; and only where the status is "ok": seconds and
-    ratio (to the plain gradient), each with median, low and high quartile; beside, the same ratio to
-    the method named by `Method.beside`; products; repeats.
+    error, relative to the float64 truth; peak_bytes; first_seconds of what is compiled; and only where
+    the status is "ok": seconds and ratio (to the plain gradient), each with median, low and high
+    quartile; beside, the same ratio to the method named by `Method.beside`; products; repeats.
     """
     gradient = with_torch.gradient(point)
     truths: dict[tuple[str, int], torch.Tensor] = {}

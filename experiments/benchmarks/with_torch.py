@@ -76,10 +76,12 @@ def compiled_by_hand(problem: Problem, route: str) -> Call:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     leaves, v, count = list(detached(problem).values()), list(problem.vector()), len(problem.params)
-    inputs = [*leaves, *v, problem.x, problem.y]
+    inputs: list[Any] = [*leaves, *v, problem.x, problem.y]
 
     def product(*given: Tensor) -> tuple[Tensor, ...]:
-        return ROUTES[route](problem.model, list(problem.params), given[:count], *_rest(given, count))
+        return ROUTES[route](
+            problem.model, list(problem.params), given[:count], *_rest(given, count)
+        )
 
     with torch.no_grad(), plain_attention(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about itself
@@ -100,11 +102,12 @@ def _rest(given: Leaves, count: int) -> tuple[Leaves, Tensor, Tensor]:
     return given[count:-2], given[-2], given[-1]
 
 
-def _loss_of(
-    model: nn.Module, names: list[str], leaves: Leaves, x: Tensor, y: Tensor
-) -> Tensor:
+def _loss_of(model: nn.Module, names: list[str], leaves: Leaves, x: Tensor, y: Tensor) -> Tensor:
     named = dict(zip(names, leaves, strict=True))
     return F.cross_entropy(functional_call(model, named, (x,)), y)
+
+
+_pushed: Any = torch.func.jvp
 
 
 def _reverse_over_reverse(
@@ -122,7 +125,7 @@ def _forward_over_reverse(
 ) -> tuple[Tensor, ...]:
     every = tuple(range(len(leaves)))
     gradient = torch.func.grad_and_value(lambda *own: _loss_of(model, names, own, x, y), every)
-    (_, value), (product, _) = torch.func.jvp(gradient, tuple(leaves), tuple(v))
+    (_, value), (product, _) = _pushed(gradient, tuple(leaves), tuple(v))
     return value, *product
 
 
@@ -131,7 +134,7 @@ def _reverse_over_forward(
 ) -> tuple[Tensor, ...]:
     def along(*own: Tensor) -> tuple[Tensor, Tensor]:
         of = lambda *own: _loss_of(model, names, own, x, y)  # noqa: E731
-        value, slope = torch.func.jvp(of, own, tuple(v))
+        value, slope = _pushed(of, own, tuple(v))
         return slope, value
 
     product, value = torch.func.grad(along, tuple(range(len(leaves))), has_aux=True)(*leaves)

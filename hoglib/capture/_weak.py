@@ -1,4 +1,4 @@
-"""A function that others keep alive: graphs that stand for it do not, and find their tensors through it."""
+"""A function that others keep alive: its graphs do not, and find their tensors through it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,8 +28,8 @@ class Weak:
 
 
 def holder(fn: Any) -> Any:
-    """What a function lives as long as: the object of a bound method, which is made anew for each call."""
+    """What a function lives as long as: for a bound method, made anew for each call, its object."""
     owner = getattr(fn, "__self__", None)
-    func = getattr(fn, "__func__", None)
+    func: Any = getattr(fn, "__func__", None)
     bound = owner is not None and func is not None and not isinstance(owner, type)
     return owner if bound and getattr(type(owner), func.__name__, None) is func else fn

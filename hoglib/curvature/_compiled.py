@@ -41,8 +41,8 @@ def backend_of(what: str, compile: Any, matrix: Matrix) -> str:
         backend = "inductor" if arguments.flag("compile", compile) else ""
     if backend and matrix.mode == DIFFERENCES:
         raise arguments.WrongValue(
-            f"{what}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates twice, got "
-            "differences, which look at values to find their step. Leave one of the two out."
+            f"{what}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates twice, "
+            "got differences, which look at values to find their step. Leave one of the two out."
         )
     if backend and matrix.draws:
         raise arguments.NotSupported(
@@ -167,8 +167,8 @@ def _graphs_of(
             if len(of_func) >= MOST:
                 of_func.pop(next(iter(of_func)))
                 warn(
-                    f"{call.what}(compile=True): {MOST} compiled products of one function are kept, and the "
-                    "oldest is forgotten. If a likelihood is made anew for each call, make it once."
+                    f"{call.what}(compile=True): {MOST} compiled products of a function are kept, and "
+                    "the oldest is forgotten. If a likelihood is made anew for each call, make it once."
                 )
             of_func[key] = found
     return found
@@ -178,4 +178,5 @@ def _keep_alive(func: Any, outputs: tuple[Tensor, ...]) -> None:
     """Backward through a product runs func again."""
     for x in outputs:
         if x.grad_fn is not None:
-            x.grad_fn.metadata["hoglib_func"] = func
+            metadata: Any = x.grad_fn.metadata
+            metadata["hoglib_func"] = func

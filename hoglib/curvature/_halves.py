@@ -1,4 +1,4 @@
-"""A captured product in two graphs: what does not depend on the vector, and the linear map that is left.
+"""A captured product in two graphs: what does not depend on the vector, and the linear map left.
 
     (v, point) -> (value, M v)    becomes    point -> (value, kept)    and    (v, point, kept) -> M v
 
@@ -115,8 +115,8 @@ def split(module: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphM
     """The graph of what does not depend on the first `count` inputs, that of the rest, and which
     outputs are of the first.
 
-    The first takes the other inputs, and puts out its outputs and then what the second needs. The second
-    takes all inputs, and that.
+    The first takes the other inputs, and puts out its outputs and then what the second needs. The
+    second takes all inputs, and that.
     """
     nodes = list(module.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -128,7 +128,8 @@ def split(module: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphM
     of_first = [not (isinstance(x, fx.Node) and x in depends) for x in outputs]
     needed, again = _needed(nodes, depends)
 
-    first, places = fx.Graph(), {}
+    first = fx.Graph()
+    places: dict[fx.Node, fx.Node] = {}
     for node in nodes[:-1]:
         if node not in depends:
             places[node] = first.node_copy(node, places.__getitem__)

@@ -16,8 +16,9 @@ from hoglib._recording import recordable, recording
 from hoglib._second_look import look_at_gradient, new_functions
 from hoglib._substitution import lingering
 from hoglib.curvature._blocks import Blocks, groups_of
-from hoglib.curvature._matrices import GaussNewton
-from hoglib.curvature._routes import Call, OfLeaves
+from hoglib.curvature._compiled import backend_of, elsewhere, linearised
+from hoglib.curvature._matrices import GaussNewton, Hessian
+from hoglib.curvature._routes import Call, Linearised, OfLeaves
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
@@ -30,6 +31,7 @@ def hessian(
     blocks: Blocks = None,
     create_graph: bool = False,
     stand_ins: bool = True,
+    compile: bool | str = False,
 ) -> Tree:
     r"""The Hessian of a scalar function, in the layout of `torch.func.hessian`.
 
@@ -46,14 +48,27 @@ def hessian(
     Computed row by row, reverse-over-reverse, one backward pass a row: P passes for P numbers in
     params, and P^2 numbers of memory. (`torch.func.hessian` batches the rows with vmap, which is
     silently wrong in the rows of a LayerNorm's weight.) Inside torch.func transforms it is
-    `jacfwd(grad)`. create_graph: whether H can be differentiated again. stand_ins: as in `hvp`. The
-    inputs are not changed, and it works under no_grad and inference_mode.
+    `jacfwd(grad)`. create_graph: whether H can be differentiated again. stand_ins, compile: as in
+    `hvp`; compiled, without create_graph, a row is a product, and what all rows share runs once.
+    The inputs are not changed, and it works under no_grad and inference_mode.
     Raises what `hvp` raises.
     """
     arguments.function("func", func)
     leaves, structure = _real_leaves(params)
     groups = groups_of(blocks, params)
-    call = Call("hessian", create_graph)
+    call, matrix = Call("hessian", create_graph), Hessian("auto")
+    backend = backend_of("hessian", compile, matrix)
+    if backend and create_graph:
+        raise arguments.WrongValue(
+            "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
+        )
+    if backend and not elsewhere():
+        with torch.inference_mode(False), torch.no_grad():
+            leaves, inputs = recordable((leaves, args))
+            point = linearised(
+                func, matrix, call, stand_ins, backend, leaves, structure, inputs, True
+            )
+            return _nested(_by_products(point, leaves, groups), params, structure, blocks)
     with recording(), lingering(), stand_ins_if(stand_ins):
         leaves, inputs = recordable((leaves, args))
 
@@ -86,14 +101,24 @@ def ggn(
         leaves, args = recordable((leaves, (batch,)))
         params_of = partial(_tree.unflatten, structure=structure)
         point = matrix.at(loss, params_of, args, leaves, Call("ggn"), several=True)
-        columns = {}
-        for group in groups:
-            for b in group:
-                products = [point.apply(e, True)[1] for e in _units(leaves, b)]
-                for a in group:
-                    block = torch.stack([product[a] for product in products], -1)
-                    columns[a, b] = block.reshape(leaves[a].shape + leaves[b].shape).detach()
+        columns = _by_products(point, leaves, groups)
     return _nested(columns, params, structure, blocks)
+
+
+def _by_products(
+    point: Linearised, leaves: Vector, groups: list[list[int]]
+) -> dict[tuple[int, int], Tensor]:
+    """M[a][b] for each pair of leaves in a group, one product a column."""
+    columns = {}
+    for group in groups:
+        for b in group:
+            products = [point.apply(e, True)[1] for e in _units(leaves, b)]
+            for a in group:
+                entries = [product[a] for product in products]
+                shape = leaves[a].shape + leaves[b].shape
+                block = torch.stack(entries, -1) if entries else leaves[a].new_zeros(shape)
+                columns[a, b] = block.reshape(shape).detach()
+    return columns
 
 
 def _units(leaves: Vector, which: int) -> Iterable[Vector]:

@@ -86,6 +86,20 @@ def test_a_block_is_what_it_is_without(name, kind):
     assert graphs(loss) == 1
 
 
+@pytest.mark.parametrize("blocks", [None, "module"])
+def test_whole_matrices(blocks):
+    _, loss, params = small()
+    run = partial(hog.hessian, loss, params, blocks=blocks)
+    for seed in (3, 4):
+        found, expected = run(batch_of(seed=seed), compile="eager"), run(batch_of(seed=seed))
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert relative(flat(found[name]), flat(expected[name])) < CLOSE
+    assert graphs(loss) == 1
+    with pytest.raises(ValueError, match="create_graph"):
+        run(batch_of(), compile=True, create_graph=True)
+
+
 def test_the_first_half_runs_once_for_a_block(monkeypatch):
     runs = []
     make = _compiled.Halves._made
@@ -110,7 +124,9 @@ def test_inductor(kind, tmp_path, monkeypatch, capfd):
     _, loss, params = small()
     V = like(params, 2)
     for v in (V, {name: p[..., 0] for name, p in V.items()}):
-        same(product(loss, params, v, batch_of(), compile=True), product(loss, params, v, batch_of()))
+        same(
+            product(loss, params, v, batch_of(), compile=True), product(loss, params, v, batch_of())
+        )
     assert "compil" in capfd.readouterr().err
     assert list(tmp_path.iterdir())
 
@@ -338,9 +354,11 @@ def test_custom_functions_are_looked_at_when_a_graph_is_captured():
 def test_parameters_from_elsewhere_are_refused():
     model = mlp()
     params = hog.trainable_params(model)
-    func = lambda p, x: torch.func.functional_call(model, p, x).square().mean() + sum(  # noqa: E731
-        q.square().sum() for q in model.parameters()
-    )
+
+    def func(p, x):
+        penalty = sum(q.square().sum() for q in model.parameters())
+        return torch.func.functional_call(model, p, x).square().mean() + penalty
+
     for _ in range(2):  # nothing is kept of a capture that raised
         with pytest.raises(RuntimeError, match="uses the params it is given"):
             hog.hvp(func, params, like(params), draw(2, 3), compile="eager")
@@ -349,7 +367,7 @@ def test_parameters_from_elsewhere_are_refused():
 def test_refusals():
     _, loss, params = small()
     v, batch = like(params), batch_of()
-    with pytest.raises(ValueError, match="finite-differences.*compile=True"):
+    with pytest.raises(ValueError, match=r"finite-differences.*compile=True"):
         hog.hvp(loss, params, v, batch, mode="finite-differences", compile=True)
     with pytest.raises(NotImplementedError, match="kind='mc', compile=True"):
         hog.fisher_vp(loss, params, v, batch, kind="mc", compile=True)
@@ -386,13 +404,17 @@ def test_ignored_targets_are_counted_anew():
 def test_too_many_products_are_told_of(monkeypatch):
     monkeypatch.setattr(_compiled, "MOST", 2)
     _, loss, params = small()
-    likelihood = lambda y: torch.distributions.Categorical(logits=y, validate_args=False)  # noqa: E731
+
+    def product():
+        logits = lambda y: torch.distributions.Categorical(logits=y, validate_args=False)  # noqa: E731
+        return hog.fisher_vp(
+            loss, params, like(params), batch_of(), likelihood=logits, compile="eager"
+        )
+
+    product()
+    product()
     with pytest.warns(UserWarning, match="made anew for each call"):
-        for _ in range(3):
-            hog.fisher_vp(
-                loss, params, like(params), batch_of(), compile="eager",
-                likelihood=lambda y: likelihood(y),
-            )  # fmt: skip
+        product()
 
 
 def loader(batch, **options):
