@@ -60,7 +60,7 @@ def peak_allocated(run: Callable[[], Any]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profiler.profiler.kineto_results
     now = peak = 0
     for event in results.events():
         if event.name() == "[memory]":

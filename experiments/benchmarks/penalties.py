@@ -124,7 +124,7 @@ def convolutions(act: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers, nn.Flatten(), end), torch.randn(64, 3, 32, 32)
 
 
-SMOOTH = {
+SMOOTH: dict[str, Any] = {
     "tanh, 784-1024-1024": tanh,
     "SiLU, 4 convolutions": partial(convolutions, nn.SiLU),
     "softplus, 4 convolutions": partial(convolutions, nn.Softplus),

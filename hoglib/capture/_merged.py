@@ -171,7 +171,7 @@ def _put_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     at = nodes[0].args.index(rows[0])
     given = [joined if k == at else x for k, x in enumerate(nodes[0].args)]
     with graph.inserting_after(joined):
-        product = _made(graph, nodes[0].target, tuple(given))  # type: ignore[arg-type]
+        product = _made(graph, nodes[0].target, tuple(given))
     begin, last = 0, product
     for node, size in zip(nodes, sizes, strict=True):
         with graph.inserting_after(last):

@@ -99,9 +99,7 @@ def _value(node: Any) -> Tensor:
     return value
 
 
-def _made(
-    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None
-) -> fx.Node:
+def _made(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
     node = graph.call_function(target, args, kwargs or {})
     node.meta["val"] = target(*fx.map_arg(args, _value), **(kwargs or {}))
     return node

@@ -120,8 +120,8 @@ class GradientPenalty(nn.Module):
             if self.every > 1:
                 raise arguments.NotSupported(
                     f"GradientPenalty(every={self.every}): expected to run outside of what is "
-                    "compiled, since a graph counts no calls: it would hold the penalty always, or never. Call "
-                    "penalty.factor() outside, and pass the number to what is compiled, where "
+                    "compiled, since a graph counts no calls: it would hold the penalty always, or "
+                    "never. Call penalty.factor() outside, and pass the number to what is compiled, where "
                     "`penalty.value(critic, real, fake)` is multiplied by it, or left out for 0."
                 )
             return self.weight
