@@ -121,7 +121,7 @@ class GradientPenalty(nn.Module):
                 raise arguments.NotSupported(
                     f"GradientPenalty(every={self.every}): expected to run outside of what is "
                     "compiled, since a graph counts no calls: it would hold the penalty always, or "
-                    "never. Call penalty.factor() outside, and pass the number to what is compiled, where "
+                    "never. Call penalty.factor() outside, pass the number to what is compiled, where "
                     "`penalty.value(critic, real, fake)` is multiplied by it, or left out for 0."
                 )
             return self.weight
