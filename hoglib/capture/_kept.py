@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib import _functorch, _tree
 from hoglib._random_state import random_state, set_random_state
-from hoglib.capture._walk import Attributes, Walk, is_filled
+from hoglib.capture._contents import Attributes, is_filled
+from hoglib.capture._walk import Walk
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib.capture import _signature as signature
-from hoglib.capture._walk import Attributes, Edge, Walk
+from hoglib.capture._contents import Attributes
+from hoglib.capture._walk import Edge, Walk
 
 AGREES, ANY, MODULE, CODE, SIZED, TYPED = range(6)  # what is asked of what stands in a place
 _hooks = itemgetter(

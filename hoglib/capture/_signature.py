@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
-from hoglib.capture._walk import is_plain
+from hoglib.capture._contents import is_plain
 from hoglib.ops._modes import StandingIn
 
 Autocasts = tuple[tuple[str, torch.dtype], ...]  # that are on

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib._graph import nodes
+from hoglib.capture._lifting import check_apart, lift
 from hoglib.capture._refusals import OfOperations, OfPython, calls_backward, explaining
 
 
@@ -89,9 +89,9 @@ def trace(
         )
         graph = tracer(*[alike(x) for x in tensors])
     _check_outputs(what, out["leaves"])
-    lifted = _lift(what, graph, out["recorded"])
+    lifted = lift(what, graph, out["recorded"])
     if out["recorded"]:
-        _check_apart(what, lifted)
+        check_apart(what, lifted)
     for leaf in out["leaves"]:
         if isinstance(leaf, Of) and isinstance(leaf.where, Tensor):
             leaf.where = next(i for i, x in enumerate(lifted) if x is leaf.where)
@@ -177,23 +177,6 @@ def _drops_nothing(node: fx.Node) -> bool:
     return bool(rates) and all(rate in (0, 0.0) for rate in rates)
 
 
-def _check_apart(what: str, lifted: list[Tensor]) -> None:
-    """No tensor that is reached was computed from another one: their gradients would count twice."""
-    ours = {id(x) for x in lifted}
-    ends = {x.grad_fn for x in lifted if x.grad_fn is not None}
-    for x in lifted:
-        if x.grad_fn is None:
-            continue
-        for node in nodes([x]):
-            met = {parent for parent, _ in node.next_functions}
-            if id(getattr(node, "variable", None)) in ours or met & ends:
-                raise arguments.NotSupported(
-                    f"{what}: expected to reach tensors that were computed from no other one that it "
-                    f"reaches, got {arguments.describe(x)} that was ({x.grad_fn}); its gradient would "
-                    "count twice. Pass it as an argument."
-                )
-
-
 def _check_outputs(what: str, leaves: list[Any]) -> None:
     """What an output holds besides tensors is the same at each call, and hides no tensor."""
     for leaf in leaves:
@@ -213,65 +196,3 @@ def _check_outputs(what: str, leaves: list[Any]) -> None:
                 f"{arguments.describe(leaf)}, which holds tensors that the graph would not renew; "
                 "return its tensors, or register its class with torch.utils._pytree."
             )
-
-
-def _lift(what: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tensor]:
-    """Makes inputs, behind those that are there, of the tensors that a graph holds, and of those that
-    its outputs have a derivative by though their values are not in it."""
-    lifted: dict[int, Tensor] = {}
-    inputs: dict[int, fx.Node] = {}
-    before = list(graph.graph.nodes)
-    last = [node for node in before if node.op == "placeholder"]
-
-    def lift(value: Tensor, meta: dict[str, Any]) -> None:
-        if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
-            raise arguments.NotSupported(
-                f"{what}: expected dense tensors of torch's own class, got one that reaches "
-                f"{arguments.describe(value)} of class {type(value).__name__} and layout "
-                f"{value.layout}; convert it, or do not compile."
-            )
-        lifted[id(value)] = value
-        with _after(graph.graph, last[-1] if last else None):
-            inputs[id(value)] = graph.graph.placeholder(f"lifted_{len(lifted)}")
-        inputs[id(value)].meta.update(meta)
-        last.append(inputs[id(value)])
-
-    for node in before:
-        if node.op != "get_attr":
-            continue
-        value = _attribute(graph, str(node.target))
-        if not isinstance(value, Tensor):
-            raise arguments.NotSupported(
-                f"{what}: expected a graph of tensors, got one that holds a {type(value).__name__}; "
-                "make it before the call, and pass what it gives as an argument."
-            )
-        if id(value) not in lifted:
-            lift(value, node.meta)
-        node.replace_all_uses_with(inputs[id(value)])
-        graph.graph.erase_node(node)
-    for node in nodes(recorded, since=[x for x in lifted.values() if not x.is_leaf]):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and _has_values(leaf) and id(leaf) not in lifted:
-            lift(leaf, {})
-    for name in [name for name in vars(graph) if "_constant" in name]:
-        delattr(graph, name)
-    for stores in (graph._buffers, graph._parameters):  # which would keep what they hold alive
-        stores.clear()
-    return list(lifted.values())
-
-
-def _has_values(leaf: Tensor) -> bool:
-    return type(leaf) in (Tensor, nn.Parameter)
-
-
-@contextmanager
-def _after(graph: fx.Graph, node: fx.Node | None) -> Iterator[None]:
-    with graph.inserting_before() if node is None else graph.inserting_after(node):
-        yield
-
-
-def _attribute(graph: fx.GraphModule, path: str) -> Any:
-    value: Any = graph
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
