@@ -57,10 +57,11 @@ def peak_allocated(run: Callable[[], Any]) -> int:
     """The most bytes that torch's allocator on a processor had given to `run` at one time.
 
     Sees what compiled code allocates, of which no operation of torch tells; and torch's own workspace.
+    Only of what leaves nothing behind: memory from before that is freed inside is subtracted.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = profiler.profiler.kineto_results
     now = peak = 0
     for event in results.events():
         if event.name() == "[memory]":
