@@ -57,6 +57,7 @@ def peak_allocated(run: Callable[[], Any]) -> int:
     """The most bytes that torch's allocator on a processor had given to `run` at one time.
 
     Sees what compiled code allocates, of which no operation of torch tells; and torch's own workspace.
+    Only of what leaves nothing behind: memory from before that is freed inside is subtracted.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()

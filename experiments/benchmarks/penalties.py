@@ -170,14 +170,16 @@ def rows(small: bool) -> list[str]:
 def backward(
     loss: Callable[[Tensor, Tensor], Tensor], critic: nn.Module, *given: Tensor
 ) -> list[Any]:
-    """One step, as a training does it."""
-    critic.zero_grad()
+    """One step, as a training does it, which leaves nothing behind."""
     loss(*given).backward()
-    return [p.grad for p in critic.parameters()]
+    found = [p.grad for p in critic.parameters()]
+    critic.zero_grad()
+    return found
 
 
 def compiled_rows(small: bool, backend: str = "inductor") -> list[str]:
     lines = []
+    base: Any
     for network, make in SMOOTH.items():
         critic, real = make()
         if small:

@@ -67,6 +67,7 @@ STOPS = {
     "r1_r2": (("--checkpoint_every", "9"), 10),  # two steps a batch never make nine
     "wgan_gp": ((*WGAN, "--checkpoint_every", "5"), 5),
     "lazy penalty": (("--model.penalty.every", "4"), 20),
+    "as graphs": (("--model.compile", "eager", "--checkpoint_every", "9"), 10),
 }
 
 
@@ -91,6 +92,33 @@ def test_the_same_seed_is_the_same_run_and_another_is_not():
     weights = [name for name in first if name.endswith("weight")]
     assert len(weights) == 12
     assert not any(torch.equal(first[name], other[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    "args", [(), WGAN, ("--model.penalty.every", "3")], ids=["r1_r2", "wgan_gp", "lazily"]
+)
+def test_as_graphs_the_run_is_the_same(args):
+    for compile in ("false", "eager"):
+        fit(*args, "--model.compile", compile)
+    plain, graphs = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
+    assert_close(graphs, plain, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert (folder(1) / "table.txt").read_text().splitlines()[2] in (
+        folder(0) / "table.txt"
+    ).read_text()
+
+
+def test_a_compiled_run_says_what_it_compiles_and_ends_in_the_same_table(
+    capfd, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "cache"))
+    small = ("--model.hidden", "[8]")
+    for compile in ("false", "true"):
+        fit(*small, "--model.compile", compile)
+    said = capfd.readouterr().err
+    assert "hoglib: compiling" in said
+    assert "the critic's loss with its gradient" in said
+    assert "the generator's loss with its gradient" in said
+    assert summary(0) == pytest.approx(summary(1), rel=1e-3)
 
 
 def test_validation_draws_nothing_from_the_randomness_of_the_run():
