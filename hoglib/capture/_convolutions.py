@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hoglib.capture._products import _made, _replace, _turns, _value
+from hoglib.capture._nodes import made, replaced, turns, value_of
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def _by_weight(graph: fx.Graph, node: fx.Node) -> None:
     ):
         return
     x, g = x.args[0], g.args[0]  # type: ignore[union-attr]
-    found, images, outputs = _value(node).shape, _value(x).shape, _value(g).shape
+    found, images, outputs = value_of(node).shape, value_of(x).shape, value_of(g).shape
     symbols = not all(isinstance(n, int) for n in (*found, *images, *outputs))
     if symbols or found[2:].numel() >= outputs[2:].numel() or not node.users:
         return
@@ -54,19 +54,19 @@ def _by_weight(graph: fx.Graph, node: fx.Node) -> None:
         return
     weight = (found[1], found[0], *found[2:])
     with graph.inserting_before(node):
-        shape = _made(graph, aten.new_empty.default, (g, weight))
+        shape = made(graph, aten.new_empty.default, (g, weight))
         gradients: tuple[Any, ...] = (
             g, x, shape, [0], dilation, padding, stride, False, output_padding, 1, [False, True, False],
         )  # fmt: skip
         both = graph.call_function(aten.convolution_backward.default, gradients)
-        values = [_value(y) if isinstance(y, fx.Node) else y for y in gradients]
+        values = [value_of(y) if isinstance(y, fx.Node) else y for y in gradients]
         both.meta["val"] = aten.convolution_backward.default(*values)
         by_weight = graph.call_function(_get, (both, 1))
         by_weight.meta["val"] = both.meta["val"][1]
     for user in list(node.users):
-        _replace(graph, user, by_weight)
+        replaced(graph, user, by_weight)
     graph.erase_node(node)
 
 
 def _exchanged(node: Any) -> bool:
-    return isinstance(node, fx.Node) and _turns(node) == {0, 1} and _value(node).dim() > 2
+    return isinstance(node, fx.Node) and turns(node) == {0, 1} and value_of(node).dim() > 2

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hoglib.capture._products import _made, _value
+from hoglib.capture._nodes import made, value_of
 
 aten: Any = torch.ops.aten
 MOST = 5000  # nodes of a graph, beyond which no one waits for this
@@ -41,21 +41,21 @@ def _sums(graph: fx.Graph) -> None:
             continue
         terms = list(_terms(root, False))
         pairs = [(term, pair) for term in terms if (pair := _factors(term)) is not None]
-        rows, columns = _value(root).shape
-        inner = sum(_value(a).shape[1] for _, (a, _, _) in pairs)
+        rows, columns = value_of(root).shape
+        inner = sum(value_of(a).shape[1] for _, (a, _, _) in pairs)
         if len(pairs) < 2 or inner * (rows + columns) > rows * columns * (len(pairs) - 1):
             continue
         known = {node for (node, _), _ in pairs}
         with graph.inserting_before(root):
             left = [_transpose(graph, b) if turned else a for _, (a, b, turned) in pairs]
             right = [_transpose(graph, a) if turned else b for _, (a, b, turned) in pairs]
-            found = _made(
+            found = made(
                 graph, aten.mm.default, (_joined(graph, left, 1), _joined(graph, right, 0))
             )
             for term, turned in terms:
                 if term not in known:
                     other = _transpose(graph, term) if turned else term
-                    found = _made(graph, aten.add.Tensor, (found, other))
+                    found = made(graph, aten.add.Tensor, (found, other))
         root.replace_all_uses_with(found)
         graph.eliminate_dead_code()
 
@@ -73,10 +73,10 @@ def _terms(node: fx.Node, turned: bool) -> Iterator[tuple[fx.Node, bool]]:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    if node.target is not aten.add.Tensor or node.kwargs or _value(node).dim() != 2:
+    if node.target is not aten.add.Tensor or node.kwargs or value_of(node).dim() != 2:
         return False
     return all(
-        isinstance(x, fx.Node) and _value(x).shape == _value(node).shape for x in node.args[:2]
+        isinstance(x, fx.Node) and value_of(x).shape == value_of(node).shape for x in node.args[:2]
     )
 
 
@@ -100,14 +100,14 @@ def _factors(term: tuple[Any, bool]) -> tuple[fx.Node, fx.Node, bool] | None:
 def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if node.target is aten.t.default:
         return node.args[0]  # type: ignore[return-value]
-    return _made(graph, aten.t.default, (node,))
+    return made(graph, aten.t.default, (node,))
 
 
 def _joined(graph: fx.Graph, parts: list[fx.Node], dim: int) -> fx.Node:
     """Parts side by side; of transposed ones the originals, which lie as they do in memory."""
     if all(part.target is aten.t.default for part in parts):
-        return _made(graph, aten.t.default, (_joined(graph, [p.args[0] for p in parts], 1 - dim),))  # type: ignore[misc]
-    return _made(graph, aten.cat.default, (parts, dim))
+        return made(graph, aten.t.default, (_joined(graph, [p.args[0] for p in parts], 1 - dim),))  # type: ignore[misc]
+    return made(graph, aten.cat.default, (parts, dim))
 
 
 def _one_factor(graph: fx.Graph) -> None:
@@ -138,15 +138,15 @@ def _rows_and_rest(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
         return None
     if node.target is aten.mm.default:
         return node.args[0], (node.args[1],)  # type: ignore[return-value]
-    if node.target is aten.addmm.default and _value(node.args[0]).dim() == 1:
+    if node.target is aten.addmm.default and value_of(node.args[0]).dim() == 1:
         return node.args[1], (node.args[0], node.args[2])  # type: ignore[return-value]
     return None
 
 
 def _is_of_few_rows(rows: fx.Node, rest: tuple[fx.Node, ...]) -> bool:
     """Whether it is the matrix that takes its time to read, and not the rows that are put together."""
-    count, inner = _value(rows).shape
-    columns = _value(rest[-1]).shape[1]
+    count, inner = value_of(rows).shape
+    columns = value_of(rest[-1]).shape[1]
     return 2 * count * (inner + columns) <= inner * columns
 
 
@@ -165,17 +165,17 @@ def _needs(node: fx.Node, other: fx.Node) -> bool:
 
 def _put_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     rows = [_rows_and_rest(node)[0] for node in nodes]  # type: ignore[index]
-    sizes = [_value(x).shape[0] for x in rows]
+    sizes = [value_of(x).shape[0] for x in rows]
     with graph.inserting_after(nodes[-1]):
-        joined = _made(graph, aten.cat.default, (rows, 0))
+        joined = made(graph, aten.cat.default, (rows, 0))
     at = nodes[0].args.index(rows[0])
     given = [joined if k == at else x for k, x in enumerate(nodes[0].args)]
     with graph.inserting_after(joined):
-        product = _made(graph, nodes[0].target, tuple(given))
+        product = made(graph, nodes[0].target, tuple(given))
     begin, last = 0, product
     for node, size in zip(nodes, sizes, strict=True):
         with graph.inserting_after(last):
-            last = _made(graph, aten.slice.Tensor, (product, 0, begin, begin + size))
+            last = made(graph, aten.slice.Tensor, (product, 0, begin, begin + size))
         node.replace_all_uses_with(last)
         begin += size
     for node in nodes:

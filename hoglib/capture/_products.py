@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from hoglib.capture._functional import writes
+from hoglib.capture._nodes import made, replaced, turns, value_of
 
 aten = torch.ops.aten
 PRODUCTS: dict[Any, tuple[Any, tuple[int, ...]]] = {
@@ -60,51 +61,25 @@ def _strides(value: Any) -> Any:
 
 def _sink(graph: fx.Graph, node: fx.Node) -> None:
     given = [x for x in node.args if isinstance(x, fx.Node)]
-    if not given or not all(_turns(x) == _turns(given[0]) is not None for x in given):
+    if not given or not all(turns(x) == turns(given[0]) is not None for x in given):
         return
-    if len({tuple(_value(x).shape) for x in given}) > 1:
+    if len({tuple(value_of(x).shape) for x in given}) > 1:
         return
     before = {x: x.args[0] for x in given}
     with graph.inserting_before(node):
         args = tuple(before.get(x, x) if isinstance(x, fx.Node) else x for x in node.args)
-        inner = _made(graph, node.target, args, node.kwargs)
-        _replace(graph, node, _made(graph, given[0].target, (inner, *given[0].args[1:])))
+        inner = made(graph, node.target, args, node.kwargs)
+        replaced(graph, node, made(graph, given[0].target, (inner, *given[0].args[1:])))
 
 
 def _turn(graph: fx.Graph, node: fx.Node) -> None:
     turn, how = PRODUCTS[node.target]
     last = {0, 1} if node.target is aten.mm.default else {1, 2}
-    if not node.users or any(_turns(user) != last for user in node.users):
+    if not node.users or any(turns(user) != last for user in node.users):
         return
     with graph.inserting_before(node):
-        a, b = (_made(graph, turn, (x, *how)) for x in node.args)
-        product = _made(graph, node.target, (b, a))
+        a, b = (made(graph, turn, (x, *how)) for x in node.args)
+        product = made(graph, node.target, (b, a))
     for user in list(node.users):
-        _replace(graph, user, product)
-    graph.erase_node(node)
-
-
-def _turns(node: fx.Node) -> set[int] | None:
-    """The two dimensions that a node exchanges, if it is a transpose."""
-    if node.target is aten.t.default and _value(node).dim() == 2:
-        return {0, 1}
-    if node.target is aten.transpose.int:
-        dims, given = _value(node).dim(), [n for n in node.args[1:] if isinstance(n, int)]
-        return {n % dims for n in given} if dims else None
-    return None
-
-
-def _value(node: Any) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value
-
-
-def _made(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-    node = graph.call_function(target, args, kwargs or {})
-    node.meta["val"] = target(*fx.map_arg(args, _value), **(kwargs or {}))
-    return node
-
-
-def _replace(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
-    node.replace_all_uses_with(other)
+        replaced(graph, user, product)
     graph.erase_node(node)
