@@ -1,4 +1,5 @@
-"""The private torch API that hoglib reads, all of it in this file.
+"""The private torch API that hoglib reads, but for what tracing and torch's compiler take
+(`hoglib.capture`).
 
 torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
 differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
@@ -57,6 +58,21 @@ def checkpoint_frame() -> Any:
     pack: Any = hooks[0]
     cells = zip(pack.__code__.co_freevars, pack.__closure__, strict=True)
     return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """What is saved inside is saved for nobody else, such as a checkpoint around."""
+    hooks = torch._C._autograd
+    taken = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            hooks._push_saved_tensors_default_hooks(*pair)
 
 
 def tracing() -> bool:

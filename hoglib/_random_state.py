@@ -2,6 +2,8 @@
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,3 +31,13 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(device_state, device)
+
+
+@contextmanager
+def random_numbers_kept() -> Iterator[None]:
+    """Random generators are afterwards as they were."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)

@@ -5,7 +5,7 @@ whose leaves are tensors. A structure goes in, the same structure comes out. Thi
 that touches `torch.utils._pytree`, which torch.func itself uses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,38 +13,46 @@ from torch import Tensor
 from torch.utils import _pytree
 
 Tree = Any
-
-
-_ONE = _pytree.tree_flatten(torch.zeros(()))[1]  # the structure of a tensor by itself
+_REGISTERED = _pytree.SUPPORTED_NODES
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
-    """Leaves in order, and the structure that `unflatten` puts them back into."""
-    if isinstance(tree, Tensor):  # the commonest tree, and several microseconds for torch
-        return [tree], _ONE
-    return _pytree.tree_flatten(tree)
+    """Leaves in order, and the structure that `unflatten` puts them back into, which can be hashed."""
+    found: list[Any] = []
+    structure = _flatten(tree, found)
+    return found, structure
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
-    if structure is _ONE and len(leaves) == 1:
-        return leaves[0]
-    return _pytree.tree_unflatten(list(leaves), structure)
+    left = iter(leaves)
+    try:
+        tree = _unflatten(structure, left)
+    except StopIteration:
+        raise ValueError(
+            f"expected a leaf for each place of the tree, got {len(leaves)}."
+        ) from None
+    if next(left, _END) is not _END:
+        raise ValueError(f"expected as many leaves as the tree has, got more: {len(leaves)}.")
+    return tree
 
 
 def leaves(tree: Tree) -> list[Any]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return _pytree.tree_leaves(tree)
+    return flatten(tree)[0]
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`function` of the leaves of one tree, or of several trees with the same structure."""
-    return _pytree.tree_map(function, tree, *rest)
+    found, structure = flatten(tree)
+    others = [flatten(other) for other in rest]
+    if any(other != structure for _, other in others):  # dicts in another order, or an error
+        return _pytree.tree_map(function, tree, *rest)
+    columns = zip(found, *(leaves for leaves, _ in others), strict=True)
+    return unflatten([function(*column) for column in columns], structure)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     """`function` of the tensors among the leaves; other leaves stay as they are."""
-    return _pytree.tree_map_only(Tensor, function, tree)
+    return map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def paths(tree: Tree) -> list[str]:
@@ -111,3 +119,43 @@ def _step(key: Any) -> str:
     if isinstance(key, _pytree.GetAttrKey):
         return f".{key.name}"
     return str(key)
+
+
+# What torch's own functions do, in a fifth of their time, for the kinds that most trees are made of. A
+# structure is None for a leaf, (kind, keys, parts), or torch's own for another kind of container.
+_PLAIN = {int, float, bool, complex, str, bytes, type(None), Tensor, torch.nn.Parameter}
+_END = object()
+
+
+def _flatten(tree: Tree, found: list[Any]) -> Any:
+    kind = type(tree)
+    if kind in _PLAIN:
+        found.append(tree)
+        return None
+    if kind is dict:
+        return dict, tuple(tree), tuple([_flatten(part, found) for part in tree.values()])
+    if kind is tuple or kind is list:
+        return kind, None, tuple([_flatten(part, found) for part in tree])
+    if _is_named(kind):
+        return kind, kind, tuple([_flatten(part, found) for part in tree])
+    parts, structure = _pytree.tree_flatten(tree)
+    found += parts
+    return None if len(parts) == 1 and parts[0] is tree else structure
+
+
+def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
+    if structure is None:
+        return next(left)
+    if type(structure) is not tuple:
+        count = structure.num_leaves
+        return _pytree.tree_unflatten([next(left) for _ in range(count)], structure)
+    kind, keys, parts = structure
+    values = [_unflatten(part, left) for part in parts]
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    return kind(values) if keys is None else kind(*values)
+
+
+def _is_named(kind: type) -> bool:
+    """Whether it is a class of named tuples that torch has no other way with."""
+    return issubclass(kind, tuple) and hasattr(kind, "_fields") and kind not in _REGISTERED

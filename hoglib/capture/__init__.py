@@ -1,8 +1,7 @@
 """A whole second-order function as one graph."""
 
 from hoglib.capture._graphs import Captured
-from hoglib.capture._inductor import to_stderr
-from hoglib.capture.compiled import Compiled, compile, operations
+from hoglib.capture.compiled import Compiled, compile
 from hoglib.capture.loss import CompiledLoss, compiled_loss
 
 __all__ = [
@@ -11,6 +10,4 @@ __all__ = [
     "CompiledLoss",
     "compile",
     "compiled_loss",
-    "operations",
-    "to_stderr",
 ]

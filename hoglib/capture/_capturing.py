@@ -13,15 +13,16 @@ from torch import Tensor, fx, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch
+from hoglib._random_state import random_numbers_kept
 from hoglib._recording import outside_inference_mode
 from hoglib.capture import _backends as backends
 from hoglib.capture import _check as checking
 from hoglib.capture._graphs import Captured, Graphs, shared
-from hoglib.capture._kept import nothing_left, random_numbers_kept
+from hoglib.capture._kept import nothing_left
 from hoglib.capture._reached import Reached
 from hoglib.capture._signature import Form
 from hoglib.capture._simplify import simplify
-from hoglib.capture._trace import Traced, is_random, trace, without_saved_tensor_hooks
+from hoglib.capture._trace import Traced, is_random, trace
 from hoglib.capture._walk import Walk
 
 _HERE = threading.local()
@@ -43,7 +44,7 @@ def capture(function: Function, form: Form, tensors: list[Tensor]) -> tuple[Capt
     compiled = any(map(_is_compiled, walk.objects))
     with (
         outside_inference_mode(),
-        without_saved_tensor_hooks(),
+        _functorch.without_saved_tensor_hooks(),
         random_numbers_kept(),
         _functorch.eagerly(compiled),
     ):

@@ -128,6 +128,13 @@ def _inside_object(value: Any) -> Iterator[Held]:
                         yield item, partial(_of_class, i, name), name
 
 
+class Apart:
+    """A value that a graph is given as an input, by whoever holds it: nothing looks into it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Attributes:
     """The attributes of an object, which are read by name and may grow in number."""
 

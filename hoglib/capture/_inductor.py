@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from tempfile import mkstemp
 from time import perf_counter
@@ -46,6 +47,8 @@ class NoCompiler(Exception):
     """There is nothing here that could compile a graph."""
 
 
+_TORCHS = "TORCHINDUCTOR_CACHE_DIR"
+MISSING = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing")
 _IN_MEMORY: dict[str, Run] = {}
 _COMPILING = threading.RLock()
 
@@ -55,14 +58,6 @@ def make(
 ) -> Made:
     """Machine code for a graph at tensors of these shapes. Raises NoCompiler, saying why."""
     began = perf_counter()
-    if not dynamic:
-        graph = functional(graph, tensors)
-        simplify(graph)
-    arrange(graph)
-    tailor(graph)
-    simplify(graph)
-    if not dynamic:
-        merge(graph)
     key = _key(graph, tensors, dynamic)
     with _COMPILING:
         known = _IN_MEMORY.get(key)
@@ -93,15 +88,23 @@ def forget() -> None:
 
 
 def _key(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> str:
-    """What machine code depends on: the graph, its inputs, torch, the processor, its threads."""
+    """What machine code depends on: the graph, its inputs, what we make of graphs, torch, the
+    processor, its threads."""
     parts = [
-        __version__, torch.__version__, str(torch.version.git_version), platform.machine(),
+        _of_our_own(), torch.__version__, str(torch.version.git_version), platform.machine(),
         str(_processor()), str(torch.get_num_threads()), str(dynamic), graph.code,
         str([(x.dtype, tuple(x.shape), x.stride(), str(x.device)) for x in tensors]),
-        str([torch.cuda.get_device_name(x.device) for x in tensors[:1] if x.is_cuda]),
+        str(sorted({torch.cuda.get_device_name(x.device) for x in tensors if x.is_cuda})),
         str(torch.are_deterministic_algorithms_enabled()),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@cache
+def _of_our_own() -> str:
+    """The version, and the text of what rewrites graphs: what an older one compiled is not taken."""
+    texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256("".join([__version__, *texts]).encode()).hexdigest()
 
 
 def _processor() -> str:
@@ -110,18 +113,21 @@ def _processor() -> str:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def _settings(compact: bool) -> Iterator[None]:
     """What torch's compiler does otherwise for us.
 
     Random numbers come from torch's own generators, in the order of the graph: so a compiled function
     draws what it draws otherwise. Each vector instruction set that the processor has is tried out by
     compiling a program, at the first compilation ever, one after the other: eight seconds on two cores.
     They are taken as they are instead, unless TORCH_VEC_ISA_OK says otherwise. On a processor images
-    have the layout that `channels_last` gave them.
+    have the layout that `channels_last` gave them, and a graph is `compact`: one program, and not one a
+    kernel with Python between them, which takes a tenth longer to run and twice as long to compile.
     """
     import torch._inductor.config as config
 
     given = {"fallback_random": True, "layout_optimization": torch.cuda.is_available()}
+    if compact:
+        given["cpp_wrapper"] = True
     if "TORCH_VEC_ISA_OK" not in os.environ:
         given["cpp.vec_isa_ok"] = True
     with config.patch(given):
@@ -129,25 +135,55 @@ def _settings() -> Iterator[None]:
 
 
 def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: str) -> Run:
-    if all(x.device.type == "cpu" for x in tensors) and not has_cpp_compiler():
+    on_cpu = all(x.device.type == "cpu" for x in tensors)
+    if on_cpu and not has_cpp_compiler():
         raise NoCompiler("no C++ compiler was found: install g++ or clang++, or set CXX")
     from torch._inductor import standalone_compile
+    from torch._inductor.utils import fresh_cache
 
     given: list[Any] = list(tensors)
-    try:
-        with torch.no_grad(), _settings(), _quietly():
-            artifact = standalone_compile(
-                graph if dynamic else channels_last(graph, tensors),
-                given,
-                dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
-            )
-    except Exception as error:
-        if type(error).__name__ in ("InvalidCxxCompiler", "CppCompileError", "TritonMissing"):
-            raise NoCompiler(str(error).strip().splitlines()[0]) from error
-        raise
-    _save(artifact, key)
+    # Once more for what an interrupted compilation left in torch's cache, which it takes as it is, and
+    # for operations that one program cannot have.
+    for again in (False, True):
+        try:
+            with (
+                torch.no_grad(),
+                fresh_cache() if again else _of_torch(cache_dir()),
+                _settings(on_cpu and not again),
+                _quietly(),
+            ):
+                artifact = standalone_compile(
+                    _faster(graph, tensors, dynamic),
+                    given,
+                    dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
+                )
+                _save(artifact, key)
+        except Exception as error:
+            if again and type(error).__name__ in MISSING:
+                raise NoCompiler(str(error).strip().splitlines()[0]) from error
+            if again:
+                raise
+        else:
+            break
     run: Run = artifact
     return run
+
+
+def _faster(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
+    """A graph that computes the same with other roundings; the given one stays as it is."""
+    own = fx.Graph()
+    own.output(own.graph_copy(graph.graph, {}))
+    module = fx.GraphModule(graph, own)
+    if not dynamic:
+        module = functional(module, tensors)
+        simplify(module)
+    arrange(module)
+    tailor(module)
+    simplify(module)
+    if dynamic:
+        return module
+    merge(module)
+    return channels_last(module, tensors)
 
 
 def has_cpp_compiler() -> bool:
@@ -178,7 +214,7 @@ def _load(key: str) -> Run | None:
     from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
 
     try:
-        with _settings(), _quietly():
+        with _of_torch(cache_dir()), _settings(False), _quietly():
             run: Run = CompiledArtifact.load(path=str(path))
     except Exception:  # of another build of torch, or cut short: it is compiled anew
         return None
@@ -191,7 +227,7 @@ def _save(artifact: Any, key: str) -> None:
     """Whole or not at all; without it the next process compiles again."""
     directory = cache_dir()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(directory)
         handle, name = mkstemp(dir=directory)
         os.close(handle)
         try:
@@ -209,14 +245,41 @@ def _save(artifact: Any, key: str) -> None:
         return
 
 
+def _make(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+@contextmanager
+def _of_torch(directory: Path) -> Iterator[None]:
+    """What torch's compiler keeps is kept beside ours: machine code, which ours only names."""
+    try:
+        _make(directory)
+    except OSError:  # of which `_save` tells
+        yield
+        return
+    before = os.environ.get(_TORCHS)
+    os.environ[_TORCHS] = str(directory / "torch")
+    try:
+        yield
+    finally:
+        os.environ.pop(_TORCHS)
+        if before is not None:
+            os.environ[_TORCHS] = before
+
+
 def _prune(directory: Path) -> None:
     """The oldest go where the directory grows beyond its limit."""
-    files = sorted(directory.glob("*.bin"), key=lambda path: path.stat().st_mtime)
-    total = sum(path.stat().st_size for path in files)
-    for path in files[:-1]:
+    found = [*directory.glob("*.bin"), *directory.glob("torch/**/*")]
+    sizes = {}
+    for path in found:
+        with suppress(OSError):  # gone meanwhile
+            if path.is_file():
+                sizes[path] = path.stat()
+    total = sum(of.st_size for of in sizes.values())
+    for path in sorted(sizes, key=lambda path: sizes[path].st_mtime)[:-1]:
         if total <= LIMIT:
             return
-        total -= path.stat().st_size
+        total -= sizes[path].st_size
         path.unlink(missing_ok=True)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib import _functorch, _tree
-from hoglib._random_state import random_state, set_random_state
 from hoglib.capture._contents import Attributes, is_filled
 from hoglib.capture._walk import Walk
 
@@ -59,13 +58,3 @@ def _is_traced(value: Any) -> bool:
         for x in _tree.leaves(value)
         if isinstance(x, Tensor)
     )
-
-
-@contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Random generators are afterwards as they were."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)

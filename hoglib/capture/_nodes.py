@@ -6,6 +6,12 @@ import torch
 from torch import Tensor, fx
 
 aten = torch.ops.aten
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+VIEWS = {
+    *RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
+    aten.alias.default, aten.detach.default, aten.slice.Tensor, aten.select.int,
+}  # fmt: skip
 
 
 def turns(node: fx.Node) -> set[int] | None:

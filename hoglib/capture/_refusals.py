@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hoglib import _arguments as arguments
+from hoglib import _functorch
 from hoglib._warning import is_users
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ class OfPython(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = func in _READ or (func is Tensor.__format__ and not args[0].dim())
-        if reads and not torch._C._are_functorch_transforms_active():
+        if reads and not _functorch.transforms_active():
             raise reads_values(self._what, f"Tensor.{func.__name__}", line())
         if func is Tensor.backward:
             raise calls_backward(self._what, line())

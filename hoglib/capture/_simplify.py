@@ -7,15 +7,8 @@ import torch
 from torch import Tensor, fx
 
 from hoglib.capture._functional import writes
+from hoglib.capture._nodes import RESHAPES, VIEWS
 from hoglib.capture._trace import is_random
-
-aten = torch.ops.aten
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_VIEWS = (
-    *_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
-    aten.alias.default, aten.detach.default, aten.slice.Tensor,
-)  # fmt: skip
 
 
 def simplify(module: fx.GraphModule) -> None:
@@ -65,13 +58,13 @@ def _layout(node: Any) -> tuple[Any, ...] | None:
 
 def _base(node: fx.Node) -> fx.Node | None:
     """What a view is a view of, if it is all of it as it was: the node that stands for both."""
-    if node.target not in _VIEWS:
+    if node.target not in VIEWS:
         return None
     wanted = _layout(node)
     if wanted is None or not all(isinstance(n, int) for n in (*wanted[1], *wanted[2])):
         return None
     at: Any = node
-    while isinstance(at, fx.Node) and at.target in _VIEWS:
+    while isinstance(at, fx.Node) and at.target in VIEWS:
         at = at.args[0]
         if _layout(at) == wanted:
             return at if isinstance(at, fx.Node) else None
@@ -80,12 +73,12 @@ def _base(node: fx.Node) -> fx.Node | None:
 
 def _shorten(node: fx.Node) -> None:
     """A reshape of a reshape of what lies together is one."""
-    if node.target not in _RESHAPES:
+    if node.target not in RESHAPES:
         return
     source: Any = node.args[0]
     while (
         isinstance(source, fx.Node)
-        and source.target in _RESHAPES
+        and source.target in RESHAPES
         and isinstance(before := source.args[0], fx.Node)
         and isinstance(value := before.meta.get("val"), Tensor)
         and value.layout is torch.strided

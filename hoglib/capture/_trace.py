@@ -130,21 +130,6 @@ def running(what: str, modules: list[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
-    """What is saved inside is saved for nobody else, such as a checkpoint around."""
-    hooks = torch._C._autograd
-    taken = []
-    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
-        taken.append(pair)
-        hooks._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(taken):
-            hooks._push_saved_tensors_default_hooks(*pair)
-
-
-@contextmanager
 def without_hooks(tensors: list[Tensor]) -> Iterator[None]:
     """Gradients by these tensors without their hooks, which are called where the gradients are handed
     on, with each backward."""

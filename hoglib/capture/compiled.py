@@ -13,8 +13,7 @@ from hoglib import _tree
 from hoglib._warning import warn
 from hoglib.capture import _backends as backends
 from hoglib.capture import _signature as signature
-from hoglib.capture._capturing import capture
-from hoglib.capture._capturing import runs_elsewhere as runs_elsewhere
+from hoglib.capture._capturing import capture, runs_elsewhere
 from hoglib.capture._derivative import Graph, Pullback
 from hoglib.capture._graphs import CAPTURING, Captured, Graphs, of_function
 from hoglib.capture._signature import Form
@@ -79,7 +78,7 @@ class Compiled:
                 return None
             if self._before is not None:
                 self._before()
-            entry, lifted = self._capture(form, tensors)
+            entry, lifted = capture(self, form, tensors)
             self._graphs.by_signature.setdefault(form.key, []).append(entry)
         return entry, lifted
 
@@ -111,9 +110,6 @@ class Compiled:
             if lifted is not None:
                 return entry, lifted
         return None
-
-    def _capture(self, form: Form, tensors: list[Tensor]) -> tuple[Captured, list[Tensor]]:
-        return capture(self, form, tensors)
 
     def of_tensors(self, form: Form) -> Callable[..., Any]:
         """The function of the tensors among such arguments."""
@@ -199,12 +195,10 @@ def compile(
     return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress, name=name)
 
 
-def operations(fn: Callable[..., Any], *args: Any) -> int:
-    """How many operations the graph of a function has."""
-    counted = Compiled(fn, backend="eager", dynamic=False, check=False, graphs=Graphs())
-    form, tensors = signature.of_call(counted.name, args, {}, False)
-    found = counted.captured(form, tensors)
-    return found[0].nodes if found else 0
+def captured(fn: Callable[..., Any], *args: Any) -> Captured:
+    """The graph of a function for such a call, by itself and not compiled."""
+    compiled = Compiled(fn, backend="eager", dynamic=False, check=False, graphs=Graphs())
+    return capture(compiled, *signature.of_call(compiled.name, args, {}, False))[0]
 
 
 def remade(kind: Any, fn: Any, options: dict[str, Any]) -> Any:

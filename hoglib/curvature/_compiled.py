@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
+from hoglib import _tree
 from hoglib._guarding import unguarded
 from hoglib._leaves import Vector
 from hoglib._recording import recording
@@ -53,13 +53,6 @@ def backend_of(what: str, compile: Any, matrix: Matrix) -> str:
     return backend
 
 
-def elsewhere() -> bool:
-    """Whether the caller is transformed, or captured, as a part of something else."""
-    return (
-        _functorch.transforms_active() or _functorch.forward_mode_active() or _functorch.tracing()
-    )
-
-
 class Product:
     """(vector, leaves, args) -> (value, M vector), of the matrix M of a function: what is captured."""
 
@@ -88,14 +81,6 @@ class Product:
 
 
 _NOW: ContextVar[Callable[[], Any]] = ContextVar("hoglib_product")
-
-
-class _Graphs(Compiled):
-    """Before a graph is captured the product runs once as it would without, guards and all."""
-
-    def _capture(self, *given: Any) -> Any:
-        _NOW.get()()
-        return super()._capture(*given)
 
 
 class At:
@@ -160,8 +145,9 @@ def _graphs_of(
         if found is None:
             name = f"{call.what} of {named(func)}"
             product = Product(func, matrix, call, stand_ins, structure)
-            found = _Graphs(
+            found = Compiled(
                 product, dynamic=False, check=True, name=name,
+                before=lambda: _NOW.get()(),  # the product as it runs without, guards and all
                 backend=Halves(count, backend, name) if halves else backend,
             )  # fmt: skip
             if len(of_func) >= MOST:

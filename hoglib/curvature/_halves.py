@@ -12,21 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hoglib._warning import warn
-from hoglib.capture import _inductor as inductor
+from hoglib.capture import _backends as backends
 from hoglib.capture._functional import functional
+from hoglib.capture._nodes import VIEWS
 from hoglib.capture._simplify import simplify
 
-aten = torch.ops.aten
 Run = Callable[..., Any]
-# Cheaper to make again than to keep: views take no time, and what works on each element by itself is
-# fused with what uses it.
-VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default,
-    aten.transpose.int, aten.permute.default, aten.expand.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default, aten.alias.default,
-    aten.detach.default, aten.slice.Tensor, aten.select.int,
-}  # fmt: skip
 
 
 class Kept:
@@ -60,8 +51,10 @@ KEEPING: ContextVar[Kept | None] = ContextVar("hoglib_keeping", default=None)
 class Halves:
     """A backend of `hoglib.compile` for functions whose first `count` tensors are the vector."""
 
+    dynamic, progress = False, True
+
     def __init__(self, count: int, backend: str, what: str) -> None:
-        self._count, self._backend, self._what = count, backend, what
+        self._count, self.backend, self.name = count, backend, what
         self.__qualname__ = f"{backend}, in two halves"
 
     def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
@@ -90,21 +83,10 @@ class Halves:
         return run
 
     def _made(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Run:
-        eager: Run = graph.forward
-        computes = any(node.op == "call_function" for node in graph.graph.nodes)
-        if self._backend == "eager" or not computes:
-            return eager
-        try:
-            made = inductor.make(
-                graph, inputs, False,
-                lambda text: inductor.to_stderr(f"{text} of {self._what} ..."),
-            )  # fmt: skip
-        except inductor.NoCompiler as error:
-            warn(f"{self._what} is not compiled, and runs its operations one by one: {error}.")
-            return eager
-        if made.source == "compiled":
-            inductor.to_stderr(f"compiled {self._what} in {made.seconds:.1f} s")
-        return made.run
+        if not any(node.op == "call_function" for node in graph.graph.nodes):
+            run: Run = graph.forward
+            return run
+        return backends.made(self, graph, inputs)[0].run
 
 
 def _is(a: Tensor, b: Tensor) -> bool:
@@ -155,7 +137,8 @@ def split(module: fx.GraphModule, count: int) -> tuple[fx.GraphModule, fx.GraphM
 
 
 def _needed(nodes: list[fx.Node], depends: set[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What the second half takes from the first, and what it makes again."""
+    """What the second half takes from the first, and what it makes again: views, which take no time,
+    and what works on each element by itself, which is fused with what uses it."""
     again: set[fx.Node] = set()
     while True:
         needed = {

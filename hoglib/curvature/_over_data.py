@@ -19,7 +19,8 @@ from hoglib._graph import held_bytes
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import plainly, recordable, recording
 from hoglib._substitution import Standing, lingering, standing_again
-from hoglib.curvature._compiled import backend_of, elsewhere, linearised
+from hoglib.capture._capturing import runs_elsewhere
+from hoglib.curvature._compiled import backend_of, linearised
 from hoglib.curvature._data import Batches, Size
 from hoglib.curvature._determinism import Determinism, close
 from hoglib.curvature._likelihood import check_reduction
@@ -142,7 +143,7 @@ class OverData(LinearOperator):
     ) -> Tensor:
         """Adds share times the products of the rows at one batch to total; gives the loss there."""
         one = self._batches.whole
-        compiled = bool(self._backend) and not elsewhere()
+        compiled = bool(self._backend) and not runs_elsewhere()
         # what is compiled enters these itself when it is captured
         around = recording() if compiled else self._context()
         with around, lingering() as places:

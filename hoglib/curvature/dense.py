@@ -15,8 +15,9 @@ from hoglib._leaves import Vector, dense, filled
 from hoglib._recording import recordable, recording
 from hoglib._second_look import look_at_gradient, new_functions
 from hoglib._substitution import lingering
+from hoglib.capture._capturing import runs_elsewhere
 from hoglib.curvature._blocks import Blocks, groups_of
-from hoglib.curvature._compiled import backend_of, elsewhere, linearised
+from hoglib.curvature._compiled import backend_of, linearised
 from hoglib.curvature._matrices import GaussNewton, Hessian
 from hoglib.curvature._routes import Call, Linearised, OfLeaves
 from hoglib.stand_ins import stand_ins_if
@@ -62,7 +63,7 @@ def hessian(
         raise arguments.WrongValue(
             "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
         )
-    if backend and not elsewhere():
+    if backend and not runs_elsewhere():
         with torch.inference_mode(False), torch.no_grad():
             leaves, inputs = recordable((leaves, args))
             point = linearised(

@@ -12,7 +12,8 @@ from hoglib import _functorch, _tree
 from hoglib._differences import in_double
 from hoglib._recording import recordable, recording
 from hoglib._substitution import lingering
-from hoglib.curvature._compiled import backend_of, elsewhere, linearised
+from hoglib.capture._capturing import runs_elsewhere
+from hoglib.curvature._compiled import backend_of, linearised
 from hoglib.curvature._matrices import DIFFERENCES, Fisher, GaussNewton, Hessian, Matrix
 from hoglib.curvature._routes import Call, columns
 from hoglib.stand_ins import stand_ins_if
@@ -158,7 +159,7 @@ def _product(
         func, leaves, vector, args = matrix.in_double(func), *in_double((leaves, vector, args))
     call = Call(what, create_graph or _functorch.transforms_active(), strict)
     backend = backend_of(what, compile, matrix)
-    if backend and not elsewhere():
+    if backend and not runs_elsewhere():
         with torch.inference_mode(False):
             leaves, vector, args = recordable((leaves, vector, args))
             point = linearised(

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib.capture import Compiled, compile, operations, to_stderr
-from hoglib.meta.loop import Point
+from hoglib.capture import Compiled, compile
+from hoglib.capture._inductor import to_stderr
+from hoglib.capture.compiled import captured
+from hoglib.meta.loop import Point, Weights
 from hoglib.meta.mapping import OfTask, Ways, all_at_once, one_by_one
 from hoglib.stand_ins import stand_ins_if
 
@@ -39,6 +40,7 @@ class Compiling:
 
     def __init__(self) -> None:
         self._made: dict[Any, Compiled] = {}
+        self._alike: dict[str, str | None] = {}  # by settings
         self.way: str | None = None  # that was chosen, where it was left open
 
     def __deepcopy__(self, memo: Any) -> "Compiling":
@@ -49,7 +51,7 @@ class Compiling:
 
     def ways(self, maml: "MAML", point: Point, wanted: bool) -> Ways:
         """How tasks are run, all at once and one by one."""
-        settings = settings_of(maml)
+        settings, weights = settings_of(maml), weights_of(maml, point)
 
         def together(_: Any, stack: Any) -> OfTask:
             support, query = stack
@@ -59,39 +61,40 @@ class Compiling:
             return one_by_one(partial(run, False), tasks)
 
         def run(mapped: bool, support: Any, query: Any) -> OfTask:
-            chosen = self._chosen(maml, settings, point, support, query, mapped)
+            chosen = self._chosen(maml, settings, weights, point, support, query, mapped)
             if chosen == "step" and wanted:
                 return self._by_step(maml, settings, mapped)(point, support, query)
             backend = "eager" if chosen == "eager" else "inductor"
             whole = self._graph(partial(_whole, maml, mapped, wanted), (mapped, wanted), backend)
-            found: OfTask = whole(settings, point, support, query)
+            found: OfTask = whole(settings, weights, point, support, query)
             return found
 
         return Ways(together, in_turn)
 
     def _chosen(
-        self, maml: "MAML", settings: str, point: Point, support: Any, query: Any, mapped: bool
-    ) -> str:
+        self, maml: "MAML", settings: str, weights: Any, point: Point, support: Any, query: Any,
+        mapped: bool,
+    ) -> str:  # fmt: skip
         if maml.compiled is not True:
             return str(maml.compiled)
         if self.way is None:
-            whole = self._operations(maml, settings, point, support, query, mapped)
-            self.way = way_that_pays(whole, maml.compile_for or MANY, alike(maml) is None)
+            whole, by_step = self._seen(maml, settings, weights, point, support, query, mapped)
+            self.way = way_that_pays(whole, maml.compile_for or MANY, by_step)
             losses = f"{maml.compile_for or MANY:,} losses of {whole:,} operations each"
             to_stderr(f"{type(maml).__name__}: {losses}, {SAID[self.way]}")
         return self.way
 
-    def _operations(
-        self, maml: "MAML", settings: str, point: Point, support: Any, query: Any, mapped: bool
-    ) -> int:
-        """Those of the whole graph, from graphs of few steps."""
-        steps = maml.inner_steps
-        few = [min(steps, count) for count in (1, 2)] if alike(maml) is None else [steps]
-        counts = []
-        for count in few:
-            whole = partial(_whole, maml, mapped, True, steps=count)
-            counts.append(operations(whole, settings, point, support, query))
-        return counts[0] + (steps - few[0]) * (counts[-1] - counts[0])
+    def _seen(
+        self, maml: "MAML", settings: str, weights: Any, point: Point, support: Any, query: Any,
+        mapped: bool,
+    ) -> tuple[int, bool]:  # fmt: skip
+        """The operations of the whole graph, from graphs of few steps; whether one can serve all."""
+        steps, by_step = maml.inner_steps, alike(maml) is None
+        few = [min(steps, count) for count in (1, 2)] if by_step else [steps]
+        given = settings, weights, point, support, query
+        seen = [captured(partial(_whole, maml, mapped, True, steps=count), *given) for count in few]
+        whole = seen[0].nodes + (steps - few[0]) * (seen[-1].nodes - seen[0].nodes)
+        return whole, by_step and not seen[0].draws
 
     def _graph(self, fn: Callable[..., Any], key: Any, backend: str) -> Compiled:
         if (key, backend) not in self._made:
@@ -100,7 +103,9 @@ class Compiling:
         return self._made[key, backend]
 
     def _by_step(self, maml: "MAML", settings: str, mapped: bool) -> Callable[..., OfTask]:
-        reason = alike(maml)
+        if settings not in self._alike:  # which takes as long as a step of a small network
+            self._alike[settings] = alike(maml)
+        reason = self._alike[settings]
         if reason is not None:
             raise arguments.NotSupported(
                 f"compile='step': expected inner steps that are alike, got {reason}; use "
@@ -134,15 +139,21 @@ SAID: Final = {
 def settings_of(maml: "MAML") -> str:
     """What of a learner's options a graph depends on."""
     return repr((
-        maml.inner_steps, maml.inner_lr, maml.first_order, maml.truncate, maml.step_weights,
-        maml.memory, maml.batch_norm, maml.inner_params, maml.rule, maml.rule_options, maml.stand_ins,
+        maml.inner_steps, maml.inner_lr, maml.first_order, maml.truncate, maml.memory,
+        maml.step_weights if maml.step_weights is None else [w != 0 for w in maml.step_weights],
+        maml.batch_norm, maml.inner_params, maml.rule, maml.rule_options, maml.stand_ins,
     ))  # fmt: skip
+
+
+def weights_of(maml: "MAML", point: Point) -> Tensor | None:
+    """Those of the outer losses, as an input of a graph: they may change from epoch to epoch."""
+    weights = maml._weights(maml.inner_steps)
+    device = next(iter(point.model.values())).device
+    return None if weights is None else torch.tensor(weights, dtype=torch.float64, device=device)
 
 
 def alike(maml: "MAML") -> str | None:
     """None where one step's graph serves all; else what differs between them."""
-    if any(isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in maml.model.modules()):
-        return "dropout, which a step and its backward would draw apart"
     if maml.step_weights is not None:
         return "step_weights, outer losses after some"
     if maml.statistics is not None:
@@ -159,13 +170,16 @@ def alike(maml: "MAML") -> str | None:
 
 
 def _whole(
-    maml: "MAML", mapped: bool, wanted: bool, settings: str, point: Point, support: Any, query: Any,
-    steps: int | None = None,
+    maml: "MAML", mapped: bool, wanted: bool, settings: str, weights: Tensor | None, point: Point,
+    support: Any, query: Any, steps: int | None = None,
 ) -> OfTask:  # fmt: skip
     """The meta-gradient of tasks, all together or one."""
+    own: Weights = None
+    if weights is not None:  # their place, where a graph leaves out those that are zero
+        own = [number and weights[i] for i, number in enumerate(maml._weights(len(weights)) or [])]
 
     def of_task(support: Any, query: Any) -> OfTask:
-        return maml._of_task(point, support, query, wanted, steps)
+        return maml._of_task(point, support, query, wanted, steps, own)
 
     with stand_ins_if(maml.stand_ins):
         return all_at_once(of_task, (support, query)) if mapped else of_task(support, query)
@@ -197,8 +211,8 @@ def _chain(
     }
     if any(one.draws for one in step.signatures):
         raise arguments.NotSupported(
-            "compile='step': expected inner steps without random numbers, got some: a step and its "
-            "backward would draw different ones; use compile='inductor' or 'eager'."
+            "compile='step': expected inner steps without random numbers, got some (dropout): a step "
+            "and its backward would draw different ones; use compile='inductor' or 'eager'."
         )
     before, data = _tree.leaves(fixed), [x for x in _tree.leaves(support) if isinstance(x, Tensor)]
     carry, losses, kept = _tree.leaves(first), [], []

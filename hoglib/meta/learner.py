@@ -111,8 +111,10 @@ class Learner(InnerLoop):
         own = self._point()
         self._look_at_norms()
         with outside_inference_mode():
-            # Copies, for a model or a rule that works in place.
-            point = Point(*({n: p.detach().clone() for n, p in part.items()} for part in own))
+            point = Point(*({n: p.detach() for n, p in part.items()} for part in own))
+            ways = self._ways(point, wanted)
+            if ways is None:  # copies, for a model or a rule that works in place, as no graph does
+                point = _tree.map(Tensor.clone, point)
 
             def of_task(support: Any, query: Any) -> OfTask:
                 return self._of_task(point, support, query, wanted)
@@ -120,7 +122,6 @@ class Learner(InnerLoop):
             tasks = recordable(tasks)
             if wanted:
                 self._look(what, point, tasks)
-            ways = self._ways(point, wanted)
             # What runs as graphs has the stand-ins in them, and each of its calls would be looked up.
             with stand_ins_if(self.stand_ins) if ways is None else nullcontext():
                 try:
@@ -165,6 +166,7 @@ class Learner(InnerLoop):
         """Once for each model: whether gradients reach all that they should, and from all Functions."""
         if self._looked_at == id(self.model):
             return
+        point = _tree.map(Tensor.clone, point)
         support, query = stacks.first(tasks)
         names = self._adapting(point.model)
         start = [point.model[name] for name in names]

@@ -28,6 +28,7 @@ from hoglib.meta.naming import name_of, rule_of
 from hoglib.meta.rules import Rule
 
 InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
+Weights = Sequence[float | Tensor] | None  # of the outer losses after each step
 
 
 class Point(NamedTuple):
@@ -135,7 +136,7 @@ class InnerLoop(nn.Module, ABC):
         with self._extras_at(point):
             return loss({**point.model, **params}, query)
 
-    def _weights(self, steps: int) -> Sequence[float] | None:
+    def _weights(self, steps: int) -> Weights:
         """Those of the outer loss after each step; None for the last alone."""
         return None
 
@@ -143,11 +144,10 @@ class InnerLoop(nn.Module, ABC):
         return "store"
 
     def _unroll(
-        self, point: Point, support: Any, steps: int, query: Any = None
+        self, point: Point, support: Any, steps: int, query: Any = None, weights: Weights = None
     ) -> tuple[Params, Tensor | None, Any]:
         """What adapts, after so many steps; the weighted outer losses on the way; and notes."""
         adapting = self._adapting(point.model)
-        weights = None if query is None else self._weights(steps)
 
         def run(start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
             (params, state, total), (point, support, query) = carry, constants
@@ -159,9 +159,10 @@ class InnerLoop(nn.Module, ABC):
                 grads, note = self._gradient(i, point, params, support, constant, alone)
                 params, state = rule.update(params, grads, state)
                 notes.append(note)
-                if weights is not None and weights[i] and i + 1 < steps:
+                if weights is not None and _counts(weights[i]) and i + 1 < steps:
                     with self._kept():
-                        value = weights[i] * self._outer_value(point, params, query, i + 1)
+                        value = self._outer_value(point, params, query, i + 1)
+                    value = _weighted(weights[i], value)
                     total = value if total is None else total + value
             return (params, state, total), notes
 
@@ -203,16 +204,25 @@ class InnerLoop(nn.Module, ABC):
         return (params, {slot: tree for slot, tree in state.items() if slot != "step"}), loss
 
     def _outer(
-        self, point: Point, support: Any, query: Any, steps: int | None = None
+        self,
+        point: Point,
+        support: Any,
+        query: Any,
+        steps: int | None = None,
+        weights: Weights = None,
     ) -> tuple[Tensor, Any, Params]:
-        """The outer loss of a task after the inner loop, what is noted of both, and what adapted."""
+        """The outer loss of a task after the inner loop, what is noted of both, and what adapted.
+
+        weights: those of the outer losses, where they are not the learner's own.
+        """
         steps = self.inner_steps if steps is None else steps
-        params, total, notes = self._unroll(point, support, steps, query)
+        weights = self._weights(steps) if weights is None else weights
+        params, total, notes = self._unroll(point, support, steps, query, weights)
         with self._noting() as statistics:
             value = self._outer_value(point, params, query, steps)
-        weights = self._weights(steps)
         if weights is not None:
-            value = weights[-1] * value if total is None else total + weights[-1] * value
+            value = _weighted(weights[-1], value)
+            value = value if total is None else total + value
         losses = torch.stack([loss for loss, _ in notes])
         return value, (losses, [statistics for _, statistics in notes] + [statistics]), params
 
@@ -295,6 +305,14 @@ class InnerLoop(nn.Module, ABC):
 
     def _noting(self) -> AbstractContextManager[norms.Statistics]:
         return nullcontext({}) if self.statistics is None else norms.noting(self._layers)
+
+
+def _counts(weight: float | Tensor) -> bool:
+    return isinstance(weight, Tensor) or weight != 0
+
+
+def _weighted(weight: float | Tensor, value: Tensor) -> Tensor:
+    return (weight.to(value.dtype) if isinstance(weight, Tensor) else weight) * value
 
 
 def _is_in(name: str, part: str) -> bool:

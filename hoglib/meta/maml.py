@@ -11,10 +11,11 @@ from hoglib import _functorch, _tree
 from hoglib._functional import Criterion, Forward, trainable_params
 from hoglib._leaves import filled
 from hoglib._substitution import lingering
+from hoglib.capture._contents import Apart
 from hoglib.meta.compiling import Compiling
 from hoglib.meta.inner import is_before_the_last
 from hoglib.meta.learner import Learner
-from hoglib.meta.loop import InnerParams, Point
+from hoglib.meta.loop import InnerParams, Point, Weights
 from hoglib.meta.mapping import OfTask, Ways
 from hoglib.meta.naming import has_both
 from hoglib.meta.rates import GRANULARITIES, Rates
@@ -111,6 +112,16 @@ class MAML(Learner):
         self._learn_rates(learn_lr, arguments.flag("lr_per_step", lr_per_step))
 
     @property
+    def step_weights(self) -> Sequence[float] | None:
+        """Weights of the outer losses after each step."""
+        weights: Sequence[float] | None = self._step_weights.value
+        return weights
+
+    @step_weights.setter
+    def step_weights(self, weights: Sequence[float] | None) -> None:
+        self._step_weights = Apart(weights)
+
+    @property
     def way(self) -> bool | str:
         """How the meta-gradient is run: False, or the way; True until the first loss chooses one."""
         chosen = self._compiling.way if self.compiled is True else None
@@ -141,7 +152,7 @@ class MAML(Learner):
     def _memory(self) -> str:
         return "remat" if self._runs_again else self.memory
 
-    def _weights(self, steps: int) -> list[float] | None:
+    def _weights(self, steps: int) -> Weights:
         if self.step_weights is None:
             return None
         if not isinstance(self.step_weights, list | tuple):
@@ -162,15 +173,16 @@ class MAML(Learner):
         return self._compiling.ways(self, point, wanted) if self.compiled else None
 
     def _of_task(
-        self, point: Point, support: Any, query: Any, wanted: bool, steps: int | None = None
-    ) -> OfTask:
+        self, point: Point, support: Any, query: Any, wanted: bool, steps: int | None = None,
+        weights: Weights = None,
+    ) -> OfTask:  # fmt: skip
         if not wanted:
-            value, notes, _ = self._outer(point, support, query, steps)
+            value, notes, _ = self._outer(point, support, query, steps, weights)
             return OfTask(value, {}, notes)
         if _functorch.transforms_active():
 
             def noted(point: Point) -> tuple[Tensor, Any]:
-                value, notes, _ = self._outer(point, support, query, steps)
+                value, notes, _ = self._outer(point, support, query, steps, weights)
                 return value, notes
 
             grads, (value, notes) = torch.func.grad_and_value(noted, has_aux=True)(point)
@@ -178,7 +190,8 @@ class MAML(Learner):
         leaves, structure = _tree.flatten(point)
         own = [leaf.detach().requires_grad_() for leaf in leaves]
         with lingering():  # for what backward of the outer loss runs again
-            value, notes, _ = self._outer(_tree.unflatten(own, structure), support, query, steps)
+            at = _tree.unflatten(own, structure)
+            value, notes, _ = self._outer(at, support, query, steps, weights)
             found = torch.autograd.grad(value, own, allow_unused=True)
         grads = _tree.unflatten(filled(list(found), own), structure)
         return OfTask(value.detach(), grads._asdict(), notes)

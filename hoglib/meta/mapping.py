@@ -99,8 +99,13 @@ def vmap_pays(params: Params, tasks: Any) -> bool:
     """
     if any(p.device.type != "cpu" for p in params.values()):
         return True
-    support = [x for x in _tree.leaves(stacks.first(tasks)[0]) if isinstance(x, Tensor)]
-    rows = max((x.numel() // (x.shape[1] if x.dim() > 1 else 1) for x in support), default=1)
+    first = tasks[0][0] if isinstance(tasks, list) else tasks[0]
+    shapes = [x.shape for x in _tree.leaves(first) if isinstance(x, Tensor)]
+    if not isinstance(tasks, list):
+        shapes = [shape[1:] for shape in shapes]
+    rows = max(
+        (shape.numel() // (shape[1] if len(shape) > 1 else 1) for shape in shapes), default=1
+    )
     return rows * _tree.size(params) <= WORK
 
 

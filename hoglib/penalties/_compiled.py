@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._graph import survey
-from hoglib._random_state import random_state, set_random_state
+from hoglib._random_state import random_numbers_kept
+from hoglib.capture._capturing import runs_elsewhere
 from hoglib.capture._graphs import Graphs
 from hoglib.capture._signature import of_call
-from hoglib.capture.compiled import Compiled, runs_elsewhere
+from hoglib.capture.compiled import Compiled
 from hoglib.capture.loss import CompiledLoss
 from hoglib.penalties._around import home
 from hoglib.penalties.interpolate import drawn
@@ -130,10 +131,10 @@ def chosen(value: Any) -> Any:
 
 @contextmanager
 def _state_kept(generator: torch.Generator | None) -> Iterator[None]:
-    shared, own = random_state(), None if generator is None else generator.get_state()
+    own = None if generator is None else generator.get_state()
     try:
-        yield
+        with random_numbers_kept():
+            yield
     finally:
-        set_random_state(shared)
         if generator is not None and own is not None:
             generator.set_state(own)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hoglib import _arguments as arguments
 from hoglib import _tree
-from hoglib.capture.compiled import runs_elsewhere
+from hoglib.capture._capturing import runs_elsewhere
 from hoglib.penalties import critics, jacobians, parameters
 from hoglib.penalties._options import Settings, settings
 

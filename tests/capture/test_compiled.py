@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib.capture import compiled
 from tests.capture.models import draw
 
 Pair = namedtuple("Pair", "left right")
@@ -623,4 +624,4 @@ def test_a_prepared_graph_takes_tensors_alone():
 
 
 def test_how_many_operations_a_function_has():
-    assert hog.capture.operations(lambda x: (x * 2, x * 2, x.sin()), draw(3)) == 2
+    assert compiled.captured(lambda x: (x * 2, x * 2, x.sin()), draw(3)).nodes == 2

@@ -68,6 +68,10 @@ def graph_and_inputs():
     return seen[0]
 
 
+def machine_code(cache):
+    return {path: path.stat().st_mtime_ns for path in cache.glob("torch/**/*.so")}
+
+
 @pytest.fixture
 def compiled(cache, capfd):
     """What the first compilation gave, and what it said."""
@@ -85,7 +89,7 @@ def test_the_first_process_compiles_and_says_so(compiled, cache):
         assert said.startswith("hoglib: compiling ")
         assert f"compiled {fast.name} in" in said
         assert str(cache) in said
-    assert [path.suffix for path in cache.iterdir()] == [".bin"]
+    assert {path.suffix or path.name for path in cache.iterdir()} == {".bin", "torch"}
     assert_close(fast(draw(3, seed=1)), function()(draw(3, seed=1)))
 
 
@@ -127,10 +131,12 @@ def test_a_second_process_reads_what_the_first_wrote(compiled, cache):
         fast = hog.compile(function())
         print(fast(draw(3)).tolist(), fast.signatures[0].source)
     """
+    before = machine_code(cache)
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False,
     )  # fmt: skip
+    assert machine_code(cache) == before != {}  # nothing is compiled
     assert found.stdout.strip() == f"{compiled[1].tolist()} disk", found.stderr
 
 
@@ -261,6 +267,30 @@ def test_without_a_compiler_it_runs_one_by_one_and_says_so(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_an_interrupted_compilation_left_is_compiled_anew(tmp_path, monkeypatch):
+    import torch._inductor as torchs
+    import torch._inductor.config as config
+
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "ours"))
+    inductor.forget()
+    compile, seen = torchs.standalone_compile, []
+
+    def tried(*args, **kwargs):
+        seen.append((os.environ["TORCHINDUCTOR_CACHE_DIR"], config.cpp_wrapper))
+        if len(seen) == 1:
+            raise ImportError("file too short")
+        return compile(*args, **kwargs)
+
+    monkeypatch.setattr(torchs, "standalone_compile", tried)
+    fast = hog.compile(function(), progress=False)
+    assert_close(fast(draw(3)), function()(draw(3)))
+    (first, compact), (second, one_by_one) = seen
+    assert first == str(tmp_path / "ours" / "torch") != second
+    assert compact
+    assert not one_by_one
+    assert len(list((tmp_path / "ours").glob("*.bin"))) == 1
+
+
 def test_an_error_of_the_compiler_leaves_no_graph(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
     inductor.forget()
@@ -307,3 +337,16 @@ def test_sizes_that_change_in_one_compiled_graph(other_cache):
     for size in (4, 7, 5):
         assert_close(fast(draw(size, 3)), fn(draw(size, 3)))
     assert len(fast.signatures) == 1
+
+
+def test_machine_code_goes_with_them_and_what_is_not_ours_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(inductor, "LIMIT", 25)
+    (tmp_path / "torch" / "a").mkdir(parents=True)
+    files = ["torch/a/x.so", "a.bin", "torch/a/y.so", "b.bin", "mine.txt", "mine/of.so"]
+    (tmp_path / "mine").mkdir()
+    for i, name in enumerate(files):
+        (tmp_path / name).write_bytes(b"x" * 10)
+        os.utime(tmp_path / name, (i, i))
+    inductor._prune(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"torch/a/y.so", "b.bin", "mine.txt", "mine/of.so"}

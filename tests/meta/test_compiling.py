@@ -86,6 +86,16 @@ def meta_gradient(maml, tasks):
     return {n: p.grad.clone() for n, p in maml.named_parameters() if p.grad is not None}
 
 
+def test_weights_of_steps_that_change_take_no_graph_of_their_own():
+    ours, plain = (learner(plain_net, way, step_weights=[1, 1]) for way in ("eager", False))
+    for epoch in range(6):
+        ours.step_weights = plain.step_weights = hog.meta.multi_step_weights(2, epoch, 4)
+        tasks = stacks()
+        assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-12
+    (graphs,) = ours._compiling._made.values()
+    assert len(graphs.signatures) == 2  # with an outer loss after the first step, and without
+
+
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("way", ["eager", "step"])
 @pytest.mark.parametrize("case", [*CASES, "a list of tasks"])

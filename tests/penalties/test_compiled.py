@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import penalties
+from hoglib.capture import compiled as capturing
 from hoglib.penalties import _compiled as compiled
 from tests.penalties.critics import build, draw, generator, plain
 
@@ -150,13 +151,13 @@ def graphs_of(critic):
 def calls(monkeypatch):
     """How many graphs are captured."""
     captures = []
-    capture = compiled.Compiled._capture
+    capture = capturing.capture
 
-    def counted(self, *args):
-        captures.append(self.name)
-        return capture(self, *args)
+    def counted(function, *args):
+        captures.append(function.name)
+        return capture(function, *args)
 
-    monkeypatch.setattr(compiled.Compiled, "_capture", counted)
+    monkeypatch.setattr(capturing, "capture", counted)
     return captures
 
 
