@@ -10,46 +10,26 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hoglib.testing import assert_double_differentiable
+from tests.functions import Cube
 
 
-class Base(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
-
-    @staticmethod
-    def jvp(ctx, t):
-        return 3 * t * ctx.saved_tensors[0] ** 2
-
-
-class Right(Base):
+class Right(Cube):
     pass
 
 
-class WrongSign(Base):
+class WrongSign(Cube):
     @staticmethod
     def backward(ctx, g):
         return -3 * g * ctx.saved_tensors[0] ** 2
 
 
-class Detached(Base):
+class Detached(Cube):
     @staticmethod
     def backward(ctx, g):
         return 3 * g * ctx.saved_tensors[0].detach() ** 2
 
 
-class OnceOnly(Base):
+class OnceOnly(Cube):
     generate_vmap_rule = False
 
     @staticmethod
@@ -58,13 +38,13 @@ class OnceOnly(Base):
         return 3 * g * ctx.saved_tensors[0] ** 2
 
 
-class WrongTangent(Base):
+class WrongTangent(Cube):
     @staticmethod
     def jvp(ctx, t):
         return 2 * t * ctx.saved_tensors[0] ** 2
 
 
-class ThroughNumpy(Base):
+class ThroughNumpy(Cube):
     generate_vmap_rule = False
 
     @staticmethod
@@ -120,7 +100,7 @@ class ByParameter(nn.Module):
         return x * self.function(self.weight)
 
 
-class CutTangent(Base):
+class CutTangent(Cube):
     @staticmethod
     def jvp(ctx, t):
         return 3 * t * ctx.saved_tensors[0].detach() ** 2
@@ -158,34 +138,34 @@ class CutWhenAlone(Product):
         return 2 * g * a * b, g * a * a
 
 
-class WrongForTransposedGradients(Base):
+class WrongForTransposedGradients(Cube):
     @staticmethod
     def backward(ctx, g):
         flat = torch.as_strided(g, (g.numel(),), (1,)) if 0 not in g.stride() else g.reshape(-1)
         return 3 * flat.view(g.shape) * ctx.saved_tensors[0] ** 2
 
 
-class WrongForTransposedInputs(Base):
+class WrongForTransposedInputs(Cube):
     @staticmethod
     def backward(ctx, g):
         x = ctx.saved_tensors[0]
         return 3 * g * (x if x.is_contiguous() else x.sin()) ** 2
 
 
-class WrongForExpandedGradients(Base):
+class WrongForExpandedGradients(Cube):
     @staticmethod
     def backward(ctx, g):
         return (1 if 0 in g.stride() else 3) * g * ctx.saved_tensors[0] ** 2
 
 
-class ViewsGradients(Base):
+class ViewsGradients(Cube):
     @staticmethod
     def backward(ctx, g):
         x = ctx.saved_tensors[0]
         return (3 * g.view(-1) * x.reshape(-1) ** 2).reshape(x.shape)
 
 
-class SmallAndWrong(Base):
+class SmallAndWrong(Cube):
     @staticmethod
     def forward(x):
         return 1e-7 * x**3
@@ -199,7 +179,7 @@ class SmallAndWrong(Base):
         return 5e-7 * t * ctx.saved_tensors[0] ** 2
 
 
-class ZeroGradient(Base):
+class ZeroGradient(Cube):
     @staticmethod
     def backward(ctx, g):
         return 0 * g
@@ -209,7 +189,7 @@ class ZeroGradient(Base):
         return 0 * t
 
 
-class WrongBatch(Base):
+class WrongBatch(Cube):
     generate_vmap_rule = False
 
     @staticmethod
@@ -217,7 +197,7 @@ class WrongBatch(Base):
         return WrongBatch.apply(x) * 2, in_dims[0]
 
 
-class LosesBatchDimension(Base):
+class LosesBatchDimension(Cube):
     generate_vmap_rule = False
 
     @staticmethod
@@ -247,7 +227,7 @@ class RoundedBackward(torch.autograd.Function):
         return g * ctx.saved_tensors[0] * torch.tensor(0.2)
 
 
-class RightBatch(Base):
+class RightBatch(Cube):
     generate_vmap_rule = False
 
     @staticmethod

@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import hoglib as hog
+from tests.functions import Cube
 
 F64 = torch.float64
 
@@ -53,29 +54,6 @@ class Complex(nn.Module):
 
     def forward(self, x):
         return ((x.to(self.weight.dtype) @ self.weight).tanh() * 1j).abs().square() + x
-
-
-class Cubic(torch.autograd.Function):
-    """x^3 with a derivative for reverse mode and one for forward mode."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return 3 * tangent * ctx.saved_tensors[0] ** 2
 
 
 class Through(nn.Module):
@@ -135,7 +113,7 @@ MODELS = {
         lambda: in_eval_mode(net(parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()), ROWS, False, True,
     ),
     "complex": (Complex, ROWS, False, True),
-    "custom Function with a jvp": (lambda: net(nn.Linear(3, 4), Through(Cubic.apply), nn.Linear(4, 2)), ROWS, True, True),
+    "custom Function with a jvp": (lambda: net(nn.Linear(3, 4), Through(Cube.apply), nn.Linear(4, 2)), ROWS, True, True),
     "hoglib layers": (lambda: net(hog.nn.Linear(3, 4), hog.nn.Swish(4), hog.nn.LinearAct(4, 4, act="tanh"), hog.nn.Linear(4, 2)), ROWS, False, True),
     "hoglib ops": (lambda: net(nn.Linear(3, 4), Through(lambda x: hog.ops.power(hog.ops.sigmoid(x), 2.5)), Through(lambda x: hog.ops.logsumexp(x, -1)), nn.Unflatten(0, (4, 1))), ROWS, False, True),
     "recomputed": (lambda: net(nn.Linear(3, 4), hog.nn.Remat(net(nn.Tanh(), nn.Linear(4, 4))), nn.Tanh(), nn.Linear(4, 2)), ROWS, False, True),

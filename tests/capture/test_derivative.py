@@ -7,7 +7,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from tests.capture.models import Cubic, draw
+from tests.capture.models import draw
+from tests.functions import Cube
 
 F64 = torch.float64
 
@@ -37,7 +38,7 @@ VALUES = {
     "of autograd.grad": lambda x: (
         torch.autograd.grad((x.exp() * x).sum(), x, create_graph=True)[0].cos().sum()
     ),
-    "a custom Function": lambda x: Cubic.apply(x).sin().sum(),
+    "a custom Function": lambda x: Cube.apply(x).sin().sum(),
     "an op of hoglib": lambda x: hog.ops.swish(x, 1.5).square().sum(),
 }
 

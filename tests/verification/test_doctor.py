@@ -8,6 +8,7 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib.verification import doctor
 from hoglib.verification._subject import Subject
+from tests import functions
 
 x = torch.tensor([0.3, -1.2, 2.0], dtype=torch.float64)
 
@@ -205,20 +206,7 @@ def test_the_function_at_fault_in_a_module_is_named():
 
 
 def test_a_cut_in_jvp_is_named_as_such():
-    class Cube(Function):
-        @staticmethod
-        def forward(x):
-            return x**3
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-            ctx.save_for_forward(*inputs)
-
-        @staticmethod
-        def backward(ctx, g):
-            return 3 * g * ctx.saved_tensors[0] ** 2
-
+    class Cube(functions.Cube):
         @staticmethod
         def jvp(ctx, t):
             return 3 * t * ctx.saved_tensors[0].detach() ** 2

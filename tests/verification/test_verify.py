@@ -13,29 +13,9 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib.verification import _differences as differences
 from hoglib.verification._exact import exact_products
+from tests.functions import Cube
 
 x = torch.tensor([0.7, -1.3, 0.4])
-
-
-class Cube(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
-
-    @staticmethod
-    def jvp(ctx, t):
-        return 3 * t * ctx.saved_tensors[0] ** 2
 
 
 class Bad(Cube):
