@@ -319,10 +319,10 @@ def test_under_inference_mode_and_no_grad():
         return torch.func.grad(lambda x: model(x).square().sum())(x)
 
     fast = captured(fn)
+    expected = fn(draw(5, 3, seed=1))  # in inference mode torch 2.11 gives zeros
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            inside = draw(5, 3, seed=1)
-            assert_close(fast(inside), fn(inside))
+            assert_close(fast(draw(5, 3, seed=1)), expected)
             assert not fast(x).requires_grad
     assert_close(fast(x), fn(x))
 
