@@ -28,6 +28,7 @@ from hoglib.capture._functional import functional
 from hoglib.capture._layout import channels_last
 from hoglib.capture._merged import merge
 from hoglib.capture._products import arrange
+from hoglib.capture._scaled import unscale
 from hoglib.capture._simplify import simplify
 
 Run = Callable[..., Any]
@@ -174,6 +175,7 @@ def _faster(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.G
     own = fx.Graph()
     own.output(own.graph_copy(graph.graph, {}))
     module = fx.GraphModule(graph, own)
+    unscale(module)
     if not dynamic:
         module = functional(module, tensors)
         simplify(module)

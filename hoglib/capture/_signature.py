@@ -135,6 +135,8 @@ def _of_constant(what: str, leaf: Any) -> Hashable:
             leaf,
             repr(leaf) if isinstance(leaf, float | complex) else None,
         )  # 0.0 and -0.0, nan
+    if isinstance(leaf, torch.Generator):  # to which torch 2.11 has no weak references
+        return type(leaf), id(leaf)
     try:
         hash(leaf)
         return type(leaf), ref(leaf)

@@ -339,6 +339,30 @@ def test_sizes_that_change_in_one_compiled_graph(other_cache):
     assert len(fast.signatures) == 1
 
 
+SCALED = {
+    "a sum with a product": lambda x, a, b: torch.add(x, a @ b, alpha=-0.1),
+    "a product with a sum": lambda x, a, b: torch.add(a @ b, x, alpha=3),
+    "two products": lambda x, a, b: torch.add(x @ b.T, a @ (b @ b.T), alpha=0.5),
+    "a difference": lambda x, a, b: torch.sub(x, a @ b, alpha=2),
+    "with a number": lambda x, a, b: torch.add(x, 2, alpha=4),
+    "addmm": lambda x, a, b: torch.addmm(x[0], a, b, alpha=-0.5, beta=2).relu(),
+    "addmm of nothing": lambda x, a, b: torch.addmm(x / 0, a, b, beta=0),
+    "addmv": lambda x, a, b: torch.addmv(x[:, 0], a, b[:, 0], alpha=3, beta=0.5),
+    "baddbmm": lambda x, a, b: torch.baddbmm(x[None], a[None], b[None], alpha=3, beta=0.5),
+}
+
+
+def test_factors_in_the_options_of_sums_are_heeded(other_cache):
+    def fn(x, a, b):
+        return [case(x, a, b) for case in SCALED.values()]
+
+    given = draw(5, 4), draw(5, 3, seed=1), draw(3, 4, seed=2)
+    for ours, expected in zip(
+        hog.compile(fn, check=False, progress=False)(*given), fn(*given), strict=True
+    ):
+        assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_machine_code_goes_with_them_and_what_is_not_ours_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(inductor, "LIMIT", 25)
     (tmp_path / "torch" / "a").mkdir(parents=True)

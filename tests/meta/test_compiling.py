@@ -123,10 +123,10 @@ def test_a_graph_gives_the_meta_gradient(case, way):
     )
 
 
-@pytest.mark.parametrize("way", ["inductor", "step"])
-def test_compiled_it_is_the_same(way):
+@pytest.mark.parametrize(("way", "over_tasks"), [("inductor", "vmap"), ("inductor", "loop"), ("step", "vmap")])  # fmt: skip
+def test_compiled_it_is_the_same(way, over_tasks):
     tasks = stacks()
-    ours, plain = learner(plain_net, way), learner(plain_net, False)
+    ours, plain = (learner(plain_net, how, over_tasks=over_tasks) for how in (way, False))
     assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
     assert {one.backend for made in ours._compiling._made.values() for one in made.signatures} == {
         "inductor"
