@@ -19,6 +19,7 @@ from hoglib._graph import held_bytes
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import plainly, recordable, recording
 from hoglib._substitution import Standing, lingering, standing_again
+from hoglib._wrapped import refuse_split
 from hoglib.capture._capturing import runs_elsewhere
 from hoglib.curvature._compiled import backend_of, linearised
 from hoglib.curvature._data import Batches, Size
@@ -27,6 +28,7 @@ from hoglib.curvature._likelihood import check_reduction
 from hoglib.curvature._linear import LinearOperator
 from hoglib.curvature._matrices import DIFFERENCES, Matrix
 from hoglib.curvature._origin import Origin
+from hoglib.curvature._processes import Processes, Report, beside, of_rows, of_tensors, together
 from hoglib.curvature._routes import Call, Linearised
 from hoglib.curvature._space import Space
 from hoglib.curvature._symmetry import Symmetry
@@ -40,6 +42,7 @@ class _Kept(NamedTuple):
     """A matrix at one point whose graph stays."""
 
     point: Linearised
+    share: float  # in the sum over the data
     standing: Standing  # what the model held then, for what backward runs again
 
 
@@ -60,8 +63,12 @@ class OverData(LinearOperator):
         stand_ins: bool,
         progress: bool,
         compile: bool | str,
+        processes: str | None,
     ) -> None:
-        super().__init__(Space(params), progress)
+        self._processes = Processes(type(self).__name__, processes, data)
+        first = self._processes.rank == 0  # which shows the bar for all
+        super().__init__(Space(params), arguments.flag("progress", progress) and first)
+        refuse_split(self._space.leaves())
         self._matrix, self._loss = matrix, matrix.check(loss)
         self._backend = backend_of(type(self).__name__, compile, matrix)
         if isinstance(loss, nn.Module):
@@ -73,7 +80,9 @@ class OverData(LinearOperator):
         check_reduction(loss, reduction, besides={"batchmean": "mean"})
         if matrix.mode == DIFFERENCES:
             self._loss = matrix.in_double(loss)
-        self._batches = Batches(data, self.device, batch_size, micro_batch)
+        self._batches = Batches(data, self.device, batch_size, micro_batch, self._processes)
+        # what it weighs is no matter then
+        self._at_once = self._batches.whole and self._processes.alone
         self._mean = reduction == "mean"
         self._limit = arguments.number("memory_limit", memory_limit, minimum=0)
         self._stand_ins = arguments.flag("stand_ins", stand_ins)
@@ -86,13 +95,13 @@ class OverData(LinearOperator):
         self._splits_seen = False
         self._symmetry = Symmetry(type(self).__name__, self._check)
         self._part = 1.0  # of a pass, that the batch under way is
+        self._of_loss = self.dtype  # the loss's own, once it is known
+        self._seed = 0  # of draws
 
     def gradient(self) -> tuple[Tensor, Tree]:
         """The loss over the data and its gradient, in the structure of params."""
         with torch.inference_mode(False):
             row = torch.zeros(1, self._space.size, dtype=self.dtype, device=self.device)
-        values: list[Tensor] = []
-        self._notice_changes()
 
         def add(batch: Any, index: int, share: float) -> Tensor:
             leaves, batch = recordable((self._space.leaves(), batch))
@@ -103,14 +112,15 @@ class OverData(LinearOperator):
                 with explaining("gradient"):
                     parts = torch.autograd.grad(value, own, allow_unused=True)
             self._space.add(row[0], filled(list(parts), own), share)
-            values.append(value.detach() * share)
             self._bar.advance(self._part)
             return value
 
         with self._bar.over("gradient", 1):
-            weights = self._over_data(add)
+            found = self._everywhere(partial(self._over_data, add), row)
+        weights = found.weight if self._mean else 1.0
         with torch.inference_mode(False), torch.no_grad():
-            return torch.stack(values).sum() / weights, self._space.tree(row[0] / weights)
+            value = torch.tensor(found.loss / weights, dtype=self._of_loss, device=self.device)
+            return value, self._space.tree(row[0] / weights)
 
     def _products(self, rows: Tensor) -> Tensor:
         if _functorch.transforms_active():
@@ -118,17 +128,13 @@ class OverData(LinearOperator):
                 f"{self}: expected to be applied outside of torch.func transforms, got a call inside; "
                 "use the function hvp, ggn_vp or fisher_vp there."
             )
-        total = torch.empty(rows.shape, dtype=self.dtype, device=self.device)
-        self._notice_changes()
+        # a process may have nothing to put there
+        make = torch.empty if self._processes.alone else torch.zeros
+        total = make(rows.shape, dtype=self.dtype, device=self.device)
         with self._bar.over("@", len(rows)):
-            if self._kept is not None:
-                with recording(), standing_again(self._kept.standing):
-                    self._part = 1.0
-                    self._apply(self._kept.point, rows, total, 1.0, keep=True, first=True)
-            else:
-                weights = self._over_data(partial(self._add_batch, rows, total))
-                if weights != 1:
-                    total /= weights
+            found = self._everywhere(partial(self._multiply, rows, total), total, rows)
+        if self._mean and found.weight != 1:
+            total /= found.weight
         where = self._space.first_not_finite(total)
         if where and bool(rows.isfinite().all()):
             raise arguments.NotFinite(
@@ -137,6 +143,16 @@ class OverData(LinearOperator):
             )
         self._symmetry.saw(rows, total)
         return total
+
+    def _multiply(self, rows: Tensor, total: Tensor) -> Report:
+        """Puts the products of this process' data into total."""
+        if self._kept is None:
+            return self._over_data(partial(self._add_batch, rows, total))
+        with recording(), standing_again(self._kept.standing):
+            self._part, share = 1.0, self._kept.share
+            value = self._apply(self._kept.point, rows, total, share, keep=True, first=True)
+        loss = float(value.detach())
+        return Report(pieces=1, weight=share, loss=share * loss, largest=abs(loss))
 
     def _add_batch(
         self, rows: Tensor, total: Tensor, batch: Any, index: int, share: float
@@ -171,10 +187,10 @@ class OverData(LinearOperator):
             now = set(unused)
             self._unused = now if self._unused is None else self._unused & now
         if keep:
-            self._kept = _Kept(point, standing)
+            self._kept = _Kept(point, share, standing)
             if self._check:  # there will be no other pass, and the graph holds what it drew
-                self._seen.saw(batch, share, value)
-                self._seen.finish(value.dtype)
+                self._seen.saw(batch, value)
+                self._seen.again()
                 with self._context():
                     value = plainly(lambda: self._value(leaves, batch))
         return value
@@ -207,51 +223,101 @@ class OverData(LinearOperator):
         value = self._loss(self._space.params_of(leaves), batch)
         return arguments.scalar("loss(params, batch)", value)
 
-    def _over_data(self, add: Callable[[Any, int, float], Tensor]) -> float:
-        """`add(batch, index, share)`, which gives the loss, for each batch; what the sum is to be
-        divided by."""
-        self._seen.start()
-        index, weights = 0, 0.0
-        for batch, weight in self._batches:
-            pieces = self._batches.pieces(batch)
-            shares, values = [], []
-            self._part = 1 / (max(len(self._batches), 1) * len(pieces))
-            for piece in pieces:
-                part = self._batches.weight(piece) if len(pieces) > 1 else weight
-                share = part if self._mean and not self._batches.whole else 1.0
-                value = add(piece, index, share)
-                self._seen.saw(piece, share, value)
-                shares.append(share)
-                values.append(float(value.detach()))
-                index += 1
-            weights += fsum(shares)
-            if len(pieces) > 1 and not self._splits_seen:
-                self._check_split(batch, shares, values)
-        if not index:
+    def _everywhere(
+        self, go: Callable[[], Report], total: Tensor, rows: Tensor | None = None
+    ) -> Report:
+        """What all processes went through, where each adds its part to total by `go`."""
+        if self._processes.alone:
+            self._notice_changes()
+            found = go()
+        else:
+            found = self._with_others(go, total, rows)
+        if not found.pieces:
             raise arguments.WrongValue(
                 "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
                 "fewer examples than a batch gives none."
             )
-        self._seen.finish(value.dtype)
-        self._splits_seen, self._was = True, self._origin.now()  # a forward may count its calls
+        # of all processes' losses, of which the coarsest is the parameters'
+        dtype = self._of_loss if self._processes.alone else self.dtype
+        if found.parted:
+            self._check_split(found.whole, found, dtype)
+        self._seen.finish(found.loss / found.weight, found.largest, dtype)
+        self._splits_seen = True
         self._warn_of_unused()
-        return weights if self._mean else 1.0
+        return found
+
+    def _with_others(self, go: Callable[[], Report], total: Tensor, rows: Tensor | None) -> Report:
+        report, error = Report(), None
+        count = len(_tree.leaves(self._space.params))
+        used = torch.zeros(count)  # by how many processes, each leaf
+        try:
+            changed = self._notice_changes()
+            leaves = self._space.leaves()
+            report = go()._replace(
+                changed=changed,
+                seed=self._seed,
+                params=of_tensors(leaves),
+                model=of_tensors(beside(self._loss, leaves)),
+                vectors=0.0 if rows is None else of_rows(rows),
+                data=self._batches.seen,
+            )
+            if report.pieces:
+                used[[i for i in range(count) if i not in (self._unused or ())]] = 1
+        except Exception as caught:  # the others wait for this process
+            error = caught
+        with torch.inference_mode(False), torch.no_grad():
+            found = together(self._processes.add_up(total, used, report, error))
+        if found.changed:
+            self._seen.forget_total()
+            self._symmetry.forget()
+        if self._unused:
+            self._unused = {i for i in self._unused if not used[i]}
+        return found
+
+    def _over_data(self, add: Callable[[Any, int, float], Tensor]) -> Report:
+        """`add(batch, number, share)`, which gives the loss, for each batch of this process."""
+        self._seen.start()
+        shares: list[float] = []
+        losses: list[float] = []
+        whole, parted = 0.0, False
+        for portion in self._batches:
+            first = len(shares)
+            self._part = 1 / (max(len(self._batches), 1) * max(len(portion.pieces), 1))
+            for piece, weight, number in portion.pieces:
+                share = weight if self._mean and not self._at_once else 1.0
+                value = add(piece, number, share)
+                self._seen.saw(piece, value)
+                self._of_loss = value.dtype
+                shares.append(share)
+                losses.append(float(value.detach()))
+            if self._splits_seen:
+                continue
+            if portion.parted:
+                whole, parted = float(self._loss_of(portion.batch)), True
+            elif len(portion.pieces) > 1:
+                pieces = _report(shares[first:], losses[first:])
+                value = self._loss_of(portion.batch)
+                self._check_split(float(value), pieces, value.dtype)
+        self._was = self._origin.now()  # a forward may count its calls
+        return _report(shares, losses)._replace(whole=whole, parted=parted)
 
     @contextmanager
     def _context(self) -> Iterator[None]:
         with recording(), stand_ins_if(self._stand_ins):
             yield
 
-    def _check_split(self, batch: Any, shares: list[float], values: list[float]) -> None:
-        """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
+    def _loss_of(self, batch: Any) -> Tensor:
         with self._context():
-            value = plainly(lambda: self._value(self._space.leaves(), batch))
-        parts = fsum(share * part for share, part in zip(shares, values, strict=True))
-        parts = parts / fsum(shares) if self._mean else parts
-        if not close(float(value), parts, value.dtype, values):
+            return plainly(lambda: self._value(self._space.leaves(), batch))
+
+    def _check_split(self, whole: float, pieces: Report, dtype: torch.dtype) -> None:
+        """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
+        parts = pieces.loss / pieces.weight if self._mean else pieces.loss
+        if not close(whole, parts, dtype, [pieces.largest]):
             raise arguments.WrongValue(
-                f"micro_batch: expected a loss that is the {'mean' if self._mean else 'sum'} over "
-                f"examples, got {float(value):.8g} for a batch and {parts:.8g} from its pieces. "
+                f"{'processes' if pieces.parted else 'micro_batch'}: expected a loss that is the "
+                f"{'mean' if self._mean else 'sum'} over "
+                f"examples, got {whole:.8g} for a batch and {parts:.8g} from its pieces. "
                 "BatchNorm in train mode mixes examples (model.eval()), a criterion may weigh them "
                 "(say what a batch weighs by batch_size=), or its reduction is not the operator's."
             )
@@ -267,14 +333,25 @@ class OverData(LinearOperator):
             )
             self._unused = set()
 
-    def _notice_changes(self) -> None:
+    def _notice_changes(self) -> bool:
         """What was found out at other parameters, or in another mode of the model, is forgotten."""
         now = self._origin.now()
-        if now != self._was:
+        changed = now != self._was
+        if changed:
             self._was, self._kept, self._splits_seen = now, None, False
             self._symmetry.forget()
             self._seen.forget()
+        return changed
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""
         return {**vars(self), "_kept": None, "_was": [object()]}
+
+
+def _report(shares: list[float], losses: list[float]) -> Report:
+    return Report(
+        pieces=len(shares),
+        weight=fsum(shares),
+        loss=fsum(share * loss for share, loss in zip(shares, losses, strict=True)),
+        largest=max(map(abs, losses), default=0.0),
+    )
