@@ -19,7 +19,6 @@ from hoglib._batches import (
 )
 from hoglib._functorch import eagerly, has_compiled
 from hoglib._substitution import Treatment, substituted, without_statistics
-from hoglib._wrapped import refuse_wrapped
 
 Params = dict[str, Tensor]
 Criterion = Callable[[Any, Any], Tensor]
@@ -60,7 +59,6 @@ class FunctionalLoss:
         self, model: nn.Module, criterion: Criterion, forward: Forward | None = None
     ) -> None:
         _module(model)
-        refuse_wrapped(model)
         self.model = model
         self._criterion = instance("criterion", criterion)
         self._forward = None if forward is None else instance("forward", forward)

@@ -19,7 +19,6 @@ from hoglib._graph import held_bytes
 from hoglib._leaves import Vector, filled, own_leaves
 from hoglib._recording import plainly, recordable, recording
 from hoglib._substitution import Standing, lingering, standing_again
-from hoglib._wrapped import refuse_split
 from hoglib.capture._capturing import runs_elsewhere
 from hoglib.curvature._compiled import backend_of, linearised
 from hoglib.curvature._data import Batches, Size
@@ -32,6 +31,7 @@ from hoglib.curvature._processes import Processes, Report, beside, of_rows, of_t
 from hoglib.curvature._routes import Call, Linearised
 from hoglib.curvature._space import Space
 from hoglib.curvature._symmetry import Symmetry
+from hoglib.curvature._wrapped import refuse_split, refuse_wrapped
 from hoglib.stand_ins import stand_ins_if
 
 Tree = Any
@@ -68,6 +68,7 @@ class OverData(LinearOperator):
         self._processes = Processes(type(self).__name__, processes, data)
         first = self._processes.rank == 0  # which shows the bar for all
         super().__init__(Space(params), arguments.flag("progress", progress) and first)
+        refuse_wrapped(getattr(loss, "model", None))
         refuse_split(self._space.leaves())
         self._matrix, self._loss = matrix, matrix.check(loss)
         self._backend = backend_of(type(self).__name__, compile, matrix)

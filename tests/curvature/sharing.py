@@ -260,8 +260,13 @@ def seven_by_a_sampler(rank, world):
     operator(DataLoader(dataset, sampler=DistributedSampler(dataset)), "sharded")
 
 
+def of_model(model):
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    hog.HessianOperator(loss, params, BATCH, processes="shard")
+
+
 def by_ddp(rank, world):
-    hog.functional_loss(DistributedDataParallel(nn.Linear(2, 1)), F.mse_loss)
+    of_model(DistributedDataParallel(nn.Linear(2, 1)))
 
 
 class OnAnyDevice(FullyShardedDataParallel):
@@ -272,13 +277,13 @@ class OnAnyDevice(FullyShardedDataParallel):
 
 
 def by_fsdp(rank, world):
-    hog.functional_loss(nn.Sequential(OnAnyDevice()), F.mse_loss)
+    of_model(nn.Sequential(nn.Linear(2, 1), OnAnyDevice()))
 
 
 def by_fsdp2(rank, world):
     model = nn.Linear(2, 4)
     fully_shard(model)
-    hog.functional_loss(model, F.mse_loss)
+    of_model(model)
 
 
 def by_split_parameters(rank, world):
@@ -307,7 +312,7 @@ REFUSED = {
     "another's sampler": (lambda *_: sampler("sharded", num_replicas=3, rank=2), "WrongValue", "for process 2 of 3"),
     "a sampler that repeats": (seven_by_a_sampler, "WrongValue", "they would count twice"),
     "DistributedDataParallel": (by_ddp, "NotSupported", "pass model.module"),
-    "FSDP": (by_fsdp, "NotSupported", "model.0: expected a module that has its parameters"),
+    "FSDP": (by_fsdp, "NotSupported", "model.1: expected a module that has its parameters"),
     "FSDP2": (by_fsdp2, "NotSupported", "expected a module that has its parameters"),
     "DTensors": (by_split_parameters, "NotSupported", "got DTensors"),
 }  # fmt: skip

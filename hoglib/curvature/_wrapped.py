@@ -10,8 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from hoglib import _arguments as arguments
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def refuse_wrapped(model: Any) -> None:
     """Wrappers that wait for gradients of the model's own parameters, or hold a part of each."""
+    if not isinstance(model, nn.Module):
+        return
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it was not imported is none
     splitting = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     for name, module in model.named_modules():
@@ -20,13 +22,13 @@ def refuse_wrapped(model: nn.Module) -> None:
             raise arguments.NotSupported(
                 f"{where}: expected a module that runs by itself, got DistributedDataParallel, which "
                 f"waits for gradients that do not come; pass {where}.module, whose parameters are the "
-                "same. Operators over data share it by `processes=`."
+                "same. The data is shared by `processes=`."
             )
         if isinstance(module, splitting):
             raise arguments.NotSupported(
                 f"{where}: expected a module that has its parameters, got {type(module).__name__} of "
                 "FSDP, which are gathered for a first derivative only; use the module before it is "
-                "wrapped. Operators over data share it by `processes=`."
+                "wrapped. The data is shared by `processes=`."
             )
 
 
