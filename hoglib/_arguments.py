@@ -74,6 +74,10 @@ class NotAveraged(Explained, RuntimeError):
     """A RuntimeError about gradients that differ between processes; it explains itself."""
 
 
+class NotTogether(Explained, RuntimeError):
+    """A RuntimeError about processes that do not do the same, or of which one failed."""
+
+
 def describe(value: Any) -> str:
     """A few words on what came: dtype and shape of a tensor, type and text of anything else."""
     if isinstance(value, Tensor):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import length_hint
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,21 +11,46 @@ from torch.utils.data import Dataset, IterableDataset
 from hoglib import _arguments as arguments
 from hoglib import _tree
 from hoglib._batches import rows, tensors_in
+from hoglib.curvature._processes import Processes, mixed
 
 Size = Callable[[Any], float]
+
+
+class Piece(NamedTuple):
+    """A batch, or a part of one, that goes through the model at once."""
+
+    batch: Any
+    weight: float
+    number: int  # among the pieces of all batches, in all processes
+
+
+class Portion(NamedTuple):
+    """What this process takes of a batch."""
+
+    batch: Any  # all of it
+    pieces: list[Piece]
+    parted: bool  # whether other processes take pieces too
 
 
 class Batches:
     """One batch, or batches that can be gone through again and again, each with its weight.
 
     A tensor, a mapping, a tuple, a list with a tensor in it, and what cannot be iterated is one batch;
-    any other re-iterable yields batches.
+    any other re-iterable yields batches. Of several processes that are given the same, each takes
+    every so many-th batch, or piece of the one batch.
     """
 
     def __init__(
-        self, data: Any, device: torch.device, batch_size: Size | None, micro_batch: int | None
+        self,
+        data: Any,
+        device: torch.device,
+        batch_size: Size | None,
+        micro_batch: int | None,
+        processes: Processes,
     ) -> None:
-        one = _is_batch(data)
+        self._one = one = _is_batch(data)
+        self._processes = processes
+        self.seen = 0.0  # a number that changes with what all processes were given
         self._data: Iterable[Any] = [data] if one else data
         self._device = device
         self._batch_size = (
@@ -37,28 +62,41 @@ class Batches:
         self.whole = one and micro_batch is None  # all of the data at once
 
     def __len__(self) -> int:
-        """How many batches there are; 0 where that is not known."""
-        return length_hint(self._data)
+        """How many batches this process takes of; 0 where that is not known."""
+        count = length_hint(self._data)
+        return count if self._one else self._processes.share(count)
 
-    def __iter__(self) -> Iterator[tuple[Any, float]]:
-        for batch in self._data:
-            moved = _to(batch, self._device)
-            yield moved, self._weight(moved)
+    def __iter__(self) -> Iterator[Portion]:
+        takes, index, seen = self._processes.takes, 0, 0.0
+        for number, batch in enumerate(self._data):
+            if self._processes.splitting:
+                seen += (number + 1) * mixed((*fingerprint(batch), 1.0))
+            if self._one or takes(number):
+                moved = _to(batch, self._device)
+                pieces = self._pieces(moved, index)
+                index += len(pieces)
+                parted = self._one and self._processes.splitting
+                yield Portion(moved, [p for p in pieces if not parted or takes(p.number)], parted)
+            else:
+                index += len(self._split(batch))
+        self.seen = seen
 
     def at_hand(self) -> list[Any]:
         """The one batch that there is."""
         return list(self._data)
 
+    def _pieces(self, batch: Any, index: int) -> list[Piece]:
+        """The pieces of a batch, the first of which has that index in this process' data."""
+        parts, number = self._split(batch), self._processes.number
+        return [Piece(part, self._weight(part), number(index + j)) for j, part in enumerate(parts)]
+
     def _weight(self, batch: Any) -> float:
         try:
-            return self.weight(batch)
+            weight = float(self._batch_size(batch))
         except arguments.WrongType:
-            if self.whole:  # it is all that there is, whatever it weighs
+            if self.whole and self._processes.alone:  # it is all that there is, whatever it weighs
                 return 1.0
             raise
-
-    def weight(self, batch: Any) -> float:
-        weight = float(self._batch_size(batch))
         if not weight > 0:
             raise arguments.WrongValue(
                 f"data: expected batches with at least one example, got one of size {weight:g}; "
@@ -66,20 +104,22 @@ class Batches:
             )
         return weight
 
-    def pieces(self, batch: Any) -> list[Any]:
+    def _split(self, batch: Any) -> list[Any]:
         """The batch, or what it is split into along its leading dimension."""
-        if self._micro_batch is None:
+        shared = self._one and self._processes.splitting
+        if self._micro_batch is None and not shared:
             return [batch]
         sizes = [len(x) for x in _tree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
         if not sizes:
             raise arguments.WrongType(
-                f"micro_batch: expected a batch of tensors that can be split, got "
-                f"{arguments.describe(batch)}; pass smaller batches in its place."
+                f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of "
+                f"tensors that can be split, got {arguments.describe(batch)}; pass smaller batches in "
+                "its place."
             )
         count = sizes[0]
-        if count <= self._micro_batch:
+        size = self._micro_batch or -(-count // self._processes.world)  # the larger half
+        if count <= size:
             return [batch]
-        size = self._micro_batch
         return [rows(batch, count, start, start + size) for start in range(0, count, size)]
 
 

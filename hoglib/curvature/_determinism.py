@@ -22,7 +22,6 @@ RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.Fr
 class Seen(NamedTuple):
     """A batch, as it went by."""
 
-    weight: float
     loss: float
     numbers: tuple[float, ...]  # its fingerprint
 
@@ -35,6 +34,7 @@ class Determinism:
         self._enabled, self._fixed_batches = enabled, fixed_batches
         self._first: list[Seen] = []
         self._now: list[Seen] = []
+        self._total: float | None = None  # the loss over all of the data, of all processes
 
     def start(self) -> None:
         self._now = []
@@ -42,8 +42,13 @@ class Determinism:
     def forget(self) -> None:
         """The parameters have changed, and with them the losses."""
         self._first = []
+        self.forget_total()
 
-    def saw(self, batch: Any, weight: float, value: Tensor) -> None:
+    def forget_total(self) -> None:
+        """They have changed in another process."""
+        self._total = None
+
+    def saw(self, batch: Any, value: Tensor) -> None:
         """The loss of the next batch."""
         number = float(value.detach())
         if not isfinite(number):
@@ -53,21 +58,26 @@ class Determinism:
                 + ". Look for NaN in the data and in the parameters, and for overflow."
             )
         if self._enabled:
-            self._now.append(Seen(weight, number, fingerprint(batch)))
+            self._now.append(Seen(number, fingerprint(batch)))
             self._compare_batch(value.dtype)
 
-    def finish(self, dtype: torch.dtype) -> None:
-        """The pass is over, and the next one starts."""
+    def again(self) -> list[Seen]:
+        """A pass is over, and the next one starts; what it saw."""
         now, self._now = self._now, []
+        self._first = self._first or now
+        return now
+
+    def finish(self, total: float, largest: float, dtype: torch.dtype) -> None:
+        """A pass is over, with that mean loss, of losses of at most that size."""
+        now = self.again()
         if not self._enabled:
             return
-        if not self._first:
-            self._first = now
-            return
-        if not close(_total(self._first), _total(now), dtype, [seen.loss for seen in now]):
+        if self._total is None:
+            self._total = total
+        elif not close(self._total, total, dtype, [largest]):
             raise arguments.NotDeterministic(
-                f"data: expected the same loss at every pass, got {_total(self._first):.8g} and then "
-                f"{_total(now):.8g}: {self._blame_of_data(now)}"
+                f"data: expected the same loss at every pass, got {self._total:.8g} and then "
+                f"{total:.8g}: {self._blame_of_data(now)}"
             )
 
     def _compare_batch(self, dtype: torch.dtype) -> None:
@@ -75,7 +85,7 @@ class Determinism:
         k = len(self._now) - 1
         if k >= len(self._first):
             return
-        (_, was, before), (_, now, after) = self._first[k], self._now[k]
+        (was, before), (now, after) = self._first[k], self._now[k]
         if before != after and self._fixed_batches:
             raise arguments.NotDeterministic(
                 f"data: expected the same batches at every pass, got another one for batch {k}: what "
@@ -135,10 +145,6 @@ class Determinism:
             for name, m in self._named_modules()
             if isinstance(m, kinds) and m.training
         ]
-
-
-def _total(batches: list[Seen]) -> float:
-    return fsum(seen.weight * seen.loss for seen in batches) / fsum(s.weight for s in batches)
 
 
 def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:

@@ -39,10 +39,11 @@ class Origin:
         tensors = list({id(t): t for t in tensors}.values())
         kinds = sorted({t.device.type for t in tensors} - {"meta"})
         autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
-        return [*settings, *autocast, *(t.data_ptr() for t in tensors), *_sums(tensors)]
+        return [*settings, *autocast, *(t.data_ptr() for t in tensors), *sums(tensors)]
 
 
-def _sums(tensors: list[Tensor]) -> list[float]:
+def sums(tensors: list[Tensor]) -> list[float]:
+    """A number for each tensor, of those that can be added up."""
     sums = [
         (torch.view_as_real(t) if t.is_complex() else t).detach().sum().to("cpu", torch.float64)
         for t in tensors

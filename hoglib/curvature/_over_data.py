@@ -1,36 +1,25 @@
 """What the operators over data share: a matrix at each batch, summed; kept where it is one batch."""
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from math import fsum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib import _functorch, _tree
 from hoglib._differences import in_double
-from hoglib._explaining import explaining
-from hoglib._gradient_graph import only_as_given
 from hoglib._graph import held_bytes
-from hoglib._leaves import Vector, filled, own_leaves
+from hoglib._leaves import Vector
 from hoglib._recording import plainly, recordable, recording
 from hoglib._substitution import Standing, lingering, standing_again
 from hoglib.capture._capturing import runs_elsewhere
 from hoglib.curvature._compiled import backend_of, linearised
-from hoglib.curvature._data import Batches, Size
-from hoglib.curvature._determinism import Determinism, close
-from hoglib.curvature._likelihood import check_reduction
-from hoglib.curvature._linear import LinearOperator
+from hoglib.curvature._data import Size
 from hoglib.curvature._matrices import DIFFERENCES, Matrix
-from hoglib.curvature._origin import Origin
+from hoglib.curvature._processes import Report
 from hoglib.curvature._routes import Call, Linearised
-from hoglib.curvature._space import Space
-from hoglib.curvature._symmetry import Symmetry
-from hoglib.stand_ins import stand_ins_if
+from hoglib.curvature._summed import Summed
 
 Tree = Any
 LIMIT = 2 * 2**30
@@ -40,10 +29,11 @@ class _Kept(NamedTuple):
     """A matrix at one point whose graph stays."""
 
     point: Linearised
+    share: float  # in the sum over the data
     standing: Standing  # what the model held then, for what backward runs again
 
 
-class OverData(LinearOperator):
+class OverData(Summed):
     """A curvature matrix of a loss, averaged or summed over batches."""
 
     def __init__(
@@ -60,57 +50,18 @@ class OverData(LinearOperator):
         stand_ins: bool,
         progress: bool,
         compile: bool | str,
+        processes: str | None,
     ) -> None:
-        super().__init__(Space(params), progress)
-        self._matrix, self._loss = matrix, matrix.check(loss)
+        self._matrix = matrix
         self._backend = backend_of(type(self).__name__, compile, matrix)
-        if isinstance(loss, nn.Module):
-            raise arguments.WrongType(
-                f"loss: expected a function of (params, batch), got the module {type(loss).__name__}; "
-                "make one with `hoglib.functional_loss(model, criterion)`."
-            )
-        arguments.one_of("reduction", reduction, ["mean", "sum"])
-        check_reduction(loss, reduction, besides={"batchmean": "mean"})
+        super().__init__(
+            matrix.check(loss), params, data, reduction, batch_size, micro_batch,
+            check_deterministic, matrix.draws, stand_ins, progress, processes,
+        )  # fmt: skip
         if matrix.mode == DIFFERENCES:
             self._loss = matrix.in_double(loss)
-        self._batches = Batches(data, self.device, batch_size, micro_batch)
-        self._mean = reduction == "mean"
         self._limit = arguments.number("memory_limit", memory_limit, minimum=0)
-        self._stand_ins = arguments.flag("stand_ins", stand_ins)
-        self._check = arguments.flag("check_deterministic", check_deterministic)
-        self._seen = Determinism(loss, self._check, fixed_batches=matrix.draws)
         self._kept: _Kept | None = None
-        data_at_hand = self._batches.at_hand if self._batches.whole else list
-        self._origin, self._was = Origin(loss, self._space.leaves, data_at_hand), [object()]
-        self._unused: set[int] | None = None
-        self._splits_seen = False
-        self._symmetry = Symmetry(type(self).__name__, self._check)
-        self._part = 1.0  # of a pass, that the batch under way is
-
-    def gradient(self) -> tuple[Tensor, Tree]:
-        """The loss over the data and its gradient, in the structure of params."""
-        with torch.inference_mode(False):
-            row = torch.zeros(1, self._space.size, dtype=self.dtype, device=self.device)
-        values: list[Tensor] = []
-        self._notice_changes()
-
-        def add(batch: Any, index: int, share: float) -> Tensor:
-            leaves, batch = recordable((self._space.leaves(), batch))
-            own = own_leaves(leaves, False)
-            with self._context(), lingering():
-                value = self._value(own, batch)
-                only_as_given(value, leaves, "gradient")
-                with explaining("gradient"):
-                    parts = torch.autograd.grad(value, own, allow_unused=True)
-            self._space.add(row[0], filled(list(parts), own), share)
-            values.append(value.detach() * share)
-            self._bar.advance(self._part)
-            return value
-
-        with self._bar.over("gradient", 1):
-            weights = self._over_data(add)
-        with torch.inference_mode(False), torch.no_grad():
-            return torch.stack(values).sum() / weights, self._space.tree(row[0] / weights)
 
     def _products(self, rows: Tensor) -> Tensor:
         if _functorch.transforms_active():
@@ -118,17 +69,13 @@ class OverData(LinearOperator):
                 f"{self}: expected to be applied outside of torch.func transforms, got a call inside; "
                 "use the function hvp, ggn_vp or fisher_vp there."
             )
-        total = torch.empty(rows.shape, dtype=self.dtype, device=self.device)
-        self._notice_changes()
+        # a process may have nothing to put there
+        make = torch.empty if self._processes.alone else torch.zeros
+        total = make(rows.shape, dtype=self.dtype, device=self.device)
         with self._bar.over("@", len(rows)):
-            if self._kept is not None:
-                with recording(), standing_again(self._kept.standing):
-                    self._part = 1.0
-                    self._apply(self._kept.point, rows, total, 1.0, keep=True, first=True)
-            else:
-                weights = self._over_data(partial(self._add_batch, rows, total))
-                if weights != 1:
-                    total /= weights
+            found = self._everywhere(partial(self._multiply, rows, total), total, rows)
+        if self._mean and found.weight != 1:
+            total /= found.weight
         where = self._space.first_not_finite(total)
         if where and bool(rows.isfinite().all()):
             raise arguments.NotFinite(
@@ -137,6 +84,16 @@ class OverData(LinearOperator):
             )
         self._symmetry.saw(rows, total)
         return total
+
+    def _multiply(self, rows: Tensor, total: Tensor) -> Report:
+        """Puts the products of this process' data into total."""
+        if self._kept is None:
+            return self._over_data(partial(self._add_batch, rows, total))
+        with recording(), standing_again(self._kept.standing):
+            self._part, share = 1.0, self._kept.share
+            value = self._apply(self._kept.point, rows, total, share, keep=True, first=True)
+        loss = float(value.detach())
+        return Report(pieces=1, weight=share, loss=share * loss, largest=abs(loss))
 
     def _add_batch(
         self, rows: Tensor, total: Tensor, batch: Any, index: int, share: float
@@ -171,10 +128,10 @@ class OverData(LinearOperator):
             now = set(unused)
             self._unused = now if self._unused is None else self._unused & now
         if keep:
-            self._kept = _Kept(point, standing)
+            self._kept = _Kept(point, share, standing)
             if self._check:  # there will be no other pass, and the graph holds what it drew
-                self._seen.saw(batch, share, value)
-                self._seen.finish(value.dtype)
+                self._seen.saw(batch, value)
+                self._seen.again()
                 with self._context():
                     value = plainly(lambda: self._value(leaves, batch))
         return value
@@ -203,77 +160,11 @@ class OverData(LinearOperator):
     def _at(self, leaves: Vector, batch: Any, index: int, call: Call, several: bool) -> Linearised:
         return self._matrix.at(self._loss, self._space.params_of, (batch,), leaves, call, several)
 
-    def _value(self, leaves: Vector, batch: Any) -> Tensor:
-        value = self._loss(self._space.params_of(leaves), batch)
-        return arguments.scalar("loss(params, batch)", value)
-
-    def _over_data(self, add: Callable[[Any, int, float], Tensor]) -> float:
-        """`add(batch, index, share)`, which gives the loss, for each batch; what the sum is to be
-        divided by."""
-        self._seen.start()
-        index, weights = 0, 0.0
-        for batch, weight in self._batches:
-            pieces = self._batches.pieces(batch)
-            shares, values = [], []
-            self._part = 1 / (max(len(self._batches), 1) * len(pieces))
-            for piece in pieces:
-                part = self._batches.weight(piece) if len(pieces) > 1 else weight
-                share = part if self._mean and not self._batches.whole else 1.0
-                value = add(piece, index, share)
-                self._seen.saw(piece, share, value)
-                shares.append(share)
-                values.append(float(value.detach()))
-                index += 1
-            weights += fsum(shares)
-            if len(pieces) > 1 and not self._splits_seen:
-                self._check_split(batch, shares, values)
-        if not index:
-            raise arguments.WrongValue(
-                "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
-                "fewer examples than a batch gives none."
-            )
-        self._seen.finish(value.dtype)
-        self._splits_seen, self._was = True, self._origin.now()  # a forward may count its calls
-        self._warn_of_unused()
-        return weights if self._mean else 1.0
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        with recording(), stand_ins_if(self._stand_ins):
-            yield
-
-    def _check_split(self, batch: Any, shares: list[float], values: list[float]) -> None:
-        """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
-        with self._context():
-            value = plainly(lambda: self._value(self._space.leaves(), batch))
-        parts = fsum(share * part for share, part in zip(shares, values, strict=True))
-        parts = parts / fsum(shares) if self._mean else parts
-        if not close(float(value), parts, value.dtype, values):
-            raise arguments.WrongValue(
-                f"micro_batch: expected a loss that is the {'mean' if self._mean else 'sum'} over "
-                f"examples, got {float(value):.8g} for a batch and {parts:.8g} from its pieces. "
-                "BatchNorm in train mode mixes examples (model.eval()), a criterion may weigh them "
-                "(say what a batch weighs by batch_size=), or its reduction is not the operator's."
-            )
-
-    def _warn_of_unused(self) -> None:
-        if self._unused:
-            names = _tree.paths(self._space.params)
-            warnings.warn(
-                f"{type(self).__name__}: the loss does not depend on "
-                f"{', '.join(names[i] for i in sorted(self._unused))}; these rows and columns are "
-                "zero, and the matrix is singular. Leave them out of params.",
-                stacklevel=2,
-            )
-            self._unused = set()
-
-    def _notice_changes(self) -> None:
-        """What was found out at other parameters, or in another mode of the model, is forgotten."""
-        now = self._origin.now()
-        if now != self._was:
-            self._was, self._kept, self._splits_seen = now, None, False
-            self._symmetry.forget()
-            self._seen.forget()
+    def _notice_changes(self) -> bool:
+        changed = super()._notice_changes()
+        if changed:
+            self._kept = None
+        return changed
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""

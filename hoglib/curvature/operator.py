@@ -37,10 +37,18 @@ class HessianOperator(OverData):
     counts products (needs tqdm). compile: as in `hvp`, one graph for each shape of a batch; what is
     kept between products is then what the graph of a product takes from before the vector.
 
+    processes: of torch.distributed, which each compute the sum over a part of the data; one all-reduce
+    a product adds the sums up, and all have the product. None: this process by itself. "shard": all are
+    given the same data, and each takes every so many-th batch, or its rows of the one batch (with
+    micro_batch its pieces). "sharded": each is given its own part already, which may be none, []. All
+    then have to make the same products, with the same vectors.
+
     See `LinearOperator` for `@` and the algebra; `.gradient()`, `.to_dense()`, `.to_scipy()`,
     `.solve()`, `.eigsh()`, `.trace()`, `.diagonal()`.
-    Raises, beside what `hvp` raises, ValueError for no or empty batches, FloatingPointError for losses
-    and products that are not finite, RuntimeError for a loss that changes from pass to pass.
+    Raises, beside what `hvp` raises, ValueError for no or empty batches and for a DistributedSampler
+    that does not go with processes, FloatingPointError for losses and products that are not finite,
+    RuntimeError for a loss that changes from pass to pass, and in all processes for vectors, parameters
+    or buffers that differ between them, and where one of them failed.
     """
 
     def __init__(
@@ -58,10 +66,11 @@ class HessianOperator(OverData):
         stand_ins: bool = True,
         progress: bool = False,
         compile: bool | str = False,
+        processes: str | None = None,
     ) -> None:
         super().__init__(
             Hessian(mode), loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress, compile,
+            check_deterministic, stand_ins, progress, compile, processes,
         )  # fmt: skip
 
 
@@ -88,10 +97,11 @@ class GGNOperator(OverData):
         stand_ins: bool = True,
         progress: bool = False,
         compile: bool | str = False,
+        processes: str | None = None,
     ) -> None:
         super().__init__(
             GaussNewton(mode), loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress, compile,
+            check_deterministic, stand_ins, progress, compile, processes,
         )  # fmt: skip
 
 
@@ -102,7 +112,8 @@ class FisherOperator(OverData):
 
     with F_b as in `fisher_vp`, whose kind, likelihood and num_samples it takes. The draws of kind "mc"
     are made by generator once, and are the same for every product; with None they are those of a
-    seed from torch's global generator. Everything else as `HessianOperator`.
+    seed from torch's global generator. A batch has the draws that belong to its number, or that of the
+    piece, in whatever process. Everything else as `HessianOperator`.
     """
 
     def __init__(
@@ -124,11 +135,12 @@ class FisherOperator(OverData):
         stand_ins: bool = True,
         progress: bool = False,
         compile: bool | str = False,
+        processes: str | None = None,
     ) -> None:
         matrix = Fisher(mode, kind, likelihood, reduction, num_samples, generator)
         super().__init__(
             matrix, loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress, compile,
+            check_deterministic, stand_ins, progress, compile, processes,
         )  # fmt: skip
         self._fisher = matrix
         self._seed = matrix.draw_seed() if matrix.draws else 0

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib._arguments import Explained
 from hoglib.lightning import RNGState, SecondOrderAudit
-from tests.two_processes import found_by_each
+from tests.several_processes import found_by_each
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),

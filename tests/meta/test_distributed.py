@@ -5,7 +5,7 @@ import torch
 
 import hoglib as hog
 from tests.meta import processes
-from tests.two_processes import found_by_each
+from tests.several_processes import found_by_each
 
 
 def run(rank, folder, found):

@@ -4,7 +4,7 @@ import itertools
 import traceback
 
 from tests.penalties import lightning_cases, processes, single_cases
-from tests.two_processes import found_by_each
+from tests.several_processes import found_by_each
 
 ONE = ("one backward", "one backward, penalty first")
 # The layouts of a step whose gradients are the mean, of each wrap and call; all others are refused.

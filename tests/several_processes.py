@@ -1,4 +1,4 @@
-"""Two processes that find each other by gloo, and what each of them wrote down."""
+"""Processes that find each other by gloo, and what each of them wrote down."""
 
 import datetime
 import json
@@ -10,20 +10,20 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 
-def found_by_each(function, folder):
-    """function(rank, folder, found) in each of two processes, which fills the dict `found` with what
-    JSON can hold; the two dicts."""
-    multiprocessing.spawn(_run, (function, folder), nprocs=2)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+def found_by_each(function, folder, count=2):
+    """function(rank, folder, found) in each of count processes, which fills the dict `found` with what
+    JSON can hold; the dicts."""
+    multiprocessing.spawn(_run, (function, folder, count), nprocs=count)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _run(rank, function, folder):
+def _run(rank, function, folder, count):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # what Lightning reads where processes are started for it
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count,
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
     found = {}

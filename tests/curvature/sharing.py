@@ -1,0 +1,318 @@
+"""Operators whose data several processes share: what each computes, and how each is misused."""
+
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import hoglib as hog
+from tests.curvature.problems import draw, flat, problem
+
+MC = partial(hog.FisherOperator, kind="mc", num_samples=2)
+KINDS = {
+    "Hessian": hog.HessianOperator,
+    "Gauss-Newton": hog.GGNOperator,
+    "exact": hog.FisherOperator,
+    "empirical": partial(hog.FisherOperator, kind="empirical"),
+    "mc": lambda *given, **options: MC(*given, **options, generator=seeded(5)),
+}
+BATCH = (draw(8, 3, seed=3), torch.arange(8) % 3)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def rows(start, end):
+    return tuple(x[start:end] for x in BATCH)
+
+
+def loader(**options):
+    return DataLoader(TensorDataset(*BATCH), batch_size=options.pop("batch_size", 3), **options)
+
+
+def shared(data, **options):
+    """The same for all, each of which takes its part."""
+    return lambda rank, world: (data(), {"processes": "shard" if world > 1 else None, **options})
+
+
+def own(parts, **options):
+    """A part for each; for one process all of them, one after the other. The last ones have none."""
+
+    def given(rank, world):
+        if world == 1:
+            return [rows(*part) for part in parts], options
+        mine = [rows(*part) for part in parts[rank::world]]
+        # what is one batch is given as one, whose graph is kept
+        return mine[0] if len(mine) == 1 else mine, {"processes": "sharded", **options}
+
+    return given
+
+
+def by_sampler(rank, world):
+    if world == 1:
+        return loader(batch_size=2), {}
+    sampler = DistributedSampler(TensorDataset(*BATCH), shuffle=True, seed=1)  # 8 divide evenly
+    return loader(sampler=sampler), {"processes": "sharded"}
+
+
+# name -> what an operator is given as data, and how, in a process
+DATA = {
+    "one batch": shared(lambda: BATCH),
+    "one batch, nothing kept": shared(lambda: BATCH, memory_limit=0),
+    "one batch, smaller than the processes": shared(lambda: rows(0, 3)),
+    "pieces of one batch": shared(lambda: BATCH, micro_batch=3),
+    "a loader with an uneven last batch": shared(loader),
+    "pieces of a loader's batches": shared(lambda: loader(batch_size=5), micro_batch=2),
+    "a loader shuffled alike": shared(lambda: loader(shuffle=True, generator=seeded(0))),
+    "fewer batches than processes": shared(lambda: [BATCH]),
+    "parts of unlike sizes": own([(0, 5), (5, 6), (6, 8)]),
+    "a sum over parts": own([(0, 5), (5, 6), (6, 8)], reduction="sum"),
+    "one part in all": own([(0, 8)]),
+    "a DistributedSampler": by_sampler,
+}
+# of every kind of matrix
+FEW = ("one batch", "pieces of one batch", "pieces of a loader's batches", "parts of unlike sizes")
+
+
+def loss_and_params(name="layers of hoglib", reduction="mean", dtype=torch.float64):
+    loss, _, _ = problem(name)
+    model = loss.model.to(dtype)
+    criterion = partial(F.cross_entropy, reduction=reduction)
+    return hog.functional_loss(model, criterion), hog.trainable_params(model)
+
+
+def products(kind, data, rank, world, **options):
+    given, how = DATA[data](rank, world)
+    loss, params = loss_and_params(reduction=how.get("reduction", "mean"))
+    A = KINDS[kind](loss, params, given, **how, **options)
+    size = A.shape[0]
+    v, V = draw(size), draw(size, 3, seed=1)
+    value, gradient = A.gradient()
+    found = [value.reshape(1), flat(gradient), A @ v, (A @ V).reshape(-1), A @ v]
+    with torch.no_grad():
+        for p in params.values():
+            p *= 0.9  # as an optimizer's step
+    return torch.cat([*found, A @ v, A.gradient()[0].reshape(1)]).tolist()
+
+
+def algorithms(rank, world):
+    loss, params = loss_and_params()
+    given, how = DATA["parts of unlike sizes"](rank, world)
+    A = hog.GGNOperator(loss, params, given, **how)
+    return torch.cat([
+        A.solve(draw(A.shape[0]), damping=0.1),
+        A.eigsh(2, which="LA").values,
+        A.trace(4, generator=seeded(1)).reshape(1),
+        A.diagonal(4, generator=seeded(1)),
+        (A - 0.5 * A.block_diagonal("module")) @ draw(A.shape[0]),
+    ]).tolist()  # fmt: skip
+
+
+def drawn_for_pieces(rank, world):
+    """A product by draws for one batch that is shared out, and by one process in as many pieces."""
+    both = ({"processes": "shard"}, {"micro_batch": 8 // world})
+    found = [KINDS["mc"](*loss_and_params(), BATCH, **how) for how in both]
+    return [(A @ draw(A.shape[0])).tolist() for A in found]
+
+
+def in_single_precision(rank, world):
+    given, how = DATA["a loader with an uneven last batch"](rank, world)
+    loss, params = loss_and_params(dtype=torch.float32)
+    in_single = [(x.float(), y) for x, y in given]
+    return (hog.HessianOperator(loss, params, in_single, **how) @ params)["2.bias"].tolist()
+
+
+def messages_of_a_product(rank, world):
+    """All-reduces of one product, and of a gradient, with and without a graph that is kept."""
+    counts = []
+    reduce = dist.all_reduce
+
+    def counted(*args, **options):
+        counts[-1] += 1
+        return reduce(*args, **options)
+
+    dist.all_reduce = counted
+    loss, params = loss_and_params()
+    A = hog.HessianOperator(loss, params, BATCH, processes="shard")
+    for call in (
+        lambda: A @ params,
+        lambda: A @ params,
+        A.gradient,
+        lambda: A @ draw(A.shape[0], 3),
+    ):
+        counts.append(0)
+        call()
+    dist.all_reduce = reduce
+    return counts
+
+
+class Halves(nn.Module):
+    """Whose first examples reach one layer, and the others the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.none = (nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        return (self.a if x[0, 0] > 0 else self.b)(x)
+
+
+def warned_of_unused(rank, world):
+    torch.manual_seed(0)
+    model = Halves().double()
+    loss = hog.functional_loss(model, F.mse_loss)
+    x = torch.ones(2, 3).double() * (1 if rank == 0 else -1)
+    A = hog.HessianOperator(loss, hog.trainable_params(model), (x, x), processes="sharded")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            A @ draw(A.shape[0])
+    return [str(one.message).partition(";")[0].partition("on ")[2] for one in told]
+
+
+# What raises in every process alike: name -> what is done in a process of several
+
+
+def operator(data=BATCH, processes="shard", make=hog.HessianOperator, **options):
+    return make(*loss_and_params(), data, processes=processes, **options)
+
+
+def a_failing_process(rank, world):
+    loss, params = loss_and_params()
+
+    def failing(params, batch):
+        if rank == 1:
+            raise ValueError("the disk is full")
+        return loss(params, batch)
+
+    hog.HessianOperator(failing, params, BATCH, processes="shard") @ params
+
+
+def other_vectors(rank, world):
+    A = operator()
+    A @ draw(A.shape[0], seed=rank)
+
+
+def random_without_a_generator(rank, world):
+    torch.manual_seed(rank)
+    operator().trace(3)
+
+
+def other_parameters(rank, world):
+    loss, params = loss_and_params()
+    with torch.no_grad():
+        params["2.bias"] += rank * 1e-6
+    hog.HessianOperator(loss, params, BATCH, processes="shard").gradient()
+
+
+def other_statistics(rank, world):
+    loss, params, batch = problem("CNN with BatchNorm in eval")
+    loss.model[1].running_mean += rank
+    hog.HessianOperator(loss, params, batch, processes="shard").gradient()
+
+
+def norms_in_training(rank, world):
+    loss, params, batch = problem("CNN with BatchNorm in train")
+    loss.model[1].running_mean += rank  # which is not used
+    hog.HessianOperator(loss, params, batch, processes="shard").gradient()
+
+
+def shuffled_otherwise(rank, world):
+    operator(loader(shuffle=True, generator=seeded(rank))).gradient()
+
+
+def drawn_otherwise(rank, world):
+    operator(make=MC, generator=seeded(rank)).gradient()
+
+
+def no_data(rank, world):
+    operator([], "sharded").gradient()
+
+
+def other_data_later(rank, world):
+    """Of the second process, the last one has none."""
+    batches = [tuple(x.clone() for x in BATCH)] if rank < world - 1 else []
+    A = operator(batches, "sharded")
+    A.gradient()
+    if rank == 0:
+        batches[0][0].mul_(2)
+    A.gradient()
+
+
+def cannot_be_split(rank, world):
+    operator(torch.ones(())).gradient()
+
+
+def sampler(processes=None, **options):
+    dataset = TensorDataset(*BATCH[:1])
+    return operator(DataLoader(dataset, sampler=DistributedSampler(dataset, **options)), processes)
+
+
+def seven_by_a_sampler(rank, world):
+    dataset = TensorDataset(*rows(0, 7))
+    operator(DataLoader(dataset, sampler=DistributedSampler(dataset)), "sharded")
+
+
+def of_model(model):
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    hog.HessianOperator(loss, params, BATCH, processes="shard")
+
+
+def by_ddp(rank, world):
+    of_model(DistributedDataParallel(nn.Linear(2, 1)))
+
+
+class OnAnyDevice(FullyShardedDataParallel):
+    """As the wrapper refuses to be made without a GPU."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+
+
+def by_fsdp(rank, world):
+    of_model(nn.Sequential(nn.Linear(2, 1), OnAnyDevice()))
+
+
+def by_fsdp2(rank, world):
+    model = nn.Linear(2, 4)
+    fully_shard(model)
+    of_model(model)
+
+
+def by_split_parameters(rank, world):
+    model = nn.Linear(2, 4)
+    fully_shard(model)
+    params = hog.trainable_params(model)
+    hog.HessianOperator(lambda p, batch: p["weight"].sum(), params, BATCH)
+
+
+MINE = "ValueError: the disk is full"
+# name -> (function, the error, words of it)
+REFUSED = {
+    "a process fails": (a_failing_process, "NotTogether", "error in process 1, which is to be mended there: ValueError: the disk is full"),
+    "other vectors": (other_vectors, "NotTogether", "expected the same vectors in all"),
+    "random vectors": (random_without_a_generator, "NotTogether", "generator=torch.Generator().manual_seed(0)"),
+    "other parameters": (other_parameters, "NotTogether", "expected the same params in all"),
+    "other statistics": (other_statistics, "NotTogether", "expected the same model in all"),
+    "statistics of batches": (norms_in_training, "WrongValue", "BatchNorm in train mode mixes examples"),
+    "other batches": (shuffled_otherwise, "NotTogether", "expected the same data in all"),
+    "other draws": (drawn_otherwise, "NotTogether", "expected the same seed in all"),
+    "no data": (no_data, "WrongValue", "expected at least one batch"),
+    "other data later": (other_data_later, "NotDeterministic", "expected the same loss at every pass"),
+    "a batch without rows": (cannot_be_split, "WrongType", "processes: expected a batch of tensors that can be split"),
+    "a sampler and None": (lambda *_: sampler(), "WrongValue", "expected 'sharded' for a loader with a DistributedSampler"),
+    "a sampler and 'shard'": (lambda *_: sampler("shard"), "WrongValue", "expected 'sharded' for a loader with a DistributedSampler"),
+    "another's sampler": (lambda *_: sampler("sharded", num_replicas=3, rank=2), "WrongValue", "for process 2 of 3"),
+    "a sampler that repeats": (seven_by_a_sampler, "WrongValue", "they would count twice"),
+    "DistributedDataParallel": (by_ddp, "NotSupported", "pass model.module"),
+    "FSDP": (by_fsdp, "NotSupported", "model.1: expected a module that has its parameters"),
+    "FSDP2": (by_fsdp2, "NotSupported", "expected a module that has its parameters"),
+    "DTensors": (by_split_parameters, "NotSupported", "got DTensors"),
+}  # fmt: skip

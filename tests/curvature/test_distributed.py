@@ -1,0 +1,103 @@
+"""Several processes that share the data compute what one process does, or raise all alike."""
+
+import functools
+import itertools
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hoglib as hog
+from hoglib._arguments import Explained
+from hoglib.curvature._processes import _as_parts, of_rows
+from tests.curvature import sharing
+from tests.curvature.problems import draw
+from tests.several_processes import found_by_each
+
+CASES = {
+    f"{kind}, {data}": (kind, data)
+    for kind, data in itertools.product(sharing.KINDS, sharing.DATA)
+    if kind == "Hessian" or (data in sharing.FEW and (kind, data) != ("mc", "one batch"))
+}
+MORE = {"algorithms": sharing.algorithms, "float32": sharing.in_single_precision}
+
+
+@functools.cache
+def results(rank, world):
+    found = {name: sharing.products(*case, rank, world) for name, case in CASES.items()}
+    found["compiled"] = sharing.products("Hessian", "one batch", rank, world, compile="eager")
+    return found | {name: case(rank, world) for name, case in MORE.items()}
+
+
+def run(rank, folder, found):
+    world = dist.get_world_size()
+    found |= results(rank, world)
+    found["messages"] = sharing.messages_of_a_product(rank, world)
+    found["draws"] = sharing.drawn_for_pieces(rank, world)
+    found["unused"] = sharing.warned_of_unused(rank, world)
+    for name, (refused, *_) in sharing.REFUSED.items():
+        try:
+            refused(rank, world)
+            found[name] = "", "nothing was raised"
+        except Exception as error:
+            mine = isinstance(error, Explained) or str(error) in sharing.MINE
+            found[name] = type(error).__name__, str(error) if mine else traceback.format_exc()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_equal_one(count, tmp_path):
+    """One test of all cases: to start processes takes longer than what they do."""
+    everyone, one = found_by_each(run, tmp_path, count), results(0, 1)
+    for rank, found in enumerate(everyone):
+        for case, expected in one.items():
+            tolerance = 1e-5 if case == "float32" else 1e-11 if case == "algorithms" else 1e-12
+            got, want = torch.tensor(found[case]), torch.tensor(expected)
+            error = float((got.double() - want).norm() / want.norm())
+            assert error < tolerance, (rank, case, error)
+            assert found[case] == everyone[0][case], (rank, case)
+        assert torch.tensor(found["draws"]).diff(dim=0).norm() < 1e-12
+        assert found["messages"] == [1, 1, 1, 1]
+        assert found["unused"] == ["none.weight, none.bias"]
+        for name, (_, kind, words) in sharing.REFUSED.items():
+            if name == "a process fails" and rank == 1:
+                kind, words = "ValueError", "the disk is full"
+            assert found[name][0] == kind, (rank, name, *found[name])
+            assert words in found[name][1], (rank, name)
+
+
+@pytest.mark.parametrize("processes", ["shard", "sharded"])
+def test_one_process_has_all_of_the_data(processes):
+    given = sharing.DATA["a loader with an uneven last batch"](0, 1)[0]
+    loss, params = sharing.loss_and_params()
+    shared = hog.HessianOperator(loss, params, given, processes=processes)
+    alone = hog.HessianOperator(loss, params, given)
+    assert torch.equal(shared.to_dense(), alone.to_dense())
+
+
+def test_a_group_that_was_not_made_is_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"call torch.distributed.init_process_group\(\) before"):
+        sharing.operator(processes="sharded")
+    sharing.operator(processes=None)
+
+
+def test_what_is_no_way_to_share_is_told():
+    with pytest.raises(ValueError, match="processes: expected one of shard, sharded; got 'all'"):
+        sharing.operator(processes="all")
+
+
+def test_numbers_go_through_single_precision():
+    numbers = torch.tensor([1 / 3, -1e17 / 7, 2.0**31 + 1, 0.0, 1e-20], dtype=torch.float64)
+    parts = _as_parts(numbers, torch.float32)
+    assert parts.dtype == torch.float32
+    assert torch.equal(parts.double().sum(0), numbers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_signs_that_differ_have_other_numbers(dtype):
+    signs = [draw(2, 100_000, seed=seed).sign().to(dtype) for seed in range(2)]
+    signs.append(signs[0].flip(0))
+    numbers = [of_rows(rows) for rows in signs]
+    assert max(numbers) - min(numbers) > 0.1 * max(map(abs, numbers))
+    assert len(set(numbers)) == 3
