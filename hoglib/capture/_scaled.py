@@ -4,7 +4,7 @@
     addmm(x, a, b, beta=c, alpha=d) =  c x + d (a b)        and as such addmv, baddbmm
 
 The compiler makes addmm of a sum with a matrix product whatever alpha is, and a sum of addmm whatever
-alpha and beta are (torch 2.11 to 2.13; the results are wrong, and nothing says so).
+alpha and beta are (torch 2.11 and 2.13; the results are wrong, and nothing says so).
 """
 
 from typing import Any

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from experiments.benchmarks.memory import peak_bytes
 from experiments.benchmarks.meta import tasks, with_torch
-from experiments.benchmarks.meta.methods import CHOSEN, COMPILED, FORCED, JAX, METHODS, Make
+from experiments.benchmarks.meta.methods import (
+    CHOSEN,
+    COMPILED,
+    FORCED,
+    JAX,
+    METHODS,
+    Make,
+    methods_for,
+)
 from experiments.benchmarks.meta.tasks import LEARNERS, STEPS, Learner, learner
 from experiments.benchmarks.meta.with_torch import Call, Found
 from experiments.benchmarks.timing import beside, quartiles, single_threaded
@@ -150,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     which = given.workload, given.problem, given.smoke
     rows = measure(
         learner(*which),
-        METHODS[given.workload],
+        methods_for(given.workload, given.problem),
         given.repeats,
         given.seconds or SECONDS[given.workload],
         memory=given.workload == "steps",

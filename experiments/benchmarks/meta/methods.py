@@ -34,3 +34,15 @@ MANY_STEPS: dict[str, Make] = {
 }
 METHODS: Mapping[str, Mapping[str, Make]] = {"meta-gradient": META_GRADIENT, "steps": MANY_STEPS}
 PEERS = ["higher", "torchopt", "jax"]  # the distributions that are neither torch nor hoglib
+# whose inner loop, whole, compiles in a minute; that of a convolutional network takes five
+WHOLE = ("sinusoid", "sinusoid, LinearAct", "MLP")
+
+
+def methods_for(workload: str, problem: str) -> dict[str, Make]:
+    """What is compared on a learner, or for a number of steps."""
+    waits = workload == "meta-gradient" and problem not in WHOLE
+    return {
+        name: make
+        for name, make in METHODS[workload].items()
+        if not (waits and name == COMPILED["inductor"])
+    }
