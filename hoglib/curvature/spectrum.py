@@ -55,8 +55,8 @@ def eigsh(
     is filled. block: vectors that are multiplied at once; eigenvalues that are repeated up to as often
     are found as often, where a single vector may miss some. generator: of the starting vectors; None
     is the same ones every time. Returns `Eigenpairs`: values ascending, vectors, their true residuals.
-    Memory: a basis of 20 or 2 k + 1 vectors, on the device; more where they are short. Small matrices
-    (P up to that) are made dense.
+    Memory: a basis of 2 k + 20 vectors, on the device; more where they are short. Matrices of up to
+    21 or 2 k + 2 rows are made dense.
     Raises RuntimeError where it did not converge, with what was found.
     Source: Wu & Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
     """
