@@ -148,6 +148,7 @@ def test_public_names():
         "hutchinson_trace",
         "hvp",
         "laplacian",
+        "spectral_density",
     ]
     assert hog.meta.__all__ == [
         "IMAML",

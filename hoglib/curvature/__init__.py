@@ -3,6 +3,7 @@
 from hoglib.curvature._laplacian import laplacian
 from hoglib.curvature._linear import LinearOperator
 from hoglib.curvature.dense import ggn, hessian
+from hoglib.curvature.density import spectral_density
 from hoglib.curvature.operator import FisherOperator, GGNOperator, HessianOperator
 from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
 from hoglib.curvature.solve import cg
@@ -25,4 +26,5 @@ __all__ = [
     "hutchinson_trace",
     "hvp",
     "laplacian",
+    "spectral_density",
 ]

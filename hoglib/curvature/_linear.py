@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hoglib import _arguments as arguments
 from hoglib._recording import recordable
+from hoglib.curvature import density, spectrum, trace
 from hoglib.curvature import solve as solving
-from hoglib.curvature import spectrum, trace
 from hoglib.curvature._blocks import Blocks, groups_of
 from hoglib.curvature._progress import Bar
 from hoglib.curvature._space import Space
@@ -167,12 +167,28 @@ class LinearOperator(ABC):
         which: str = "LM",
         tol: float | None = None,
         max_iter: int | None = None,
+        block: int = 1,
         generator: torch.Generator | None = None,
     ) -> spectrum.Eigenpairs:
         """k eigenvalues and eigenvectors, with residuals; see `hoglib.curvature.eigsh`."""
         with self._bar.over("eigsh"):
             return spectrum.eigsh(
-                self, k, which=which, tol=tol, max_iter=max_iter, generator=generator
+                self, k, which=which, tol=tol, max_iter=max_iter, block=block, generator=generator
+            )
+
+    def spectral_density(
+        self,
+        num_samples: int = 10,
+        *,
+        steps: int = 80,
+        grid: Tensor | None = None,
+        width: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> density.SpectralDensity:
+        """The density of the eigenvalues; see `hoglib.curvature.spectral_density`."""
+        with self._bar.over("spectral_density", num_samples * min(steps, self.shape[0])):
+            return density.spectral_density(
+                self, num_samples, steps=steps, grid=grid, width=width, generator=generator
             )
 
     def trace(

@@ -30,7 +30,8 @@ def hutchinson_trace(
     Source: Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990.
     """
     values = [(v * Av).sum(1) for v, Av in _samples(operator, num_samples, generator)]
-    return _mean(torch.cat(values), return_error)
+    mean, error = mean_of(torch.cat(values))
+    return (mean, error) if return_error else mean
 
 
 def hutchinson_diagonal(
@@ -77,7 +78,8 @@ def hutchinson_frobenius(
     (norm, standard error).
     """
     values = [Av.square().sum(1) for _, Av in _samples(operator, num_samples, generator)]
-    return _mean(torch.cat(values), return_error)
+    mean, error = mean_of(torch.cat(values))
+    return (mean, error) if return_error else mean
 
 
 def _samples(
@@ -88,17 +90,20 @@ def _samples(
     arguments.generator(generator)
     size = operator.shape[0]
     at_once = max(1, AT_ONCE // (size * operator.dtype.itemsize))
-    where = operator.device if generator is None else generator.device
     for start in range(0, num_samples, at_once):
-        shape = (min(at_once, num_samples - start), size)
-        bits = torch.randint(2, shape, generator=generator, device=where)
-        v = (2 * bits - 1).to(operator.device, operator.dtype)
+        v = signs(operator, min(at_once, num_samples - start), generator)
         yield v, operator.apply(v)
 
 
-def _mean(values: Tensor, return_error: bool) -> Any:
-    mean = values.mean()
-    if not return_error:
-        return mean
-    spread = values.std() if len(values) > 1 else torch.full_like(mean, torch.inf)
+def signs(operator: "LinearOperator", count: int, generator: torch.Generator | None) -> Tensor:
+    """Rows [count, P] of independent signs."""
+    where = operator.device if generator is None else generator.device
+    bits = torch.randint(2, (count, operator.shape[0]), generator=generator, device=where)
+    return (2 * bits - 1).to(operator.device, operator.dtype)
+
+
+def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over the leading dimension, and its standard error: infinite for a single value."""
+    mean = values.mean(0)
+    spread = values.std(0) if len(values) > 1 else torch.full_like(mean, torch.inf)
     return mean, spread / len(values) ** 0.5

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
+from hoglib.curvature import LinearOperator
+from hoglib.curvature._space import Space
 
 F64 = torch.float64
 
@@ -133,3 +135,27 @@ def dense_ggn(loss, params, batch):
 
 def relative(a, b):
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def matrix(eigenvalues, seed=0):
+    """A symmetric matrix of these eigenvalues, its eigenvectors drawn by seed."""
+    Q, _ = torch.linalg.qr(draw(len(eigenvalues), len(eigenvalues), seed=seed))
+    return Q @ torch.diag(torch.as_tensor(eigenvalues, dtype=F64)) @ Q.T
+
+
+def quadratic(A, dtype=F64):
+    """An operator whose matrix is A: the Hessian of x A x / 2."""
+    A = A.to(dtype)
+    func = lambda p, b: p @ A @ p / 2 * b.mean()  # noqa: E731
+    return hog.HessianOperator(func, torch.zeros(len(A), dtype=dtype), torch.ones(1, dtype=dtype))
+
+
+class Given(LinearOperator):
+    """A matrix as an operator, whose products cost nothing."""
+
+    def __init__(self, A):
+        super().__init__(Space(torch.zeros(len(A), dtype=A.dtype)))
+        self.A = A
+
+    def _products(self, rows):
+        return rows @ self.A

@@ -1,0 +1,183 @@
+"""Eigenpairs by thick-restart Lanczos against dense ones, and against SciPy in products."""
+
+import sys
+
+import pytest
+import scipy.sparse.linalg
+import torch
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.curvature import _lanczos
+from hoglib.curvature._lanczos import Basis
+from tests.curvature.problems import F64, Given, draw, matrix, problem
+
+ENDS = ["LM", "LA", "SA", "BE", "SM"]
+
+
+def at(values, k, which):
+    """k of ascending values, as SciPy counts them."""
+    if which == "BE":
+        return torch.cat([values[: k // 2], values[len(values) - (k - k // 2) :]])
+    order = {"LM": -values.abs(), "SM": values.abs(), "LA": -values, "SA": values}[which]
+    return values[order.argsort()[:k]].sort().values
+
+
+def random_symmetric(size):
+    A = draw(size, size)
+    return (A + A.T) / (2 * size) ** 0.5
+
+
+MATRICES = {
+    "random": random_symmetric(120),
+    "random, of 21": random_symmetric(21),
+    "decaying": matrix(torch.logspace(0, -6, 100)),
+    "outliers over a bulk": matrix([10.0, 5, 3, 2, 1.5, *(0.01 * draw(150)).tolist()]),
+    "clustered": matrix([*(1 + 1e-2 * draw(10).abs()).tolist(), *draw(120, seed=1).sigmoid().tolist()]),
+    "evenly spaced": matrix(torch.linspace(-1, 1.1, 150, dtype=F64)),
+    "of rank three": matrix([3.0, 2.0, -1.0, *([0.0] * 80)]),
+    "a multiple of the identity": 2 * torch.eye(60, dtype=F64),
+    "zero": torch.zeros(40, 40, dtype=F64),
+}  # fmt: skip
+EASY = {name: A for name, A in MATRICES.items() if name not in ("decaying", "of rank three")}
+
+
+@pytest.mark.parametrize("cached", [_lanczos.CACHED, 0], ids=["a larger basis", "SciPy's basis"])
+@pytest.mark.parametrize("which", ["LM", "LA", "SA", "BE"])
+@pytest.mark.parametrize("name", MATRICES)
+def test_eigenpairs_in_no_more_products_than_scipy(name, which, cached, monkeypatch):
+    monkeypatch.setattr(_lanczos, "CACHED", cached)
+    A = MATRICES[name]
+    which = {"SA": "LM", "BE": "LA"}.get(which, which) if name not in EASY else which
+    true, size = torch.linalg.eigvalsh(A), float(torch.linalg.matrix_norm(A, 2))
+    for k in (2, 5):
+        pairs = Given(A).eigsh(k, which=which)
+        assert_close(pairs.values, at(true, k, which), rtol=1e-8, atol=1e-8 * size)
+        bound = (1e-10 * pairs.values.abs()).clamp(min=1e-14 * size)
+        assert bool((pairs.residuals <= 1.1 * bound).all())
+        assert_close(pairs.vectors.T @ pairs.vectors, torch.eye(k, dtype=F64), atol=1e-12, rtol=0)
+        theirs = Given(A)
+        start = torch.randn(len(A), dtype=F64, generator=torch.Generator().manual_seed(0))
+        if name != "zero":  # which ARPACK refuses
+            scipy.sparse.linalg.eigsh(
+                theirs.to_scipy(), k, which=which, tol=1e-10, v0=start.numpy()
+            )
+            assert pairs.products <= theirs.count
+
+
+@pytest.mark.parametrize("which", ENDS)
+def test_eigenvalues_nearest_to_zero_and_of_few_dimensions(which):
+    for size, k in ((2, 1), (3, 2), (9, 4), (20, 20), (40, 30), (24, 2)):
+        A = random_symmetric(size)
+        pairs = Given(A).eigsh(k, which=which)
+        assert_close(pairs.values, at(torch.linalg.eigvalsh(A), k, which), rtol=1e-7, atol=1e-9)
+        assert float(pairs.residuals.max()) < 1e-9
+        assert pairs.products <= size or which == "SM"
+
+
+@pytest.mark.parametrize("block", [1, 3, 8])
+def test_a_repeated_eigenvalue_is_found_as_often_as_it_is(block):
+    values = [3.0, 3.0, 3.0, *torch.linspace(0, 2, 150).tolist()]
+    pairs = Given(matrix(values)).eigsh(4, which="LA", block=block)
+    assert_close(pairs.values, torch.tensor([2.0, 3.0, 3.0, 3.0], dtype=F64))
+    assert float(pairs.residuals.max()) < 1e-9
+
+
+def test_a_block_finds_copies_that_a_single_vector_does_not_see_early():
+    values = [3.0, 3.0, 3.0, *([2.0] * 4), *torch.linspace(0, 1, 150).tolist()]
+    seen = Given(matrix(values)).eigsh(3, which="LA", block=3, tol=1e-4)
+    assert_close(seen.values, torch.full((3,), 3.0, dtype=F64))
+    missed = Given(matrix(values)).eigsh(3, which="LA", tol=1e-4)
+    assert missed.values[0] < 2.5
+
+
+@pytest.mark.parametrize("block", [1, 2, 5])
+def test_a_basis_says_what_its_products_are(block):
+    A = matrix([*draw(40).tolist(), 5.0, 5.0])
+    random = torch.Generator().manual_seed(0)
+    vectors = lambda count: torch.randn(count, len(A), dtype=F64, generator=random)  # noqa: E731
+    basis = Basis(vectors(block), 20, vectors)
+    for cycle in range(3):
+        while basis.m + block <= 20:
+            basis.multiplied(basis.rest @ A)
+        V, T = basis.V[: basis.n], basis.T[: basis.n, : basis.m]
+        assert_close(V @ V.T, torch.eye(basis.n, dtype=F64), atol=1e-13, rtol=0)
+        assert_close(V[: basis.m] @ A, T.T @ V, atol=1e-12, rtol=0)
+        theta, S, residuals = basis.ritz()
+        rows = basis.combined(S)
+        assert_close((rows @ A - theta[:, None] * rows).norm(dim=1), residuals, atol=1e-12, rtol=0)
+        basis.restart(theta[-8:], S[:, -8:])
+        assert basis.m == 8, cycle
+
+
+def test_a_space_that_ends_goes_on_with_another_vector():
+    # a start that is an eigenvector spans one dimension
+    A = torch.diag(torch.linspace(1, 2, 50, dtype=F64))
+    basis = Basis(torch.eye(50, dtype=F64)[:1], 50, lambda count: draw(count, 50))
+    for _ in range(50):
+        basis.multiplied(basis.rest @ A)
+    assert float(basis.T[1, 0]) == 0
+    assert_close(basis.ritz()[0], A.diagonal())
+    assert len(basis.rest) == 0
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+def test_the_size_of_a_matrix_changes_nothing(scale):
+    A = MATRICES["random"]
+    one, other = Given(A).eigsh(3), Given(scale * A).eigsh(3)
+    assert_close(other.values / scale, one.values)
+    assert abs(one.products - other.products) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision(dtype):
+    A = MATRICES["outliers over a bulk"].to(dtype)
+    pairs = Given(A.to(dtype)).eigsh(3)
+    assert pairs.values.dtype == pairs.vectors.dtype == dtype
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 0.05}[dtype]
+    assert_close(
+        pairs.values.double(), torch.tensor([3.0, 5, 10], dtype=F64), rtol=tolerance, atol=0
+    )
+    assert float(pairs.residuals.max()) < 10 * tolerance
+
+
+def test_network_eigenvalues_without_scipy(monkeypatch):
+    loss, params, batch = problem("transformer block")
+    operator = hog.HessianOperator(loss, params, batch)
+    true = torch.linalg.eigvalsh(operator.to_dense())
+    for name in ("scipy", "scipy.sparse", "scipy.sparse.linalg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for which in ("LM", "LA", "SA", "BE"):
+        assert_close(
+            operator.eigsh(3, which=which).values, at(true, 3, which), rtol=1e-8, atol=1e-10
+        )
+
+
+def test_results_are_those_of_the_generator_alone():
+    operator, state = Given(MATRICES["random"]), torch.get_rng_state()
+    first = operator.eigsh(2)
+    assert torch.equal(operator.eigsh(2).vectors, first.vectors)
+    other = operator.eigsh(2, generator=torch.Generator().manual_seed(4))
+    assert not torch.equal(other.vectors, first.vectors)
+    assert_close(other.values, first.values)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_too_few_fillings_of_the_basis():
+    operator = Given(matrix(torch.linspace(1, 2, 300, dtype=F64)))
+    with pytest.raises(RuntimeError, match=r"got [0-4] after \d+ products .*raise max_iter or tol"):
+        operator.eigsh(5, max_iter=2)
+    with pytest.raises(ValueError, match="max_iter: expected a whole number of at least 1"):
+        operator.eigsh(5, max_iter=0)
+    with pytest.raises(ValueError, match="block: expected a whole number of at least 1"):
+        operator.eigsh(5, block=0)
+
+
+@pytest.mark.gpu
+def test_vectors_stay_on_the_device():
+    A = MATRICES["random"]
+    func = lambda p, b: p @ b @ p / 2  # noqa: E731
+    operator = hog.HessianOperator(func, torch.zeros(len(A), dtype=F64, device="cuda"), A.cuda())
+    pairs = operator.eigsh(3)
+    assert pairs.values.device.type == pairs.vectors.device.type == "cuda"
+    assert_close(pairs.values.cpu(), at(torch.linalg.eigvalsh(A), 3, "LM"))
