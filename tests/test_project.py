@@ -149,6 +149,7 @@ def test_public_names():
         "hvp",
         "laplacian",
         "spectral_density",
+        "xtrace",
     ]
     assert hog.meta.__all__ == [
         "IMAML",

@@ -9,6 +9,7 @@ from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
 from hoglib.curvature.solve import cg
 from hoglib.curvature.spectrum import eigsh
 from hoglib.curvature.trace import hutchinson_diagonal, hutchinson_frobenius, hutchinson_trace
+from hoglib.curvature.xtrace import xtrace
 
 __all__ = [
     "FisherOperator",
@@ -27,4 +28,5 @@ __all__ = [
     "hvp",
     "laplacian",
     "spectral_density",
+    "xtrace",
 ]

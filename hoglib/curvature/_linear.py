@@ -13,8 +13,10 @@ from hoglib.curvature import solve as solving
 from hoglib.curvature._blocks import Blocks, groups_of
 from hoglib.curvature._progress import Bar
 from hoglib.curvature._space import Space
+from hoglib.curvature.xtrace import xtrace
 
 Tree = Any
+TRACES = {"hutchinson": trace.hutchinson_trace, "xtrace": xtrace}
 
 
 class LinearOperator(ABC):
@@ -195,14 +197,14 @@ class LinearOperator(ABC):
         self,
         num_samples: int = 64,
         *,
+        method: str = "hutchinson",
         generator: torch.Generator | None = None,
         return_error: bool = False,
     ) -> Any:
-        """The trace, estimated; see `hoglib.curvature.hutchinson_trace`."""
+        """The trace, estimated; see `hutchinson_trace` and `xtrace` of `hoglib.curvature`."""
+        estimate = TRACES[arguments.one_of("method", method, list(TRACES))]
         with self._bar.over("trace", num_samples):
-            return trace.hutchinson_trace(
-                self, num_samples, generator=generator, return_error=return_error
-            )
+            return estimate(self, num_samples, generator=generator, return_error=return_error)
 
     def diagonal(
         self,
