@@ -1,4 +1,4 @@
-"""The command line: `python -m experiments {fit,validate,test,verify} --config configs/...`."""
+"""`python -m experiments {fit,validate,test,verify,spectrum} --config configs/...`."""
 
 import logging
 import sys
@@ -18,7 +18,7 @@ from experiments.checkpoint import LastCheckpoint
 from experiments.logs import RunLogger
 from experiments.messages import cut
 from experiments.progress import OneBar
-from experiments.verify import Trainer
+from experiments.spectrum import Trainer
 from hoglib._arguments import Explained, at_least
 from hoglib.lightning import RNGState
 
@@ -52,7 +52,8 @@ class Experiments(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         known = LightningCLI.subcommands()
         own = {name: known[name] for name in ("fit", "validate", "test")}
-        return {**own, "verify": {"model", "datamodule"}}
+        given = {"model", "datamodule"}
+        return {**own, "verify": given, "spectrum": given}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(

@@ -12,8 +12,9 @@ import torch
 
 from hoglib.meta import Learner
 
-if TYPE_CHECKING:
-    from experiments.data.digits import Examples  # brings Lightning, which benchmarks do without
+if TYPE_CHECKING:  # what brings Lightning, which benchmarks do without
+    from experiments.data.digits import Examples
+    from experiments.spectrum import Spectrum
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
@@ -243,6 +244,25 @@ def _bars(axis: Any, methods: dict[str, Any]) -> None:
     axis.invert_yaxis()
     axis.tick_params(labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def spectra(found: "dict[str, Spectrum]", file: Path) -> Path:
+    """The density of eigenvalues, with one standard error, and those at the ends as ticks."""
+    figure, axes = plt.subplots(len(found), 1, figsize=(7, 3.2 * len(found)), squeeze=False)
+    for axis, (name, one) in zip(axes[:, 0], found.items(), strict=True):
+        of = one.density
+        low = float(of.density.max()) * 1e-6  # what is below is the tails of the Gaussians
+        axis.fill_between(
+            of.grid, (of.density - of.error).clamp(min=low), of.density + of.error, color=TRUTH, lw=0
+        )  # fmt: skip
+        axis.plot(of.grid, of.density, color=TEN, lw=1.2)
+        ends = torch.cat([one.smallest, one.largest])
+        axis.plot(ends, torch.full_like(ends, 2 * low), "|", color=ONE, ms=12, mew=1.5)
+        axis.set(yscale="log", ylim=(low, 4e6 * low), ylabel="density", title=name)
+        axis.axvline(0, color=BEFORE, lw=0.8, zorder=0)
+    axes[-1, 0].set_xlabel("eigenvalue of the Hessian")
+    figure.tight_layout()
+    return _save(figure, file)
 
 
 def meta_memory(methods: dict[str, dict[int, tuple[float, float]]], file: Path) -> Path:

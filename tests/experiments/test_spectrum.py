@@ -1,0 +1,99 @@
+"""`python -m experiments spectrum`: numbers of the dense Hessian, a picture, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from experiments.spectrum import spectrum_of
+from tests.experiments.command import COMMAND_LINE, ROOT, run
+
+MAML = ROOT / "configs/smoke/maml/sinusoid.yaml"
+GAN = ROOT / "configs/smoke/gan/mixture.yaml"
+
+
+def problem():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    batch = torch.randn(20, 3).double(), torch.randn(20, 2).double()
+    return hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
+
+
+def eigenvalues(loss, params, batch):
+    return torch.linalg.eigvalsh(hog.HessianOperator(loss, params, batch).to_dense())
+
+
+def test_the_numbers_are_those_of_the_dense_matrix():
+    dense = eigenvalues(*problem())
+    found = spectrum_of(*problem(), k=3, num_samples=40, steps=60)
+    assert found.size == len(dense) == 38
+    assert_close(found.smallest, dense[:3])
+    assert_close(found.largest, dense[-3:])
+    assert found.below == pytest.approx(-1e-3 * float(dense.abs().max()))
+    for (value, error), exact in (
+        (found.trace, dense.sum()),
+        (found.negative, (dense < found.below).double().mean()),
+    ):
+        assert abs(value - float(exact)) < 4 * error
+    text = found.told()
+    assert text.index(f"{dense[-1]:.4g}") < text.index(f"{dense[-3]:.4g}")
+    json.dumps(found.numbers())
+
+
+def test_random_vectors_are_those_of_the_seed():
+    torch.manual_seed(3)
+    first = spectrum_of(*problem(), k=1, num_samples=2, steps=5)
+    again = spectrum_of(*problem(), k=1, num_samples=2, steps=5)
+    assert first.trace == again.trace
+
+
+def test_a_loss_without_data():
+    loss, params, batch = problem()
+
+    def alone(params, nothing):
+        assert nothing is None
+        return loss(params, batch)
+
+    found = spectrum_of(alone, params, None, k=1, num_samples=2, steps=5)
+    assert_close(found.largest, eigenvalues(loss, params, batch)[-1:])
+
+
+def test_more_than_all_eigenvalues_are_refused():
+    with pytest.raises(
+        ValueError, match="k: expected at most 19, half of the 38 parameters, got 20"
+    ):
+        spectrum_of(*problem(), k=20, num_samples=2, steps=5)
+
+
+class TestCommand:
+    pytestmark = COMMAND_LINE
+
+    @pytest.mark.parametrize("config", [MAML, GAN], ids=["maml", "gan"])
+    def test_after_a_fit_it_is_in_the_folder_of_the_run(self, config, capsys):
+        assert run("fit", "--config", config, "--test_after_fit", "false") == 0
+        capsys.readouterr()
+        small = ("--k", "2", "--num_samples", "2", "--steps", "8")
+        assert run("spectrum", "--config", config, *small) == 0
+        out = capsys.readouterr().out
+        (checkpoint,) = Path("runs").rglob("last.ckpt")
+        folder = checkpoint.parent
+        (name, numbers), *_ = json.loads((folder / "spectrum.json").read_text()).items()
+        assert f"Hessian of {name}, {numbers['size']:,} parameters" in out
+        assert f"{numbers['largest'][-1]:.4g}" in out
+        assert (folder / "spectrum.png").stat().st_size > 5000
+        assert str(folder / "spectrum.png") in out
+
+    def test_before_a_fit_it_says_what_is_missing(self, capsys):
+        assert run("spectrum", "--config", MAML) == 2
+        assert "expected a file, or a run folder with" in capsys.readouterr().err
+
+    def test_what_is_wrong_is_told(self, capsys):
+        assert run("fit", "--config", MAML, "--test_after_fit", "false") == 0
+        for option, value in (("--k", "0"), ("--num_samples", "0"), ("--steps", "0")):
+            assert run("spectrum", "--config", MAML, option, value) == 2
+            assert "expected" in capsys.readouterr().err
