@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from hoglib.capture._functional import writes
 from hoglib.capture._nodes import made, replaced
 
 aten: Any = torch.ops.aten
-SUMS = (aten.add.Tensor, aten.sub.Tensor)
+SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor)
 PRODUCTS = {
-    aten.addmm.default: aten.mm.default,
-    aten.addmv.default: aten.mv.default,
-    aten.baddbmm.default: aten.bmm.default,
-}
+    aten.addmm.default: aten.mm.default, aten.addmm_.default: aten.mm.default,
+    aten.addmv.default: aten.mv.default, aten.addmv_.default: aten.mv.default,
+    aten.baddbmm.default: aten.bmm.default, aten.baddbmm_.default: aten.bmm.default,
+}  # fmt: skip
 
 
 def unscale(module: fx.GraphModule) -> None:
@@ -40,6 +41,8 @@ def unscale(module: fx.GraphModule) -> None:
                 beta = node.kwargs.get("beta", 1)
                 if beta != 0:  # of which NaN and infinity are nothing
                     found = made(graph, aten.add.Tensor, (_times(graph, x, beta), found))
+                if writes(node):
+                    found = made(graph, aten.copy_.default, (x, found))
                 replaced(graph, node, found)
     module.recompile()
 

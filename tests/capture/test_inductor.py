@@ -348,18 +348,21 @@ SCALED = {
     "addmm": lambda x, a, b: torch.addmm(x[0], a, b, alpha=-0.5, beta=2).relu(),
     "addmm of nothing": lambda x, a, b: torch.addmm(x / 0, a, b, beta=0),
     "addmv": lambda x, a, b: torch.addmv(x[:, 0], a, b[:, 0], alpha=3, beta=0.5),
+    "in place": lambda x, a, b: x.clone().add_(a @ b, alpha=-0.1),
+    "less in place": lambda x, a, b: x.clone().sub_(a @ b, alpha=-0.1),
+    "addmm in place": lambda x, a, b: x.clone().addmm_(a, b, alpha=3, beta=0.5),
     "baddbmm": lambda x, a, b: torch.baddbmm(x[None], a[None], b[None], alpha=3, beta=0.5),
 }
 
 
-def test_factors_in_the_options_of_sums_are_heeded(other_cache):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_factors_in_the_options_of_sums_are_heeded(other_cache, dynamic):
     def fn(x, a, b):
         return [case(x, a, b) for case in SCALED.values()]
 
     given = draw(5, 4), draw(5, 3, seed=1), draw(3, 4, seed=2)
-    for ours, expected in zip(
-        hog.compile(fn, check=False, progress=False)(*given), fn(*given), strict=True
-    ):
+    fast = hog.compile(fn, dynamic=dynamic, check=False, progress=False)
+    for ours, expected in zip(fast(*given), fn(*given), strict=True):
         assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
