@@ -111,14 +111,15 @@ class Trainer(verify.Trainer):
             verify.load(model, Path(ckpt_path))
         shown = self.progress_bar_callback is not None
         folder = runs.run_folder(self)
-        numbers, densities = {}, {}
+        spectra = {}
         for name, loss, params, given in problems_of(model, batch):
             found = spectrum_of(loss, params, given, k, num_samples, steps, stand_ins, shown)
             print(f"\nHessian of {name}, {found.size:,} parameters, {found.products} products")
             print(found.told())
-            numbers[name], densities[name] = found.numbers(), found
+            spectra[name] = found
+        numbers = {name: found.numbers() for name, found in spectra.items()}
         (folder / FILE).write_text(json.dumps(numbers, indent=1) + "\n")
-        picture = plots.spectra(densities, folder / "spectrum.png")
+        picture = plots.spectra(spectra, folder / "spectrum.png")
         print(f"\nSaved {folder / FILE} and {picture}")
 
 

@@ -81,7 +81,7 @@ def capture(function: Function, form: Form, tensors: list[Tensor]) -> tuple[Capt
             with _eagerly():
                 checking.equal(
                     function.name, function.of_tensors(form), tensors, traced.lifted, entry,
-                    traced.graph, apart=getattr(function.fn, "apart", False),
+                    apart=getattr(function.fn, "apart", False),
                 )  # fmt: skip
             reached = reached.after(function.name, root, traced.lifted, traced.modules)
             entry = replace(entry, reached=reached)

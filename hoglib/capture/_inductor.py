@@ -122,7 +122,7 @@ def _settings(compact: bool) -> Iterator[None]:
     compiling a program, at the first compilation ever, one after the other: eight seconds on two cores.
     They are taken as they are instead, unless TORCH_VEC_ISA_OK says otherwise. On a processor images
     have the layout that `channels_last` gave them, and a graph is `compact`: one program, and not one a
-    kernel with Python between them, which takes a tenth longer to run and twice as long to compile.
+    kernel with Python between them, which takes a small graph longer to run.
     """
     import torch._inductor.config as config
 
