@@ -13,7 +13,7 @@ import torch
 from hoglib.meta import Learner
 
 if TYPE_CHECKING:  # what brings Lightning, which benchmarks do without
-    from experiments.data.digits import Examples
+    from experiments.data.noisy_digits import Examples
     from experiments.spectrum import Spectrum
 
 mpl.use("Agg")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import hoglib as hog
 from experiments import plots, runs, tables
 from experiments.compiling import Choice, Wanted
-from experiments.data.digits import CLASSES, IMAGES, PIXELS, Examples
+from experiments.data.digits import CLASSES, IMAGES, PIXELS
+from experiments.data.noisy_digits import Examples
 from experiments.networks import mlp
 from hoglib import _arguments as arguments
 

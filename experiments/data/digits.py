@@ -1,7 +1,7 @@
-"""Handwritten digits, many of whose labels are wrong, and a few whose labels are right.
+"""Handwritten digits: 1797 images of 8 x 8 pixels, as they ship with scikit-learn.
 
-1797 images of 8 x 8 pixels, as they ship with scikit-learn. Source: Alpaydin and Kaynak, Optical
-Recognition of Handwritten Digits, UCI Machine Learning Repository, 1998.
+Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
+Repository, 1998.
 """
 
 from functools import cache
@@ -15,155 +15,78 @@ from experiments.data.stream import HeldOut, Stream
 from hoglib import _arguments as arguments
 
 IMAGES, PIXELS, CLASSES = 1797, 64, 10
-BACKGROUND = 0  # what all wrong labels say in "background"
 
 
-class Examples(NamedTuple):
-    """x [n, 64] from -1 to 1; the label that is given and the true one [n]; number [n] of the image."""
+class Images(NamedTuple):
+    """x [n, 64] from -1 to 1, and which digit each shows [n]."""
 
     x: Tensor
     label: Tensor
-    truth: Tensor
-    number: Tensor
-
-
-class Split(NamedTuple):
-    """Three parts without a common image; labels are wrong in `noisy` alone."""
-
-    noisy: Examples
-    clean: Examples
-    test: Examples
-
-
-def uniform(truth: Tensor, wrong: int, generator: torch.Generator) -> Tensor:
-    """Labels [n] of which `wrong` ones say another class, each of these equally likely."""
-    labels, chosen = truth.clone(), torch.randperm(len(truth), generator=generator)[:wrong]
-    labels[chosen] += torch.randint(1, CLASSES, (wrong,), generator=generator)
-    return labels % CLASSES
-
-
-def background(truth: Tensor, wrong: int, generator: torch.Generator) -> Tensor:
-    """Labels [n] of which `wrong` ones say 0, as if that class had swallowed images of the others."""
-    others = (truth != BACKGROUND).nonzero().squeeze(1)
-    if wrong > len(others):
-        raise arguments.WrongValue(
-            f"noise: expected at most {len(others) / len(truth):.2f} where all wrong labels say "
-            f"{BACKGROUND}, since those of true {BACKGROUND}s are right; got {wrong / len(truth):.2f}."
-        )
-    labels = truth.clone()
-    labels[others[torch.randperm(len(others), generator=generator)[:wrong]]] = BACKGROUND
-    return labels
-
-
-# Source of both: Ren et al., Learning to Reweight Examples for Robust Deep Learning, 2018, section 4.3.
-NOISES = {"uniform": uniform, "background": background}
-
-
-def split(kind: str, noise: float, clean: int, test: int, seed: int) -> Split:
-    """The split and the wrong labels that belong to a seed.
-
-    `test` images by chance; of the rest the first clean / 10 of each class; all others are noisy:
-    round(noise n) of these n have a wrong label, of a kind in NOISES.
-    """
-    arguments.one_of("kind", kind, NOISES)
-    if not 0 <= arguments.number("noise", noise) < 1:
-        raise arguments.WrongValue(
-            f"noise: expected the share of wrong labels, at least 0 and below 1, got {noise}; "
-            "0.4 makes four in ten wrong."
-        )
-    if arguments.at_least("clean", clean, CLASSES) % CLASSES:
-        raise arguments.WrongValue(
-            f"clean: expected a multiple of {CLASSES}, as many of each digit, got {clean}; write "
-            f"{clean // CLASSES * CLASSES}."
-        )
-    generator = torch.Generator().manual_seed(seed)
-    x, truth = _digits()
-    order = torch.randperm(IMAGES, generator=generator)
-    rest = order[arguments.at_least("test", test, 2) :]
-    picks = [rest[truth[rest] == digit][: clean // CLASSES] for digit in range(CLASSES)]
-    surely = torch.cat(picks)
-    noisy = rest[~torch.isin(rest, surely)]
-    if min(len(pick) for pick in picks) < clean // CLASSES or not len(noisy):
-        raise arguments.WrongValue(
-            f"clean, test: expected images to be left for training, got {clean} and {test} of "
-            f"{IMAGES}; make them smaller."
-        )
-    given = NOISES[kind](truth[noisy], round(noise * len(noisy)), generator)
-
-    def part(numbers: Tensor, label: Tensor) -> Examples:
-        return Examples(x[numbers], label, truth[numbers], numbers)
-
-    return Split(
-        part(noisy, given),
-        part(surely, truth[surely]),
-        part(order[:test], truth[order[:test]]),
-    )
 
 
 @cache
-def _digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits  # half a second, for this experiment alone
+def images() -> Images:
+    from sklearn.datasets import load_digits  # half a second, for these experiments alone
 
-    images, truth = load_digits(return_X_y=True)
-    return torch.tensor(images / 8 - 1, dtype=torch.float32), torch.tensor(truth).long()
+    x, label = load_digits(return_X_y=True)
+    return Images(torch.tensor(x / 8 - 1, dtype=torch.float32), torch.tensor(label).long())
 
 
-class NoisyBatches(Stream):
-    """Pairs of some noisy examples, none twice, and all clean ones."""
+class Batches(Stream):
+    """Some of the images, none twice in a batch; or all of them, each time."""
 
-    def __init__(self, data: Split, batches: int, batch: int, seed: int) -> None:
+    def __init__(self, data: Images, batches: int, batch: int | None, seed: int) -> None:
         super().__init__(batches, seed)
         self.data, self.batch = data, batch
 
-    def batch_of(self, seed: int) -> tuple[Examples, Examples]:
+    def batch_of(self, seed: int) -> Images:
+        if self.batch is None:
+            return self.data
         generator = torch.Generator().manual_seed(seed)
-        picks = torch.randperm(len(self.data.noisy.x), generator=generator)[: self.batch]
-        return Examples(*(part[picks] for part in self.data.noisy)), self.data.clean
+        picks = torch.randperm(len(self.data.x), generator=generator)[: self.batch]
+        return Images(*(part[picks] for part in self.data))
 
 
-class NoisyDigits(pl.LightningDataModule):
-    """Digits with wrong labels: a stream for training, the same held-out ones at every visit.
+class Digits(pl.LightningDataModule):
+    """A stream of digits for training, and held-out ones.
 
-    kind: "background" or "uniform"; noise: share of wrong labels; clean: images whose labels are known
-    to be right, as many of each digit; test: held-out images; iterations: batches in the run; batch:
-    noisy examples in one; seed: of split, wrong labels and stream, the run's by default.
+    train, test: how many images; iterations: batches in the run; batch: images in one, or null for all
+    of them in each; seed: of the split and the stream, the run's by default.
     """
 
     def __init__(
         self,
-        kind: str = "background",
-        noise: float = 0.4,
-        clean: int = 100,
+        train: int = 1297,
         test: int = 500,
-        iterations: int = 2000,
-        batch: int = 100,
+        iterations: int = 1000,
+        batch: int | None = None,
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.seed = torch.initial_seed() % 2**20 if seed is None else seed
-        self.split = split(kind, noise, clean, test, self.seed)
-        self.iterations = arguments.at_least("iterations", iterations, 1)
-        self.batch = arguments.at_least("batch", batch, 1)
-        if batch > len(self.split.noisy.x):
+        arguments.at_least("train", train, 1)
+        arguments.at_least("test", test, 2)
+        if train + test > IMAGES:
             raise arguments.WrongValue(
-                f"batch: expected at most the {len(self.split.noisy.x)} noisy examples, got {batch}."
+                f"train, test: expected {IMAGES} images in both, got {train} and {test}; make them "
+                "smaller."
             )
-        self.options = {
-            "kind": kind, "noise": noise, "clean": clean, "test": test, "seed": self.seed,
-        }  # fmt: skip
+        if batch is not None and arguments.at_least("batch", batch, 1) > train:
+            raise arguments.WrongValue(
+                f"batch: expected at most the {train} images of train, got {batch}; null takes all."
+            )
+        self.seed = torch.initial_seed() % 2**20 if seed is None else seed
+        self.iterations = arguments.at_least("iterations", iterations, 1)
+        self.batch = batch
+        order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(self.seed))
+        picks = order[:test], order[test : test + train]
+        self.held_out, self.train = (Images(*(part[pick] for part in images())) for pick in picks)
+        self.options = {"train": train, "test": test, "seed": self.seed}
 
-    @property
-    def noise(self) -> str:
-        """The wrong labels in words."""
-        wrong = int((self.split.noisy.label != self.split.noisy.truth).sum())
-        how = f"all say {BACKGROUND}" if self.options["kind"] == "background" else "any other digit"
-        return f"{wrong} of {len(self.split.noisy.x)} training labels are wrong ({how})"
-
-    def train_dataloader(self) -> NoisyBatches:
-        return NoisyBatches(self.split, self.iterations, self.batch, self.seed)
+    def train_dataloader(self) -> Batches:
+        return Batches(self.train, self.iterations, self.batch, self.seed)
 
     def val_dataloader(self) -> HeldOut:
-        return HeldOut(self.split.test)
+        return HeldOut(self.held_out)
 
     def test_dataloader(self) -> HeldOut:
-        return HeldOut(self.split.test)
+        return HeldOut(self.held_out)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from experiments import tables
-from experiments.data.digits import Examples, NoisyBatches, NoisyDigits, split
+from experiments.data.noisy_digits import Examples, NoisyBatches, NoisyDigits, split
 from experiments.networks import mlp
 from experiments.reweight import LABELS, Weighted, evenly, learned_weights, weighted_loss
 from tests.experiments.command import (
