@@ -137,6 +137,8 @@ def test_public_names():
         "GGNOperator",
         "HessianOperator",
         "LinearOperator",
+        "NewtonCG",
+        "NewtonStep",
         "cg",
         "eigsh",
         "fisher_vp",

@@ -4,6 +4,7 @@ from hoglib.curvature._laplacian import laplacian
 from hoglib.curvature._linear import LinearOperator
 from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.density import spectral_density
+from hoglib.curvature.newton import NewtonCG, NewtonStep
 from hoglib.curvature.operator import FisherOperator, GGNOperator, HessianOperator
 from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
 from hoglib.curvature.solve import cg
@@ -16,6 +17,8 @@ __all__ = [
     "GGNOperator",
     "HessianOperator",
     "LinearOperator",
+    "NewtonCG",
+    "NewtonStep",
     "cg",
     "eigsh",
     "fisher_vp",

@@ -152,6 +152,7 @@ class LinearOperator(ABC):
         max_iter: int | None = None,
         preconditioner: Any = None,
         x0: Tree | None = None,
+        progress: float = 0.0,
         return_info: bool = False,
     ) -> Any:
         """x with (A + damping I) x = b, by conjugate gradients; see `hoglib.curvature.cg`."""
@@ -159,7 +160,7 @@ class LinearOperator(ABC):
         with self._bar.over("solve"):
             return solving.cg(
                 operator, b, tol=tol, atol=atol, max_iter=max_iter,
-                preconditioner=preconditioner, x0=x0, return_info=return_info,
+                preconditioner=preconditioner, x0=x0, progress=progress, return_info=return_info,
             )  # fmt: skip
 
     def eigsh(

@@ -1,7 +1,8 @@
 """What a product depends on, so that a change of it is noticed.
 
 Pointers and version counters do not tell enough: fused optimizers, `.data` and NumPy write past them.
-A sum over each tensor costs a hundredth of a product.
+Nor does a sum: the gradient of a weight before a layer norm sums to zero, and so does a step. A sum
+and a norm of each tensor cost a fiftieth of a product.
 """
 
 import inspect
@@ -39,17 +40,20 @@ class Origin:
         tensors = list({id(t): t for t in tensors}.values())
         kinds = sorted({t.device.type for t in tensors} - {"meta"})
         autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
-        return [*settings, *autocast, *(t.data_ptr() for t in tensors), *sums(tensors)]
+        versions = [t._version for t in tensors if not t.is_inference()]
+        pointers = [t.data_ptr() for t in tensors]
+        return [*settings, *autocast, *pointers, *versions, *numbers(tensors)]
 
 
-def sums(tensors: list[Tensor]) -> list[float]:
-    """A number for each tensor, of those that can be added up."""
-    sums = [
-        (torch.view_as_real(t) if t.is_complex() else t).detach().sum().to("cpu", torch.float64)
-        for t in tensors
-        if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta"
-    ]
-    return torch.stack(sums).tolist() if sums else []
+def numbers(tensors: list[Tensor]) -> list[float]:
+    """The sum of each tensor, of those that can be added up, and the norm of those of floats."""
+    found = []
+    for t in tensors:
+        if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta":
+            t = (torch.view_as_real(t) if t.is_complex() else t).detach()
+            sizes = [torch.linalg.vector_norm(t)] if t.is_floating_point() else []
+            found += [x.to("cpu", torch.float64) for x in (t.sum(), *sizes)]
+    return torch.stack(found).tolist() if found else []
 
 
 def _reached(function: Any, depth: int = 3) -> Iterator[Any]:

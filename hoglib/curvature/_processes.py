@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DistributedSampler
 
 from hoglib import _arguments as arguments
-from hoglib.curvature._origin import sums
+from hoglib.curvature._origin import numbers
 
 SHARD, SHARDED = "shard", "sharded"
 # by how much of its size a number of two processes may differ, which may run on unlike machines
@@ -193,7 +193,7 @@ class Processes:
 
 def of_tensors(tensors: Sequence[Tensor]) -> float:
     """A number that changes with any of them."""
-    return mixed(sums(list(tensors)))
+    return mixed(numbers(list(tensors)))
 
 
 def of_rows(rows: Tensor) -> float:

@@ -98,10 +98,26 @@ class Summed(LinearOperator):
 
         with self._bar.over("gradient", 1):
             found = self._everywhere(partial(self._over_data, add), row)
-        weights = found.weight if self._mean else 1.0
         with torch.inference_mode(False), torch.no_grad():
-            value = torch.tensor(found.loss / weights, dtype=self._of_loss, device=self.device)
-            return value, self._space.tree(row[0] / weights)
+            return self._total(found), self._space.tree(row[0] / self._weight(found))
+
+    def value(self) -> Tensor:
+        """The loss over the data."""
+
+        def add(batch: Any, index: int, share: float) -> Tensor:
+            self._bar.advance(self._part)
+            return self._loss_of(batch)
+
+        with torch.inference_mode(False), self._bar.over("value", 1):
+            nothing = torch.zeros(1, 0, dtype=self.dtype, device=self.device)
+            return self._total(self._everywhere(partial(self._over_data, add), nothing))
+
+    def _weight(self, found: Report) -> float:
+        return found.weight if self._mean else 1.0
+
+    def _total(self, found: Report) -> Tensor:
+        value = found.loss / self._weight(found)
+        return torch.tensor(value, dtype=self._of_loss, device=self.device)
 
     def _everywhere(
         self, go: Callable[[], Report], total: Tensor, rows: Tensor | None = None

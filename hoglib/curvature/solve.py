@@ -33,6 +33,7 @@ def cg(
     max_iter: int | None = None,
     preconditioner: Any = None,
     x0: Any = None,
+    progress: float = 0.0,
     return_info: bool = False,
 ) -> Any:
     r"""x with A x = b, for a symmetric positive definite operator, by conjugate gradients.
@@ -46,9 +47,13 @@ def cg(
     tol: 1e-8 in float64, 1e-5 in float32 by default. max_iter: by default 10 P, at most 1000.
     preconditioner: a vector that approximates the diagonal of A (the residual is divided by it), an
     operator or a function that is applied to residuals of the form of b and approximates A^-1.
+    progress: ends a column also where x^T A x / 2 - b^T x, which the iteration lowers, is negative and
+    fell in the last k = max(10, i / 10) of its i iterations by less than k progress times itself; for
+    Newton steps, which need no more.
     return_info: (x, `Solution`) instead of x; without it a warning says where the tolerance was missed.
     Raises ArithmeticError at a direction p with p^T A p <= 0, with its curvature.
-    Source: Hestenes & Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952.
+    Source: Hestenes & Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952; of
+    progress, Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.4.
     """
     rows, rebuild = operator._space.rows(b, "b")
     tol = RTOL.get(operator.dtype, 1e-2) if tol is None else arguments.number("tol", tol, minimum=0)
@@ -64,12 +69,15 @@ def cg(
             raise arguments.WrongValue("x0: expected as many vectors as in b, got another number.")
         x *= rows.norm(dim=1, keepdim=True) > 0  # where b is 0, so is x
         start = rows - operator.apply(x)
-    residual, iterations = _iterate(operator.apply, precondition, rows, x, start, target, limit)
+    lowering = _Lowering(arguments.number("progress", progress, minimum=0))
+    residual, iterations = _iterate(
+        operator.apply, precondition, rows, x, start, target, limit, lowering
+    )
     size = rows.norm(dim=1)
     relative = residual / torch.where(size > 0, size, torch.ones_like(size))
     converged = residual <= target
     if not return_info:
-        if not bool(converged.all()):
+        if not progress and not bool(converged.all()):
             warnings.warn(
                 f"solve: expected a residual |b - A x| of {tol:g} |b|, got {float(relative.max()):.2g} "
                 f"|b| after {iterations} iterations; give more damping, a preconditioner, a larger "
@@ -90,6 +98,7 @@ def _iterate(
     r: Tensor,
     target: Tensor,
     limit: int,
+    lowering: "_Lowering",
 ) -> tuple[Tensor, int]:
     """Improves x in place; the true residuals' norms, and the iterations."""
     true = r.norm(dim=1)
@@ -106,14 +115,15 @@ def _iterate(
         alpha = (rz[active] / curvature)[:, None]
         x[active] += alpha * p[active]
         r[active] -= alpha * Ap
-        small = (r[active].norm(dim=1) <= target[active]) | (iterations == limit)
+        slow = lowering.slow(b, x, r)[active]
+        small = (r[active].norm(dim=1) <= target[active]) | (iterations == limit) | slow
         if bool(small.any()):
             done = active[small]
             before = true[done]
             r[done] = b[done] - product(x[done])
             true[done] = r[done].norm(dim=1)
             # rounding may keep the true residual up: going on helps while it still shrinks
-            helps = (true[done] > target[done]) & (true[done] < 0.5 * before)
+            helps = (true[done] > target[done]) & (true[done] < 0.5 * before) & ~slow[small]
             active = torch.cat([active[~small], done[helps]]).sort().values
             p[done] = 0  # starts again
         z = precondition(r)
@@ -121,6 +131,26 @@ def _iterate(
         p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
         rz = new
     return true, iterations
+
+
+class _Lowering:
+    """Whether x^T A x / 2 - b^T x still falls, of each row."""
+
+    def __init__(self, least: float) -> None:
+        self._least = least
+        self._values: list[Tensor] = []
+
+    def slow(self, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
+        """After an iteration that came to x with the residual r."""
+        if not self._least:
+            return b.new_zeros(len(b), dtype=torch.bool)
+        self._values.append(-0.5 * (x * (b + r)).sum(1))
+        iterations = len(self._values)
+        k = max(10, iterations // 10)
+        if iterations <= k:
+            return b.new_zeros(len(b), dtype=torch.bool)
+        now, before = self._values[-1], self._values[-1 - k]
+        return (now < 0) & (before - now < -now * k * self._least)
 
 
 def _positive(curvature: Tensor, p: Tensor, iterations: int) -> None:

@@ -95,7 +95,14 @@ def products(kind, data, rank, world, **options):
     size = A.shape[0]
     v, V = draw(size), draw(size, 3, seed=1)
     value, gradient = A.gradient()
-    found = [value.reshape(1), flat(gradient), A @ v, (A @ V).reshape(-1), A @ v]
+    found = [
+        value.reshape(1),
+        A.value().reshape(1),
+        flat(gradient),
+        A @ v,
+        (A @ V).reshape(-1),
+        A @ v,
+    ]
     with torch.no_grad():
         for p in params.values():
             p *= 0.9  # as an optimizer's step

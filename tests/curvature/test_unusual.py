@@ -58,7 +58,22 @@ def data(model, batch):
     batch[0].data.mul_(2)
 
 
-@pytest.mark.parametrize("change", [fused, past_autograd, by_numpy, another_activation, data])
+def of_sum_zero(model, batch):
+    model[0].weight.data[0] += 0.5
+    model[0].weight.data[1] -= 0.5
+
+
+def of_sum_and_norm_zero(model, batch):
+    with torch.no_grad():
+        model[0].weight.copy_(model[0].weight.flip(0))
+
+
+CHANGES = [
+    fused, past_autograd, by_numpy, another_activation, data, of_sum_zero, of_sum_and_norm_zero,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("make", [hog.HessianOperator, hog.GGNOperator])
 def test_a_change_past_the_version_counters_is_noticed(make, change):
     model, batch = net(), (BATCH[0].clone(), BATCH[1])
