@@ -55,15 +55,17 @@ class NewtonCG(torch.optim.Optimizer):
         for batch in loader:
             value = optimizer.step(batch)
 
-    `step` takes a batch or a re-iterable of batches (all of the data), or a function that returns one,
-    as Lightning's manual optimization needs. It returns the loss before the step. It reads and leaves
-    `.grad` as it is. Batches should be large: a step goes a long way on what one batch tells. The loss
-    must be the same each time: dropout raises. `info` is a `NewtonStep`. The state, direction and
-    damping, is in `state_dict()`.
+    `step(batch, curvature=None)` takes a batch or a re-iterable of batches (all of the data), or a
+    function that returns one, as Lightning's manual optimization needs; and returns the loss before the
+    step. curvature: the batch that G is of, by default the same; a part of it makes steps cheap.
+    Batches should be large: a step goes a long way on what one batch tells. The loss must be the same
+    each time: dropout raises. `.grad` is neither read nor written. `info` is a `NewtonStep`; the state,
+    direction and damping, is in `state_dict()`.
     Raises, beside what `GGNOperator` raises, ArithmeticError for a G that is not positive definite with
     the largest damping, and ValueError for a second parameter group.
     Source: Martens, Deep Learning via Hessian-free Optimization, 2010, section 4; Moré, The
-    Levenberg-Marquardt Algorithm, 1978.
+    Levenberg-Marquardt Algorithm, 1978; of curvature, Byrd, Chin, Neveitt & Nocedal, On the Use of
+    Stochastic Hessian Information in Optimization Methods for Machine Learning, 2011.
     """
 
     def __init__(
@@ -121,8 +123,11 @@ class NewtonCG(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
-        """One step on a batch, or on what a function without arguments returns; the loss before it."""
+    def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
+        """One step on a batch, or on what a function without arguments returns; the loss before it.
+
+        curvature: the batch that the matrix is of, if it is another one.
+        """
         batch = closure() if callable(closure) else closure
         if batch is None:
             raise arguments.WrongType(
@@ -130,17 +135,18 @@ class NewtonCG(torch.optim.Optimizer):
                 "the matrix is made of the batch: `optimizer.step((x, y))`."
             )
         group = self.param_groups[0]
-        G = GGNOperator(self._loss, self._params, batch, **self._options)
+        G = self._matrix(batch)
         value, gradient = G.gradient()
         g = G.ravel(gradient)
         if not bool(g.any()):
             unmoved = float(value)
             self.info = NewtonStep(unmoved, unmoved, nan, group["damping"], 0, 0, 0, 0)
             return value
-        d, curvature, iterations = self._direction(G, g)
+        of = G if curvature is None else self._matrix(curvature)
+        d, dGd, iterations = self._direction(of, g)
         slope = float(g @ d)
-        damping, products = group["damping"], G.count
-        after, ratio, length, values = self._search(G, float(value), d, slope, curvature)
+        damping, products = group["damping"], of.count
+        after, ratio, length, values = self._search(G, float(value), d, slope, dGd)
         if ratio > 0.75:
             self._damp(LOWERED)
         elif ratio < 0.25 or not length:
@@ -151,6 +157,9 @@ class NewtonCG(torch.optim.Optimizer):
             float(value), after, ratio, damping, length, iterations, products, values
         )
         return value
+
+    def _matrix(self, batch: Any) -> GGNOperator:
+        return GGNOperator(self._loss, self._params, batch, **self._options)
 
     def _direction(self, G: GGNOperator, g: Tensor) -> tuple[Tensor, float, int]:
         """d, d^T G d, and the iterations that it took."""
@@ -167,10 +176,10 @@ class NewtonCG(torch.optim.Optimizer):
                     raise
                 continue
             iterations += info.iterations
-            curvature = float(d @ (G @ d))
+            dGd = float(d @ (G @ d))
             # a start from far off that was cut short may be worse than none
-            if start is None or float(g @ d) + curvature / 2 < 0:
-                return d, curvature, iterations
+            if start is None or float(g @ d) + dGd / 2 < 0:
+                return d, dGd, iterations
             start = None
 
     def _start(self, G: GGNOperator, g: Tensor) -> Tensor | None:
@@ -182,12 +191,12 @@ class NewtonCG(torch.optim.Optimizer):
         return start if float(g @ start) < 0 else None
 
     def _search(
-        self, G: GGNOperator, value: float, d: Tensor, slope: float, curvature: float
+        self, G: GGNOperator, value: float, d: Tensor, slope: float, dGd: float
     ) -> tuple[float, float, float, int]:
         """Goes along d; the loss there, the ratio at the first length, the length, losses computed."""
         before = G.ravel(self._params).clone()
         length: float = self.param_groups[0]["lr"]
-        model = length * slope + length**2 * curvature / 2
+        model = length * slope + length**2 * dGd / 2
         # below it a difference of losses is rounding
         rounding = 10 * torch.finfo(G.dtype).eps * abs(value)
         ratio = nan

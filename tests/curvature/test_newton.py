@@ -265,6 +265,21 @@ def test_networks_are_trained_and_nothing_else_is_touched():
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_the_matrix_of_another_batch():
+    loss, (X, y), _, _ = regression()
+    w, part = loss.model.weight, (X[:9], y[:9])
+    (g,) = torch.autograd.grad(loss(hog.trainable_params(loss.model), (X, y)), w)
+    H = 2 / 9 * X[:9].T @ X[:9]
+    d = torch.linalg.solve(H + 0.5 * torch.eye(6), -g.T)
+    before, optimizer = w.detach().clone(), NewtonCG(loss, damping=0.5)
+    value = optimizer.step((X, y), part)
+    assert_close(w.detach(), before + d.T, rtol=1e-6, atol=1e-9)
+    decrease = optimizer.info.loss_after - value
+    assert math.isclose(
+        optimizer.info.ratio, decrease / float(g @ d + d.T @ H @ d / 2), rel_tol=1e-6
+    )
+
+
 def test_a_part_of_the_parameters():
     loss, params, batch = problem("LayerNorm")
     name = next(iter(params))
