@@ -99,14 +99,18 @@ class Descent(pl.LightningModule):
         last = history[-1].batch
         accuracies[last] = float(accuracy)
         losses[last] = float(self.loss(self._training_set()))
-        title = (
-            f"{self.options['loss'].replace('_', ' ')}, lr {self.lr:g}: 2 / lr = {2 / self.lr:.4g}"
-        )
-        table = tables.curvature(history, losses, accuracies, title)
+        title = f"{self.options['loss'].replace('_', ' ')}, lr {self.lr:g}"
+        edge = f"{title}: 2 / lr = {2 / self.lr:.4g}"
+        table = tables.curvature(history, losses, accuracies, edge)
         print(f"\n{table}\n")
         (folder / "table.txt").write_text(table + "\n")
+        size = history[-1].spectrum.size
         picture = plots.spectrum_over_training(
-            history, losses, self.lr, folder / "spectrum_over_training.png"
+            history,
+            losses,
+            self.lr,
+            f"Gradient descent on {title}, {size:,} parameters",
+            folder / "spectrum_over_training.png",
         )
         print(f"Saved {folder / 'table.txt'}, {picture}")
         largest = history[-1].spectrum.largest[-1]

@@ -269,7 +269,7 @@ def spectra(found: "dict[str, Spectrum]", file: Path) -> Path:
 
 
 def spectrum_over_training(
-    history: "list[Measurement]", losses: dict[int, float], lr: float, file: Path
+    history: "list[Measurement]", losses: dict[int, float], lr: float, title: str, file: Path
 ) -> Path:
     """Loss and largest eigenvalue by step, 2 / lr dashed; below, the eigenvalues' density by step."""
     figure, (above, below) = plt.subplots(
@@ -277,12 +277,15 @@ def spectrum_over_training(
     )
     steps = [one.batch for one in history]
     above.plot([*losses], [*losses.values()], color=TEN, lw=1.3)
-    above.set(yscale="log")
+    above.set(yscale="log", title=title)
     above.set_ylabel("training loss", color=TEN)
+    above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    above.yaxis.set_major_formatter("{x:g}")
+    above.yaxis.set_minor_locator(NullLocator())
     sharp = above.twinx()
     sharp.plot(steps, [float(one.spectrum.largest[-1]) for one in history], color=ONE, lw=2)
     sharp.set_ylim(bottom=0)
-    sharp.set_ylabel("largest eigenvalue", color=ONE)
+    sharp.set_ylabel("largest eigenvalue of the Hessian", color=ONE)
     sharp.axhline(2 / lr, color=INK, ls="--", lw=1.3)
     sharp.annotate(
         f"2 / lr = {2 / lr:.3g}", (1, 2 / lr), (-4, -5), ("axes fraction", "data"),
@@ -305,7 +308,7 @@ def spectrum_over_training(
     below.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     below.yaxis.set_minor_locator(NullLocator())
     below.axhline(2 / lr, color="white", ls="--", lw=1.3)
-    below.set(xlabel="step", ylabel="eigenvalue of the Hessian", facecolor="black")
+    below.set(xlabel="step", ylabel="all eigenvalues of the Hessian", facecolor="black")
     figure.colorbar(colours, ax=below, label="eigenvalues per decade", pad=0.02)
     return _save(figure, file)
 
@@ -314,12 +317,13 @@ def _by_decade(spectra: "list[Spectrum]") -> tuple[Any, Any, float]:
     """Edges [n + 1] of rows of eigenvalues, eigenvalues in a decade there [n, spectra]; what is linear.
 
     Each node of a density is a Gaussian of the same width on an axis of asinh(eigenvalue / linear),
-    which is logarithmic beyond `linear` and linear within.
+    which is logarithmic beyond `linear` and linear within: nearer to zero than a hundredth of the
+    largest, a few dozen steps of Lanczos do not tell eigenvalues apart.
     """
     ends = torch.stack([torch.stack([s.smallest[0], s.largest[-1]]).double() for s in spectra])
-    linear = 2e-3 * float(ends.abs().max()) or 1.0
+    linear = 1e-2 * float(ends.abs().max()) or 1.0
     low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
-    width = 0.12
+    width = 0.15
     rows = torch.linspace(asinh(low / linear) - 4 * width, asinh(high / linear) + 4 * width, 241)
     edges, rows = rows.double(), ((rows[1:] + rows[:-1]) / 2).double()
     counts = []

@@ -164,6 +164,7 @@ class CurvatureMonitor(pl.Callback):
     def _measure(self, module: pl.LightningModule, done: int, batch: Any) -> None:
         own = f"{type(module).__name__}.{METHOD}"
         generator = torch.Generator()
+        seed = (self.seed * 2**20 + done) % 2**32  # of a larger one torch takes the lower bits
         processes = "sharded" if _world() > 1 else None
         found = []
         with isolate_rng(), modules_kept(), torch.enable_grad(), _explained(own, done):
@@ -171,7 +172,7 @@ class CurvatureMonitor(pl.Callback):
             for name, loss, params, given in problems_of(module, batch):
                 spectrum = spectrum_of(
                     loss, params, given, self.k, self.num_samples, self.steps, self.stand_ins,
-                    generator=generator.manual_seed(self.seed * 2**32 + done),
+                    generator=generator.manual_seed(seed),
                     processes=processes, max_iter=self.max_iter,
                 )  # fmt: skip
                 short = name.removeprefix(own).removeprefix("[").removesuffix("]")
