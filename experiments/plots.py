@@ -271,7 +271,7 @@ def spectra(found: "dict[str, Spectrum]", file: Path) -> Path:
 def spectrum_over_training(
     history: "list[Measurement]", losses: dict[int, float], lr: float, title: str, file: Path
 ) -> Path:
-    """Loss and largest eigenvalue by step, 2 / lr dashed; below, the eigenvalues' density by step."""
+    """Loss and largest eigenvalue by step; below, the density of all. Dashed: 2 / lr, if it is near."""
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(8, 7), sharex=True, layout="constrained", height_ratios=(1, 1.3)
     )
@@ -283,14 +283,17 @@ def spectrum_over_training(
     above.yaxis.set_major_formatter("{x:g}")
     above.yaxis.set_minor_locator(NullLocator())
     sharp = above.twinx()
-    sharp.plot(steps, [float(one.spectrum.largest[-1]) for one in history], color=ONE, lw=2)
-    sharp.set_ylim(bottom=0)
+    largest = [float(one.spectrum.largest[-1]) for one in history]
+    sharp.plot(steps, largest, color=ONE, lw=2)
     sharp.set_ylabel("largest eigenvalue of the Hessian", color=ONE)
-    sharp.axhline(2 / lr, color=INK, ls="--", lw=1.3)
-    sharp.annotate(
-        f"2 / lr = {2 / lr:.3g}", (1, 2 / lr), (-4, -5), ("axes fraction", "data"),
-        textcoords="offset points", ha="right", va="top",
-    )  # fmt: skip
+    near = 2 / lr < 4 * max(largest)  # a line far above would press all else to the ground
+    if near:
+        sharp.axhline(2 / lr, color=INK, ls="--", lw=1.3)
+        sharp.annotate(
+            f"2 / lr = {2 / lr:.3g}", (1, 2 / lr), (-4, -5), ("axes fraction", "data"),
+            textcoords="offset points", ha="right", va="top",
+        )  # fmt: skip
+    sharp.set_ylim(min(0, *largest), 1.05 * max(2 / lr if near else 0, *largest))
     for axis in (above, sharp):
         axis.spines["top"].set_visible(False)
     edges, counts, linear = _by_decade([one.spectrum for one in history])
@@ -298,16 +301,19 @@ def spectrum_over_training(
         _between(steps),
         edges,
         counts,
-        norm=LogNorm(0.5, counts.max()),
+        norm=LogNorm(1, max(10, counts.max())),
         cmap="magma",
         rasterized=True,
     )
     below.set_yscale("asinh", linear_width=linear)
-    ticks = [10.0**e for e in range(ceil(log10(linear)), floor(log10(edges[-1])) + 1)]
-    ticks = [*(-t for t in reversed(ticks) if t < -edges[0]), 0, *ticks]
+    highest = floor(log10(abs(edges).max()))
+    sizes = [10.0**e for e in range(ceil(log10(linear)), highest + 1)]
+    ticks = [*(-size for size in reversed(sizes)), 0, *sizes]
+    ticks = [tick for tick in ticks if edges[0] < tick < edges[-1]]
     below.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     below.yaxis.set_minor_locator(NullLocator())
-    below.axhline(2 / lr, color="white", ls="--", lw=1.3)
+    if near:
+        below.axhline(2 / lr, color="white", ls="--", lw=1.3)
     below.set(xlabel="step", ylabel="all eigenvalues of the Hessian", facecolor="black")
     figure.colorbar(colours, ax=below, label="eigenvalues per decade", pad=0.02)
     return _save(figure, file)
