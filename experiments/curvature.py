@@ -32,8 +32,8 @@ LOSSES = {"squared_error": squared_error, "cross_entropy": cross_entropy}
 class Descent(pl.LightningModule):
     """A classifier trained by plain gradient descent, theta - lr dL/dtheta.
 
-    Where a batch is the whole training set, the largest eigenvalue of its Hessian rises to 2 / lr and
-    stays about there: the edge of stability (Cohen et al., Gradient Descent on Neural Networks
+    Where a batch is the whole training set, the largest eigenvalue of its Hessian rises to 2 / lr
+    and stays about there: the edge of stability (Cohen et al., Gradient Descent on Neural Networks
     Typically Occurs at the Edge of Stability, 2021).
 
     hidden, act: of the network; loss: squared_error (on one-hot labels) or cross_entropy.
@@ -54,7 +54,7 @@ class Descent(pl.LightningModule):
         self.network = mlp([PIXELS, *widths, CLASSES], act)
         chosen = LOSSES[arguments.one_of("loss", loss, LOSSES)]
         self.objective = hog.functional_loss(self.network, chosen)
-        self.options = {"hidden": list(widths), "act": act, "loss": loss, "lr": lr}
+        self.options: dict[str, Any] = {"hidden": list(widths), "act": act, "loss": loss, "lr": lr}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x)

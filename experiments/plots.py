@@ -271,7 +271,7 @@ def spectra(found: "dict[str, Spectrum]", file: Path) -> Path:
 def spectrum_over_training(
     history: "list[Measurement]", losses: dict[int, float], lr: float, title: str, file: Path
 ) -> Path:
-    """Loss and largest eigenvalue by step; below, the density of all. Dashed: 2 / lr, if it is near."""
+    """Loss and largest eigenvalue by step; below, the density of all. Dashed: 2 / lr, if near."""
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(8, 7), sharex=True, layout="constrained", height_ratios=(1, 1.3)
     )
@@ -320,7 +320,7 @@ def spectrum_over_training(
 
 
 def _by_decade(spectra: "list[Spectrum]") -> tuple[Any, Any, float]:
-    """Edges [n + 1] of rows of eigenvalues, eigenvalues in a decade there [n, spectra]; what is linear.
+    """Edges [n + 1] of rows, eigenvalues in a decade there [n, spectra], and what is linear.
 
     Each node of a density is a Gaussian of the same width on an axis of asinh(eigenvalue / linear),
     which is logarithmic beyond `linear` and linear within: nearer to zero than a hundredth of the

@@ -53,9 +53,10 @@ def spectrum_of(
     """The spectrum of the Hessian of a loss at a batch, from products with it alone.
 
     k: eigenvalues of each end, by `eigsh`. num_samples, steps: of `spectral_density`, of which the
-    trace is an average as the part is that is negative. generator: of all random vectors; by default
-    one of the seed. stand_ins, progress, processes: as in `HessianOperator`; max_iter: as in `eigsh`.
-    Where eigsh does not converge, a warning says so and the ends are those of the density's nodes.
+    trace is an average, as is the part that is negative. generator: of all random vectors; by
+    default one of the seed. stand_ins, progress, processes: as in `HessianOperator`; max_iter: as
+    in `eigsh`. Where eigsh does not converge, a warning says so and the ends are those of the
+    density's nodes.
     """
     if batch is None:  # which is no data to go through
         loss, batch = partial(_without, loss), ()

@@ -45,34 +45,35 @@ class Measurement(NamedTuple):
 
 
 class CurvatureMonitor(pl.Callback):
-    """Measures the spectrum of the Hessian before the first batch, after every so many, and at the end.
+    """Measures the spectrum of the Hessian at the start, after every so many batches, at the end.
 
         H = d^2 loss(params, batch) / d params^2        at the parameters of that moment
 
     The module says what is differentiated: `second_order_problem(batch)` returns (loss, params,
-    batch), or a list of such tuples, or a dict of them by name, as for SecondOrderAudit. The loggers
-    get curvature/largest and curvature/smallest (eigenvalues, not their magnitudes), curvature/trace
-    and curvature/trace_error (one standard error), with curvature[name]/... where problems have names,
-    at each measurement, whatever log_every_n_steps is; the progress bar and callback_metrics get the
-    largest, for EarlyStopping to watch. `history` holds every `Measurement`, with the k eigenvalues of
-    each end and the density.
+    batch), or a list of such tuples, or a dict of them by name, as for SecondOrderAudit. The
+    loggers get curvature/largest and curvature/smallest (eigenvalues, not their magnitudes),
+    curvature/trace and curvature/trace_error (one standard error), with curvature[name]/... where
+    problems have names, at each measurement, whatever log_every_n_steps is; the progress bar and
+    callback_metrics get the largest, for EarlyStopping to watch. `history` holds every
+    `Measurement`, with the k eigenvalues of each end and the density.
 
     every: training batches from one measurement to the next. k: eigenvalues of each end.
     num_samples, steps: random vectors of density and trace, and Lanczos steps of each, a product
-    each. fixed_batch: whether all measurements are on the first batch of the fit, which checkpoints
-    then hold, or each on the batch just trained on. stand_ins: as in `HessianOperator`. max_iter: as
-    in `eigsh`; where it does not converge, a warning says so, and the ends are taken from the density.
-    seed: of the random vectors, with the number of the batch.
+    each. fixed_batch: whether all measurements are on the first batch of the fit, which
+    checkpoints then hold, or each on the batch just trained on. stand_ins: as in
+    `HessianOperator`. max_iter: as in `eigsh`; where it does not converge, a warning says so, and
+    the ends are taken from the density. seed: of the random vectors, with the number of the
+    batch.
 
-    The fit is the one that it would be without the callback: the global random numbers, parameters,
-    buffers, gradients and modes stay as they were; and a resumed fit has the history of one that was
-    not interrupted. Of several processes each adds its own batch: H is that of the mean loss. Autocast
-    is off here. Time: a measurement is num_samples * steps products, and some 20 or more for the ends,
-    of about two gradients each.
-    Raises TypeError, at the start of the fit, for a module without the method; at the first batch,
-    ValueError for more eigenvalues than there are; FloatingPointError for a loss that is not finite;
-    RuntimeError for one that draws at random, as with dropout; ValueError for a checkpoint whose batch
-    has another structure, or that is of another number of processes.
+    The fit is the one that it would be without the callback: the global random numbers,
+    parameters, buffers, gradients and modes stay as they were; and a resumed fit has the history
+    of one that was not interrupted. Of several processes each adds its own batch: H is that of
+    the mean loss. Autocast is off here. Time: a measurement is num_samples * steps products, and
+    some 20 or more for the ends, of about two gradients each.
+    Raises TypeError, at the start of the fit, for a module without the method; at the first
+    batch, ValueError for more eigenvalues than there are; FloatingPointError for a loss that is
+    not finite; RuntimeError for one that draws at random, as with dropout; ValueError for a
+    checkpoint whose batch has another structure, or that is of another number of processes.
     """
 
     def __init__(
@@ -220,8 +221,8 @@ def _explained(what: str, done: int) -> Iterator[None]:
         yield
     except arguments.NotDeterministic as error:
         raise arguments.NotDeterministic(
-            f"CurvatureMonitor, {what} after {done} batches: expected a loss that is the same at each "
-            f"call, got one that is not ({error}) Measure a copy of the network in eval mode, for "
+            f"CurvatureMonitor, {what} after {done} batches: expected a loss that is the same at "
+            f"each call, got one that is not ({error}) Measure a copy of the network in eval mode, for "
             f"instance\n{QUIET}"
         ) from error
     except arguments.NotFinite as error:
@@ -245,9 +246,9 @@ def _saved(batch: Any) -> _Saved:
     for path, leaf in zip(_tree.paths(batch), own, strict=True):
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise arguments.WrongType(
-                f"CurvatureMonitor: expected a batch of tensors and plain values, which checkpoints "
-                f"can hold, got {arguments.describe(leaf)} at batch{path and f' {path}'}; give "
-                "fixed_batch=False, or let the loader return a tuple or dict of tensors."
+                f"CurvatureMonitor: expected a batch of tensors and plain values, which "
+                f"checkpoints can hold, got {arguments.describe(leaf)} at batch{path and f' {path}'}; "
+                "give fixed_batch=False, or let the loader return a tuple or dict of tensors."
             )
     every: list[Any] = [own]
     if _world() > 1:  # now, where all are here; a checkpoint is the work of one
@@ -263,9 +264,9 @@ def _restored(saved: _Saved, like: Any) -> Any:
     paths = _tree.paths(like)
     if paths != saved.paths:
         raise arguments.WrongValue(
-            f"CurvatureMonitor: expected batches like the first one of the fit, which the checkpoint "
-            f"holds, with tensors at {_named(saved.paths)}, got one with {_named(paths)}; resume with "
-            "the data of that fit, or with fixed_batch=False."
+            f"CurvatureMonitor: expected batches like the first one of the fit, which the "
+            f"checkpoint holds, with tensors at {_named(saved.paths)}, got one with "
+            f"{_named(paths)}; resume with the data of that fit, or with fixed_batch=False."
         )
     if len(saved.leaves) != _world():
         raise arguments.WrongValue(

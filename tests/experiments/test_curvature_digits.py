@@ -51,7 +51,7 @@ def test_losses():
 
 
 def test_the_spectrum_of_linear_regression_is_that_of_its_inputs():
-    """Without hidden layers H is X^T X / n, X with a column of ones, once for each of ten outputs."""
+    """Without hidden layers H is X^T X / n, X with a column of ones, for each of ten outputs."""
     data = Digits(train=300, test=10, seed=0)
     model = Descent(hidden=[])
     loss, params, batch = model.double().second_order_problem(
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_another_rate_is_refused(capsys):
 
 
 def test_rows_of_the_picture_count_eigenvalues():
-    """The sum over rows of eigenvalues in a decade, times what of a decade a row is, is all of them."""
+    """Eigenvalues in a decade, times what of a decade a row is, add up to all of them."""
     torch.manual_seed(0)
     A = torch.randn(12, 12).double()
     A = A + A.T

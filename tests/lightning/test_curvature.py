@@ -260,20 +260,25 @@ def test_a_fit_with_it_is_the_fit_without_it(way, tmp_path):
     assert [one.batch for one in callback.history] == expected
 
 
-def test_running_statistics_of_what_is_measured_stay(tmp_path):
-    class Norm(Training):
+def test_a_problem_that_runs_the_model_leaves_no_trace(tmp_path):
+    """Random numbers and running statistics, in the method and in the loss."""
+
+    class Runs(Training):
         def second_order_problem(self, batch):
+            random.random(), np.random.rand()
             with torch.no_grad():
-                self.net[:2](batch[0])
-            loss = hog.functional_loss(
-                self.net[:3], lambda h, y: (h.sum(1, keepdim=True) - y).square().mean()
-            )
-            return loss, hog.trainable_params(self.net[:3]), (batch[0], batch[1])
+                self.net(torch.randn(4, 3))
+
+            def loss(params, batch):
+                return params["w"].square().sum() + self.net[:3](batch[0]).sum().detach()
+
+            return loss, {"w": self.net[0].weight}, (batch[0], batch[1])
 
     runs = []
     for callbacks in ([], [CurvatureMonitor(every=1, **SMALL)]):
-        runs.append(Norm())
+        runs.append(Runs())
         fit(tmp_path, callbacks, runs[-1])
+    assert runs[0].losses == runs[1].losses
     assert_close(state(runs[1]), state(runs[0]), rtol=0, atol=0)
 
 
@@ -378,8 +383,8 @@ def test_another_fit_starts_anew(tmp_path):
     first = fit(tmp_path, [callback], Training(), max_epochs=1)
     assert [one.batch for one in callback.history] == [0, 4]
     assert first.fit_loop.epoch_loop.total_batch_idx == 3
-    fit(tmp_path, [callback], Training(), max_epochs=1)
-    assert [one.batch for one in callback.history] == [0, 4]
+    fit(tmp_path, [callback], Quiet(), max_epochs=1)
+    assert [(one.batch, one.spectrum.size) for one in callback.history] == [(0, 21), (4, 21)]
 
 
 def test_a_checkpoint_with_other_batches_is_explained(tmp_path):
