@@ -4,6 +4,7 @@ import csv
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
+from math import asinh, ceil, floor, log, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ from hoglib.meta import Learner
 
 if TYPE_CHECKING:  # what brings Lightning, which benchmarks do without
     from experiments.data.noisy_digits import Examples
-    from experiments.spectrum import Spectrum
+    from hoglib.curvature._whole_spectrum import Spectrum
+    from hoglib.lightning.curvature import Measurement
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 INK, TRUTH, BEFORE, ONE, TEN = "#222222", "#999999", "#c7c7c7", "#e08214", "#2166ac"
 DIGITS = 14  # in each group of the picture of weights
@@ -263,6 +266,85 @@ def spectra(found: "dict[str, Spectrum]", file: Path) -> Path:
     axes[-1, 0].set_xlabel("eigenvalue of the Hessian")
     figure.tight_layout()
     return _save(figure, file)
+
+
+def spectrum_over_training(
+    history: "list[Measurement]", losses: dict[int, float], lr: float, title: str, file: Path
+) -> Path:
+    """Loss and largest eigenvalue by step; below, the density of all. Dashed: 2 / lr, if near."""
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(8, 7), sharex=True, layout="constrained", height_ratios=(1, 1.3)
+    )
+    steps = [one.batch for one in history]
+    above.plot([*losses], [*losses.values()], color=TEN, lw=1.3)
+    above.set(yscale="log", title=title)
+    above.set_ylabel("training loss", color=TEN)
+    above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    above.yaxis.set_major_formatter("{x:g}")
+    above.yaxis.set_minor_locator(NullLocator())
+    sharp = above.twinx()
+    largest = [float(one.spectrum.largest[-1]) for one in history]
+    sharp.plot(steps, largest, color=ONE, lw=2)
+    sharp.set_ylabel("largest eigenvalue of the Hessian", color=ONE)
+    near = 2 / lr < 4 * max(largest)  # a line far above would press all else to the ground
+    if near:
+        sharp.axhline(2 / lr, color=INK, ls="--", lw=1.3)
+        sharp.annotate(
+            f"2 / lr = {2 / lr:.3g}", (1, 2 / lr), (-4, -5), ("axes fraction", "data"),
+            textcoords="offset points", ha="right", va="top",
+        )  # fmt: skip
+    sharp.set_ylim(min(0, *largest), 1.05 * max(2 / lr if near else 0, *largest))
+    for axis in (above, sharp):
+        axis.spines["top"].set_visible(False)
+    edges, counts, linear = _by_decade([one.spectrum for one in history])
+    colours = below.pcolormesh(
+        _between(steps),
+        edges,
+        counts,
+        norm=LogNorm(1, max(10, counts.max())),
+        cmap="magma",
+        rasterized=True,
+    )
+    below.set_yscale("asinh", linear_width=linear)
+    highest = floor(log10(abs(edges).max()))
+    sizes = [10.0**e for e in range(ceil(log10(linear)), highest + 1)]
+    ticks = [*(-size for size in reversed(sizes)), 0, *sizes]
+    ticks = [tick for tick in ticks if edges[0] < tick < edges[-1]]
+    below.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    below.yaxis.set_minor_locator(NullLocator())
+    if near:
+        below.axhline(2 / lr, color="white", ls="--", lw=1.3)
+    below.set(xlabel="step", ylabel="all eigenvalues of the Hessian", facecolor="black")
+    figure.colorbar(colours, ax=below, label="eigenvalues per decade", pad=0.02)
+    return _save(figure, file)
+
+
+def _by_decade(spectra: "list[Spectrum]") -> tuple[Any, Any, float]:
+    """Edges [n + 1] of rows, eigenvalues in a decade there [n, spectra], and what is linear.
+
+    Each node of a density is a Gaussian of the same width on an axis of asinh(eigenvalue / linear),
+    which is logarithmic beyond `linear` and linear within: nearer to zero than a hundredth of the
+    largest, a few dozen steps of Lanczos do not tell eigenvalues apart.
+    """
+    ends = torch.stack([torch.stack([s.smallest[0], s.largest[-1]]).double() for s in spectra])
+    linear = 1e-2 * float(ends.abs().max()) or 1.0
+    low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
+    width = 0.15
+    rows = torch.linspace(asinh(low / linear) - 4 * width, asinh(high / linear) + 4 * width, 241)
+    edges, rows = rows.double(), ((rows[1:] + rows[:-1]) / 2).double()
+    counts = []
+    for s in spectra:
+        z = (rows[:, None] - torch.asinh(s.density.nodes / linear).reshape(-1)) / width
+        each = torch.exp(-z.square() / 2) / (width * (2 * torch.pi) ** 0.5)
+        of_sample = s.density.weights.reshape(-1) / len(s.density.nodes)
+        counts.append(s.size * log(10) * each @ of_sample)
+    return (torch.sinh(edges) * linear).numpy(), torch.stack(counts, 1).numpy(), linear
+
+
+def _between(steps: list[int]) -> list[float]:
+    """Edges around steps, half-way between them."""
+    inner = [(a + b) / 2 for a, b in pairwise(steps)]
+    return [steps[0], *inner, steps[-1] + (not inner)]
 
 
 def meta_memory(methods: dict[str, dict[int, tuple[float, float]]], file: Path) -> Path:

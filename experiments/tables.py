@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import nan, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 # An error beyond this is no fit that failed to improve but a descent that ran away: predicting zero
 # costs at most 12.5 on average (amplitude 5).
 DIVERGED = 100.0
+CURVATURE_ROWS = 13  # of the table of a fit's curvature
 
 
 class Summary(NamedTuple):
@@ -149,6 +150,32 @@ def share(values: Tensor) -> str:
     """The mean of values [n] as a percentage, +- 1.96 s / sqrt(n)."""
     interval = 1.96 * values.double().std(correction=0).item() / sqrt(len(values))
     return f"{values.double().mean().item():.1%} ± {interval:.1%}"
+
+
+def curvature(
+    history: Sequence[Any], losses: dict[int, float], accuracies: dict[int, float], title: str
+) -> str:
+    """Some of the measurements of a fit, with training loss and test accuracy by step."""
+    head = ["step", "train loss", "test accuracy", "largest", "smallest", "trace"]
+    gaps = max(1, min(len(history), CURVATURE_ROWS) - 1)
+    picks = sorted({round(i * (len(history) - 1) / gaps) for i in range(gaps + 1)})
+    rows = [head]
+    for one in (history[pick] for pick in picks):
+        spectrum = one.spectrum
+        trace, error = spectrum.trace
+        loss, accuracy = losses.get(one.batch), accuracies.get(one.batch)
+        rows.append(
+            [
+                str(one.batch),
+                "-" if loss is None else f"{loss:.4f}",
+                "-" if accuracy is None else f"{accuracy:.1%}",
+                f"{float(spectrum.largest[-1]):.2f}",
+                f"{float(spectrum.smallest[0]):.3f}",
+                f"{trace:.1f} ± {error:.1f}",
+            ]
+        )
+    note = "largest, smallest: eigenvalues of the Hessian; trace: estimate ± one standard error."
+    return "\n".join([title, "", *align(rows), "", note])
 
 
 def align(rows: list[list[str]], left: int = 0) -> list[str]:

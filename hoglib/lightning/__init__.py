@@ -2,7 +2,8 @@
 
 from hoglib.lightning.annealing import MetaAnnealing
 from hoglib.lightning.audit import SecondOrderAudit
+from hoglib.lightning.curvature import CurvatureMonitor
 from hoglib.lightning.eval_gradients import EvalGradients
 from hoglib.lightning.rng import RNGState
 
-__all__ = ["EvalGradients", "MetaAnnealing", "RNGState", "SecondOrderAudit"]
+__all__ = ["CurvatureMonitor", "EvalGradients", "MetaAnnealing", "RNGState", "SecondOrderAudit"]

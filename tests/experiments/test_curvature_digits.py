@@ -1,0 +1,257 @@
+"""Gradient descent on digits: known spectra, runs end to end, resume, bad input."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from experiments import plots, tables
+from experiments.curvature import Descent, cross_entropy, squared_error
+from experiments.data.digits import Digits, Images
+from hoglib.curvature._whole_spectrum import spectrum_of
+from hoglib.lightning.curvature import Measurement
+from tests.experiments.command import (
+    COMMAND_LINE,
+    ROOT,
+    assert_same_run,
+    checkpoint,
+    metrics,
+    run,
+)
+
+SMOKE = ROOT / "configs/smoke/curvature/digits.yaml"
+PICTURE = "spectrum_over_training.png"
+pytestmark = COMMAND_LINE
+
+
+def fit(*args):
+    assert run("fit", "--config", SMOKE, *args) == 0
+
+
+def folder(version=0, root="runs"):
+    return Path(root) / "smoke/curvature/digits" / f"version_{version}"
+
+
+def history(where):
+    return checkpoint(where)["callbacks"]["CurvatureMonitor"]["history"]
+
+
+def test_losses():
+    torch.manual_seed(0)
+    outputs, label = torch.randn(5, 10), torch.tensor([3, 0, 9, 3, 1])
+    each = [
+        sum((outputs[i, c] - int(c == label[i])) ** 2 for c in range(10)) / 2 for i in range(5)
+    ]  # fmt: skip
+    assert_close(squared_error(outputs, label), torch.stack(each).mean())
+    assert_close(cross_entropy(outputs, label), F.cross_entropy(outputs, label))
+
+
+def test_the_spectrum_of_linear_regression_is_that_of_its_inputs():
+    """Without hidden layers H is X^T X / n, X with a column of ones, for each of ten outputs."""
+    data = Digits(train=300, test=10, seed=0)
+    model = Descent(hidden=[])
+    loss, params, batch = model.double().second_order_problem(
+        Images(data.train.x.double(), data.train.label)
+    )
+    x = torch.cat([batch[0], torch.ones(300, 1)], 1).double()
+    exact = torch.linalg.eigvalsh(x.T @ x / 300)
+    found = spectrum_of(loss, params, batch, 1, 20, 60)
+    assert found.size == 650
+    assert_close(found.largest, exact[-1:])
+    assert abs(float(found.smallest)) < 1e-10  # pixels that are empty in every image
+    value, error = found.trace
+    assert abs(value - 10 * float(exact.sum())) < 4 * error
+
+
+def test_a_rate_beyond_the_edge_diverges_and_one_below_does_not():
+    """Of linear regression, whose largest eigenvalue does not change: 2 / lr is the bound."""
+    data = Digits(train=300, test=10, seed=0)
+    edge = 2 / float(torch.linalg.eigvalsh(gram(data.train.x)).max())
+    for factor, grows in ((0.95, False), (1.05, True)):
+        torch.manual_seed(0)
+        model = Descent(hidden=[], lr=factor * edge)
+        optimizer = model.configure_optimizers()
+        losses = []
+        for _ in range(300):
+            losses.append(model.loss(data.train))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert (losses[-1] > losses[0]) == grows
+
+
+def gram(x):
+    x = torch.cat([x, torch.ones(len(x), 1)], 1)
+    return x.T @ x / len(x)
+
+
+def test_a_fit_ends_with_table_picture_and_summary(capsys):
+    fit()
+    assert {p.name for p in folder().iterdir()} == {
+        "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "summary.json", PICTURE,
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    table = (folder() / "table.txt").read_text()
+    assert table in printed
+    assert str(folder() / PICTURE) in printed
+    rows = metrics(folder())
+    measured = [r for r in rows if r["curvature/largest"]]
+    assert [int(r["step"]) for r in measured] == [0, 5, 10, 15, 20]
+    assert [one["batch"] for one in history(folder())] == [0, 5, 10, 15, 20]
+    lines = table.splitlines()[4:9]
+    losses = {int(r["step"]): float(r["train/loss"]) for r in rows if r["train/loss"]}
+    accuracies = {int(r["step"]) + 1: float(r["val/accuracy"]) for r in rows if r["val/accuracy"]}
+    for row, line in zip(measured, lines, strict=True):
+        step, loss, accuracy, largest, smallest, trace, _, error = line.split()
+        assert step == row["step"]
+        assert int(step) == 20 or loss == f"{losses[int(step)]:.4f}"
+        assert accuracy == (f"{accuracies[int(step)]:.1%}" if int(step) else "-")
+        names = ("largest", "smallest", "trace", "trace_error")
+        values = [float(row[f"curvature/{name}"]) for name in names]
+        told = f"{values[0]:.2f}", f"{values[1]:.3f}", f"{values[2]:.1f}", f"{values[3]:.1f}"
+        assert (largest, smallest, trace, error) == told
+    summary = json.loads((folder() / "summary.json").read_text())
+    assert summary["largest"] == pytest.approx(float(measured[-1]["curvature/largest"]))
+    assert summary["edge"] == pytest.approx(20)
+    assert summary["loss_train"] < losses[19]
+
+
+def test_the_largest_eigenvalue_stays_at_the_edge():
+    fit(
+        "--model.lr", "0.15", "--model.hidden", "[32, 32, 32]", "--data.iterations", "900",
+        "--trainer.callbacks.init_args.every", "100", "--trainer.val_check_interval", "300",
+    )  # fmt: skip
+    largest = [float(one["spectrum"]["largest"][-1]) for one in history(folder())]
+    assert largest[0] < 0.8 * 2 / 0.15
+    for value in largest[-3:]:
+        assert value == pytest.approx(2 / 0.15, rel=0.15)
+
+
+def test_resume_is_bit_for_bit_the_uninterrupted_run():
+    fit("--trainer.logger.save_dir", "whole")
+    # stop in the middle, beyond a checkpoint and rows of metrics.csv
+    fit("--trainer.max_steps", "17", "--test_after_fit", "false")
+    assert checkpoint(folder())["global_step"] == 10
+    fit("--ckpt_path", "last")
+    assert not folder(1).exists()
+    assert_same_run(folder(), folder(root="whole"))
+    for name in ("table.txt", "summary.json", PICTURE):
+        assert (folder() / name).read_bytes() == (folder(root="whole") / name).read_bytes()
+    for one, other in zip(history(folder()), history(folder(root="whole")), strict=True):
+        assert one.pop("name") == other.pop("name") == ""
+        assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_fit_with_the_monitor_is_the_fit_without_it():
+    fit("--test_after_fit", "false")
+    fit("--test_after_fit", "false", "--trainer.callbacks", "null")
+    ours, theirs = (checkpoint(folder(v)) for v in (0, 1))
+    assert_close(ours["state_dict"], theirs["state_dict"], rtol=0, atol=0)
+
+
+def test_test_draws_it_all_again(capsys):
+    fit("--seed_everything", "1")
+    config = folder() / "config.yaml"
+    before = {name: (folder() / name).read_bytes() for name in ("table.txt", PICTURE)}
+    for name in before:
+        (folder() / name).unlink()
+    assert run("test", "--config", config) == 0
+    assert before == {name: (folder() / name).read_bytes() for name in before}
+    assert run("validate", "--config", config) == 0
+    assert not folder(1).exists()
+
+
+def test_spectrum_and_verify(capsys):
+    fit("--test_after_fit", "false")
+    assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0
+    numbers = json.loads((folder() / "spectrum.json").read_text())
+    (found,) = numbers.values()
+    last = history(folder())[-1]["spectrum"]
+    assert found["largest"] == pytest.approx(last["largest"].tolist(), rel=1e-4)
+    assert run("verify", "--config", SMOKE) == 0
+    assert "Descent.second_order_problem: right" in capsys.readouterr().out
+
+
+def test_a_run_without_the_monitor_says_so(capsys):
+    fit("--trainer.callbacks", "null")
+    assert "No CurvatureMonitor among trainer.callbacks" in capsys.readouterr().out
+    assert not (folder() / PICTURE).exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--model.loss", "cross_entropy"),
+        ("--data.batch", "50"),
+        ("--model.act", "relu"),
+        ("--trainer.max_steps", "1"),
+        ("--trainer.callbacks.init_args.every", "1000"),
+    ],
+    ids=" ".join,
+)
+def test_variants_end_with_their_picture(args):
+    fit(*args)
+    assert (folder() / PICTURE).stat().st_size > 5000
+
+
+BAD = {
+    "never": (["--trainer.callbacks.init_args.every", "0"], "every: expected .*at least 1"),
+    "too many": (["--trainer.callbacks.init_args.k", "9999"], "k: expected at most .* got 9999"),
+    "unknown loss": (["--model.loss", "hinge"], "loss: expected one of squared_error"),
+    "no units": (["--model.hidden", "[0]"], "hidden: .*at least 1"),
+    "unknown activation": (["--model.act", "gelu"], "act: expected one of relu"),
+    "negative rate": (["--model.lr", "-1"], "lr: expected a finite number greater than 0"),
+    "a rate that diverges": (["--model.lr", "1e30"], "expected (a )?finite"),
+    "more images than there are": (["--data.train", "1700"], "train, test: expected 1797 images"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_paragraph(case, capsys):
+    args, message = BAD[case]
+    assert run("fit", "--config", SMOKE, *args) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
+    assert not list(Path().rglob("last.ckpt"))
+
+
+def test_a_checkpoint_of_another_rate_is_refused(capsys):
+    fit("--test_after_fit", "false")
+    for command in ("fit", "test"):
+        args = ("--model.lr", "0.05", "--ckpt_path", "last")
+        assert run(command, "--config", SMOKE, *args) == 2
+        error = capsys.readouterr().err
+        assert "expected one trained with lr 0.05, as the config says, got" in error
+        assert "config.yaml that lies beside" in error
+
+
+def test_rows_of_the_picture_count_eigenvalues():
+    """Eigenvalues in a decade, times what of a decade a row is, add up to all of them."""
+    torch.manual_seed(0)
+    A = torch.randn(12, 12).double()
+    A = A + A.T
+    problem = lambda p, _: p["w"] @ A @ p["w"] / 2, {"w": torch.zeros(12).double()}, None
+    spectrum = spectrum_of(*problem, 1, 40, 12)
+    edges, counts, linear = plots._by_decade([spectrum])
+    rows = torch.asinh(torch.from_numpy(edges) / linear).diff() / torch.tensor(10.0).log()
+    assert float(rows @ torch.from_numpy(counts)[:, 0]) == pytest.approx(12, rel=1e-2)
+    top = torch.linalg.eigvalsh(A)[-1]
+    assert edges[0] < float(spectrum.smallest)
+    assert float(top) < edges[-1]
+
+
+def test_the_table_has_a_dozen_rows_at_most():
+    one = spectrum_of(lambda p, _: (p["w"] ** 2).sum(), {"w": torch.ones(4)}, None, 1, 2, 3)
+    many = [Measurement(10 * i, "", one) for i in range(100)]
+    lines = tables.curvature(many, {0: 1.0, 990: 0.5}, {}, "title").splitlines()
+    assert lines[0] == "title"
+    rows = [line.split() for line in lines[4:-2]]
+    assert len(rows) == 13
+    assert rows[0] == ["0", "1.0000", "-", "2.00", "2.000", "8.0", "±", "0.0"]
+    assert rows[-1][:2] == ["990", "0.5000"]
+    assert len(tables.curvature(many[:1], {}, {}, "title").splitlines()) == 7

@@ -1,0 +1,585 @@
+"""The monitor: numbers of dense Hessians, a fit that is as without it, resumed fits, errors."""
+
+import copy
+import random
+import traceback
+from collections import OrderedDict
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib import _arguments as arguments
+from hoglib.curvature._whole_spectrum import spectrum_of
+from hoglib.lightning import CurvatureMonitor, RNGState
+from tests.several_processes import found_by_each
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
+]
+SMALL = {"num_samples": 3, "steps": 10}
+
+
+class Recorded(Logger):
+    name, version = "recorded", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *args):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def curvature(self):
+        return [(s, m) for s, m in self.rows if any(k.startswith("curvature") for k in m)]
+
+
+class Batch(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Training(pl.LightningModule):
+    """Regression with noise of three generators, dropout and batch norm."""
+
+    def __init__(self, manual=False, measured=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 1)
+        )
+        self.automatic_optimization = not manual
+        self.losses = []
+        if not measured:
+            self.second_order_problem = None
+
+    def second_order_problem(self, batch):
+        x, y = batch
+        quiet = copy.deepcopy(self.net).eval()
+        return hog.functional_loss(quiet, F.mse_loss), hog.trainable_params(self.net), (x, y)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        noise = random.random() + np.random.rand() + torch.rand(())
+        loss = F.mse_loss(self.net(x + noise.to(x)), y)
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).mean(), batch_size=4)
+
+    def configure_optimizers(self):
+        if self.automatic_optimization:
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        first, *rest = self.net.parameters()
+        return [torch.optim.SGD([first], lr=0.05), torch.optim.SGD(rest, lr=0.01)]
+
+
+class Quiet(Training):
+    """Without anything at random, in float64."""
+
+    def __init__(self, act=nn.Tanh):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), act(), nn.Linear(4, 1)).double()
+        self.seen = []
+
+    def second_order_problem(self, batch):
+        x, y = batch
+        params = hog.trainable_params(self.net)
+        self.seen.append(({k: v.detach().clone() for k, v in params.items()}, (x, y)))
+        return hog.functional_loss(self.net, F.mse_loss), params, (x, y)
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+
+def data(dtype=torch.float32, count=16):
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return [(x[i], x[i].sum(0, keepdim=True) ** 2) for i in range(count)]
+
+
+def pair(rows):
+    return Batch(*map(torch.stack, zip(*rows, strict=True)))
+
+
+def loader(dtype=torch.float32, kind=pair, shuffle=True):
+    return torch.utils.data.DataLoader(data(dtype), batch_size=4, shuffle=shuffle, collate_fn=kind)
+
+
+def fit(folder, callbacks, module, checkpoint=None, batches=None, logger=False, **options):
+    pl.seed_everything(3, verbose=False)
+    saves = any(isinstance(one, pl.callbacks.Checkpoint) for one in callbacks)
+    options = {"max_epochs": 2, "enable_checkpointing": saves, **options}
+    trainer = pl.Trainer(
+        callbacks=callbacks, default_root_dir=folder, logger=logger, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+    dtype = next(module.parameters()).dtype
+    batches = loader(dtype) if batches is None else batches
+    trainer.fit(
+        module, batches, loader(dtype, shuffle=False), ckpt_path=checkpoint, weights_only=True
+    )
+    return trainer
+
+
+def state(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def same_history(ours, theirs):
+    assert [(one.batch, one.name) for one in ours] == [(one.batch, one.name) for one in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.values() == other.values()
+        assert one.spectrum._replace(density=None, smallest=None, largest=None) == (
+            other.spectrum._replace(density=None, smallest=None, largest=None)
+        )
+        assert torch.equal(one.spectrum.largest, other.spectrum.largest)
+        assert torch.equal(one.spectrum.smallest, other.spectrum.smallest)
+        for name, value in vars(one.spectrum.density).items():
+            assert_close(value, getattr(other.spectrum.density, name), rtol=0, atol=0)
+
+
+def dense(params, batch, act=torch.tanh):
+    """Eigenvalues by torch.func alone."""
+    sizes = OrderedDict((name, p.shape) for name, p in params.items())
+
+    def loss(flat):
+        w, b, v, c = (
+            part.view(shape)
+            for part, shape in zip(
+                flat.split([s.numel() for s in sizes.values()]), sizes.values(), strict=True
+            )
+        )
+        return F.mse_loss(F.linear(act(F.linear(batch[0], w, b)), v, c), batch[1])
+
+    flat = torch.cat([p.reshape(-1) for p in params.values()])
+    return torch.linalg.eigvalsh(torch.func.hessian(loss)(flat))
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_the_numbers_are_those_of_dense_hessians(fixed, tmp_path):
+    module, logger = Quiet(), Recorded()
+    callback = CurvatureMonitor(every=3, k=2, num_samples=30, steps=21, fixed_batch=fixed)
+    fit(tmp_path, [callback], module, logger=logger, log_every_n_steps=1000)
+    assert [one.batch for one in callback.history] == [0, 3, 6, 8]
+    rows = logger.curvature()
+    assert [step for step, _ in rows] == [0, 3, 6, 8]
+    assert len(module.seen) == 4
+    firsts = [batch[0][0] for _, batch in module.seen]
+    assert all(torch.equal(firsts[0], x) for x in firsts) == fixed
+    for one, (_, row), (params, batch) in zip(callback.history, rows, module.seen, strict=True):
+        exact = dense(params, batch)
+        assert_close(one.spectrum.largest, exact[-2:])
+        assert_close(one.spectrum.smallest, exact[:2])
+        trace, error = one.spectrum.trace
+        assert abs(trace - float(exact.sum())) < 4 * error
+        assert (
+            row
+            == one.values()
+            == {
+                "curvature/largest": pytest.approx(float(exact[-1])),
+                "curvature/smallest": pytest.approx(float(exact[0])),
+                "curvature/trace": trace,
+                "curvature/trace_error": error,
+            }
+        )
+    assert not torch.equal(module.seen[0][0]["0.weight"], module.seen[1][0]["0.weight"])
+
+
+def test_random_vectors_belong_to_the_seed_and_the_batch(tmp_path):
+    found = []
+    for seed in (0, 0, 1):
+        callback = CurvatureMonitor(every=4, seed=seed, **SMALL)
+        fit(tmp_path, [callback], Quiet(), max_epochs=1)
+        found.append(callback.history)
+    same_history(found[0], found[1])
+    assert found[0][0].spectrum.trace != found[2][0].spectrum.trace
+
+    class Still(Quiet):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    callback = CurvatureMonitor(every=4, **SMALL)
+    fit(tmp_path, [callback], Still(), max_epochs=1)
+    first, last = callback.history
+    assert_close(first.spectrum.largest, last.spectrum.largest)
+    assert first.spectrum.trace != last.spectrum.trace
+
+
+# Of the trainer and the module, and the batches after which there is a measurement
+WAYS = {
+    "plain": ({}, {}, [0, 3, 6, 8]),
+    "accumulation": ({"accumulate_grad_batches": 3}, {}, [0, 3, 6, 8]),
+    "two optimizers by hand": ({}, {"manual": True}, [0, 3, 6, 8]),
+    "some batches": ({"limit_train_batches": 2}, {}, [0, 3, 4]),
+    "no batches": ({"limit_train_batches": 0}, {}, []),
+    "max_steps": ({"max_steps": 5}, {}, [0, 3, 5]),
+    "fast_dev_run": ({"fast_dev_run": True}, {}, [0, 1]),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, {}, [0, 3, 6, 8]),
+    "64-true": ({"precision": "64-true"}, {}, [0, 3, 6, 8]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fit_with_it_is_the_fit_without_it(way, tmp_path):
+    options, of_module, expected = WAYS[way]
+    runs = []
+    callback = CurvatureMonitor(every=3, **SMALL)
+    for callbacks in ([], [callback]):
+        module = Training(**of_module)
+        fit(tmp_path, callbacks, module, **options)
+        module.losses.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        runs.append(module)
+    without, with_it = runs
+    assert without.losses == with_it.losses
+    assert_close(state(with_it), state(without), rtol=0, atol=0)
+    for (name, ours), theirs in zip(with_it.named_parameters(), without.parameters(), strict=True):
+        assert ours.requires_grad == theirs.requires_grad, name
+        assert_close(ours.grad, theirs.grad, rtol=0, atol=0)
+    assert [m.training for m in with_it.modules()] == [m.training for m in without.modules()]
+    assert [one.batch for one in callback.history] == expected
+
+
+def test_a_problem_that_runs_the_model_leaves_no_trace(tmp_path):
+    """Random numbers and running statistics, in the method and in the loss."""
+
+    class Runs(Training):
+        def second_order_problem(self, batch):
+            random.random(), np.random.rand()
+            with torch.no_grad():
+                self.net(torch.randn(4, 3))
+
+            def loss(params, batch):
+                return params["w"].square().sum() + self.net[:3](batch[0]).sum().detach()
+
+            return loss, {"w": self.net[0].weight}, (batch[0], batch[1])
+
+    runs = []
+    for callbacks in ([], [CurvatureMonitor(every=1, **SMALL)]):
+        runs.append(Runs())
+        fit(tmp_path, callbacks, runs[-1])
+    assert runs[0].losses == runs[1].losses
+    assert_close(state(runs[1]), state(runs[0]), rtol=0, atol=0)
+
+
+def test_loggers_count_as_lightning_does(tmp_path):
+    logger = Recorded()
+    fit(
+        tmp_path, [CurvatureMonitor(every=4, **SMALL)], Training(), logger=logger,
+        accumulate_grad_batches=2, max_epochs=2,
+    )  # fmt: skip
+    assert [step for step, _ in logger.curvature()] == [0, 2, 4]
+
+
+def test_a_resumed_fit_is_the_fit_in_one_piece(tmp_path):
+    def run(epochs, checkpoint=None):
+        module, callback, logger = Training(), CurvatureMonitor(every=3, **SMALL), Recorded()
+        trainer = fit(
+            tmp_path, [RNGState(), callback], module, checkpoint, logger=logger, max_epochs=epochs
+        )
+        return trainer, module, callback, logger
+
+    _, whole, of_whole, logged = run(4)
+    assert [one.batch for one in of_whole.history] == [0, 3, 6, 9, 12, 15, 16]
+    trainer, _, half, _ = run(2)
+    assert [one.batch for one in half.history] == [0, 3, 6, 8]  # 8: where it ended
+    path = tmp_path / "some.ckpt"
+    trainer.save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["callbacks"]
+    _, resumed, callback, later = run(4, path)
+    assert_close(state(resumed), state(whole), rtol=0, atol=0)
+    same_history(callback.history, of_whole.history)
+    assert later.curvature() == [row for row in logged.curvature() if row[0] > 8]
+
+
+class SaveInTheMiddle(pl.callbacks.Checkpoint):
+    """As ModelCheckpoint: after the hooks of all other callbacks."""
+
+    def __init__(self, path, at):
+        super().__init__()
+        self.path, self.at = path, at
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch.*")
+def test_a_fit_resumes_at_any_batch(fixed, at, tmp_path):
+    def run(checkpoint=None, *callbacks, **options):
+        own, logger = CurvatureMonitor(every=2, fixed_batch=fixed, **SMALL), Recorded()
+        batches = [
+            Batch(*map(torch.stack, zip(*data(torch.float64)[i : i + 4], strict=True)))
+            for i in range(0, 16, 2)
+        ][:6]
+        fit(
+            tmp_path,
+            [own, *callbacks],
+            Quiet(),
+            checkpoint,
+            Positioned(batches),
+            logger,
+            max_epochs=1,
+            **options,
+        )
+        return own.history, logger.curvature()
+
+    path = tmp_path / "some.ckpt"
+    whole, logged = run(None, SaveInTheMiddle(path, at))
+    assert [one.batch for one in whole] == [step for step, _ in logged] == [0, 2, 4, 6]
+    kept = torch.load(path, weights_only=True)["callbacks"]
+    assert [one["batch"] for one in kept["CurvatureMonitor"]["history"]] == [*range(0, at + 1, 2)]
+    history, later = run(path)
+    same_history(history, whole)
+    assert later == [row for row in logged if row[0] >= at]
+
+
+class Positioned:
+    """A loader that knows where it is."""
+
+    def __init__(self, batches):
+        self.batches, self.position = batches, 0
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def test_another_fit_starts_anew(tmp_path):
+    callback = CurvatureMonitor(every=100, **SMALL)
+    first = fit(tmp_path, [callback], Training(), max_epochs=1)
+    assert [one.batch for one in callback.history] == [0, 4]
+    assert first.fit_loop.epoch_loop.total_batch_idx == 3
+    fit(tmp_path, [callback], Quiet(), max_epochs=1)
+    assert [(one.batch, one.spectrum.size) for one in callback.history] == [(0, 21), (4, 21)]
+
+
+def test_a_checkpoint_with_other_batches_is_explained(tmp_path):
+    trainer = fit(tmp_path, [CurvatureMonitor(**SMALL)], Quiet(), max_epochs=1)
+    path = tmp_path / "some.ckpt"
+    trainer.save_checkpoint(path)
+
+    def as_triple(rows):
+        return (*map(torch.stack, zip(*rows, strict=True)), torch.zeros(1))
+
+    with pytest.raises(
+        ValueError, match=r"holds, with tensors at x, y, got one with \[0\]"
+    ) as caught:
+        fit(
+            tmp_path, [CurvatureMonitor(**SMALL)], Quiet(), path,
+            loader(torch.float64, as_triple), max_epochs=2,
+        )  # fmt: skip
+    assert isinstance(caught.value, arguments.Explained)
+
+
+def test_batches_that_no_checkpoint_holds_are_explained(tmp_path):
+    class Anything:
+        def __init__(self, rows):
+            self.parts = [*map(torch.stack, zip(*rows, strict=True))]
+
+        def __iter__(self):
+            return iter(self.parts)
+
+        def __getitem__(self, index):
+            return self.parts[index]
+
+    batches = loader(torch.float64, Anything)
+    with pytest.raises(TypeError, match=r"expected a batch of tensors.*fixed_batch=False"):
+        fit(tmp_path, [CurvatureMonitor(**SMALL)], Quiet(), None, batches)
+    callback = CurvatureMonitor(every=4, fixed_batch=False, **SMALL)
+    fit(tmp_path, [callback], Quiet(), None, batches)
+    assert len(callback.history) == 3
+
+
+def test_several_problems(tmp_path):
+    class Two(Quiet):
+        def second_order_problem(self, batch):
+            x, y = batch
+            critic, of = hog.trainable_params(self.net), hog.functional_loss(self.net, F.mse_loss)
+            size = {"w": torch.ones(3, dtype=torch.float64)}
+            return {
+                "critic": (of, critic, (x, y)),
+                "points": (lambda p, _: (p["w"] ** 2 * torch.arange(1.0, 4)).sum(), size, None),
+            }
+
+    callback, logger = CurvatureMonitor(every=8, **SMALL), Recorded()
+    fit(tmp_path, [callback], Two(), logger=logger)
+    assert [(one.batch, one.name) for one in callback.history] == [
+        (0, "critic"), (0, "points"), (8, "critic"), (8, "points"),
+    ]  # fmt: skip
+    for step, row in logger.curvature():
+        assert step in (0, 8)
+        assert len(row) == 8
+        assert row["curvature[points]/largest"] == pytest.approx(6)
+        assert row["curvature[points]/smallest"] == pytest.approx(2)
+        assert row["curvature[points]/trace"] == pytest.approx(12)
+        assert "curvature[critic]/trace_error" in row
+
+
+def test_the_largest_can_be_watched(tmp_path):
+    stop = EarlyStopping(
+        "curvature/largest", divergence_threshold=-1.0, patience=100, check_on_train_epoch_end=True
+    )
+    logger = Recorded()
+    trainer = fit(
+        tmp_path, [CurvatureMonitor(every=2, **SMALL), stop], Quiet(), logger=logger,
+        log_every_n_steps=1, max_epochs=5,
+    )  # fmt: skip
+    assert trainer.current_epoch < 5
+    assert trainer.callback_metrics["curvature/largest"] > 0
+    assert "curvature/largest" in trainer.progress_bar_metrics
+    assert len(logger.curvature()) == 3  # and not once more by Lightning
+
+
+def test_a_loss_at_random_is_refused_with_a_way_out(tmp_path):
+    class Noisy(Training):
+        def second_order_problem(self, batch):
+            return hog.functional_loss(self.net, F.mse_loss), hog.trainable_params(self.net), (
+                batch[0], batch[1],
+            )  # fmt: skip
+
+    module = Noisy()
+    with pytest.raises(RuntimeError, match=r"3 \(Dropout\)") as caught:
+        fit(tmp_path, [CurvatureMonitor(**SMALL)], module)
+    assert module.losses == []
+    assert isinstance(caught.value, arguments.Explained)
+    text = str(caught.value)
+    assert "CurvatureMonitor, Noisy.second_order_problem after 0 batches" in text
+    _, _, example = text.partition("\n\n")
+    scope = {"hoglib": hog, "torch": torch, "copy": copy}
+    exec(f"class Example:\n{example}", scope)
+    Noisy.second_order_problem = lambda self, batch: scope["Example"].second_order_problem(
+        self, tuple(batch)
+    )
+    fit(tmp_path, [CurvatureMonitor(**SMALL)], Noisy())
+
+
+def test_a_training_that_diverges_is_told(tmp_path):
+    class Diverges(Quiet):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e200)
+
+    with pytest.raises(
+        FloatingPointError, match=r"CurvatureMonitor, .*after [1-4] batch.*lower its"
+    ):
+        fit(tmp_path, [CurvatureMonitor(every=1, **SMALL)], Diverges(nn.Identity))
+
+
+def test_what_does_not_converge_is_taken_from_the_density(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 4)).double()
+    batch = torch.randn(64, 8).double(), torch.randn(64, 4).double()
+    problem = hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
+    exact = torch.linalg.eigvalsh(hog.HessianOperator(*problem).to_dense())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hoglib.curvature._lanczos.CACHED", 0)
+        with pytest.warns(UserWarning, match=r"eigsh: expected 4 .*taken from the Lanczos steps"):
+            found = spectrum_of(*problem, 2, 3, 60, max_iter=1)
+        with pytest.raises(RuntimeError, match="eigsh: expected 4 eigenvalues"):
+            spectrum_of(*problem, 2, 3, 3, max_iter=1)
+    assert_close(found.largest, exact[-2:], rtol=1e-2, atol=0)
+    assert (found.largest <= exact[-2:] + 1e-9).all()
+    assert (found.smallest >= exact[:2] - 1e-9).all()
+
+
+def test_before_the_first_step(tmp_path):
+    module = Training(measured=False)
+    with pytest.raises(TypeError, match=r"expected a method second_order_problem\(batch\)"):
+        fit(tmp_path, [CurvatureMonitor()], module)
+    other = Quiet()
+    with pytest.raises(
+        ValueError, match="k: expected at most 10, half of the 21 parameters, got 11"
+    ):
+        fit(tmp_path, [CurvatureMonitor(k=11)], other)
+    raising = Training()
+    raising.second_order_problem = lambda batch: 1 / 0
+    with pytest.raises(ValueError, match="got ZeroDivisionError"):
+        fit(tmp_path, [CurvatureMonitor()], raising)
+    assert module.losses == raising.losses == []
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"every": 0}, {"k": 0}, {"num_samples": 0}, {"steps": 0}, {"fixed_batch": 1},
+        {"stand_ins": None}, {"max_iter": 0}, {"seed": -1}, {"every": 2.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_errors(option):
+    with pytest.raises((ValueError, TypeError), match=next(iter(option))) as caught:
+        CurvatureMonitor(**option)
+    assert isinstance(caught.value, arguments.Explained)
+
+
+# In two processes, with the mean over both of their batches
+
+
+def in_a_process(rank, folder, found):
+    module, callback, logger = Quiet(), CurvatureMonitor(every=2, **SMALL), Recorded()
+    try:
+        trainer = fit(
+            folder, [callback], module, logger=logger, devices=2, strategy="ddp", max_epochs=1
+        )
+        params, (x, y) = module.seen[0]
+        found["x"], found["y"] = x.tolist(), y.tolist()
+        found["params"] = {name: p.tolist() for name, p in params.items()}
+        found["largest"] = [float(one.spectrum.largest[-1]) for one in callback.history]
+        found["batches"] = [one.batch for one in callback.history]
+        found["rows"] = len(logger.curvature())
+        path = folder / "some.ckpt"
+        trainer.save_checkpoint(path)
+        dist.barrier()
+        resumed, again = Quiet(), CurvatureMonitor(every=2, **SMALL)
+        fit(folder, [again], resumed, path, devices=2, strategy="ddp", max_epochs=2)
+        found["resumed"] = all(torch.equal(x, batch[0]) for _, (batch) in resumed.seen)
+        found["error"] = ""
+    except Exception:
+        found["error"] = traceback.format_exc()
+
+
+def test_two_processes_measure_the_mean_of_both(tmp_path):
+    first, second = found_by_each(in_a_process, tmp_path)
+    assert (first["error"], second["error"]) == ("", "")
+    assert first["largest"] == pytest.approx(second["largest"], rel=1e-12)
+    assert first["batches"] == [0, 2]
+    assert (first["rows"], second["rows"]) == (2, 0)
+    assert first["x"] != second["x"]
+    both = [torch.tensor([*first[key], *second[key]], dtype=torch.float64) for key in "xy"]
+    params = {k: torch.tensor(v, dtype=torch.float64) for k, v in first["params"].items()}
+    assert first["largest"][0] == pytest.approx(float(dense(params, both)[-1]))
+    assert first["resumed"]
+    assert second["resumed"]
