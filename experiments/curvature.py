@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import hoglib as hog
 from experiments import plots, runs, tables
+from experiments.belonging import Belonging
 from experiments.data.digits import CLASSES, PIXELS, Images
 from experiments.networks import mlp
 from hoglib import _arguments as arguments
@@ -29,7 +29,7 @@ def cross_entropy(outputs: Tensor, label: Tensor) -> Tensor:
 LOSSES = {"squared_error": squared_error, "cross_entropy": cross_entropy}
 
 
-class Descent(pl.LightningModule):
+class Descent(Belonging):
     """A classifier trained by plain gradient descent, theta - lr dL/dtheta.
 
     Where a batch is the whole training set, the largest eigenvalue of its Hessian rises to 2 / lr
@@ -130,24 +130,3 @@ class Descent(pl.LightningModule):
     def _training_set(self) -> Images:
         images = self.trainer.datamodule.train  # type: ignore[attr-defined]
         return Images(*(part.to(self.device) for part in images))
-
-    @property
-    def trained_with(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be judged or gone on from."""
-        return {**self.options, **self.trainer.datamodule.options}  # type: ignore[attr-defined]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["trained_with"] = self.trained_with
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Its history is that of one loss, one rate and one split."""
-        theirs = checkpoint.get("trained_with", {})
-        other = [name for name, value in self.trained_with.items() if value != theirs.get(name)]
-        if other:
-            listed = ", ".join(f"{name} {self.trained_with[name]}" for name in other)
-            came = ", ".join(f"{name} {theirs.get(name)}" for name in other)
-            raise arguments.WrongValue(
-                f"checkpoint: expected one trained with {listed}, as the config says, got one "
-                f"trained with {came}; give the config.yaml that lies beside the checkpoint with "
-                "--config."
-            )

@@ -148,6 +148,51 @@ def reweighted(
     return _save(figure, file)
 
 
+def race(
+    columns: dict[str, list[tuple[int, float]]],
+    labels: dict[str, str],
+    images: dict[str, torch.Tensor],
+    file: Path,
+) -> Path:
+    """Errors of optimizers by seconds and by gradients; below, images [n, 64] and what became of them.
+
+    columns: train, val, gradients and seconds, each with the name of an optimizer behind a slash.
+    """
+    figure: Any = plt.figure(figsize=(10, 7), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(2, 1))
+    axes = above.subplots(1, 2, sharey=True)
+    costs = {"seconds": "seconds", "gradients": "gradients of the whole training set"}
+    for axis, (cost, label) in zip(axes, costs.items(), strict=True):
+        for (name, of), colour in zip(labels.items(), (TEN, ONE), strict=False):
+            spent = [value for _, value in columns.get(f"{cost}/{name}", [])]
+            for part, what, style in (("val", "held out", "-"), ("train", "training", ":")):
+                errors = [value for _, value in columns.get(f"{part}/{name}", [])]
+                axis.plot(spent, errors, style, color=colour, lw=1.8, label=f"{of}, {what}")
+        axis.set(xlabel=label, yscale="log")
+        axis.set_xlim(left=0)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("squared error of an image")
+    axes[1].legend(frameon=False)
+    _rows(below, images)
+    return _save(figure, file)
+
+
+def _rows(figure: Any, images: dict[str, torch.Tensor], across: int = 16) -> None:
+    """The first images of each kind, one kind a row."""
+    axes = figure.subplots(len(images), 1, squeeze=False).flatten()
+    for axis, (name, some) in zip(axes, images.items(), strict=True):
+        some = some[:across].detach().cpu().reshape(-1, 8, 8)
+        apart = torch.nn.functional.pad(some, (1, 1, 1, 1), value=-1)
+        axis.imshow(torch.cat([*apart], 1).numpy(), cmap="gray_r", vmin=-1, vmax=1)
+        axis.set_ylabel(name, rotation=0, ha="right", va="center")
+        axis.set_xticks([])
+        axis.set_yticks([])
+        axis.spines[:].set_visible(False)
+
+
 def _digits(figure: Any, title: str, examples: "Examples", picks: torch.Tensor) -> None:
     """Images in two rows, each with the label that was given and, if that is wrong, the true one."""
     figure.suptitle(title, fontsize=10)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import plots, runs, tables
+from experiments.belonging import Belonging
 from experiments.compiling import Choice, Wanted
 from experiments.data.digits import CLASSES, IMAGES, PIXELS
 from experiments.data.noisy_digits import Examples
@@ -70,7 +70,7 @@ def learned_weights(
     return useful / useful.sum().clamp(min=torch.finfo(useful.dtype).tiny)
 
 
-class Reweighting(pl.LightningModule):
+class Reweighting(Belonging):
     """A network trained with learned weights, and others from the same start on the same batches.
 
     A training step takes noisy examples and all clean ones. The network "reweighted" learns from the
@@ -210,26 +210,3 @@ class Reweighting(pl.LightningModule):
         came = self.visits.cpu()[noisy.number] > 0
         noisy = Examples(*(part[came] for part in noisy))
         return noisy, (self.weight_sum / self.visits).cpu()[noisy.number]
-
-    @property
-    def trained_with(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be judged or gone on from."""
-        return {**self.options, **self.trainer.datamodule.options}  # type: ignore[attr-defined]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["trained_with"] = self.trained_with
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Networks and weights belong to a split: another one would test on what was trained on."""
-        theirs = checkpoint.get("trained_with", {})
-        ours = {
-            name: value for name, value in self.trained_with.items() if value != theirs.get(name)
-        }
-        if ours:
-            listed = ", ".join(f"{name} {value}" for name, value in ours.items())
-            came = ", ".join(f"{name} {theirs.get(name)}" for name in ours)
-            raise arguments.WrongValue(
-                f"checkpoint: expected one trained with {listed}, as the config says, got one "
-                f"trained with {came}; give the config.yaml that lies beside the checkpoint with "
-                "--config."
-            )

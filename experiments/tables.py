@@ -146,6 +146,30 @@ def reweighted(
     )
 
 
+def race(columns: dict[str, list[tuple[int, float]]], ends: dict[str, tuple[str, float]]) -> str:
+    """Optimizers beside each other: ends are a label and the held-out error at the end, by name."""
+
+    def last(key: str) -> float:
+        return columns[key][-1][1] if key in columns else nan
+
+    rows = [["optimizer", "held out", "best", "training", "gradients", "seconds"]]
+    for name, (label, error) in ends.items():
+        best = min([error, *(value for _, value in columns.get(f"val/{name}", []))])
+        row = [label, f"{error:.4f}", f"{best:.4f}", f"{last(f'train/{name}'):.4f}"]
+        row += [f"{last(f'gradients/{name}'):.0f}", f"{last(f'seconds/{name}'):.1f}"]
+        rows.append(["-" if cell == "nan" else cell for cell in row])
+    return "\n".join(
+        [
+            "Squared error of an image, pixels from 0 to 1",
+            "",
+            *align(rows, left=1),
+            "",
+            "best: the lowest on the way, by these same held-out images, which flatters;\n"
+            "gradients: what the run cost, in gradients of the whole training set.",
+        ]
+    )
+
+
 def share(values: Tensor) -> str:
     """The mean of values [n] as a percentage, +- 1.96 s / sqrt(n)."""
     interval = 1.96 * values.double().std(correction=0).item() / sqrt(len(values))
