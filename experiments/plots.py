@@ -176,21 +176,26 @@ def race(
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("squared error of an image")
     axes[1].legend(frameon=False)
+    above.suptitle("An autoencoder of digits")
     _rows(below, images)
     return _save(figure, file)
 
 
 def _rows(figure: Any, images: dict[str, torch.Tensor], across: int = 16) -> None:
     """The first images of each kind, one kind a row."""
-    axes = figure.subplots(len(images), 1, squeeze=False).flatten()
-    for axis, (name, some) in zip(axes, images.items(), strict=True):
-        some = some[:across].detach().cpu().reshape(-1, 8, 8)
-        apart = torch.nn.functional.pad(some, (1, 1, 1, 1), value=-1)
-        axis.imshow(torch.cat([*apart], 1).numpy(), cmap="gray_r", vmin=-1, vmax=1)
-        axis.set_ylabel(name, rotation=0, ha="right", va="center")
-        axis.set_xticks([])
-        axis.set_yticks([])
-        axis.spines[:].set_visible(False)
+    apart = [
+        torch.nn.functional.pad(one.detach().cpu().reshape(8, 8), (1, 1, 2, 2), value=-1)
+        for some in images.values()
+        for one in some[:across]
+    ]
+    count = len(apart) // len(images)
+    rows = [torch.cat(apart[i : i + count], 1) for i in range(0, len(apart), count)]
+    axis = figure.subplots()
+    axis.imshow(torch.cat(rows).numpy(), cmap="gray_r", vmin=-1, vmax=1)
+    axis.set_yticks([12 * i + 5.5 for i in range(len(images))], [*images])
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
 
 
 def _digits(figure: Any, title: str, examples: "Examples", picks: torch.Tensor) -> None:

@@ -1,0 +1,169 @@
+"""The race of NewtonCG and Adam: what it counts, runs end to end, resume, bad input."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from experiments import tables
+from experiments.autoencoder import Race, reconstruction
+from hoglib.curvature import NewtonCG
+from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, metrics, run
+
+SMOKE = ROOT / "configs/smoke/curvature/newton_cg.yaml"
+pytestmark = COMMAND_LINE
+
+
+def fit(*args):
+    assert run("fit", "--config", SMOKE, *args) == 0
+
+
+def folder(version=0, root="runs"):
+    return Path(root) / "smoke/curvature/newton_cg" / f"version_{version}"
+
+
+def untimed(rows):
+    return [{k: v for k, v in row.items() if not k.startswith("seconds/")} for row in rows]
+
+
+def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
+    fit()
+    assert {p.name for p in folder().iterdir()} == {
+        "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "race.png",
+    }  # fmt: skip
+    table = (folder() / "table.txt").read_text()
+    assert table in capsys.readouterr().out
+    assert checkpoint(folder())["global_step"] == 6
+    rows = [row for row in metrics(folder()) if row["train/adam"]]
+    assert [int(row["step"]) for row in rows] == [0, 1, 2, 3, 4, 5]
+    for name in ("newton_cg", "adam"):
+        errors = [float(row[f"val/{name}"]) for row in rows]
+        assert errors[-1] < 0.5 * errors[0]
+        (line,) = [x for x in table.splitlines() if x.lower().startswith(name.replace("_", ""))]
+        assert f"{errors[-1]:.4f}" in line
+
+
+def test_the_cost_is_that_of_the_steps(monkeypatch):
+    infos, step = [], NewtonCG.step
+
+    def recorded(self, *args, **kwargs):
+        value = step(self, *args, **kwargs)
+        infos.append(self.info)
+        return value
+
+    monkeypatch.setattr(NewtonCG, "step", recorded)
+    fit("--model.adam_batch", "100")
+    rows = [row for row in metrics(folder()) if row["train/adam"]]
+    spent = 0.0
+    for info, row in zip(infos, rows, strict=True):
+        spent += 1 + info.values / 3 + info.products * 256 / 1297
+        assert float(row["gradients/newton_cg"]) == pytest.approx(spent)
+        assert 0 <= float(row["gradients/adam"]) - spent < 100 / 1297
+    steps = checkpoint(folder())["optimizer_states"][1]["state"][0]["step"]
+    assert float(rows[-1]["gradients/adam"]) == pytest.approx(float(steps) * 100 / 1297)
+
+
+def test_newton_steps_lower_the_training_error_at_each():
+    fit("--model.curvature_batch", "null", "--test_after_fit", "false")
+    errors = [float(row["train/newton_cg"]) for row in metrics(folder()) if row["train/adam"]]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_both_start_alike():
+    torch.manual_seed(0)
+    ours, theirs = Race(hidden=[8]).networks.values()
+    assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+def test_the_error_is_that_of_pixels_from_0_to_1():
+    x, y = torch.rand(7, 64), torch.rand(7, 64)
+    expected = sum(((a - b) ** 2).sum() for a, b in zip(x, y, strict=True)) / 7
+    assert_close(reconstruction(2 * x - 1, 2 * y - 1), expected)
+
+
+def test_resume_is_bit_for_bit_the_uninterrupted_run_but_for_the_time():
+    fit("--trainer.logger.save_dir", "whole")
+    fit("--trainer.max_steps", "3", "--test_after_fit", "false")
+    assert checkpoint(folder())["global_step"] == 2
+    fit("--ckpt_path", "last")
+    assert not folder(1).exists()
+    a, b = checkpoint(folder()), checkpoint(folder(root="whole"))
+    assert_close(a["state_dict"], b["state_dict"], rtol=0, atol=0)
+    assert a["global_step"] == b["global_step"]
+    for ours, theirs in zip(a["optimizer_states"], b["optimizer_states"], strict=True):
+        assert ours["param_groups"] == theirs["param_groups"]
+        assert_close(ours["state"], theirs["state"], rtol=0, atol=0)
+    assert untimed(metrics(folder())) == untimed(metrics(folder(root="whole")))
+    seconds = [float(row["seconds/adam"]) for row in metrics(folder()) if row["train/adam"]]
+    assert seconds == sorted(seconds)  # it goes on from where it was
+    assert len(seconds) == 6
+
+
+def test_test_judges_the_checkpoint_in_its_own_folder():
+    fit()
+    table = (folder() / "table.txt").read_text()
+    (folder() / "table.txt").unlink()
+    (folder() / "race.png").unlink()
+    assert run("test", "--config", folder() / "config.yaml") == 0
+    assert (folder() / "table.txt").read_text() == table
+    assert (folder() / "race.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ("--model.damping", "0.2"),
+            "trained with damping 0.2, .* got one trained with damping 0.1",
+        ),
+        (("--data.train", "1000"), "trained with train 1000"),
+    ],
+    ids=["damping", "data"],
+)
+def test_a_checkpoint_of_another_run_is_refused(args, message, capsys):
+    fit("--test_after_fit", "false")
+    assert run("test", "--config", SMOKE, *args, "--ckpt_path", "last") == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(capsys):
+    fit("--test_after_fit", "false")
+    assert run("verify", "--config", SMOKE) == 0
+    assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0
+    assert "largest" in capsys.readouterr().out
+
+
+BAD = {
+    "no damping": (("--model.damping", "0"), "damping: expected a finite number greater than 0"),
+    "no iterations": (("--model.max_iter", "0"), "max_iter: expected a whole number of at least 1"),
+    "no images": (("--model.curvature_batch", "0"), "curvature_batch: .*at least 1"),
+    "no rate": (("--model.adam_lr", "0"), "adam_lr"),
+    "an empty batch": (("--model.adam_batch", "0"), "adam_batch"),
+    "no units": (("--model.hidden", "[0]"), "hidden"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_paragraph(case, capsys):
+    args, message = BAD[case]
+    assert run("fit", "--config", SMOKE, *args) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert not list(Path().rglob("last.ckpt"))
+
+
+def test_a_rate_that_is_too_large_stops_the_run(capsys):
+    assert run("fit", "--config", SMOKE, "--model.adam_lr", "1e30") == 2
+    assert "Lower adam_lr" in capsys.readouterr().err
+
+
+def test_the_table():
+    columns = {
+        "val/a": [(1, 0.5), (2, 0.25), (3, 0.75)], "train/a": [(1, 1.0), (3, 0.125)],
+        "gradients/a": [(1, 2.0), (3, 9.4)], "seconds/a": [(1, 0.5), (3, 2.26)],
+    }  # fmt: skip
+    lines = tables.race(columns, {"a": ("A", 0.75), "b": ("B", 0.5)}).splitlines()
+    assert lines[4].split() == ["A", "0.7500", "0.2500", "0.1250", "9", "2.3"]
+    assert lines[5].split() == ["B", "0.5000", "0.5000", "-", "-", "-"]
