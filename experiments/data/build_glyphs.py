@@ -57,6 +57,9 @@ SPLIT_OF = {script: split for split, scripts in SCRIPTS.items() for script in sc
 # Scripts of thousands of characters lend this many, those that most typefaces have.
 AT_MOST = {"Hani": 240, "Hang": 160}
 
+# Half of the fonts draw modern letters in the place of old Georgian capitals, so these are no classes.
+UNCLEAR = frozenset(map(chr, range(0x10A0, 0x10D0)))
+
 # Families that draw many scripts go where they are needed; all others by `splits_of`.
 GIVEN = {
     "Noto Sans": "train",
@@ -344,9 +347,7 @@ TWINS = (
     0.4  # share of the typefaces that draw two characters as copies, from which they are one class
 )
 CASES = 0.9  # median likeness of a small letter and its capital from which they are one class
-CONFUSED = (
-    0.6  # classes are twins if images are as near to the other, but for this, as to their own
-)
+CONFUSED = 0.6  # classes are twins if images are as near the other, but for this, as their own
 TYPICAL = 0.15  # share of a typeface's characters, at least, that are nearest to their own class
 BY_HAND = "O0 Il へヘ りリ 口ロ 二ニ 力カ 夕タ 卜ト 八ハ 工エ 才オ"  # in sans serif, or to the eye
 Drawings = dict[str, dict[Typeface, np.ndarray]]
@@ -512,9 +513,10 @@ def apart(classes: dict[str, list[Class]]) -> dict[str, list[Class]]:
     owner, best = nearest_by_class([found for _, found in everything])
     rank = [(("train", "val", "test").index(s), len(found.images)) for s, found in everything]
     gone: set[int] = set()
+    nearest = best.argmax(1)
     while True:
         confusion = np.zeros((len(everything), len(everything)))
-        np.add.at(confusion, (owner, best.argmax(1)), 1)
+        np.add.at(confusion, (owner, nearest), 1)
         confusion /= confusion.sum(1, keepdims=True)
         to_own = np.maximum(confusion.diagonal(), 0.05)
         ratio = np.minimum(confusion / to_own[:, None], (confusion / to_own[:, None]).T)
@@ -531,6 +533,8 @@ def apart(classes: dict[str, list[Class]]) -> dict[str, list[Class]]:
         )  # fmt: skip
         gone.add(drop)
         best[:, drop] = -1
+        again = nearest == drop
+        nearest[again] = best[again].argmax(1)
     kept = [pair for n, pair in enumerate(everything) if n not in gone]
     return {split: [found for s, found in kept if s == split] for split in SCRIPTS}
 
@@ -568,7 +572,10 @@ def build(folders: Sequence[Path], jobs: int) -> dict[str, list[Class]]:
                 for c, image in images.items():
                     drawings[c][face] = image
         classes[split] = classes_of(drawings, scripts_of, turns)
-    return apart(classes)
+    return {
+        split: [one for one in found if not UNCLEAR.intersection(one.characters)]
+        for split, found in apart(classes).items()
+    }
 
 
 # Licences are read in the copyright files of the packages.

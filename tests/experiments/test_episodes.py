@@ -106,6 +106,14 @@ def test_the_test_tasks_are_those_of_the_file_whatever_the_seed(kind):
                 assert_close(qx[task][qy[task] == way], chosen[shots : shots + 4])
 
 
+def test_the_file_is_what_counts(monkeypatch):
+    other = episodes.Picks(
+        torch.arange(3000).reshape(600, 5) % 5, torch.arange(16).expand(600, 5, 16)
+    )
+    monkeypatch.setattr(episodes, "fixed", lambda: {(5, 1): other})
+    assert torch.equal(Episodes().test_dataloader().picks.classes, other.classes)
+
+
 def test_validation_tasks_and_others_are_the_same_for_every_seed():
     for options in ({"val_tasks": 5}, {"val_tasks": 5, "ways": 3, "test_tasks": 5}):
         ours, other = (Episodes(seed=seed, tasks=2, **options) for seed in (0, 1))

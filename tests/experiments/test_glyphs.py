@@ -89,6 +89,9 @@ def test_no_image_is_blank_clipped_or_a_copy_within_its_class(data):
     ink = images > 0
     spans = np.maximum(*(ink.any(axis).sum(1) for axis in (1, 2)))
     assert spans.max() == 22
+    for axis in (1, 2):  # ink is in the middle, but for a pixel that rounding or faintness takes
+        there = ink.any(axis)
+        assert np.abs(there.argmax(1) - there[:, ::-1].argmax(1)).max() <= 3
     for number in range(len(CLASSES)):
         x = blurred(images[data["label"] == number])
         likeness = x @ x.T
@@ -105,19 +108,20 @@ def test_no_image_is_in_two_classes_but_for_a_few_that_their_typefaces_draw_alik
     assert max(map(len, shared), default=1) <= 3  # a fallback box would be in many
 
 
-def test_an_image_is_nearest_to_its_own_class_more_often_than_to_any_other(data):
-    x = blurred(data["images"])
-    mine = SPLIT_OF_CLASS[data["label"]] == "test"
-    numbers = np.flatnonzero(SPLIT_OF_CLASS == "test")
-    means = np.stack([x[data["label"] == n].mean(0) for n in numbers])
-    nearest = numbers[
-        (x[mine] @ (means / np.linalg.norm(means, axis=1, keepdims=True)).T).argmax(1)
-    ]
-    label = data["label"][mine]
-    for number in numbers:
-        found = Counter(nearest[label == number].tolist())
-        # But for some that differ by a stroke, a class is what most of its images look like.
-        assert found[number] >= 0.2 * sum(found.values()), (CLASSES[number], found)
+def test_a_class_looks_like_itself(data):
+    """Of the held-out images most are nearest to the mean of their own class, among those of a script."""
+    scripts = np.array([row["script"] for row in CLASSES])
+    right = {}
+    for script in {row["script"] for row in CLASSES if row["split"] == "test"}:
+        numbers = np.flatnonzero(scripts == script)
+        images = {n: blurred(data["images"][data["label"] == n]) for n in numbers}
+        means = np.stack([x.mean(0) for x in images.values()])
+        means /= np.linalg.norm(means, axis=1, keepdims=True)
+        for place, (number, x) in enumerate(images.items()):
+            right[number] = float(((x @ means.T).argmax(1) == place).mean())
+    assert np.mean([*right.values()]) > 0.75
+    low = min(right, key=right.get)
+    assert right[low] > 0.3, CLASSES[low]
 
 
 def test_splits_load_as_uint8_with_names():
@@ -244,25 +248,26 @@ def test_twins_are_one_class_of_one_image_a_typeface(of_matplotlib):
 
 
 def test_classes_that_look_alike_in_two_splits_stay_in_the_held_out_one(of_matplotlib):
-    """Circles of two scripts, without a typeface in common."""
-    faces = sorted(of_matplotlib.values())[:12]
-    generator = np.random.default_rng(0)
-
-    def found(name, seen, faces):
-        return build_glyphs.Class(
-            (name,),
-            {f._replace(family=f.style): np.clip(seen + generator.integers(0, 3, seen.shape), 0, 15) for f in faces},
-        )  # fmt: skip
-
+    """Circles of two scripts, without a typeface in common: every other radius is the other's."""
+    some = next(iter(of_matplotlib.values()))
     y, x = np.mgrid[:28, :28] - 13.5
-    circle, bar = 12 * (np.abs(np.hypot(x, y) - 9) < 2), 12 * (np.abs(x) < 2)
+
+    def found(name, start, radii, angle):
+        images = {
+            some._replace(family=f"{start} {r}", style=f"{start} {r}"): 12
+            * ((np.abs(np.hypot(x, y) - r) < 2) & (np.abs(np.arctan2(y, x)) <= angle))
+            for r in radii
+        }
+        return build_glyphs.Class((name,), images)
+
+    radii = np.linspace(6, 11, 40)
     classes = {
-        "train": [found("o", circle, faces[:6]), found("l", bar, faces[:6])],
+        "train": [found("o", "a", radii[::2], np.pi), found("c", "a", radii[::2], 1)],
         "val": [],
-        "test": [found("\u05e1", circle, faces[6:])],
+        "test": [found("\u05e1", "b", radii[1::2], np.pi)],
     }
     kept = build_glyphs.apart(classes)
-    assert [c.characters for c in kept["train"]] == [("l",)]
+    assert [c.characters for c in kept["train"]] == [("c",)]
     assert [c.characters for c in kept["test"]] == [("\u05e1",)]
 
 
