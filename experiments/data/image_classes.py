@@ -1,0 +1,155 @@
+"""Images by class: the glyphs of this repository, or folders of images of one's own."""
+
+import csv
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hoglib import _arguments as arguments
+
+GLYPHS = Path(__file__).parent / "glyphs"
+CACHE = Path("runs") / "images"
+SPLITS = ("train", "val", "test")
+SHARES = (0.64, 0.16, 0.2)  # of the classes or groups of a folder, as in miniImageNet
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+MODES = {1: "L", 3: "RGB"}
+
+
+class ImageClasses(NamedTuple):
+    """images [n, channels, height, width] of 0 to 255; each class's name, and its images' numbers."""
+
+    images: Tensor
+    names: tuple[str, ...]
+    members: tuple[Tensor, ...]
+
+
+def by_class(images: Tensor, label: Tensor, names: Sequence[str]) -> ImageClasses:
+    order = label.argsort(stable=True)
+    counts = torch.bincount(label, minlength=len(names)).tolist()
+    return ImageClasses(images, tuple(names), order.split(counts))
+
+
+@cache
+def _glyphs() -> tuple[Tensor, Tensor, list[dict[str, str]]]:
+    with np.load(GLYPHS / "glyphs.npz") as file:
+        images, label = (
+            torch.from_numpy(file["images"]),
+            torch.from_numpy(file["label"].astype(int)),
+        )
+    with (GLYPHS / "classes.csv").open(encoding="utf-8", newline="") as rows:
+        return images.unsqueeze(1), label, list(csv.DictReader(rows))
+
+
+def glyphs(split: str) -> ImageClasses:
+    """The characters of a split: ink is white, the ground black."""
+    arguments.one_of("split", split, SPLITS)
+    images, label, rows = _glyphs()
+    names = [row["character"] for row in rows]
+    mine = torch.tensor([row["split"] == split for row in rows]).nonzero().squeeze(1)
+    every = by_class(images, label, names)
+    return ImageClasses(
+        images,
+        tuple(names[n] for n in mine.tolist()),
+        tuple(every.members[n] for n in mine.tolist()),
+    )
+
+
+def folder_classes(root: Path) -> dict[str, list[Path]]:
+    """The images of each folder that has some, at the first or second level, by its path in root."""
+    if not root.is_dir():
+        kind = "a file" if root.exists() else "nothing"
+        raise arguments.WrongValue(
+            f"source: expected a folder of class folders of images, got {str(root)!r}, which is {kind}"
+            "; null takes the glyphs that come with the repository."
+        )
+    places = [p for p in sorted(root.iterdir()) if p.is_dir()]
+    places += [q for p in places for q in sorted(p.iterdir()) if q.is_dir()]
+    found = {
+        place.relative_to(root).as_posix(): files
+        for place in places
+        if (files := sorted(p for p in place.iterdir() if p.suffix.lower() in ENDINGS))
+    }
+    if not found:
+        raise arguments.WrongValue(
+            f"source: expected class folders of images in {str(root)!r}, at its first or second level, "
+            f"got none; images end in {', '.join(ENDINGS)}."
+        )
+    return dict(sorted(found.items()))
+
+
+def splits_of(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
+    """Class folders of each split: those in root/train, val and test, else drawn by a seed.
+
+    What is drawn are the folders at the first level, so that groups, such as alphabets, stay whole.
+    """
+    there = [split for split in SPLITS if (root / split).is_dir()]
+    if there:
+        if len(there) < len(SPLITS):
+            raise arguments.WrongValue(
+                f"source: expected train, val and test in {str(root)!r}, or none of these, got "
+                f"{', '.join(there)} alone; make the others, or rename it."
+            )
+        return {split: folder_classes(root / split) for split in SPLITS}
+    classes = folder_classes(root)
+    groups = sorted({name.split("/")[0] for name in classes})
+    if len(groups) < len(SPLITS):
+        raise arguments.WrongValue(
+            f"source: expected three folders or more in {str(root)!r}, one for each of train, val and "
+            f"test, got {len(groups)}; add some."
+        )
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+    held = [max(1, round(share * len(groups))) for share in SHARES[1:]]
+    ends = (len(groups) - sum(held), len(groups) - held[1], len(groups))
+    begins = (0, *ends[:2])
+    drawn = {
+        split: {groups[n] for n in order[begin:end]}
+        for split, begin, end in zip(SPLITS, begins, ends, strict=True)
+    }
+    return {
+        split: {
+            name: files for name, files in classes.items() if name.split("/")[0] in drawn[split]
+        }
+        for split in SPLITS
+    }
+
+
+def read(path: Path, size: int, channels: int) -> np.ndarray:
+    """[channels, size, size]: the middle square of an image, scaled."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert(MODES[channels])
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise arguments.WrongValue(
+            f"source: expected an image that Pillow can read, got {str(path)!r} ({error}); mend it or "
+            "take it away."
+        ) from error
+    fitted = ImageOps.fit(image, (size, size), Image.Resampling.BOX)
+    return np.asarray(fitted, dtype=np.uint8).reshape(size, size, channels).transpose(2, 0, 1)
+
+
+def of_folder(classes: dict[str, list[Path]], size: int, channels: int) -> ImageClasses:
+    """The images of class folders; once read they are kept in runs/images, for a quick start."""
+    arguments.at_least("size", size, 1)
+    arguments.one_of("channels", str(channels), [str(n) for n in MODES])
+    files = [(n, path) for n, paths in enumerate(classes.values()) for path in paths]
+    said = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for _, p in files]
+    key = hashlib.sha256(repr((said, size, channels)).encode()).hexdigest()[:16]
+    kept = CACHE / f"{key}.npy"
+    if kept.exists():
+        images = np.load(kept)
+    else:
+        images = np.stack([read(path, size, channels) for _, path in files])
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        half = kept.with_suffix(".half.npy")  # another process never reads what is half written
+        np.save(half, images)
+        half.replace(kept)
+    label = torch.tensor([n for n, _ in files])
+    return by_class(torch.from_numpy(images), label, [*classes])

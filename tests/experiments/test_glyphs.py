@@ -1,0 +1,289 @@
+"""The glyphs: counts, splits, no blanks and no copies, and the script that builds them."""
+
+import csv
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fontTools.unicodedata import script as script_of
+from PIL import Image
+
+from experiments.data import build_glyphs
+from experiments.data.build_glyphs import blurred
+from experiments.data.image_classes import GLYPHS, SPLITS, glyphs
+from tests.experiments.command import ROOT
+
+
+def table(name):
+    with (GLYPHS / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def data():
+    with np.load(GLYPHS / "glyphs.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+CLASSES, TYPEFACES = table("classes.csv"), table("typefaces.csv")
+SPLIT_OF_CLASS = np.array([row["split"] for row in CLASSES])
+SPLIT_OF_FACE = np.array([row["split"] for row in TYPEFACES])
+FAMILY = np.array([row["family"] for row in TYPEFACES])
+
+
+def test_there_are_a_thousand_classes_of_twenty_typefaces_in_twenty_scripts(data):
+    assert data["images"].shape == (len(data["label"]), 28, 28)
+    counts = np.bincount(data["label"], minlength=len(CLASSES))
+    assert counts.tolist() == [int(row["images"]) for row in CLASSES]
+    assert len(counts) >= 1000
+    assert counts.min() >= 20
+    assert len({row["script"] for row in CLASSES}) >= 20
+    assert sum(path.stat().st_size for path in GLYPHS.iterdir()) < 20e6
+    used = np.bincount(data["typeface"], minlength=len(TYPEFACES))
+    assert used.tolist() == [int(row["images"]) for row in TYPEFACES]
+    pairs = data["label"].astype(int) * len(TYPEFACES) + data["typeface"]
+    assert len(set(pairs.tolist())) == len(pairs)  # an image of a class for each typeface
+
+
+def test_splits_have_no_character_script_or_family_in_common(data):
+    assert (SPLIT_OF_CLASS[data["label"]] == SPLIT_OF_FACE[data["typeface"]]).all()
+    for what in ("characters", "script", "family"):
+        splits = defaultdict(set)
+        for row in TYPEFACES if what == "family" else CLASSES:
+            keys = [row["character"], *row["also"].split()] if what == "characters" else [row[what]]
+            for key in keys:
+                splits[key].add(row["split"])
+        assert all(len(found) == 1 for found in splits.values())
+    characters = Counter(c for row in CLASSES for c in [row["character"], *row["also"].split()])
+    assert set(characters.values()) == {1}
+    for row in CLASSES:
+        assert row["code"] == f"U+{ord(row['character']):04X}"
+        assert row["script"] == (
+            "Latn" if row["character"].isascii() else script_of(row["character"])
+        )
+
+
+def test_families_are_those_of_names_and_no_name_is_in_two_splits():
+    # Of what all fonts of one maker begin with, such as "Noto Sans", there is one family.
+    for begin in ("Noto Sans", "Noto Serif", "DejaVu"):
+        assert len({family for family in FAMILY if family.startswith(begin)}) == 1
+    for name, family in {
+        "Noto Sans Khmer Condensed ExtraBold": "Noto Sans",
+        "Bitstream Vera Sans Mono": "DejaVu",
+        "Frank_Ruehl-CLM Bold Oblique": "Frank Ruehl CLM",
+        "Lato Black": "Lato",
+        "Black": "Black",
+    }.items():
+        assert build_glyphs.family_of(name) == family
+
+
+def test_no_image_is_blank_clipped_or_a_copy_within_its_class(data):
+    images = data["images"]
+    assert not (set(np.unique(images)) - set(range(0, 256, 17)))
+    assert ((images > 127).sum((1, 2)) >= 5).all()
+    edge = images.copy()
+    edge[:, 3:-3, 3:-3] = 0
+    assert not edge.any()  # a margin of three pixels
+    ink = images > 0
+    spans = np.maximum(*(ink.any(axis).sum(1) for axis in (1, 2)))
+    assert spans.max() == 22
+    for axis in (1, 2):  # ink is in the middle, but for a pixel that rounding or faintness takes
+        there = ink.any(axis)
+        assert np.abs(there.argmax(1) - there[:, ::-1].argmax(1)).max() <= 3
+    for number in range(len(CLASSES)):
+        x = blurred(images[data["label"] == number])
+        likeness = x @ x.T
+        np.fill_diagonal(likeness, 0)
+        assert likeness.max() <= build_glyphs.SAME + 1e-5, CLASSES[number]
+
+
+def test_no_image_is_in_two_classes_but_for_a_few_that_their_typefaces_draw_alike(data):
+    owners = defaultdict(set)
+    for image, number in zip(data["images"], data["label"], strict=True):
+        owners[image.tobytes()].add(int(number))
+    shared = [found for found in owners.values() if len(found) > 1]
+    assert len(shared) < 0.002 * len(data["images"])
+    assert max(map(len, shared), default=1) <= 3  # a fallback box would be in many
+
+
+def test_a_class_looks_like_itself(data):
+    """Of the held-out images most are nearest to the mean of their own class, among those of a script."""
+    scripts = np.array([row["script"] for row in CLASSES])
+    right = {}
+    for script in {row["script"] for row in CLASSES if row["split"] == "test"}:
+        numbers = np.flatnonzero(scripts == script)
+        images = {n: blurred(data["images"][data["label"] == n]) for n in numbers}
+        means = np.stack([x.mean(0) for x in images.values()])
+        means /= np.linalg.norm(means, axis=1, keepdims=True)
+        for place, (number, x) in enumerate(images.items()):
+            right[number] = float(((x @ means.T).argmax(1) == place).mean())
+    assert np.mean([*right.values()]) > 0.75
+    low = min(right, key=right.get)
+    assert right[low] > 0.3, CLASSES[low]
+
+
+def test_splits_load_as_uint8_with_names():
+    for split in SPLITS:
+        found = glyphs(split)
+        rows = [row for row in CLASSES if row["split"] == split]
+        assert list(found.names) == [row["character"] for row in rows]
+        assert [len(m) for m in found.members] == [int(row["images"]) for row in rows]
+        assert found.images.dtype == torch.uint8
+        assert found.images.shape[1:] == (1, 28, 28)
+    with pytest.raises(ValueError, match="split: expected"):
+        glyphs("valid")
+
+
+def test_all_fonts_are_listed_with_their_licences():
+    rows = table("FONTS.csv")
+    assert sum(int(row["typefaces"]) for row in rows) == len(TYPEFACES)
+    assert {(row["package"], row["family"]) for row in rows} == {
+        (row["package"], row["family"]) for row in TYPEFACES
+    }
+    for row in rows:
+        assert row["licence"] not in ("", "see the package"), row
+        assert row["version"], row
+    packages = dict(line.split("=") for line in (GLYPHS / "packages.txt").read_text().split())
+    for row in rows:
+        assert row["package"] == "matplotlib" or packages[row["package"]] == row["version"]
+
+
+def test_nothing_of_the_data_is_ignored_by_git():
+    ignored = (ROOT / ".gitignore").read_text().split()
+    assert not [line for line in ignored if "npz" in line or "csv" in line or "data" in line]
+
+
+@pytest.fixture(scope="module")
+def of_matplotlib():
+    """Typefaces of matplotlib, which are always there, by their names."""
+    import matplotlib
+
+    files = sorted((Path(matplotlib.get_data_path()) / "fonts" / "ttf").glob("*.ttf"))
+    found = [face for file in files for face in build_glyphs.typefaces_of((file, "matplotlib"))]
+    return {face.style: face for face in found}
+
+
+def test_the_script_draws_the_same_images_from_the_fonts_of_matplotlib(data, of_matplotlib):
+    numbers = [n for n, row in enumerate(TYPEFACES) if row["package"] == "matplotlib"]
+    assert len(numbers) >= 8
+    compared = 0
+    for number in numbers:
+        face = of_matplotlib[TYPEFACES[number]["style"]]
+        assert face.family == TYPEFACES[number]["family"]
+        at = np.flatnonzero(data["typeface"] == number)
+        of_class = {
+            n: [CLASSES[n]["character"], *CLASSES[n]["also"].split()] for n in data["label"][at]
+        }
+        drawn = build_glyphs.render((face, [c for found in of_class.values() for c in found]))
+        for i in at:
+            images = [drawn[c] for c in of_class[data["label"][i]] if c in drawn]
+            likeness = blurred(np.stack(images)) @ blurred(data["images"][i][None])[0]
+            # Releases of FreeType round outlines differently: a grey level here and there.
+            assert likeness.max() > 0.995, (face.style, of_class[data["label"][i]])
+            compared += 1
+    assert compared > 500
+
+
+def test_what_a_font_lacks_is_not_drawn(of_matplotlib):
+    face = of_matplotlib["DejaVu Sans"]
+    assert set(build_glyphs.render((face, ["A", "漢"]))) == {"A"}
+    lying = face._replace(characters=face.characters | {"漢"})  # as a font may, by a box of its own
+    assert set(build_glyphs.render((lying, ["A", "漢"]))) == {"A"}
+    assert build_glyphs.drawn(build_glyphs.ImageFont.truetype(face.path, 128), " ") is None
+    letters = [c for c in "ABCDEFGHI" if c in face.characters]
+    assert len(build_glyphs.render((face, letters))) == len(letters)
+
+
+def test_ink_is_fitted_into_the_middle():
+    mask = Image.new("L", (100, 100))
+    mask.paste(255, (10, 20, 54, 64))
+    image = build_glyphs.fitted(mask)
+    assert (image[3:25, 3:25] == 15).all()
+    assert image.sum() == 15 * 22 * 22
+    assert build_glyphs.fitted(Image.new("L", (9, 9))) is None
+
+
+@pytest.mark.parametrize(
+    ("character", "script"),
+    [
+        ("A", "Latn"),
+        ("7", "Latn"),
+        ("é", None),
+        ("ﬁ", None),
+        ("א", "Hebr"),
+        ("ָ", None),
+        ("한", "Hang"),
+        ("ᄀ", None),
+        ("+", None),
+        ("ﺀ", None),
+    ],
+    ids=[
+        "letter",
+        "digit",
+        "accent",
+        "ligature",
+        "Hebrew",
+        "combining",
+        "Hangul",
+        "part of Hangul",
+        "sign",
+        "form",
+    ],
+)
+def test_which_characters_are_taken(character, script):
+    assert build_glyphs.script(character) == script
+
+
+def test_twins_are_one_class_of_one_image_a_typeface(of_matplotlib):
+    letters = ["o", "O", "\u03bf", "\u041e", "X", "c", "C", "A"]
+    faces = [f for name, f in of_matplotlib.items() if name.startswith("DejaVu Sans")]
+    drawings = {c: {} for c in letters}
+    for face in faces:
+        for c, image in build_glyphs.render((face, letters)).items():
+            drawings[c][face] = image
+    classes = {"".join(found.characters) for found in build_glyphs.joined(drawings)}
+    assert classes == {"oO\u03bf\u041e", "X", "cC", "A"}
+
+
+def test_classes_that_look_alike_in_two_splits_stay_in_the_held_out_one(of_matplotlib):
+    """Circles of two scripts, without a typeface in common: every other radius is the other's."""
+    some = next(iter(of_matplotlib.values()))
+    y, x = np.mgrid[:28, :28] - 13.5
+
+    def found(name, start, radii, angle):
+        images = {
+            some._replace(family=f"{start} {r}", style=f"{start} {r}"): 12
+            * ((np.abs(np.hypot(x, y) - r) < 2) & (np.abs(np.arctan2(y, x)) <= angle))
+            for r in radii
+        }
+        return build_glyphs.Class((name,), images)
+
+    radii = np.linspace(6, 11, 40)
+    classes = {
+        "train": [found("o", "a", radii[::2], np.pi), found("c", "a", radii[::2], 1)],
+        "val": [],
+        "test": [found("\u05e1", "b", radii[1::2], np.pi)],
+    }
+    kept = build_glyphs.apart(classes)
+    assert [c.characters for c in kept["train"]] == [("c",)]
+    assert [c.characters for c in kept["test"]] == [("\u05e1",)]
+
+
+def test_families_go_to_the_split_of_what_they_draw(of_matplotlib):
+    face = of_matplotlib["DejaVu Sans"]
+    greek, hebrew = ([chr(c) for c in range(a, a + 26)] for a in (0x3B1, 0x5D0))
+
+    def named(family, characters):
+        return face._replace(family=family, characters=frozenset(characters))
+
+    splits = build_glyphs.splits_of(
+        [named("a", greek), named("b", hebrew), named("b", greek), named("Noto Sans", hebrew)]
+    )
+    assert splits == {"a": "train", "b": "test", "Noto Sans": "train"}
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--fonts: expected a folder of unpacked packages"):
+        build_glyphs.scan([tmp_path / "none"], 1)
