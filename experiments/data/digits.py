@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from experiments.data.stream import HeldOut, Stream
+from experiments.data.stream import HeldOut, Stream, seeded
 from hoglib import _arguments as arguments
 
 IMAGES, PIXELS, CLASSES = 1797, 64, 10
@@ -42,7 +42,7 @@ class Batches(Stream):
     def batch_of(self, seed: int) -> Images:
         if self.batch is None:
             return self.data
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         picks = torch.randperm(len(self.data.x), generator=generator)[: self.batch]
         return Images(*(part[picks] for part in self.data))
 
@@ -77,7 +77,7 @@ class Digits(pl.LightningDataModule):
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed
         self.iterations = arguments.at_least("iterations", iterations, 1)
         self.batch = batch
-        order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(self.seed))
+        order = torch.randperm(IMAGES, generator=seeded(self.seed))
         picks = order[:test], order[test : test + train]
         self.held_out, self.train = (Images(*(part[pick] for part in images())) for pick in picks)
         self.options = {"train": train, "test": test, "seed": self.seed}

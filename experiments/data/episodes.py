@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from experiments.data.image_classes import GLYPHS, ImageClasses, glyphs, of_folder, splits_of
-from experiments.data.stream import Stream
+from experiments.data.stream import Stream, seeded
 from hoglib import _arguments as arguments
 
 Batch = tuple[Tensor, Tensor]
@@ -82,7 +82,7 @@ class Source(NamedTuple):
 
     def picks(self, tasks: int, seed: int) -> Picks:
         counts = torch.tensor([len(members) for members in self.data.members] * self.rotations)
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         return draw(counts, tasks, self.ways, self.shots + self.queries, generator)
 
 
@@ -130,7 +130,7 @@ def write_fixed(counts: Tensor, where: Path) -> None:
     """Draws test tasks for classes of so many images. Figures from other tasks are then out of date."""
     arrays = {}
     for (ways, shots), queries in KINDS.items():
-        generator = torch.Generator().manual_seed(TEST_SEED)
+        generator = seeded(TEST_SEED)
         picks = draw(counts, FIXED, ways, shots + queries, generator)
         arrays[f"classes_{ways}_{shots}"] = picks.classes.numpy().astype(np.uint16)
         arrays[f"images_{ways}_{shots}"] = picks.images.numpy().astype(np.uint8)

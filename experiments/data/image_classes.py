@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.data.stream import seeded
 from hoglib import _arguments as arguments
 
 GLYPHS = Path(__file__).parent / "glyphs"
@@ -103,7 +104,7 @@ def splits_of(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
             f"source: expected three folders or more in {str(root)!r}, one for each of train, val and "
             f"test, got {len(groups)}; add some."
         )
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(groups), generator=seeded(seed)).tolist()
     held = [max(1, round(share * len(groups))) for share in SHARES[1:]]
     ends = (len(groups) - sum(held), len(groups) - held[1], len(groups))
     begins = (0, *ends[:2])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from experiments.data.digits import CLASSES, IMAGES, images
-from experiments.data.stream import HeldOut, Stream
+from experiments.data.stream import HeldOut, Stream, seeded
 from hoglib import _arguments as arguments
 
 BACKGROUND = 0  # what all wrong labels say in "background"
@@ -71,7 +71,7 @@ def split(kind: str, noise: float, clean: int, test: int, seed: int) -> Split:
             f"clean: expected a multiple of {CLASSES}, as many of each digit, got {clean}; write "
             f"{clean // CLASSES * CLASSES}."
         )
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x, truth = images()
     order = torch.randperm(IMAGES, generator=generator)
     rest = order[arguments.at_least("test", test, 2) :]
@@ -103,7 +103,7 @@ class NoisyBatches(Stream):
         self.data, self.batch = data, batch
 
     def batch_of(self, seed: int) -> tuple[Examples, Examples]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         picks = torch.randperm(len(self.data.noisy.x), generator=generator)[: self.batch]
         return Examples(*(part[picks] for part in self.data.noisy)), self.data.clean
 

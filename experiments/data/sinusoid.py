@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from experiments.data.stream import HeldOut, Stream
+from experiments.data.stream import HeldOut, Stream, seeded
 from hoglib import _arguments as arguments
 
 Batch = tuple[Tensor, Tensor]
@@ -19,7 +19,8 @@ PHASE = (0.0, pi)
 X = (-5.0, 5.0)
 
 # Held-out tasks are the same ones for every run, whatever its seed.
-VALIDATION_SEED, TEST_SEED = 2**40, 2**41
+VALIDATION_SEED = 2**40
+TEST_SEED = 0  # also that of a run's first batch, whose size is another, and so are its numbers
 
 
 class Waves(NamedTuple):
@@ -33,7 +34,7 @@ class Waves(NamedTuple):
 
 def sample(tasks: int, shots: int, queries: int, seed: int) -> Waves:
     """The tasks that belong to a seed, on the CPU whatever the device of the run."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def uniform(bounds: tuple[float, float], *shape: int) -> Tensor:
         low, high = bounds

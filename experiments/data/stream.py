@@ -4,6 +4,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of its own for every seed below 2^64.
+
+    On the CPU torch seeds with the lower 32 bits alone: 0 and 2^40 would give the same numbers.
+    """
+    return torch.Generator().manual_seed((seed ^ (seed >> 32) * 2654435761) % 2**32)
+
 
 class Stream(ABC):
     """Batches, each a function of the seed and its number alone.
