@@ -1,7 +1,6 @@
 """Few-shot regression: MAML, and the conventionally trained baseline it is compared with."""
 
 import copy
-import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +8,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import hoglib as hog
 from experiments import plots, tables
 from experiments.compiling import Choice, Wanted
+from experiments.learners import learner
 from experiments.networks import mlp
 from experiments.runs import find_checkpoint, run_folder
 from hoglib import _arguments as arguments
@@ -36,13 +36,6 @@ def errors_after(maml: Learner, tasks: Tasks, steps: Sequence[int]) -> Tensor:
 
     with torch.no_grad():
         return torch.func.vmap(of_task, out_dims=1)(*tasks)
-
-
-ALGORITHMS: dict[str, type[Learner]] = {
-    "maml": hog.MAML,
-    "reptile": hog.meta.Reptile,
-    "imaml": hog.meta.IMAML,
-}
 
 
 class FewShotRegression(pl.LightningModule):
@@ -78,11 +71,10 @@ class FewShotRegression(pl.LightningModule):
         widths = [1, *([40, 40] if hidden is None else hidden), 1]
         for width in widths:
             arguments.at_least("hidden", width, 1)
-        kind = ALGORITHMS[arguments.one_of("algorithm", algorithm, ALGORITHMS)]
         given = {"inner_lr": inner_lr, "inner_steps": inner_steps, **(options or {})}
         if first_order:
             given["first_order"] = True  # which only MAML knows
-        self.maml = _made(kind, mlp(widths, act), given)
+        self.maml = learner(algorithm, mlp(widths, act), F.mse_loss, given)
         self.compiling = self._choice(compile)
         self.lr = arguments.positive("lr", lr)
         self.eval_steps = [0, 1, 5, 10] if eval_steps is None else eval_steps
@@ -196,24 +188,6 @@ class JointRegression(FewShotRegression):
         )
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(x))
         return loss
-
-
-def _made(kind: type[Learner], network: nn.Module, options: dict[str, Any]) -> Learner:
-    try:
-        if options.keys() & HANDED:
-            raise TypeError("some are set by the model itself")
-        return kind(network, F.mse_loss, **options)
-    except TypeError as error:
-        if isinstance(error, arguments.Explained):
-            raise
-        known = [n for n in inspect.signature(kind.__init__).parameters if n not in HANDED]
-        raise arguments.WrongValue(
-            f"options: expected arguments of {kind.__name__}, which are {', '.join(known)}, got "
-            f"{', '.join(options)} ({error})."
-        ) from error
-
-
-HANDED = ("self", "model", "criterion", "compile", "compile_for")
 
 
 def load_baseline(model: FewShotRegression, where: str) -> Learner:

@@ -22,6 +22,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullLocator
 
 INK, TRUTH, BEFORE, ONE, TEN = "#222222", "#999999", "#c7c7c7", "#e08214", "#2166ac"
@@ -178,6 +179,68 @@ def race(
     axes[1].legend(frameon=False)
     above.suptitle("An autoencoder of digits")
     _rows(below, images)
+    return _save(figure, file)
+
+
+def episode(
+    support: torch.Tensor,
+    query: torch.Tensor,
+    label: torch.Tensor,
+    predicted: torch.Tensor,
+    title: str,
+    file: Path,
+    most: int = 10,
+) -> Path:
+    """A task: what was shown of each class, and to the right what was told of other images of it.
+
+    support, query [n, channels, size, size] from 0 to 1; label, predicted [n] of query. Classes have a
+    letter each; an image that was taken for another class has that one's, in a frame.
+    """
+    ways, size = int(label.max()) + 1, query.shape[-1]
+    shots = len(support) // ways
+    asked = min(most, int((label == 0).sum()))
+    figure, axis = plt.subplots(
+        figsize=(0.62 * (shots + asked) + 1.2, 0.62 * ways + 1), layout="constrained"
+    )
+    apart, pad = size + 6, 3
+    rows = []
+    for way in range(ways):
+        # of 20 ways as of 5: all images of a class lie together
+        shown = [support[way * shots + i] for i in range(shots)]
+        shown += list(query[label == way][:asked])
+        rows.append(torch.cat([torch.nn.functional.pad(x, (pad,) * 4) for x in shown], -1))
+        told = predicted[label == way][:asked].tolist()
+        for i, guess in enumerate(told):
+            if guess != way:
+                left, top = (shots + i) * apart + 0.5, way * apart + 0.5
+                frame = Rectangle((left, top), apart - 2, apart - 2, fill=False, ec=ONE, lw=2)
+                axis.add_patch(frame)
+                axis.text(left + 2, top + 2, _letter(guess), color=ONE, va="top", fontsize=9)
+    image = torch.cat(rows, -2).movedim(0, -1).squeeze(-1).numpy()
+    axis.imshow(1 - image, cmap="gray", vmin=0, vmax=1)
+    axis.axvline(shots * apart - 0.5, color=TEN, lw=2)
+    axis.set_yticks([apart * (i + 0.5) for i in range(ways)], [_letter(i) for i in range(ways)])
+    axis.set_xticks(
+        [shots * apart / 2, (shots + asked / 2) * apart], ["shown", "asked; framed: taken for"]
+    )
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    right = (predicted == label).float().mean().item()
+    axis.set_title(f"{title}\na held-out task, {right:.0%} of {len(label)} right", fontsize=10)
+    return _save(figure, file)
+
+
+def _letter(number: int) -> str:
+    return chr(ord("A") + number % 26)
+
+
+def few_shot_curves(metrics: Path, file: Path) -> Path:
+    """Accuracy on validation tasks by meta-step."""
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    points = columns(metrics).get("val/accuracy", [])
+    axis.plot(*zip(*points, strict=True) if points else ([], []), color=TEN, marker=".")
+    axis.set(xlabel="meta-step", ylabel="accuracy on validation tasks")
+    axis.spines[["top", "right"]].set_visible(False)
     return _save(figure, file)
 
 

@@ -48,6 +48,53 @@ def few_shot(columns: dict[str, Tensor], steps: list[int]) -> str:
     return "\n".join([title, "", *align(rows), "", note])
 
 
+class FewShot(NamedTuple):
+    """A row of the table of few-shot classifiers."""
+
+    method: str
+    accuracy: float
+    interval: float
+    parameters: int
+    steps: int
+
+
+NAMES = {"maml": "MAML", "reptile": "Reptile", "imaml": "iMAML", "prototypes": "prototypes"}
+
+
+def described(algorithm: str, options: dict[str, Any]) -> str:
+    """A learner in a few words: its name, and the options that it was given."""
+    words = [NAMES[algorithm]]
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words += [name.replace("_", " ")] if value else []
+        elif isinstance(value, int | float) and name.startswith("inner_"):
+            words.append(f"{name.removeprefix('inner_')} {value:g}")
+        else:
+            words.append(f"{name} {value}")
+    return ", ".join(words)
+
+
+def mean_and_interval(values: Tensor) -> tuple[float, float]:
+    """The mean of values [n], and 1.96 s / sqrt(n)."""
+    return values.mean().item(), 1.96 * values.std().item() / sqrt(len(values))
+
+
+def classified(
+    own: FewShot, others: Sequence[FewShot], pixels: FewShot, title: str, tasks: int
+) -> str:
+    """A run, the newest one of each other method on the same tasks, and pixels by themselves."""
+    kept = {own.method: own}
+    for other in others:
+        kept.setdefault(other.method, other)
+    rows = [["method", "accuracy", "parameters", "meta-steps", ""]]
+    for r in [*sorted(kept.values(), key=lambda r: -r.accuracy), pixels]:
+        size, steps = (f"{r.parameters:,}", f"{r.steps:,}") if r.steps else ("", "")
+        here = "<- this run" if r is own else ""
+        rows.append([r.method, f"{r.accuracy:.1%} ± {r.interval:.1%}", size, steps, here])
+    head = f"Accuracy on {tasks} held-out tasks, {title}, mean ± 95% interval"
+    return "\n".join([head, "", *align(rows, left=1)])
+
+
 class Generated(NamedTuple):
     """A row of the table of generators: how it was trained, and `experiments.quality` of its points."""
 

@@ -143,7 +143,8 @@ class Episodes(pl.LightningDataModule):
     source: null for the glyphs of this repository, whose held-out characters and typefaces are none of
     those in training; or a folder of class folders of images, also in groups (alphabet/character): in
     train, val and test, or split by split_seed. ways: classes in a task (N); shots: images of each to
-    learn from (K); queries: images of each to be judged by; tasks: in a meta-batch; iterations:
+    learn from (K); queries: images of each to be judged by, test_queries: the same in held-out tasks,
+    as many by default; tasks: in a meta-batch; iterations:
     meta-batches in the run; val_tasks, test_tasks: held-out tasks; size: pixels of a side, 28 by
     default for glyphs and other images; channels: 1 for grey or 3, for a folder; augment: training
     classes also rotated by 90, 180 and 270 degrees, as classes of their own. It is usual for Omniglot;
@@ -160,6 +161,7 @@ class Episodes(pl.LightningDataModule):
         ways: int = 5,
         shots: int = 1,
         queries: int = 15,
+        test_queries: int | None = None,
         tasks: int = 16,
         iterations: int = 10_000,
         val_tasks: int = 100,
@@ -174,6 +176,9 @@ class Episodes(pl.LightningDataModule):
         self.ways = arguments.at_least("ways", ways, 2)
         self.shots = arguments.at_least("shots", shots, 1)
         self.queries = arguments.at_least("queries", queries, 1)
+        self.test_queries = (
+            queries if test_queries is None else arguments.at_least("test_queries", test_queries, 1)
+        )
         self.tasks = arguments.at_least("tasks", tasks, 1)
         self.iterations = arguments.at_least("iterations", iterations, 1)
         self.val_tasks = arguments.at_least("val_tasks", val_tasks, 1)
@@ -181,6 +186,10 @@ class Episodes(pl.LightningDataModule):
         self.augment = arguments.flag("augment", augment)
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed
         self.source = source
+        # what held-out classes depend on; ways and shots may be others than in training
+        self.options = {
+            "source": source, "size": size, "channels": channels, "split_seed": split_seed,
+        }  # fmt: skip
         if source is None:
             if (size, channels) != (28, 1):
                 raise arguments.WrongValue(
@@ -199,18 +208,18 @@ class Episodes(pl.LightningDataModule):
         ]
         if left_out:
             warnings.warn(
-                f"classes of fewer than {shots + queries} images (shots and queries) are left out: "
+                f"classes of fewer images than shots and queries are left out: "
                 f"{', '.join(left_out)}.",
                 stacklevel=2,
             )
         self.train, self.val, self.test = (
-            Source(kept[split], ways, shots, queries, 4 if augment and split == "train" else 1)
-            for split in ("train", "val", "test")
+            Source(kept[split], ways, shots, self._queries(split), rotations)
+            for split, rotations in (("train", 4 if augment else 1), ("val", 1), ("test", 1))
         )
 
     def _enough(self, split: str, data: ImageClasses) -> ImageClasses:
         """The classes that have images enough for a task."""
-        wanted = self.shots + self.queries
+        wanted = self.shots + self._queries(split)
         kept = [n for n, members in enumerate(data.members) if len(members) >= wanted]
         few = len(data.members) - len(kept)
         if len(kept) < self.ways:
@@ -221,6 +230,9 @@ class Episodes(pl.LightningDataModule):
             )
         names, members = ([part[n] for n in kept] for part in (data.names, data.members))
         return ImageClasses(data.images, tuple(names), tuple(members))  # type: ignore[arg-type]
+
+    def _queries(self, split: str) -> int:
+        return self.queries if split == "train" else self.test_queries
 
     def train_dataloader(self) -> TaskStream:
         return TaskStream(self.train, self.iterations, self.tasks, self.seed)
@@ -236,8 +248,12 @@ class Episodes(pl.LightningDataModule):
 
     def _test_picks(self) -> Picks:
         kind = self.ways, self.shots
-        if self.source is not None or self.queries > KINDS.get(kind, 0) or self.test_tasks > FIXED:
+        if (
+            self.source is not None
+            or self.test_queries > KINDS.get(kind, 0)
+            or self.test_tasks > FIXED
+        ):
             return self.test.picks(self.test_tasks, TEST_SEED)
         classes, images = fixed()[kind]
-        images = images[..., : self.shots + self.queries]
+        images = images[..., : self.shots + self.test_queries]
         return Picks(classes[: self.test_tasks], images[: self.test_tasks])
