@@ -18,7 +18,8 @@ class Belonging(pl.LightningModule):
     @property
     def trained_with(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be judged or gone on from."""
-        return {**self.options, **self.trainer.datamodule.options}  # type: ignore[attr-defined]
+        data = self.trainer.datamodule.options  # type: ignore[attr-defined]
+        return {**self.options, **{f"data.{name}": value for name, value in data.items()}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["trained_with"] = self.trained_with

@@ -317,6 +317,5 @@ def test_no_file_names_the_machine_it_was_written_on():
     pattern = re.compile(r"/(home|root|work|opt|Users)/[a-z]")
     for name in names:
         path = ROOT / name
-        if path.suffix in {".png", ".svg"} or not path.exists():
-            continue
-        assert not pattern.search(path.read_text()), name
+        if path.exists():
+            assert not pattern.search(path.read_bytes().decode(errors="ignore")), name

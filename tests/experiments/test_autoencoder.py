@@ -118,7 +118,7 @@ def test_test_judges_the_checkpoint_in_its_own_folder():
             ("--model.damping", "0.2"),
             "trained with damping 0.2, .* got one trained with damping 0.1",
         ),
-        (("--data.train", "1000"), "trained with train 1000"),
+        (("--data.train", "1000"), "trained with data.train 1000"),
     ],
     ids=["damping", "data"],
 )

@@ -258,8 +258,14 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
 
 
 OTHER = {
-    "another split": ((), "expected one trained with seed 0, .* got one trained with seed 1"),
-    "other noise": (("--seed_everything", "1", "--data.noise", "0.2"), "noise 0.2, .* noise 0.4"),
+    "another split": (
+        (),
+        "expected one trained with data.seed 0, .* got one trained with data.seed 1",
+    ),
+    "other noise": (
+        ("--seed_everything", "1", "--data.noise", "0.2"),
+        "data.noise 0.2, .* data.noise 0.4",
+    ),
     "another network": (("--seed_everything", "1", "--model.hidden", "[9]"), r"hidden \[9\]"),
 }
 
