@@ -103,10 +103,14 @@ class NewtonCG(torch.optim.Optimizer):
             raise arguments.WrongValue(
                 f"warm_start: expected a number from 0 to 1, got {warm_start}; 0.95 is usual."
             )
+        if not arguments.number("damping", damping) > 0:
+            raise arguments.WrongValue(
+                f"damping: expected a number greater than 0, got {damping}; 1 is usual."
+            )
         defaults = {
             "lr": arguments.positive("lr", lr),
-            "damping": arguments.positive("damping", damping),
-            "first_damping": damping,
+            "damping": float(damping),
+            "first_damping": float(damping),
             "max_iter": arguments.at_least("max_iter", max_iter, 1),
             "progress": arguments.number("progress", progress, minimum=0),
             "warm_start": warm_start,
@@ -122,6 +126,21 @@ class NewtonCG(torch.optim.Optimizer):
                 "all of them as params."
             )
         super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises for the state of another optimizer."""
+        lacking = self.defaults.keys() - state_dict["param_groups"][0].keys()
+        if lacking:
+            raise arguments.WrongValue(
+                "state_dict: expected that of a NewtonCG, got one without "
+                f"{', '.join(sorted(lacking))}, of another optimizer; start with a fresh state."
+            )
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: torch's own leaves out what it does not know."""
+        own = ("_loss", "_options", "_params", "info")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
     def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
         """One step on a batch, or on what a function without arguments returns; the loss before it.

@@ -333,6 +333,26 @@ def test_it_goes_on_where_a_checkpoint_was_made():
     assert resumed.info == optimizer.info
 
 
+def test_a_copy_goes_on_by_itself():
+    loss, params, batch = problem("LayerNorm")
+    optimizer = NewtonCG(loss)
+    optimizer.step(batch)
+    other = copy.deepcopy(optimizer)
+    before = [p.detach().clone() for p in params.values()]
+    other.step(batch)
+    assert_close([p.detach() for p in params.values()], before, rtol=0, atol=0)
+    optimizer.step(batch)
+    assert other.info == optimizer.info
+    assert_close([*other._params.values()], [*params.values()], rtol=0, atol=0)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    loss, params, _ = problem("LayerNorm")
+    state = torch.optim.Adam(params.values()).state_dict()
+    with pytest.raises(ValueError, match="expected that of a NewtonCG, got one without damping"):
+        NewtonCG(loss).load_state_dict(state)
+
+
 def test_schedules_and_hooks_are_those_of_any_optimizer():
     loss, batch, _, _ = regression()
     optimizer = NewtonCG(loss)
@@ -360,7 +380,7 @@ def step(batch=BATCH, loss=None, **options):
 REFUSED = {
     "a closure": (lambda: NewtonCG(lambda params, batch: 0), TypeError, r"functional_loss\(model, criterion\)"),
     "an option of nothing": (lambda: step(momentum=0.9), TypeError, "options of GGNOperator, .*, got momentum"),
-    "no damping": (lambda: step(damping=0.0), ValueError, "damping"),
+    "no damping": (lambda: step(damping=0.0), ValueError, "damping: expected a number greater than 0, got 0.0; 1 is usual"),
     "no rate": (lambda: step(lr=0.0), ValueError, "lr"),
     "no iterations": (lambda: step(max_iter=0), ValueError, "max_iter"),
     "a part above one": (lambda: step(warm_start=1.5), ValueError, "warm_start: expected a number from 0 to 1"),

@@ -136,7 +136,7 @@ def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(capsys):
 
 
 BAD = {
-    "no damping": (("--model.damping", "0"), "damping: expected a finite number greater than 0"),
+    "no damping": (("--model.damping", "0"), "damping: expected a number greater than 0"),
     "no iterations": (("--model.max_iter", "0"), "max_iter: expected a whole number of at least 1"),
     "no images": (("--model.curvature_batch", "0"), "curvature_batch: .*at least 1"),
     "no rate": (("--model.adam_lr", "0"), "adam_lr"),
