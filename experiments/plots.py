@@ -175,7 +175,7 @@ def drawn(
     score.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     score.yaxis.set_major_formatter("{x:g}")
     score.yaxis.set_minor_locator(NullLocator())
-    classes.bar(range(len(shares)), 100 * shares, color=TEN)
+    classes.bar(range(len(shares)), (100 * shares).tolist(), color=TEN)
     classes.axhline(100 / len(shares), color=INK, ls="--", lw=1.2)
     classes.set(xlabel="class, by the classifier", ylabel="share of generated digits, %")
     classes.set_xticks(range(len(shares)))

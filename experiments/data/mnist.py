@@ -61,7 +61,7 @@ class Mnist(pl.LightningDataModule):
 
     def __init__(
         self,
-        iterations: int = 8000,
+        iterations: int = 3000,
         batch: int = 64,
         train: int = TRAIN,
         test: int = HELD_OUT,
