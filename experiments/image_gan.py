@@ -126,7 +126,7 @@ class ImageGAN(Adversarial):
             plots.columns(metrics) if metrics.exists() else {},
             floor.frechet,
             found.shares,
-            f"{row.loss} loss, {row.penalty}",
+            f"A generator trained on {row.data}: {row.loss} loss, {row.penalty}",
             folder / "digits.png",
         )
         print(f"Saved {folder / 'table.txt'}, {picture}; grids over time in {folder / GRIDS}")

@@ -144,7 +144,7 @@ def drawn(
     """
     from PIL import Image
 
-    figure: Any = plt.figure(figsize=(11.5, 7.2), layout="constrained")
+    figure: Any = plt.figure(figsize=(11.5, 6.6), layout="constrained")
     left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
     early, below = left.subfigures(2, 1, height_ratios=(1.15, 1))
     steps = spread([*grids], 6)
@@ -169,8 +169,10 @@ def drawn(
     score.plot(*zip(*points, strict=True) if points else ([], []), color=TEN, lw=1.8)
     score.axhline(floor, color=INK, ls="--", lw=1.2)
     score.annotate(
-        "real training digits", (0, floor), (4, 3), textcoords="offset points", fontsize=8
-    )
+        "real training digits", (1, floor), (-4, 3), ("axes fraction", "data"),
+        textcoords="offset points", ha="right", fontsize=8,
+    )  # fmt: skip
+    score.set_xlim(left=0)
     score.set(xlabel="step", ylabel="Frechet distance to held-out digits", yscale="log")
     score.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     score.yaxis.set_major_formatter("{x:g}")
@@ -186,7 +188,7 @@ def drawn(
         axis.imshow(np.asarray(image), cmap="gray", vmin=0, vmax=255)
     axis.set_axis_off()
     axis.set_title(f"after {steps[-1]:,} steps, none picked")
-    figure.suptitle(f"Digits of a generator trained on 4,000 MNIST digits: {title}")
+    figure.suptitle(title)
     return _save(figure, file)
 
 
