@@ -1,73 +1,29 @@
 """A generative adversarial network in the plane, held together by a gradient penalty."""
 
-from collections.abc import Callable
-from math import nan
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hoglib as hog
 from experiments import plots, runs, tables
+from experiments.adversarial import Adversarial
 from experiments.data.mixture import PARTS, Target
-from experiments.gradients import Loss
 from experiments.networks import mlp
 from experiments.quality import judge, wasserstein
 from hoglib import _arguments as arguments
 
 HeldOut = tuple[Tensor, Tensor]
-EVALUATION_SEED = 2**42  # of the generated points that are judged, the same ones at every visit
-ADVICE = "Lower lr, or give the penalty another weight."
 
 
-def relativistic(higher: Tensor, lower: Tensor) -> Tensor:
-    """mean softplus(-(higher - lower)), the logistic loss of pairs.
+class GAN(Adversarial):
+    """Generator and critic of points in the plane: what is trained, and how it is judged.
 
-    Source: Jolicoeur-Martineau, The relativistic discriminator, 2018; Huang et al., The GAN is dead;
-    long live the GAN! (R3GAN), 2024, eq. 2.
-    """
-    return F.softplus(lower - higher).mean()
-
-
-def wasserstein_loss(higher: Tensor, lower: Tensor) -> Tensor:
-    """mean (lower - higher). Source: Arjovsky, Chintala and Bottou, Wasserstein GAN, 2017."""
-    return (lower - higher).mean()
-
-
-# The critic minimises loss(D(real), D(fake)), the generator loss(D(fake), D(real)).
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "relativistic": relativistic,
-    "wasserstein": wasserstein_loss,
-}
-
-
-# Penalties of other functions than critics would be one of these under another name, or no penalty.
-OF_CRITICS = ("wgan_gp", "zero_centred", "r1", "r2", "r1_r2", "dragan", "lipschitz")
-
-
-class GAN(pl.LightningModule):
-    """Generator and critic of points in the plane, and the generator's moving average, which is judged.
-
-    A training step is one step of the critic on
-
-        loss(D(real), D(G(z))) + penalty(D, real, G(z))        z ~ N(0, 1)
-
-    and at every `critic_steps`-th one a step of the generator on loss(D(G(z)), D(real)).
-
-    penalty: a `hoglib.GradientPenalty`, or null for none; loss: "relativistic" or "wasserstein";
     hidden, act: of both networks; latent: entries of z; critic_scale, generator_scale: what the
     initial weights and biases of the first layer are multiplied by, since a network with torch's own
-    is too smooth for modes of width 0.05 (Sitzmann et al., SIREN, 2020, section 3.2, likewise);
-    compile: true runs the gradients of both steps, that of the penalty with them, as compiled graphs
-    (`hoglib.compile`; "eager" as graphs that are not compiled), which round otherwise;
-    lr, betas: of both Adams; decay: whether lr falls linearly to zero over the run; ema: factor of
-    the moving average at each step of the generator.
+    is too smooth for modes of width 0.05 (Sitzmann et al., SIREN, 2020, section 3.2, likewise); all
+    other options as in `Adversarial`.
     """
-
-    generator_loss: Tensor
 
     def __init__(
         self,
@@ -85,140 +41,19 @@ class GAN(pl.LightningModule):
         ema: float = 0.999,
         compile: bool | str = False,
     ) -> None:
-        super().__init__()
-        self.automatic_optimization = False
         widths = [128, 128, 128] if hidden is None else hidden
         for width in widths:
             arguments.at_least("hidden", width, 1)
-        self.latent = arguments.at_least("latent", latent, 1)
-        self.critic = steep(mlp([2, *widths, 1], act), "critic_scale", critic_scale)
-        self.generator = steep(mlp([latent, *widths, 2], act), "generator_scale", generator_scale)
-        self.average = AveragedModel(
-            self.generator, multi_avg_fn=get_ema_multi_avg_fn(share("ema", ema)), use_buffers=True
-        ).requires_grad_(False)
-        if penalty is not None:
-            arguments.one_of("penalty.kind", penalty.kind, OF_CRITICS)
-        self.penalty = penalty
-        self.loss = arguments.one_of("loss", loss, LOSSES)
-        self._losses = (
-            Loss("the critic's loss", self._of_critic, self.critic, compile),
-            Loss("the generator's loss", self._of_generator, self.generator, compile),
+        arguments.at_least("latent", latent, 1)
+        critic = steep(mlp([2, *widths, 1], act), "critic_scale", critic_scale)
+        generator = steep(mlp([latent, *widths, 2], act), "generator_scale", generator_scale)
+        super().__init__(
+            critic, generator, latent, penalty, loss, critic_steps, lr, betas, decay, ema, compile
         )
-        self.critic_steps = arguments.at_least("critic_steps", critic_steps, 1)
-        self.lr = arguments.positive("lr", lr)
-        self.betas = (share("betas", betas[0]), share("betas", betas[1]))
-        self.decay = decay
-        # The newest one, for every row of the log; in checkpoints, so that a resumed log is the same.
-        self.register_buffer("generator_loss", torch.tensor(nan))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.average(z)
-
-    def latents(self, count: int) -> Tensor:
-        return torch.randn(count, self.latent, device=self.device)
-
-    def configure_optimizers(self) -> Any:
-        """Adam and schedule of the critic, then of the generator."""
-
-        def falling(every: int) -> Callable[[int], float]:
-            def factor(steps: int) -> float:
-                batches = self.trainer.num_training_batches * (self.trainer.max_epochs or 1)
-                return 1 - min(steps * every / batches, 1) if steps and self.decay else 1.0
-
-            return factor
-
-        optimizers = [
-            torch.optim.Adam(network.parameters(), lr=self.lr, betas=self.betas)
-            for network in (self.critic, self.generator)
-        ]
-        schedules = [
-            torch.optim.lr_scheduler.LambdaLR(optimizer, falling(every))
-            for optimizer, every in zip(optimizers, (1, self.critic_steps), strict=True)
-        ]
-        return optimizers, schedules
-
-    def training_step(self, real: Tensor, batch_idx: int) -> None:
-        loss, penalty = self._critic_step(real)
-        if (batch_idx + 1) % self.critic_steps == 0:
-            self.generator_loss.copy_(self._generator_step(real))
-            self.average.update_parameters(self.generator)
-        values = {
-            "train/critic": loss,
-            "train/penalty": penalty,
-            "train/generator": self.generator_loss,
-        }
-        self.log_dict(values, prog_bar=True, batch_size=len(real))
-
-    def _critic_step(self, real: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.latents(len(real))
-        factor = 0.0 if self.penalty is None else self.penalty.factor()
-        with self.toggled_optimizer(self.optimizers()[0]):  # type: ignore[index]
-            loss, penalty = self._step(0, "critic loss", real, z, factor)
-        return loss, penalty
-
-    def _of_critic(self, real: Tensor, z: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            fake = self.generator(z)
-        of_real, of_fake = self.critic(torch.cat([real, fake])).chunk(2)
-        loss = LOSSES[self.loss](of_real, of_fake)
-        if not factor or self.penalty is None:
-            return loss, real.new_zeros(())
-        return loss, factor * self.penalty.value(self.critic, real, fake)
-
-    def _generator_step(self, real: Tensor) -> Tensor:
-        z = self.latents(len(real))
-        with self.toggled_optimizer(self.optimizers()[1]):  # type: ignore[index]
-            (loss,) = self._step(1, "generator loss", real, z)
-        return loss
-
-    def _of_generator(self, real: Tensor, z: Tensor) -> tuple[Tensor]:
-        fake = self.generator(z)
-        of_fake, of_real = self.critic(torch.cat([fake, real])).chunk(2)
-        return (LOSSES[self.loss](of_fake, of_real),)
-
-    def _penalty(self, real: Tensor, fake: Tensor) -> Tensor:
-        if self.penalty is None:
-            return real.new_zeros(())
-        value: Tensor = self.penalty(self.critic, real, fake)
-        return value
-
-    def second_order_problem(self, real: Tensor) -> tuple[Any, dict[str, Tensor], None]:
-        """The sum of the critic's scores, by its parameters and by the points that it scores.
-
-        A penalty is a function of the gradient of the scores by the points, g_n = dD(x_n) / dx_n, and
-        trains the critic by the derivatives of g_n by its parameters: those of two orders, of one kind
-        each, of this sum. At the same points x as `_critic_step`: real and generated.
-        """
-        with torch.no_grad():
-            points = torch.cat([real, self.generator(self.latents(len(real)))])
-
-        def scores(params: dict[str, Tensor], _: None) -> Tensor:
-            own = {name: value for name, value in params.items() if name != "x"}
-            return torch.func.functional_call(self.critic, own, (params["x"],)).sum()
-
-        return scores, {**hog.trainable_params(self.critic), "x": points}, None
-
-    def _step(self, which: int, name: str, *given: Any) -> list[Tensor]:
-        """A step of an optimizer on the critic's loss or the generator's; its terms."""
-        loss, terms = self._losses[which](*given)
-        optimizer: Any = self.optimizers()[which]  # type: ignore[index]
-        schedule: Any = self.lr_schedulers()[which]  # type: ignore[index]
-        optimizer.zero_grad()
-        self.manual_backward(arguments.finite(name, loss, ADVICE))
-        optimizer.step()
-        schedule.step()
-        return terms
 
     @property
     def target(self) -> Target:
         return self.trainer.datamodule.target  # type: ignore[attr-defined]
-
-    def generated(self, real: Tensor) -> tuple[Tensor, Tensor]:
-        """As many points of the average as real ones, and the penalty; the run's randomness is kept."""
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(EVALUATION_SEED)
-            fake = self(self.latents(len(real)))
-            return fake, self._penalty(real, fake)
 
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, _ = batch
@@ -235,7 +70,7 @@ class GAN(pl.LightningModule):
     def test_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, other = batch
         fake, _ = self.generated(real)
-        how = self.trained_with()
+        how = self.trained_with
         row = tables.Generated(
             how["penalty"],
             how["loss"],
@@ -269,23 +104,6 @@ class GAN(pl.LightningModule):
             saved.append(plots.gan_curves(folder / "metrics.csv", folder / "training_curve.png"))
         print("Saved " + ", ".join(str(path) for path in saved))
 
-    def trained_with(self) -> dict[str, str]:
-        """What tells one run from another in the table."""
-        return {"penalty": described(self.penalty), "loss": self.loss, "data": self.target.name}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["trained_with"] = self.trained_with()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A run is judged as what it was trained as, whatever the command line says."""
-        ours, theirs = self.trained_with(), checkpoint.get("trained_with")
-        if theirs is not None and theirs != ours and self.trainer.testing:
-            raise arguments.WrongValue(
-                f"checkpoint: expected one trained with {', '.join(ours.values())}, as the config "
-                f"says, got one trained with {', '.join(theirs.values())}; give the config.yaml that "
-                "lies beside the checkpoint with --config."
-            )
-
 
 def steep(network: nn.Sequential, what: str, scale: float) -> nn.Sequential:
     """The network, with the initial weights and biases of its first layer times scale."""
@@ -294,25 +112,6 @@ def steep(network: nn.Sequential, what: str, scale: float) -> nn.Sequential:
         for parameter in network[0].parameters():
             parameter.mul_(scale)
     return network
-
-
-def share(what: str, value: float) -> float:
-    """A number from 0 to 1, without 1."""
-    if not 0 <= arguments.number(what, value) < 1:
-        raise arguments.WrongValue(
-            f"{what}: expected a number of at least 0 and below 1, got {value}; 0.999 is usual for "
-            "averages over many steps, 0 for none."
-        )
-    return float(value)
-
-
-def described(penalty: hog.GradientPenalty | None) -> str:
-    """A penalty in the words of its options: "r1_r2, weight 0.02"."""
-    if penalty is None:
-        return "none"
-    every = "" if penalty.every == 1 else f", every {penalty.every}"
-    options = "".join(f", {name} {value}" for name, value in penalty.options.items())
-    return f"{penalty.kind}, weight {penalty.weight:g}{every}{options}"
 
 
 def title(row: "tables.Generated", parts: str) -> str:

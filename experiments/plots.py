@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
+import numpy as np
 import torch
 
 from hoglib.meta import Learner
@@ -115,6 +116,90 @@ def points(
     figure.suptitle(title)
     figure.colorbar(contours, ax=axes, label="critic's score: higher is more real", shrink=0.8)
     return _save(figure, file)
+
+
+def save_grid(images: torch.Tensor, across: int, file: Path) -> Path:
+    """Images [n, 1, h, w] from -1 to 1, `across` in a row, without a gap; black on white."""
+    from PIL import Image  # comes with matplotlib
+
+    shades = (127.5 - 127.5 * images.detach().cpu()).round().clamp(0, 255).to(torch.uint8)
+    count, _, height, width = images.shape
+    rows = shades.reshape(count // across, across, height, width).transpose(1, 2)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(rows.reshape(-1, across * width).numpy()).save(file)
+    return file
+
+
+def drawn(
+    grids: dict[int, Path],
+    across: int,
+    columns: dict[str, list[tuple[int, float]]],
+    floor: float,
+    shares: torch.Tensor,
+    title: str,
+    file: Path,
+) -> Path:
+    """The first row of some grids of `save_grid` by step, the whole last one, scores and classes.
+
+    columns: val/frechet by step; floor: of real digits; shares [10]: of the classes at the end.
+    """
+    from PIL import Image
+
+    figure: Any = plt.figure(figsize=(11.5, 6.6), layout="constrained")
+    left, right = figure.subfigures(1, 2, width_ratios=(1.25, 1))
+    early, below = left.subfigures(2, 1, height_ratios=(1.15, 1))
+    steps = spread([*grids], 6)
+    strips = []
+    for step in steps:
+        with Image.open(grids[step]) as image:
+            pixels = torch.tensor(np.asarray(image))
+        strips.append(
+            torch.nn.functional.pad(pixels[: len(pixels) // across], (0, 0, 0, 8), value=255)
+        )
+    axis = early.subplots()
+    axis.imshow(torch.cat(strips).numpy(), cmap="gray", vmin=0, vmax=255)
+    tall = len(strips[0])
+    axis.set_yticks(
+        [tall * i + (tall - 8) / 2 for i in range(len(steps))], [f"{s:,}" for s in steps]
+    )
+    axis.set(xticks=[], ylabel="step", title=f"the same {across} points over time")
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    score, classes = below.subplots(1, 2, width_ratios=(1.3, 1))
+    points = columns.get("val/frechet", [])
+    score.plot(*zip(*points, strict=True) if points else ([], []), color=TEN, lw=1.8)
+    score.axhline(floor, color=INK, ls="--", lw=1.2)
+    score.annotate(
+        "real training digits", (1, floor), (-4, 3), ("axes fraction", "data"),
+        textcoords="offset points", ha="right", fontsize=8,
+    )  # fmt: skip
+    score.set_xlim(left=0)
+    score.set(xlabel="step", ylabel="Frechet distance to held-out digits", yscale="log")
+    score.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    score.yaxis.set_major_formatter("{x:g}")
+    score.yaxis.set_minor_locator(NullLocator())
+    classes.bar(range(len(shares)), (100 * shares).tolist(), color=TEN)
+    classes.axhline(100 / len(shares), color=INK, ls="--", lw=1.2)
+    classes.set(xlabel="class, by the classifier", ylabel="share of generated digits, %")
+    classes.set_xticks(range(len(shares)))
+    for axis in (score, classes):
+        axis.spines[["top", "right"]].set_visible(False)
+    axis = right.subplots()
+    with Image.open(grids[steps[-1]]) as image:
+        axis.imshow(np.asarray(image), cmap="gray", vmin=0, vmax=255)
+    axis.set_axis_off()
+    axis.set_title(f"after {steps[-1]:,} steps, none picked")
+    figure.suptitle(title)
+    return _save(figure, file)
+
+
+def spread(steps: list[int], count: int) -> list[int]:
+    """At most `count` of some increasing steps, first and last with them, evenly by their logarithm."""
+    if len(steps) <= count:
+        return steps
+    low, high = log(steps[0]), log(steps[-1])
+    wanted = [low + (high - low) * i / (count - 1) for i in range(count)]
+    return sorted({min(steps, key=lambda step: abs(log(step) - at)) for at in wanted})
 
 
 def reweighted(

@@ -1,12 +1,17 @@
-"""How good generated points are, where the distribution that they should have is known."""
+"""How good generated samples are: points of a known distribution, and digits that a classifier saw."""
 
+from math import log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from experiments.data.digits import CLASSES
 from experiments.data.mixture import PARTS, Target
+from experiments.data.mnist_features import Seen
 from hoglib import _arguments as arguments
+
+CONFIDENT = 0.9  # the classifier's probability of a class, from which it is sure
 
 
 class Quality(NamedTuple):
@@ -51,3 +56,61 @@ def wasserstein(a: Tensor, b: Tensor) -> float:
     costs = torch.cdist(a.double(), b.double()).cpu().numpy()
     rows, columns = linear_sum_assignment(costs)
     return float(costs[rows, columns].mean())
+
+
+class Drawn(NamedTuple):
+    """frechet: distance of features; confident, classes, entropy, shares: see `judge_digits`."""
+
+    frechet: float
+    confident: float
+    classes: int
+    entropy: float
+    shares: Tensor
+
+
+def judge_digits(fake: Seen, real: Seen) -> Drawn:
+    """How far generated digits are from real ones, and how they are spread over the classes.
+
+    frechet: of the features; confident: share of generated images that the classifier takes for one
+    class with a probability over 0.9; shares [10]: of the classes it takes them for, where it is
+    confident; classes: how many of these have any; entropy: -sum p log p of shares, over log 10, so 1
+    where all are equally frequent, and 0 where there is none or one alone.
+    """
+    probability, label = fake.probabilities.max(1)
+    sure = probability > CONFIDENT
+    counts = torch.bincount(label[sure], minlength=CLASSES)
+    shares = counts.double() / max(int(sure.sum()), 1)
+    entropy = torch.special.entr(shares).sum().item() / log(CLASSES)
+    distance = frechet(fake.features, real.features)
+    return Drawn(distance, sure.double().mean().item(), int((counts > 0).sum()), entropy, shares)
+
+
+def frechet(a: Tensor, b: Tensor) -> float:
+    """The squared Frechet distance of the Gaussians with mean and covariance of two samples.
+
+        |m_a - m_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2))
+
+    Shapes: a [n, d], b [m, d]. C_a C_b has the eigenvalues of the symmetric C_a^(1/2) C_b C_a^(1/2),
+    so both roots are of symmetric matrices; in float64. Samples of a few hundred overestimate it.
+    Raises ValueError for samples that are no matrices of one width, or of fewer than two rows.
+
+    Source: Heusel et al., GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
+    Equilibrium, 2017, eq. 6.
+    """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or min(len(a), len(b)) < 2:
+        raise arguments.WrongValue(
+            "frechet: expected two samples [n, d] of one width with at least 2 rows, got "
+            f"{tuple(a.shape)} and {tuple(b.shape)}."
+        )
+    a, b = a.double(), b.double()
+    C_a, C_b = (torch.cov(x.mT).reshape(x.shape[1], -1) for x in (a, b))
+    root = _root(C_a)
+    cross = torch.linalg.eigvalsh(root @ C_b @ root).clamp(min=0).sqrt().sum()
+    distance = (a.mean(0) - b.mean(0)).square().sum() + C_a.trace() + C_b.trace() - 2 * cross
+    return distance.item()
+
+
+def _root(C: Tensor) -> Tensor:
+    """The symmetric square root; eigenvalues that rounding made negative are zero."""
+    values, vectors = torch.linalg.eigh(C)
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.mT

@@ -112,12 +112,8 @@ def generated(
     row: Generated, others: Sequence[Generated], truth: Generated, parts: str, points: int
 ) -> str:
     """A run, the newest one of each other penalty and loss on the same data, and real points."""
-    kept = {(row.penalty, row.loss): row}
-    for other in others:
-        if other.data == row.data:
-            kept.setdefault((other.penalty, other.loss), other)
     rows = [["penalty", "loss", "steps", parts, "rarest", "within 3 sigma", "Wasserstein", ""]]
-    for r in [*sorted(kept.values(), key=lambda r: r.distance), truth]:
+    for r in [*sorted(newest(row, others), key=lambda r: r.distance), truth]:
         rows.append(
             [
                 r.penalty,
@@ -137,6 +133,66 @@ def generated(
         "are the floor."
     )
     return "\n".join([head, "", *align(rows, left=2), "", note])
+
+
+def newest(row: Any, others: Sequence[Any]) -> list[Any]:
+    """A row, and of the others on the same data the first of each other penalty and loss."""
+    kept = {(row.penalty, row.loss): row}
+    for other in others:
+        if other.data == row.data:
+            kept.setdefault((other.penalty, other.loss), other)
+    return [*kept.values()]
+
+
+class DrawnRow(NamedTuple):
+    """A row of the table of generated digits: how trained, and `experiments.quality.judge_digits`."""
+
+    penalty: str
+    loss: str
+    data: str
+    steps: int
+    frechet: float
+    confident: float
+    classes: int
+    entropy: float
+
+
+def drawn(
+    row: DrawnRow, others: Sequence[DrawnRow], truth: DrawnRow, shares: Tensor, images: int
+) -> str:
+    """A run, the newest one of each other penalty and loss, and real training digits.
+
+    shares [10]: of the classes of this run's digits.
+    """
+    rows = [["penalty", "loss", "steps", "Frechet", "confident", "classes", "entropy", ""]]
+    for r in [*sorted(newest(row, others), key=lambda r: r.frechet), truth]:
+        rows.append(
+            [
+                r.penalty,
+                r.loss,
+                str(r.steps or ""),
+                f"{r.frechet:.3f}",
+                f"{r.confident:.1%}",
+                str(r.classes),
+                f"{r.entropy:.3f}",
+                "<- this run" if r is row else "",
+            ]
+        )
+    listed = ", ".join(f"{digit}: {share:.1%}" for digit, share in enumerate(shares.tolist()))
+    return "\n".join(
+        [
+            f"{images} generated digits beside as many held-out real ones: {row.data}",
+            "",
+            *align(rows, left=2),
+            "",
+            f"Of this run's: {listed}",
+            "",
+            "Frechet: distance of a small classifier's features to those of held-out digits, for "
+            "which real training\ndigits are the floor; confident: digits that it gives a class a "
+            "probability over 0.9; classes, entropy: of\nthese, how many of the 10 there are, and 1 "
+            "if all are equally frequent.",
+        ]
+    )
 
 
 class Detection(NamedTuple):

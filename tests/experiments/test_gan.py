@@ -11,9 +11,10 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from experiments import runs
+from experiments.adversarial import described, relativistic, wasserstein_loss
 from experiments.data import mixture
 from experiments.data.mixture import Points, SampleStream, gaussians, sample, swiss_roll
-from experiments.gan import GAN, described, relativistic, wasserstein_loss
+from experiments.gan import GAN
 from experiments.quality import judge, wasserstein
 from tests.experiments.command import (
     COMMAND_LINE,
@@ -155,7 +156,7 @@ def test_a_run_is_not_judged_under_another_name(capsys):
     fit(*WGAN, "--test_after_fit", "false")
     assert run("test", "--config", SMOKE) == 2
     error = capsys.readouterr().err
-    assert "got one trained with wgan_gp, weight 1, wasserstein, 25 Gaussians" in error
+    assert "got one trained with penalty wgan_gp, weight 1, loss wasserstein;" in error
     assert "config.yaml that lies beside" in error
     assert not (folder() / "table.txt").exists()
 

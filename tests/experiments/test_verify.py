@@ -42,6 +42,14 @@ def poisoned(monkeypatch):
     for module in ("maml", "gan", "reweight"):
         monkeypatch.setattr(f"experiments.{module}.mlp", with_poison)
 
+    critic = networks.image_critic
+
+    def poisoned_critic(channels, act):
+        *layers, last = critic(channels, act)
+        return nn.Sequential(*layers, Poison(), last)
+
+    monkeypatch.setattr("experiments.image_gan.image_critic", poisoned_critic)
+
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: str(p.relative_to(ROOT / "configs")))
 def test_every_config_is_right(path, capsys):
@@ -75,7 +83,9 @@ def test_options(case):
     assert not list(Path().iterdir())
 
 
-@pytest.mark.parametrize("config", ["gan/mixture", "maml/sinusoid", "meta/reweight_digits"])
+@pytest.mark.parametrize(
+    "config", ["gan/mixture", "gan/mnist", "maml/sinusoid", "meta/reweight_digits"]
+)
 def test_what_is_wrong_is_named(config, poisoned, capsys):
     assert verify(ROOT / f"configs/smoke/{config}.yaml") == 1
     out = capsys.readouterr().out

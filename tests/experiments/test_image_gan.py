@@ -1,0 +1,386 @@
+"""The GAN of MNIST digits: runs end to end, resume, scores by hand, its data and classifier, bad input."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from scipy.linalg import sqrtm
+from torch.testing import assert_close
+
+from experiments import plots, tables
+from experiments.data import mnist, mnist_features
+from experiments.data.mnist import Mnist, Pictures, split
+from experiments.data.mnist_features import Seen, accuracy, classifier, shifted
+from experiments.image_gan import GRID_SEED, ImageGAN, grids
+from experiments.quality import frechet, judge_digits
+from tests.experiments.command import (
+    COMMAND_LINE,
+    ROOT,
+    assert_same_run,
+    checkpoint,
+    metrics,
+    run,
+)
+
+SMOKE = ROOT / "configs/smoke/gan/mnist.yaml"
+pytestmark = COMMAND_LINE
+
+
+def fit(*args):
+    assert run("fit", "--config", SMOKE, *args) == 0
+
+
+def folder(version=0, root="runs"):
+    return Path(root) / "smoke/gan/mnist" / f"version_{version}"
+
+
+def shades(file):
+    with Image.open(file) as image:
+        return torch.tensor(np.asarray(image))
+
+
+def test_a_fit_ends_with_table_picture_grids_and_checkpoint(capsys):
+    fit()
+    assert {p.name for p in folder().iterdir()} == {
+        "config.yaml", "digits.png", "grids", "last.ckpt", "metrics.csv", "summary.json", "table.txt",
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert (folder() / "table.txt").read_text() in printed
+    assert str(folder() / "digits.png") in printed
+    assert [step for step, _ in grids(folder())] == [4, 8, 12, 16]
+    assert all(shades(file).shape == (280, 280) for _, file in grids(folder()))
+    first, last = (shades(grids(folder())[i][1]) for i in (0, -1))
+    assert not torch.equal(first, last)
+    rows = metrics(folder())
+    assert [int(r["step"]) for r in rows if r["val/frechet"]] == [3, 7, 11, 15]
+    assert all(float(r["val/penalty"]) > 0 for r in rows if r["val/frechet"])
+    summary = json.loads((folder() / "summary.json").read_text())
+    assert summary["steps"] == 16
+    assert summary["frechet"] == pytest.approx(
+        float([r for r in rows if r["val/frechet"]][-1]["val/frechet"]), rel=1e-5
+    )
+
+
+def test_the_penalty_is_at_every_eighth_step_alone():
+    fit("--trainer.log_every_n_steps", "1", "--test_after_fit", "false")
+    rows = [r for r in metrics(folder()) if r["train/penalty"]]
+    assert [int(r["step"]) for r in rows if float(r["train/penalty"]) > 0] == [0, 8]
+    assert len(rows) == 16
+
+
+# Options, and the checkpoint that the run goes on from: between two lazy penalties and two grids.
+STOPS = {
+    "lazy penalty": (("--checkpoint_every", "9"), 10),
+    "wgan_gp": (
+        (
+            "--model.penalty.kind", "wgan_gp", "--model.penalty.every", "1",
+            "--model.loss", "wasserstein", "--model.critic_steps", "3", "--checkpoint_every", "5",
+        ),
+        5,
+    ),
+    "as graphs": (("--model.compile", "eager", "--checkpoint_every", "9"), 10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STOPS)
+def test_resume_is_bit_for_bit_the_uninterrupted_run(case):
+    args, saved = STOPS[case]
+    fit(*args, "--trainer.logger.save_dir", "whole")
+    fit(*args, "--trainer.max_steps", saved + 3, "--test_after_fit", "false")
+    assert checkpoint(folder())["global_step"] == saved
+    fit(*args, "--ckpt_path", "last")
+    assert_same_run(folder(), folder(root="whole"))
+    ours, theirs = grids(folder()), grids(folder(root="whole"))
+    assert [step for step, _ in ours] == [step for step, _ in theirs]
+    for (_, a), (_, b) in zip(ours, theirs, strict=True):
+        assert torch.equal(shades(a), shades(b))
+    for name in ("table.txt", "summary.json"):
+        assert (folder() / name).read_text() == (folder(root="whole") / name).read_text()
+
+
+def test_what_is_drawn_is_the_average_and_the_average_is_in_the_checkpoint():
+    fit("--trainer.max_steps", "24", "--checkpoint_every", "2", "--test_after_fit", "false")
+    state = checkpoint(folder())["state_dict"]
+    assert int(state["average.n_averaged"]) == 12
+    torch.manual_seed(3)
+    model = ImageGAN(None, channels=4, generator_channels=4)
+    model.load_state_dict({k: v for k, v in state.items() if not k.startswith("penalty")})
+    z = torch.randn(5, 64)
+    assert torch.equal(model(z), model.average.module(z))
+    assert not torch.allclose(model(z), model.generator(z))
+    points = torch.randn(100, 64, generator=torch.Generator().manual_seed(GRID_SEED))
+    with torch.no_grad():
+        drawn = plots.save_grid(model.average.module(points), 10, Path("again.png"))
+    assert torch.equal(shades(drawn), shades(folder() / "grids/step_000012.png"))
+
+
+def test_the_average_is_that_of_the_generators_steps():
+    model = ImageGAN(None, channels=2, generator_channels=2, ema=0.9)
+    own, average = (next(m.parameters()) for m in (model.generator, model.average))
+    expected = None
+    for value in (1.0, 2.0, 5.0):
+        with torch.no_grad():
+            own.fill_(value)
+        model.average.update_parameters(model.generator)
+        expected = value if expected is None else 0.9 * expected + 0.1 * value
+    assert_close(average, torch.full_like(average, expected))
+
+
+def test_validation_draws_nothing_from_the_randomness_of_the_run():
+    for interval in (4, 8):
+        fit("--trainer.val_check_interval", interval, "--test_after_fit", "false")
+    often, seldom = (checkpoint(folder(v))["state_dict"] for v in (0, 1))
+    assert_close(often, seldom, rtol=0, atol=0, equal_nan=True)
+
+
+def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
+    fit()
+    table = (folder() / "table.txt").read_text()
+    expected = [r for r in metrics(folder()) if r["val/frechet"]][-1]
+    for name in ("table.txt", "digits.png"):
+        (folder() / name).unlink()
+    assert run("test", "--config", folder() / "config.yaml") == 0
+    assert (folder() / "table.txt").read_text() == table
+    assert (folder() / "digits.png").exists()
+    capsys.readouterr()
+    assert run("validate", "--config", folder() / "config.yaml") == 0
+    value = float(re.search(r"val/penalty\W+([\d.e-]+)", capsys.readouterr().out)[1])
+    assert value == pytest.approx(float(expected["val/penalty"]), rel=1e-5)
+    assert not folder(1).exists()
+
+
+def test_spectrum_of_a_trained_critic(capsys):
+    fit("--test_after_fit", "false")
+    sizes = ("--k", "1", "--num_samples", "2", "--steps", "5")
+    assert run("spectrum", "--config", SMOKE, *sizes) == 0
+    assert "Hessian of ImageGAN.second_order_problem" in capsys.readouterr().out
+    assert (folder() / "spectrum.png").exists()
+
+
+def test_a_run_is_not_gone_on_from_or_judged_under_another_name(capsys):
+    fit("--test_after_fit", "false")
+    for args in (
+        ("test", "--model.channels", "8"),
+        ("fit", "--model.channels", "8", "--ckpt_path", "last"),
+        ("test", "--data.train", "300"),
+    ):
+        assert run(args[0], "--config", SMOKE, *args[1:]) == 2
+        assert "config.yaml that lies beside" in capsys.readouterr().err
+
+
+def test_runs_of_other_penalties_stand_in_one_table_and_those_of_points_do_not():
+    fit()
+    assert run("fit", "--config", ROOT / "configs/smoke/gan/mixture.yaml") == 0
+    fit("--model.penalty", "null")
+    lines = (folder(1) / "table.txt").read_text().splitlines()
+    rows = lines[4 : lines.index("", 4)]
+    names = sorted(row.split("  ")[0] for row in rows)
+    assert names == ["none", "r1_r2, weight 0.5, every 8", "real training digits"]
+    assert [row.endswith("<- this run") for row in rows if row.startswith("none")] == [True]
+
+
+BAD = {
+    "no channels": (["--model.channels", "0"], "channels: expected a whole number of at least 1"),
+    "no latent": (["--model.latent", "0"], "latent: expected a whole number of at least 1"),
+    "unknown activation": (["--model.act", "gelu"], "act: expected one of .*swish"),
+    "unknown loss": (["--model.loss", "hinge"], "loss: expected one of relativistic, wasserstein"),
+    "average of nothing": (["--model.ema", "1"], "ema: expected a number of at least 0 and below"),
+    "more than there are": (["--data.train", "4001"], "train: expected at most 4000, got 4001"),
+    "more held out": (["--data.test", "1001"], "test: expected at most 1000, got 1001"),
+    "too few to compare with": (["--data.test", "201"], "test: expected at most the 200 images"),
+    "batch of one": (["--data.batch", "1"], "batch: expected a whole number of at least 2"),
+    "batch of all and more": (["--data.batch", "201"], "batch: expected at most the 200 images"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_paragraph_before_training(case, capsys):
+    args, message = BAD[case]
+    assert run("fit", "--config", SMOKE, *args) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
+    assert not list(Path().rglob("last.ckpt"))
+
+
+def test_the_smoke_config_differs_in_size_alone():
+    def flat(value, path=()):
+        if not isinstance(value, dict):
+            return {".".join(path): value}
+        return {k: v for name in value for k, v in flat(value[name], (*path, name)).items()}
+
+    small, whole = (
+        flat(yaml.safe_load(p.read_text())) for p in (SMOKE, ROOT / "configs/gan/mnist.yaml")
+    )
+    assert small.keys() == whole.keys()
+    sizes = {
+        "checkpoint_every", "trainer.val_check_interval", "trainer.log_every_n_steps",
+        "trainer.logger.init_args.name", "model.init_args.channels",
+        "model.init_args.generator_channels", "data.init_args.iterations",
+        "data.init_args.batch", "data.init_args.train", "data.init_args.test",
+    }  # fmt: skip
+    assert {name for name in small if small[name] != whole[name]} == sizes
+
+
+# Samples of Gaussians whose distance is known in closed form
+
+
+def test_the_frechet_distance_by_scipys_root():
+    torch.manual_seed(0)
+    a = torch.randn(50, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64)
+    b = torch.randn(40, 6, dtype=torch.float64) @ torch.randn(6, 6, dtype=torch.float64) + 0.3
+    C, D = np.cov(a.numpy().T), np.cov(b.numpy().T)
+    means = ((a.mean(0) - b.mean(0)) ** 2).sum().item()
+    expected = means + np.trace(C + D - 2 * sqrtm(C @ D).real)
+    assert frechet(a, b) == pytest.approx(expected, rel=1e-10)
+    assert frechet(b, a) == pytest.approx(expected, rel=1e-10)
+
+
+def test_the_frechet_distance_of_gaussians_along_the_axes():
+    # sum (m - n)^2 + (s - t)^2 where covariances are diagonal
+    x = torch.tensor([[1.0, 1], [1, -1], [-1, 1], [-1, -1]], dtype=torch.float64)
+    s, t = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 0.5])  # exact in float32
+    shift = torch.tensor([0.5, -2.0])
+    variance = 4 / 3  # of x, as covariances divide by 3
+    expected = shift.square().sum().item() + variance * (s - t).square().sum().item()
+    assert frechet(x * s, x * t + shift) == pytest.approx(expected, rel=1e-12)
+    assert frechet(x, x.flip(0)) == pytest.approx(0, abs=1e-12)
+
+
+def test_the_frechet_distance_where_covariances_are_singular():
+    a = torch.randn(10, 30)  # fewer samples than entries
+    assert frechet(a, a) == pytest.approx(
+        0, abs=1e-4
+    )  # roots of eigenvalues of the size of rounding
+    assert frechet(torch.zeros(3, 2), torch.ones(4, 2)) == pytest.approx(2)
+    assert frechet(torch.zeros(3, 1), torch.ones(4, 1)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((3, 2), (3, 4)), ((1, 2), (3, 2)), ((3,), (3,))], ids=["width", "rows", "vectors"]
+)
+def test_samples_that_have_no_frechet_distance(a, b):
+    with pytest.raises(ValueError, match=r"two samples .* of one width with at least 2 rows, got"):
+        frechet(torch.zeros(a), torch.zeros(b))
+
+
+def judged(*classes, sure=0.95):
+    """Of images that the classifier takes for these classes."""
+    rows = torch.full((len(classes), 10), (1 - sure) / 9)
+    rows[torch.arange(len(classes)), torch.tensor(classes)] = sure
+    seen = Seen(torch.randn(len(classes), 4), rows)
+    return judge_digits(seen, seen)
+
+
+def test_digits_of_all_classes_of_one_and_of_none():
+    every = judged(*range(10), *range(10))
+    assert (every.classes, every.confident) == (10, 1.0)
+    assert every.entropy == pytest.approx(1)
+    assert every.frechet == pytest.approx(0, abs=1e-4)
+    one = judged(3, 3, 3)
+    assert (one.classes, one.entropy, one.shares[3]) == (1, 0, 1)
+    unsure = judged(1, 2, 3, sure=0.89)
+    assert (unsure.classes, unsure.confident, unsure.entropy) == (0, 0, 0)
+    uneven = judged(0, 0, 0, 5)
+    assert uneven.shares.tolist() == [0.75, 0, 0, 0, 0, 0.25, 0, 0, 0, 0]
+    by_hand = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(10)
+    assert uneven.entropy == pytest.approx(by_hand)
+
+
+def test_the_table_by_hand():
+    row = tables.DrawnRow("r1, weight 1", "relativistic", "MNIST", 10, 2.5, 0.5, 9, 0.75)
+    better = row._replace(penalty="dragan", frechet=1.0)
+    other_data = row._replace(penalty="r2", data="other")
+    truth = tables.DrawnRow("real training digits", "", "MNIST", 0, 0.25, 1.0, 10, 1.0)
+    lines = tables.drawn(row, [better, other_data], truth, torch.full((10,), 0.1), 7).splitlines()
+    assert [line.split("  ")[0] for line in lines[4:7]] == [
+        "dragan",
+        "r1, weight 1",
+        "real training digits",
+    ]
+    assert lines[5].split()[-8:] == ["10", "2.500", "50.0%", "9", "0.750", "<-", "this", "run"]
+    assert "9: 10.0%" in lines[8]
+
+
+# The data and the classifier
+
+
+def test_the_split_is_even_and_no_image_is_in_both_parts():
+    train, held_out = split()
+    assert train.x.shape == (4000, 1, 28, 28)
+    assert torch.bincount(train.label).tolist() == [400] * 10
+    assert torch.bincount(held_out.label).tolist() == [100] * 10
+    assert (train.x.min(), train.x.max()) == (-1, 1)
+    ours, theirs = ({x.numpy().tobytes() for x in part.x} for part in (train, held_out))
+    assert len(ours | theirs) == 5000
+    first, second = mnist.split.__wrapped__()
+    assert torch.equal(first.x, train.x)
+    assert torch.equal(second.label, held_out.label)
+
+
+def test_the_stream_goes_on_where_it_was_and_has_training_images_alone():
+    data = Mnist(iterations=5, batch=3, train=50, test=20, seed=1)
+    stream = data.train_dataloader()
+    whole = list(stream)
+    assert whole[0].shape == (3, 1, 28, 28)
+    known = {x.numpy().tobytes() for x in data.train.x}
+    assert all(x.numpy().tobytes() in known for batch in whole for x in batch)
+    again, resumed = data.train_dataloader(), Pictures(data.train, 5, 3, seed=9)
+    iterator = iter(again)
+    next(iterator), next(iterator)
+    resumed.load_state_dict(again.state_dict())
+    assert_close(list(resumed), whole[2:], rtol=0, atol=0)
+
+
+def test_the_saved_classifier_is_as_right_as_it_says():
+    told = json.loads(mnist_features.FILE.with_suffix(".json").read_text())
+    train, held_out = split()
+    assert told["held_out_accuracy"] == pytest.approx(accuracy(classifier(), held_out), abs=1e-3)
+    assert told["held_out_accuracy"] > 0.95
+    assert told["training_digits"] == len(train.label)
+    assert told["split_seed"] == mnist.SPLIT_SEED
+    assert mnist_features.FILE.stat().st_size < 2**20
+
+
+def test_a_few_steps_of_the_classifiers_training():
+    train, held_out = split()
+    state = torch.get_rng_state()
+    classifier.__wrapped__()
+    assert torch.equal(torch.get_rng_state(), state)  # loading draws nothing
+    network = mnist_features.train(train, 60)
+    assert accuracy(network, held_out) > 0.5
+
+
+def test_shifted_images_are_moved_by_two_pixels_at_most():
+    x = torch.full((200, 1, 28, 28), -1.0)
+    x[:, 0, 10, 15] = 1
+    moved = shifted(x, torch.Generator().manual_seed(0))
+    assert moved.shape == x.shape
+    places = (moved[:, 0] == 1).nonzero()
+    assert len(places) == 200
+    assert sorted({r - 10 for r in places[:, 1].tolist()}) == [-2, -1, 0, 1, 2]
+    assert sorted({c - 15 for c in places[:, 2].tolist()}) == [-2, -1, 0, 1, 2]
+    assert (moved == -1).sum() == 200 * (28 * 28 - 1)
+
+
+def test_a_grid_has_its_images_in_rows_black_on_white(tmp_path):
+    images = torch.full((6, 1, 2, 2), -1.0)
+    images[4] = 1
+    found = shades(plots.save_grid(images, 3, tmp_path / "grid.png"))
+    assert found.shape == (4, 6)
+    assert (found[2:, 2:4] == 0).all()
+    assert (found == 0).sum() == 4
+
+
+def test_steps_that_a_picture_shows():
+    assert plots.spread([4, 8], 6) == [4, 8]
+    assert plots.spread(list(range(1, 1025)), 6) == [1, 4, 16, 64, 256, 1024]
+    many = plots.spread(list(range(125, 3001, 125)), 6)
+    assert (many[0], many[-1]) == (125, 3000)
+    assert len(many) <= 6
