@@ -218,34 +218,39 @@ def robust(
     axes[0].set_ylabel("accuracy on held-out digits")
     axes[0].legend(frameon=False, loc="lower left", title="trained with penalty, weight")
     left, right_half = below.subfigures(1, 2)
-    left.suptitle(f"attacked by PGD within {epsilon:g}, and what is said", fontsize=10)
+    left.suptitle(f"attacked by PGD within {epsilon:g}; above each, what is said", fontsize=10)
     right_half.suptitle("slope of the loss at the digits (blue: lower, red: higher)", fontsize=10)
-    _grid(left, {label: row.x for label, row in rows.items()}, "gray_r", 1.0)
-    grid = {"digit": rows["digit"].x, **slopes}
-    _grid(right_half, grid, "RdBu_r", None)
-    for axis, (said, label) in zip(
-        left.axes, ((s, y) for row in rows.values() for s, y in zip(row.said, row.label, strict=True)),
-        strict=True,
-    ):  # fmt: skip
-        axis.set_title(int(said), fontsize=9, pad=1.5, color=TEN if said == label else ONE)
+    axis = _tiles(left, {label: row.x for label, row in rows.items()}, "gray_r", 1.0)
+    for i, row in enumerate(rows.values()):
+        for j, (said, label) in enumerate(zip(row.said.tolist(), row.label.tolist(), strict=True)):
+            colour = TEN if said == label else ONE
+            axis.text(*_at(i, j), said, color=colour, ha="center", va="bottom", fontsize=10)
+    _tiles(right_half, slopes, "RdBu_r", None)
     return _save(figure, file)
 
 
-def _grid(figure: Any, rows: dict[str, torch.Tensor], colours: str, end: float | None) -> None:
-    """Images [n, 64], a row for each name, on a scale from -end to end, or each on its own."""
-    across = max(len(some) for some in rows.values())
-    axes = figure.subplots(len(rows), across, squeeze=False)
-    for line, (name, some) in zip(axes, rows.items(), strict=True):
-        for axis, image in zip(line, some, strict=True):
-            scale = end or float(image.abs().max())
-            own = "gray_r" if name == "digit" else colours
-            axis.imshow(image.reshape(8, 8).numpy(), cmap=own, vmin=-scale, vmax=scale)
-            axis.set_xticks([])
-            axis.set_yticks([])
-            axis.spines[:].set_visible(False)
-        line[0].set_ylabel(
-            name.replace(", ", "\n"), rotation=0, ha="right", va="center", fontsize=9
-        )
+def _at(row: int, column: int) -> tuple[float, float]:
+    """Where to write above a tile of `_tiles`."""
+    return 10 * column + 4.5, 12 * row + 3.5
+
+
+def _tiles(figure: Any, rows: dict[str, torch.Tensor], colours: str, end: float | None) -> Any:
+    """Images [n, 64], a row for each name, in colours from -end to end, or from its own -max to max."""
+    lines = []
+    for some in rows.values():
+        scale = some.abs().amax(1, keepdim=True).clamp(min=1e-30) if end is None else end
+        tones = torch.from_numpy(mpl.colormaps[colours](((some / scale + 1) / 2).cpu().numpy()))
+        tiles = tones.reshape(-1, 8, 8, 4).permute(0, 3, 1, 2)
+        apart = torch.nn.functional.pad(tiles, (1, 1, 4, 0), value=1.0)
+        lines.append(torch.cat([*apart], 2))
+    axis = figure.subplots()
+    axis.imshow(torch.cat(lines, 1).permute(1, 2, 0).numpy())
+    names = [name.replace(", ", "\n") for name in rows]
+    axis.set_yticks([12 * i + 7.5 for i in range(len(rows))], names, fontsize=9)
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+    return axis
 
 
 class Cut(NamedTuple):

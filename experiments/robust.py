@@ -86,6 +86,14 @@ class Robustness(Belonging):
             "hidden": list(widths), "act": act,
         }  # fmt: skip
 
+    def setup(self, stage: str) -> None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if len(self.how) > 1 and data.validation is data.held_out:
+            raise arguments.WrongValue(
+                "val: expected images to choose a weight by, got 0, which would leave those of the "
+                "test; set it to 100 or more."
+            )
+
     def forward(self, x: Tensor) -> Tensor:
         return self.networks[PLAIN](x)
 
