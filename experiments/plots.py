@@ -202,8 +202,8 @@ def robust(
 
     right: by network and attack, which images it tells right [epsilons, n].
     """
-    figure: Any = plt.figure(figsize=(11, 6.8), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 0.85))
+    figure: Any = plt.figure(figsize=(11, 6.3), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 0.8))
     attacks = [*next(iter(right.values()))]
     axes = above.subplots(1, len(attacks), sharey=True)
     for axis, attack in zip(axes, attacks, strict=True):
@@ -219,13 +219,13 @@ def robust(
     axes[0].legend(frameon=False, loc="lower left", title="trained with penalty, weight")
     left, right_half = below.subfigures(1, 2)
     left.suptitle(f"attacked by PGD within {epsilon:g}; above each, what is said", fontsize=10)
-    right_half.suptitle("slope of the loss at the digits (blue: lower, red: higher)", fontsize=10)
-    axis = _tiles(left, {label: row.x for label, row in rows.items()}, "gray_r", 1.0)
+    right_half.suptitle("slope of the loss (red: more ink raises it, blue: lowers it)", fontsize=10)
+    axis = _tiles(left, {label: row.x for label, row in rows.items()}, {})
     for i, row in enumerate(rows.values()):
         for j, (said, label) in enumerate(zip(row.said.tolist(), row.label.tolist(), strict=True)):
             colour = TEN if said == label else ONE
             axis.text(*_at(i, j), said, color=colour, ha="center", va="bottom", fontsize=10)
-    _tiles(right_half, slopes, "RdBu_r", None)
+    _tiles(right_half, {"digit": rows["digit"].x}, slopes)
     return _save(figure, file)
 
 
@@ -234,19 +234,21 @@ def _at(row: int, column: int) -> tuple[float, float]:
     return 10 * column + 4.5, 12 * row + 3.5
 
 
-def _tiles(figure: Any, rows: dict[str, torch.Tensor], colours: str, end: float | None) -> Any:
-    """Images [n, 64], a row for each name, in colours from -end to end, or from its own -max to max."""
+def _tiles(figure: Any, images: dict[str, torch.Tensor], slopes: dict[str, torch.Tensor]) -> Any:
+    """A row [n, 64] for each name: images from -1 to 1, then slopes, each from its own -max to max."""
+    scaled = {name: some / some.abs().amax(1, keepdim=True) for name, some in slopes.items()}
     lines = []
-    for some in rows.values():
-        scale = some.abs().amax(1, keepdim=True).clamp(min=1e-30) if end is None else end
-        tones = torch.from_numpy(mpl.colormaps[colours](((some / scale + 1) / 2).cpu().numpy()))
-        tiles = tones.reshape(-1, 8, 8, 4).permute(0, 3, 1, 2)
-        apart = torch.nn.functional.pad(tiles, (1, 1, 4, 0), value=1.0)
-        lines.append(torch.cat([*apart], 2))
+    for colours, rows in (("gray_r", images), ("RdBu_r", scaled)):
+        for some in rows.values():
+            tones = torch.from_numpy(mpl.colormaps[colours](((some + 1) / 2).cpu().numpy()))
+            tiles = tones.reshape(-1, 8, 8, 4).permute(0, 3, 1, 2)
+            apart = torch.nn.functional.pad(tiles, (1, 1, 4, 0), value=1.0)
+            lines.append(torch.cat([*apart], 2))
     axis = figure.subplots()
     axis.imshow(torch.cat(lines, 1).permute(1, 2, 0).numpy())
-    names = [name.replace(", ", "\n") for name in rows]
-    axis.set_yticks([12 * i + 7.5 for i in range(len(rows))], names, fontsize=9)
+    names = [name.replace(", ", "\n") for name in (*images, *slopes)]
+    axis.set_yticks([12 * i + 7.5 for i in range(len(names))], names, fontsize=9)
+    axis.set_anchor("N")
     axis.set_xticks([])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
