@@ -281,7 +281,7 @@ def forces(truth: torch.Tensor, predicted: dict[str, torch.Tensor], cut: Cut, fi
         axis.plot([-end, end], [-end, end], color=TRUTH, lw=1, zorder=0)
         axis.plot(true, found.flatten(), ".", color=colour, ms=2.5, alpha=0.35, mew=0)
         error = float((found - truth).square().mean().sqrt() / truth.square().mean().sqrt())
-        said = f"error: {error:.1%} of the forces"
+        said = f"RMS error: {error:.1%} of the RMS force"
         beyond = int((found.abs() > end).sum())
         if beyond:
             said += f"\n{beyond} of {found.numel()} lie beyond"
@@ -301,8 +301,8 @@ def forces(truth: torch.Tensor, predicted: dict[str, torch.Tensor], cut: Cut, fi
         inside, torch.full_like(inside, 0.02), "|", color=INK, ms=7, alpha=0.4,
         transform=axis.get_xaxis_transform(), label="training clusters",
     )  # fmt: skip
-    axis.axvline(cut.start, color=BEFORE, lw=0.8, zorder=0)
-    axis.set(xlabel="distance of the outermost atom", ylabel="energy of a held-out cluster")
+    axis.axvline(cut.start, color=BEFORE, lw=0.8, zorder=0, label="where it was")
+    axis.set(xlabel="distance of the outermost atom, sigma", ylabel="energy of a held-out cluster")
     axis.set_title("one atom is pulled out")
     axis.legend(frameon=False, fontsize=9)
     for axis in axes:

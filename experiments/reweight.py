@@ -14,6 +14,7 @@ from experiments.compiling import Choice, Wanted
 from experiments.data.digits import CLASSES, IMAGES, PIXELS
 from experiments.data.noisy_digits import Examples
 from experiments.networks import mlp
+from experiments.schedules import falling
 from hoglib import _arguments as arguments
 
 Params = dict[str, Tensor]
@@ -121,12 +122,8 @@ class Reweighting(Belonging):
 
     def configure_optimizers(self) -> Any:
         """One Adam for all: its steps are by element, so each network has those of its own loss."""
-
-        def factor(steps: int) -> float:
-            batches = self.trainer.num_training_batches * (self.trainer.max_epochs or 1)
-            return 1 - min(steps / batches, 1) if steps and self.decay else 1.0
-
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        factor = falling(self.trainer) if self.decay else lambda steps: 1.0
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
