@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from math import asinh, ceil, floor, log, log10
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -24,7 +24,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
 INK, TRUTH, BEFORE, ONE, TEN = "#222222", "#999999", "#c7c7c7", "#e08214", "#2166ac"
 DIGITS = 14  # in each group of the picture of weights
@@ -263,7 +263,7 @@ def race(
     axes[0].set_ylabel("squared error of an image")
     axes[1].legend(frameon=False)
     above.suptitle("An autoencoder of digits")
-    _rows(below, images)
+    _tiles(below, {name: some[:16].detach() for name, some in images.items()}, {})
     return _save(figure, file)
 
 
@@ -329,21 +329,133 @@ def few_shot_curves(metrics: Path, file: Path) -> Path:
     return _save(figure, file)
 
 
-def _rows(figure: Any, images: dict[str, torch.Tensor], across: int = 16) -> None:
-    """The first images of each kind, one kind a row."""
-    apart = [
-        torch.nn.functional.pad(one.detach().cpu().reshape(8, 8), (1, 1, 2, 2), value=-1)
-        for some in images.values()
-        for one in some[:across]
-    ]
-    count = len(apart) // len(images)
-    rows = [torch.cat(apart[i : i + count], 1) for i in range(0, len(apart), count)]
+class Row(NamedTuple):
+    """Images [n, 64], what a network says of them [n] and what they are [n]."""
+
+    x: torch.Tensor
+    said: torch.Tensor
+    label: torch.Tensor
+
+
+def robust(
+    epsilons: list[float],
+    right: dict[str, dict[str, torch.Tensor]],
+    epsilon: float,
+    rows: dict[str, Row],
+    slopes: dict[str, torch.Tensor],
+    file: Path,
+) -> Path:
+    """Accuracy by the bound of each attack, with 95% intervals; below, images attacked within epsilon
+    with what the networks say of them, and the slopes [n, 64] of their losses.
+
+    right: by network and attack, which images it tells right [epsilons, n].
+    """
+    figure: Any = plt.figure(figsize=(11, 6.3), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 0.8))
+    attacks = [*next(iter(right.values()))]
+    axes = above.subplots(1, len(attacks), sharey=True)
+    for axis, attack in zip(axes, attacks, strict=True):
+        for (label, by_attack), colour in zip(right.items(), (INK, TEN, ONE), strict=False):
+            flags = by_attack[attack].double()
+            mean, half = flags.mean(1), 1.96 * flags.std(1, correction=0) / flags.shape[1] ** 0.5
+            axis.fill_between(epsilons, mean - half, mean + half, color=colour, alpha=0.15, lw=0)
+            axis.plot(epsilons, mean, "o-", color=colour, ms=4, lw=1.8, label=label)
+        axis.set(title=attack, xlabel="bound of the attack (white to black is 1)", ylim=(0, 1.02))
+        axis.yaxis.set_major_formatter(PercentFormatter(1))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("accuracy on held-out digits")
+    axes[0].legend(frameon=False, loc="lower left", title="trained with penalty, weight")
+    left, right_half = below.subfigures(1, 2)
+    left.suptitle(f"attacked by PGD within {epsilon:g}; above each, what is said", fontsize=10)
+    right_half.suptitle("slope of the loss (red: more ink raises it, blue: lowers it)", fontsize=10)
+    axis = _tiles(left, {label: row.x for label, row in rows.items()}, {})
+    for i, row in enumerate(rows.values()):
+        for j, (said, label) in enumerate(zip(row.said.tolist(), row.label.tolist(), strict=True)):
+            colour = TEN if said == label else ONE
+            axis.text(*_at(i, j), said, color=colour, ha="center", va="bottom", fontsize=10)
+    _tiles(right_half, {"digit": rows["digit"].x}, slopes)
+    return _save(figure, file)
+
+
+def _at(row: int, column: int) -> tuple[float, float]:
+    """Where to write above a tile of `_tiles`."""
+    return 10 * column + 4.5, 12 * row + 3.5
+
+
+def _tiles(figure: Any, images: dict[str, torch.Tensor], slopes: dict[str, torch.Tensor]) -> Any:
+    """A row [n, 64] for each name: images from -1 to 1, then slopes, each from its own -max to max."""
+    scaled = {name: some / some.abs().amax(1, keepdim=True) for name, some in slopes.items()}
+    lines = []
+    for colours, rows in (("gray_r", images), ("RdBu_r", scaled)):
+        for some in rows.values():
+            tones = torch.from_numpy(mpl.colormaps[colours](((some + 1) / 2).cpu().numpy()))
+            tiles = tones.reshape(-1, 8, 8, 4).permute(0, 3, 1, 2)
+            apart = torch.nn.functional.pad(tiles, (1, 1, 4, 0), value=1.0)
+            lines.append(torch.cat([*apart], 2))
     axis = figure.subplots()
-    axis.imshow(torch.cat(rows).numpy(), cmap="gray_r", vmin=-1, vmax=1)
-    axis.set_yticks([12 * i + 5.5 for i in range(len(images))], [*images])
+    axis.imshow(torch.cat(lines, 1).permute(1, 2, 0).numpy())
+    names = [name.replace(", ", "\n") for name in (*images, *slopes)]
+    axis.set_yticks([12 * i + 7.5 for i in range(len(names))], names, fontsize=9)
+    axis.set_anchor("N")
     axis.set_xticks([])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
+    return axis
+
+
+class Cut(NamedTuple):
+    """Energies [m] where an atom is at distances [m] from the others' centre, by what was learned from.
+
+    start: where it is in the cluster that is cut; training: where outermost atoms of training clusters
+    are [n].
+    """
+
+    distances: torch.Tensor
+    truth: torch.Tensor
+    energies: dict[str, torch.Tensor]
+    start: float
+    training: torch.Tensor
+
+
+def forces(truth: torch.Tensor, predicted: dict[str, torch.Tensor], cut: Cut, file: Path) -> Path:
+    """Predicted components of forces by true ones, by what was learned from; and a cut through E."""
+    count = len(predicted)
+    figure, axes = plt.subplots(
+        1, count + 1, figsize=(4.1 * (count + 1), 4.2), layout="constrained"
+    )
+    true = truth.flatten()
+    end = 1.05 * float(true.abs().max())
+    for axis, (label, found), colour in zip(axes, predicted.items(), (ONE, TEN), strict=False):
+        axis.plot([-end, end], [-end, end], color=TRUTH, lw=1, zorder=0)
+        axis.plot(true, found.flatten(), ".", color=colour, ms=2.5, alpha=0.35, mew=0)
+        error = float((found - truth).square().mean().sqrt() / truth.square().mean().sqrt())
+        said = f"RMS error: {error:.1%} of the RMS force"
+        beyond = int((found.abs() > end).sum())
+        if beyond:
+            said += f"\n{beyond} of {found.numel()} lie beyond"
+        axis.text(0.04, 0.96, said, transform=axis.transAxes, va="top")
+        axis.set(title=f"trained on {label}", xlim=(-end, end), ylim=(-end, end))
+        axis.set(xlabel="true force component", aspect="equal")
+    axes[0].set_ylabel("predicted")
+    axis = axes[-1]
+    axis.plot(cut.distances, cut.truth, color=TRUTH, lw=5, alpha=0.5, label="truth")
+    for (label, energies), colour in zip(cut.energies.items(), (ONE, TEN), strict=False):
+        axis.plot(cut.distances, energies, color=colour, lw=1.8, label=label)
+    low, at_end = float(cut.truth.min()), float(cut.truth[-1])
+    high = at_end + 0.6 * (at_end - low)
+    axis.set_ylim(low - 0.25 * (at_end - low), high)
+    inside = cut.training[cut.training <= cut.distances[-1]]
+    axis.plot(
+        inside, torch.full_like(inside, 0.02), "|", color=INK, ms=7, alpha=0.4,
+        transform=axis.get_xaxis_transform(), label="training clusters",
+    )  # fmt: skip
+    axis.axvline(cut.start, color=BEFORE, lw=0.8, zorder=0, label="where it was")
+    axis.set(xlabel="distance of the outermost atom, sigma", ylabel="energy of a held-out cluster")
+    axis.set_title("one atom is pulled out")
+    axis.legend(frameon=False, fontsize=9)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    return _save(figure, file)
 
 
 def _digits(figure: Any, title: str, examples: "Examples", picks: torch.Tensor) -> None:

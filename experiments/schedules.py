@@ -1,15 +1,16 @@
-"""Rates that fall over a run."""
+"""Learning rates over a run."""
+
+from collections.abc import Callable
 
 import lightning.pytorch as pl
-import torch
 
 
-def decayed(module: pl.LightningModule, optimizer: torch.optim.Optimizer, decay: bool) -> tuple:
-    """What configure_optimizers returns: the rate falls linearly to zero over the run, or stays."""
+def falling(trainer: pl.Trainer) -> Callable[[int], float]:
+    """What a rate is multiplied by after some steps: linear from 1 to 0 over the run."""
 
     def factor(steps: int) -> float:
-        batches = module.trainer.num_training_batches * (module.trainer.max_epochs or 1)
-        return 1 - min(steps / batches, 1) if steps and decay else 1.0
+        if not steps:  # asked for before the trainer knows its batches
+            return 1.0
+        return 1 - min(steps / (trainer.num_training_batches * (trainer.max_epochs or 1)), 1)
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+    return factor

@@ -273,6 +273,85 @@ def race(columns: dict[str, list[tuple[int, float]]], ends: dict[str, tuple[str,
     )
 
 
+def robust(
+    epsilons: Sequence[float],
+    right: dict[str, dict[str, Tensor]],
+    tried: Sequence[tuple[str, float, float, bool]],
+    validation: int,
+) -> str:
+    """Accuracy of networks under attacks, beside the first; and the weights that were tried.
+
+    right: by network and attack, which test images it tells right [epsilons, n]; tried: penalty,
+    weight, area and whether it was chosen; validation: the number of images that the areas are of.
+    """
+    rows = [["", "attack", *(f"{e:g}" for e in epsilons)]]
+    first, *others = right
+    for label, by_attack in right.items():
+        for attack, flags in by_attack.items():
+            rows.append([label, attack, *map(share, flags)])
+    for label in others:
+        for attack, flags in right[label].items():
+            gains = flags.double() - right[first][attack].double()
+            rows.append([f"{label}: gain", attack, *map(share, gains)])
+    count = next(iter(right[first].values())).shape[1]
+    lines = [
+        f"Accuracy on {count} held-out digits by the bound of the attack (white to black is 1), "
+        "± 95% interval",
+        "",
+        *align(rows, left=2),
+        "",
+        f"gain: over {first}, digit by digit.",
+    ]
+    if tried:
+        choice = [["penalty", "weight", "area", ""]]
+        for kind, weight, area, chosen in tried:
+            choice.append([kind, f"{weight:g}", f"{area:.1%}", "<- chosen" if chosen else ""])
+        lines += [
+            "",
+            *align(choice, left=1),
+            "",
+            f"area: accuracy under PGD on {validation} other digits, the mean over the bounds.",
+        ]
+    return "\n".join(lines)
+
+
+def forces(rows: dict[str, Any], atoms: int, clusters: int) -> str:
+    """Errors of energies and of forces by what a potential was trained on; the last row is of nothing.
+
+    rows: `experiments.forces.Errors`, of held-out clusters [n], in the same order.
+    """
+    cells = [["trained on", "energy error", "of it", "force error", "of it"]]
+    first, *_, last = rows
+    for label, found in rows.items():
+        row = [label]
+        for errors, known in zip(found, rows[last], strict=True):
+            row += [interval(errors), f"{errors.mean() / known.mean():.1%}"]
+        cells.append(row)
+    for label in [*rows][1:-1]:
+        row = [f"{label}: gain"]
+        for errors, others in zip(rows[label], rows[first], strict=True):
+            row += [interval(others.double() - errors.double()), ""]
+        cells.append(row)
+    count = len(rows[first].energy)
+    return "\n".join(
+        [
+            f"Errors on {count} held-out clusters of {atoms} atoms, after training on {clusters}; "
+            "mean ± 95% interval",
+            "",
+            *align(cells, left=1),
+            "",
+            "energy error: |difference| by atom; force error: the mean |difference| of a component;\n"
+            f"of it: of that of {last}; gain: over {first}, cluster by cluster.",
+        ]
+    )
+
+
+def interval(values: Tensor) -> str:
+    """The mean of values [n], +- 1.96 s / sqrt(n)."""
+    half = 1.96 * values.double().std().item() / sqrt(len(values))
+    return f"{values.double().mean().item():.4f} ± {half:.4f}"
+
+
 def share(values: Tensor) -> str:
     """The mean of values [n] as a percentage, +- 1.96 s / sqrt(n)."""
     interval = 1.96 * values.double().std(correction=0).item() / sqrt(len(values))

@@ -32,6 +32,10 @@ def images() -> Images:
     return Images(torch.tensor(x / 8 - 1, dtype=torch.float32), torch.tensor(label).long())
 
 
+def _images(picks: Tensor) -> Images:
+    return Images(*(part[picks] for part in images()))
+
+
 class Batches(Stream):
     """Some of the images, none twice in a batch; or all of them, each time."""
 
@@ -50,7 +54,8 @@ class Batches(Stream):
 class Digits(pl.LightningDataModule):
     """A stream of digits for training, and held-out ones.
 
-    train, test: how many images; iterations: batches in the run; batch: images in one, or null for all
+    train, test: how many images; val: how many others to choose by, 0 where nothing is chosen and
+    validation sees those of test; iterations: batches in the run; batch: images in one, or null for all
     of them in each; seed: of the split and the stream, the run's by default.
     """
 
@@ -61,14 +66,20 @@ class Digits(pl.LightningDataModule):
         iterations: int = 1000,
         batch: int | None = None,
         seed: int | None = None,
+        val: int = 0,
     ) -> None:
         super().__init__()
         arguments.at_least("train", train, 1)
         arguments.at_least("test", test, 2)
-        if train + test > IMAGES:
+        arguments.at_least("val", val, 0)
+        if train + test + val > IMAGES:
+            named, parts, given = (
+                ("train, test, val", "all", f"{train}, {test} and {val}")
+                if val
+                else ("train, test", "both", f"{train} and {test}")
+            )
             raise arguments.WrongValue(
-                f"train, test: expected {IMAGES} images in both, got {train} and {test}; make them "
-                "smaller."
+                f"{named}: expected {IMAGES} images in {parts}, got {given}; make them smaller."
             )
         if batch is not None and arguments.at_least("batch", batch, 1) > train:
             raise arguments.WrongValue(
@@ -78,15 +89,19 @@ class Digits(pl.LightningDataModule):
         self.iterations = arguments.at_least("iterations", iterations, 1)
         self.batch = batch
         order = torch.randperm(IMAGES, generator=seeded(self.seed))
-        picks = order[:test], order[test : test + train]
-        self.held_out, self.train = (Images(*(part[pick] for part in images())) for pick in picks)
+        rest = IMAGES - test - train - val
+        test_picks, train_picks, val_picks, _ = order.split([test, train, val, rest])
+        self.held_out, self.train = _images(test_picks), _images(train_picks)
+        self.validation = _images(val_picks) if val else self.held_out
         self.options = {"train": train, "test": test, "seed": self.seed}
+        if val:  # not where there is none: checkpoints from before there was one stay good
+            self.options["val"] = val
 
     def train_dataloader(self) -> Batches:
         return Batches(self.train, self.iterations, self.batch, self.seed)
 
     def val_dataloader(self) -> HeldOut:
-        return HeldOut(self.held_out)
+        return HeldOut(self.validation)
 
     def test_dataloader(self) -> HeldOut:
         return HeldOut(self.held_out)
