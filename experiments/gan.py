@@ -74,7 +74,7 @@ class GAN(Adversarial):
         row = tables.Generated(
             how["penalty"],
             how["loss"],
-            how["data"],
+            how["data.kind"],
             int(self.average.n_averaged),
             *judge(fake, self.target),
             wasserstein(fake, real),

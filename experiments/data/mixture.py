@@ -112,7 +112,7 @@ class Points(pl.LightningDataModule):
         self.validation_points = arguments.at_least("validation_points", validation_points, 2)
         self.test_points = arguments.at_least("test_points", test_points, 2)
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed
-        self.options = {"data": self.target.name}
+        self.options = {"kind": self.target.name}
 
     @property
     def target(self) -> Target:

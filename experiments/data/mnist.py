@@ -88,7 +88,7 @@ class Mnist(pl.LightningDataModule):
         first, second = split()
         self.train = Images(*(part[:train] for part in first))
         self.held_out = Images(*(part[:test] for part in second))
-        self.options = {"data": f"MNIST, {train} digits"}
+        self.options = {"images": f"MNIST, {train} digits"}
 
     def train_dataloader(self) -> Pictures:
         return Pictures(self.train, self.iterations, self.batch, self.seed)

@@ -160,7 +160,7 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
     ("args", "message"),
     [
         (("--model.weights", "{jacobian: [2]}"), "trained with weights {'jacobian': .2.0.}"),
-        (("--data.val", "60"), "trained with val 60, .* one trained with val 50"),
+        (("--data.val", "60"), "trained with data.val 60, .* one trained with data.val 50"),
     ],
     ids=["weights", "validation part"],
 )
