@@ -97,7 +97,9 @@ class ImageGAN(Adversarial):
         found, floor = self.judged(fake, real), self.judged(training, real)
         folder = runs.run_folder(self.trainer)
         how = self.trained_with
-        row = tables.DrawnRow(how["penalty"], how["loss"], how["data.images"], self.steps, *found[:-1])
+        row = tables.DrawnRow(
+            how["penalty"], how["loss"], how["data.images"], self.steps, *found[:-1]
+        )
         truth = tables.DrawnRow("real training digits", "", row.data, 0, *floor[:-1])
         self.log_dict(
             {

@@ -207,8 +207,11 @@ class Episodes(pl.LightningDataModule):
             if (few := len(data.members) - len(kept[split].members))
         ]
         if left_out:
+            least = " or ".join(
+                str(n) for n in dict.fromkeys((shots + queries, shots + self.test_queries))
+            )
             warnings.warn(
-                f"classes of fewer images than shots and queries are left out: "
+                f"classes of fewer than {least} images (shots and queries) are left out: "
                 f"{', '.join(left_out)}.",
                 stacklevel=2,
             )

@@ -205,7 +205,10 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
     ("args", "message"),
     [
         (("--model.weight", "2"), "trained with weight 2"),
-        (("--data.temperature", "0.4"), "trained with data.temperature 0.4, .* data.temperature 0.3"),
+        (
+            ("--data.temperature", "0.4"),
+            "trained with data.temperature 0.4, .* data.temperature 0.3",
+        ),
     ],
     ids=["weight", "data"],
 )

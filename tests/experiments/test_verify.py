@@ -14,7 +14,8 @@ import hoglib as hog
 from experiments import networks
 from experiments.data.stream import HeldOut
 from experiments.gan import GAN
-from experiments.maml import ALGORITHMS, MAMLRegression
+from experiments.learners import ALGORITHMS
+from experiments.maml import MAMLRegression
 from experiments.reweight import Reweighting, evenly
 from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, run
 from tests.experiments.test_reweight import examples
