@@ -11,7 +11,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hoglib as hog
 from experiments.belonging import Belonging
+from experiments.double import by_parameters_and_inputs
 from experiments.gradients import Loss
+from experiments.schedules import falling
 from hoglib import _arguments as arguments
 
 EVALUATION_SEED = 2**42  # of the generated samples that are judged, the same ones at every visit
@@ -107,19 +109,12 @@ class Adversarial(Belonging):
     def configure_optimizers(self) -> Any:
         """Adam and schedule of the critic, then of the generator."""
 
-        def falling(every: int) -> Callable[[int], float]:
-            def factor(steps: int) -> float:
-                batches = self.trainer.num_training_batches * (self.trainer.max_epochs or 1)
-                return 1 - min(steps * every / batches, 1) if steps and self.decay else 1.0
-
-            return factor
-
         optimizers = [
             torch.optim.Adam(network.parameters(), lr=self.lr, betas=self.betas)
             for network in (self.critic, self.generator)
         ]
         schedules = [
-            torch.optim.lr_scheduler.LambdaLR(optimizer, falling(every))
+            falling(self, optimizer, self.decay, every)
             for optimizer, every in zip(optimizers, (1, self.critic_steps), strict=True)
         ]
         return optimizers, schedules
@@ -172,18 +167,11 @@ class Adversarial(Belonging):
     def second_order_problem(self, real: Tensor) -> tuple[Any, dict[str, Tensor], None]:
         """The sum of the critic's scores, by its parameters and by the samples that it scores.
 
-        A penalty is a function of the gradient of the scores by the samples, g_n = dD(x_n) / dx_n, and
-        trains the critic by the derivatives of g_n by its parameters: those of two orders, of one kind
-        each, of this sum. At the same samples x as `_critic_step`: real and generated.
+        At the same samples as `_critic_step`: real and generated.
         """
         with torch.no_grad():
             samples = torch.cat([real, self.generator(self.latents(len(real)))])
-
-        def scores(params: dict[str, Tensor], _: None) -> Tensor:
-            own = {name: value for name, value in params.items() if name != "x"}
-            return torch.func.functional_call(self.critic, own, (params["x"],)).sum()
-
-        return scores, {**hog.trainable_params(self.critic), "x": samples}, None
+        return by_parameters_and_inputs(self.critic, samples)
 
     def _step(self, which: int, name: str, *given: Any) -> list[Tensor]:
         """A step of an optimizer on the critic's loss or the generator's; its terms."""

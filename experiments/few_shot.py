@@ -12,7 +12,7 @@ from experiments.compiling import Choice, Wanted
 from experiments.learners import ALGORITHMS, learner
 from experiments.networks import conv4
 from experiments.prototypes import Prototypes, nearest_centroid
-from experiments.schedules import falling
+from experiments.schedules import stepwise
 from hoglib import _arguments as arguments
 
 Batch = tuple[Tensor, Tensor]
@@ -110,11 +110,7 @@ class FewShotClassification(Belonging):
         self._trained = checkpoint["global_step"]
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
-        if not self.decay:
-            return optimizer
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, falling(self.trainer))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return stepwise(self, torch.optim.Adam(self.parameters(), lr=self.lr), self.decay)
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         tasks, weight = hog.meta.shard(batch)  # of this process, if there are several

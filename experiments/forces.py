@@ -10,8 +10,9 @@ import hoglib as hog
 from experiments import plots, runs, tables
 from experiments.belonging import Belonging
 from experiments.data.clusters import Structures, energies_and_forces
+from experiments.double import by_parameters_and_inputs
 from experiments.networks import mlp
-from experiments.schedules import falling
+from experiments.schedules import stepwise
 from hoglib import _arguments as arguments
 
 ENERGIES, BOTH = "energies", "both"
@@ -125,9 +126,7 @@ class Potentials(Belonging):
 
     def configure_optimizers(self) -> Any:
         """One Adam for both: its steps are by element, so each has those of its own loss."""
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, falling(self.trainer))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return stepwise(self, torch.optim.Adam(self.parameters(), lr=self.lr))
 
     def on_fit_start(self) -> None:
         """The scales of the training set, which checkpoints hold too, for those who test alone."""
@@ -156,18 +155,8 @@ class Potentials(Belonging):
         return of_energy + self.weight * of_forces
 
     def second_order_problem(self, batch: Structures) -> tuple[Any, dict[str, Tensor], None]:
-        """The sum of the energies of clusters, by the parameters and by the positions.
-
-        A loss of forces -dE/dx trains the network by the derivatives of these by its parameters:
-        those of two orders, of one kind each, of this sum.
-        """
-        potential = self.potentials[BOTH]
-
-        def energies(params: dict[str, Tensor], _: None) -> Tensor:
-            own = {name: value for name, value in params.items() if name != "x"}
-            return torch.func.functional_call(potential, own, (params["x"],)).sum()
-
-        return energies, {**hog.trainable_params(potential), "x": batch.x}, None
+        """The sum of the energies of clusters, by the parameters and by the positions."""
+        return by_parameters_and_inputs(self.potentials[BOTH], batch.x)
 
     def predicted(self, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         """Energies and forces, without a graph, also in inference mode."""

@@ -14,7 +14,7 @@ from experiments.compiling import Choice, Wanted
 from experiments.data.digits import CLASSES, IMAGES, PIXELS
 from experiments.data.noisy_digits import Examples
 from experiments.networks import mlp
-from experiments.schedules import falling
+from experiments.schedules import stepwise
 from hoglib import _arguments as arguments
 
 Params = dict[str, Tensor]
@@ -122,10 +122,7 @@ class Reweighting(Belonging):
 
     def configure_optimizers(self) -> Any:
         """One Adam for all: its steps are by element, so each network has those of its own loss."""
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
-        factor = falling(self.trainer) if self.decay else lambda steps: 1.0
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return stepwise(self, torch.optim.Adam(self.parameters(), lr=self.lr), self.decay)
 
     def training_step(self, batch: tuple[Examples, Examples], batch_idx: int) -> Tensor:
         noisy, clean = batch

@@ -10,8 +10,9 @@ import hoglib as hog
 from experiments import attacks, plots, runs, tables
 from experiments.belonging import Belonging
 from experiments.data.digits import CLASSES, PIXELS, Images
+from experiments.double import by_parameters_and_inputs
 from experiments.networks import mlp
-from experiments.schedules import falling
+from experiments.schedules import stepwise
 from hoglib import _arguments as arguments
 
 PLAIN = "plain"
@@ -99,9 +100,7 @@ class Robustness(Belonging):
 
     def configure_optimizers(self) -> Any:
         """One Adam for all: its steps are by element, so each network has those of its own loss."""
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, falling(self.trainer))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        return stepwise(self, torch.optim.Adam(self.parameters(), lr=self.lr))
 
     def training_step(self, batch: Images, batch_idx: int) -> Tensor:
         losses = {name: self.loss(name, batch) for name in self.networks}
@@ -129,19 +128,10 @@ class Robustness(Belonging):
         return losses.mean() + weight * penalty
 
     def second_order_problem(self, batch: Images) -> tuple[Any, dict[str, Tensor], None]:
-        """The sum of the losses of images, by the parameters and by the images.
-
-        The penalty on g_n = dL_n / dx_n trains the network by the derivatives of g_n by its
-        parameters: those of two orders, of one kind each, of this sum.
-        """
-        network = self.networks[PLAIN]
-
-        def losses(params: dict[str, Tensor], _: None) -> Tensor:
-            own = {name: value for name, value in params.items() if name != "x"}
-            logits = torch.func.functional_call(network, own, (params["x"],))
-            return _losses(logits, batch.label).sum()
-
-        return losses, {**hog.trainable_params(network), "x": batch.x}, None
+        """The sum of the losses of images, by the parameters and by the images."""
+        return by_parameters_and_inputs(
+            self.networks[PLAIN], batch.x, lambda logits: _losses(logits, batch.label).sum()
+        )
 
     def attacked(self, name: str, images: Images, attack: str, epsilon: float) -> Tensor:
         """The images [n, 64] that an attack makes, on the CPU in float64.

@@ -1,6 +1,6 @@
 """Tables: what an experiment prints at its end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import nan, sqrt
 from typing import Any, NamedTuple
 
@@ -83,11 +83,9 @@ def classified(
     own: FewShot, others: Sequence[FewShot], pixels: FewShot, title: str, tasks: int
 ) -> str:
     """A run, the newest one of each other method on the same tasks, and pixels by themselves."""
-    kept = {own.method: own}
-    for other in others:
-        kept.setdefault(other.method, other)
+    kept = newest([own, *others], lambda r: r.method)
     rows = [["method", "accuracy", "parameters", "meta-steps", ""]]
-    for r in [*sorted(kept.values(), key=lambda r: -r.accuracy), pixels]:
+    for r in [*sorted(kept, key=lambda r: -r.accuracy), pixels]:
         size, steps = (f"{r.parameters:,}", f"{r.steps:,}") if r.steps else ("", "")
         here = "<- this run" if r is own else ""
         rows.append([r.method, f"{r.accuracy:.1%} ± {r.interval:.1%}", size, steps, here])
@@ -113,7 +111,7 @@ def generated(
 ) -> str:
     """A run, the newest one of each other penalty and loss on the same data, and real points."""
     rows = [["penalty", "loss", "steps", parts, "rarest", "within 3 sigma", "Wasserstein", ""]]
-    for r in [*sorted(newest(row, others), key=lambda r: r.distance), truth]:
+    for r in [*sorted(penalised(row, others), key=lambda r: r.distance), truth]:
         rows.append(
             [
                 r.penalty,
@@ -135,13 +133,18 @@ def generated(
     return "\n".join([head, "", *align(rows, left=2), "", note])
 
 
-def newest(row: Any, others: Sequence[Any]) -> list[Any]:
-    """A row, and of the others on the same data the first of each other penalty and loss."""
-    kept = {(row.penalty, row.loss): row}
-    for other in others:
-        if other.data == row.data:
-            kept.setdefault((other.penalty, other.loss), other)
+def newest(rows: Sequence[Any], kind: Callable[[Any], Any]) -> list[Any]:
+    """Of rows from the newest on the first of each kind."""
+    kept: dict[Any, Any] = {}
+    for row in rows:
+        kept.setdefault(kind(row), row)
     return [*kept.values()]
+
+
+def penalised(row: Any, others: Sequence[Any]) -> list[Any]:
+    """A row, and the newest of each other penalty and loss on the same data."""
+    rows = [row, *(other for other in others if other.data == row.data)]
+    return newest(rows, lambda r: (r.penalty, r.loss))
 
 
 class DrawnRow(NamedTuple):
@@ -165,7 +168,7 @@ def drawn(
     shares [10]: of the classes of this run's digits.
     """
     rows = [["penalty", "loss", "steps", "Frechet", "confident", "classes", "entropy", ""]]
-    for r in [*sorted(newest(row, others), key=lambda r: r.frechet), truth]:
+    for r in [*sorted(penalised(row, others), key=lambda r: r.frechet), truth]:
         rows.append(
             [
                 r.penalty,
@@ -348,8 +351,8 @@ def forces(rows: dict[str, Any], atoms: int, clusters: int) -> str:
 
 def interval(values: Tensor) -> str:
     """The mean of values [n], +- 1.96 s / sqrt(n)."""
-    half = 1.96 * values.double().std().item() / sqrt(len(values))
-    return f"{values.double().mean().item():.4f} ± {half:.4f}"
+    mean, half = mean_and_interval(values.double())
+    return f"{mean:.4f} ± {half:.4f}"
 
 
 def share(values: Tensor) -> str:

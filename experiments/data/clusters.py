@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from experiments.data.stream import HeldOut, Stream
+from experiments.data.stream import HeldOut, Stream, seeded
 from hoglib import _arguments as arguments
 
 HOT = 2.0  # where the walk begins: clusters are gas
@@ -99,7 +99,7 @@ class ClusterBatches(Stream):
         self.data, self.batch = data, batch
 
     def batch_of(self, seed: int) -> Structures:
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         picks = torch.randperm(len(self.data.x), generator=generator)[: self.batch]
         return Structures(*(part[picks] for part in self.data))
 

@@ -2,7 +2,7 @@
 
 Pointers and version counters do not tell enough: fused optimizers, `.data` and NumPy write past them.
 Nor does a sum: the gradient of a weight before a layer norm sums to zero, and so does a step. A sum
-and a norm of each tensor cost a fiftieth of a product.
+and a norm are two readings of each tensor.
 """
 
 import inspect
