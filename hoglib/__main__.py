@@ -162,9 +162,14 @@ def _audit(given: argparse.Namespace) -> int:
 
 
 def _env(given: argparse.Namespace) -> int:
+    from hoglib import _arguments as arguments
     from hoglib import _environment
 
-    print(_environment.as_json() if given.json else _environment.text())
+    try:
+        print(_environment.as_json() if given.json else _environment.text())
+    except arguments.WrongValue as error:  # a variable of the environment
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hoglib import _matrix_products as matrix_products
 from hoglib._version import __version__
 from hoglib.stand_ins import rows
 from hoglib.verification._words import MODES
@@ -23,6 +24,7 @@ def facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": devices,
         "threads": torch.get_num_threads(),
+        "matrix_products": matrix_products.facts(),
         "stand_ins": [
             {
                 "name": row.name,
@@ -47,6 +49,7 @@ def text() -> str:
     lines = [
         f"hoglib {known['hoglib']}, Python {known['python']}, torch {known['torch']}, {cuda}, "
         f"{known['threads']} threads",
+        *textwrap.wrap(_products(known["matrix_products"]), WIDTH),
     ]
     replaced = [row for row in rows() if row.replaces]
     refused = [row for row in rows() if not row.replaces]
@@ -66,3 +69,15 @@ def text() -> str:
                 lines.append(f"  {row.name:{width}}  {first}")
                 lines += [" " * (width + 4) + line for line in rest]
     return "\n".join([*lines, "", *textwrap.wrap(f"Modes: {keys}.", WIDTH)])
+
+
+def _products(known: dict[str, Any]) -> str:
+    if not known["available"]:
+        return "Matrix products: torch's BLAS (this torch has no oneDNN, or it is switched off)."
+    if known["switch"] != "auto":
+        return f"Matrix products: {matrix_products.SWITCH}={known['switch']}."
+    found = f"oneDNN in {known['faster']} of {known['classes']} classes of sizes"
+    most = f", up to {known['most']:.2f} times as fast" if known["faster"] else ""
+    return (
+        f"Matrix products in float32: {found}{most}; {matrix_products.SWITCH}=off switches it off."
+    )

@@ -1,9 +1,13 @@
-"""Settings of every test: one torch thread, and GPU tests skipped where there is no GPU."""
+"""Settings of every test: one torch thread, torch's own matrix products, and GPU tests skipped where
+there is no GPU."""
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ["HOGLIB_ONEDNN"] = "off"  # what is timed on a busy machine is another thing every time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from hoglib import _arguments as arguments
+from hoglib._cache import cache_dir
 from hoglib._warning import warn
 from hoglib.capture import _inductor as inductor
 
@@ -50,7 +51,7 @@ def made(
         )
         return inductor.Made(_in_order(graph), 0.0, "compiled"), "eager"
     if found.source == "compiled":
-        say(f"compiled {name} in {found.seconds:.1f} s, and kept it in {inductor.cache_dir()}")
+        say(f"compiled {name} in {found.seconds:.1f} s, and kept it in {cache_dir()}")
     return found, "inductor"
 
 

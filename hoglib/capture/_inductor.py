@@ -21,11 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from hoglib import _matrix_products as matrix_products
+from hoglib._cache import cache_dir
+from hoglib._cache import made as made_directory
 from hoglib._version import __version__
 from hoglib._warning import warn
 from hoglib.capture._convolutions import tailor
 from hoglib.capture._functional import functional
 from hoglib.capture._layout import channels_last
+from hoglib.capture._matrix_products import by_onednn
 from hoglib.capture._merged import merge
 from hoglib.capture._products import arrange
 from hoglib.capture._scaled import unscale
@@ -75,14 +79,6 @@ def make(
     return Made(run, perf_counter() - began, source)
 
 
-def cache_dir() -> Path:
-    """Where compiled graphs are kept: HOGLIB_CACHE_DIR, or hoglib in the user's cache directory."""
-    chosen = os.environ.get("HOGLIB_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hoglib"
-
-
 def forget() -> None:
     """Forgets what this process compiled; what is on disk stays."""
     _IN_MEMORY.clear()
@@ -96,7 +92,7 @@ def _key(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> str:
         str(_processor()), str(torch.get_num_threads()), str(dynamic), graph.code,
         str([(x.dtype, tuple(x.shape), x.stride(), str(x.device)) for x in tensors]),
         str(sorted({torch.cuda.get_device_name(x.device) for x in tensors if x.is_cuda})),
-        str(torch.are_deterministic_algorithms_enabled()),
+        str(torch.are_deterministic_algorithms_enabled()), str(matrix_products.state()),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -185,7 +181,9 @@ def _faster(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.G
     if dynamic:
         return module
     merge(module)
-    return channels_last(module, tensors)
+    module = channels_last(module, tensors)
+    by_onednn(module)
+    return module
 
 
 def has_cpp_compiler() -> bool:
@@ -229,7 +227,7 @@ def _save(artifact: Any, key: str) -> None:
     """Whole or not at all; without it the next process compiles again."""
     directory = cache_dir()
     try:
-        _make(directory)
+        made_directory(directory)
         handle, name = mkstemp(dir=directory)
         os.close(handle)
         try:
@@ -247,15 +245,11 @@ def _save(artifact: Any, key: str) -> None:
         return
 
 
-def _make(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
 @contextmanager
 def _of_torch(directory: Path) -> Iterator[None]:
     """What torch's compiler keeps is kept beside ours: machine code, which ours only names."""
     try:
-        _make(directory)
+        made_directory(directory)
     except OSError:  # of which `_save` tells
         yield
         return

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import _arguments as arguments
+from hoglib._matrix_products import affine, product
 from hoglib.ops._define import Saved, call, conj, make_function
 from hoglib.ops._halves import autocast_on
 from hoglib.ops._modes import aside
@@ -116,7 +117,7 @@ _REAL_ONLY = ("relu", "softplus")  # torch has no complex derivatives of them
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.dim() == 2:
-        return F.linear(x, weight, bias)
+        return affine(x, weight, bias)
     if bias is None:
         return x @ weight.mT
     if x.dim() == 3:
@@ -130,8 +131,9 @@ def _transposed(saved: Saved, u: Tensor) -> list[Tensor | None]:
     by_x, by_weight, by_bias = saved.needed
     stacked = weight.dim() > 2
     rows = u if stacked else _rows(u)
-    grad_weight = rows.mT @ conj(x if stacked else _rows(x)) if by_weight else None
-    return [u @ conj(weight) if by_x else None, grad_weight, rows.sum(-2) if by_bias else None]
+    grad_weight = product(rows.mT, conj(x if stacked else _rows(x))) if by_weight else None
+    grad_x = product(u, conj(weight)) if by_x else None
+    return [grad_x, grad_weight, rows.sum(-2) if by_bias else None]
 
 
 def _rows(tensor: Tensor) -> Tensor:

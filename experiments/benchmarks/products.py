@@ -1,0 +1,41 @@
+"""`python -m experiments.benchmarks.products`: torch's two matrix products on this machine.
+
+In float32, class of sizes by class of sizes, as hoglib times them once a machine (docs/compile.md);
+here they are timed anew.
+"""
+
+import argparse
+
+from experiments.benchmarks.timing import machine, single_threaded
+from hoglib import _matrix_products as products
+from hoglib import _timed_products as timed
+
+
+def rows(times: dict[timed.Class, timed.Times]) -> list[str]:
+    lines = []
+    for of, (mm, onednn) in times.items():
+        work = 2e-9 * of.m * of.k * of.n
+        first = "by columns" if of.columns else "by rows"
+        taken = "yes" if products.is_faster(timed.Times(mm, onednn)) else ""
+        lines.append(
+            f"| {of.m} x {of.k} x {of.n} | {first} | {work / mm:.0f} | {work / onednn:.0f} | "
+            f"{mm / onednn:.2f} | {taken} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="small sizes only")
+    given = parser.parse_args()
+    if given.smoke:
+        timed.SIZES = timed.SIZES[:1]
+    single_threaded()
+    print(f"{machine()}\n")
+    print("| m x k x n | first factor | torch.mm, GF/s | oneDNN, GF/s | times as fast | taken |")
+    print("|---|---|---|---|---|---|")
+    print("\n".join(rows(timed.measure())))
+
+
+if __name__ == "__main__":
+    main()
