@@ -106,6 +106,7 @@ def ran(call) -> tuple[dict[str, torch.Tensor], int]:
     return result, sum(event.name == "mkldnn::_linear_pointwise" for event in seen.events())
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 def test_a_compiled_product(tmp_path, monkeypatch):
     """The switch is part of what a compiled graph depends on, in memory and on disk."""
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
