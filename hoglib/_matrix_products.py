@@ -133,7 +133,7 @@ def _large(x: Any, matrix: Any) -> Tensor | None:
 
     Not inside of transforms and traces, whose own rules are for torch's operations.
     """
-    if type(x) not in _PLAIN or type(matrix) not in _PLAIN:
+    if type(x) not in _PLAIN or type(matrix) not in _PLAIN or x.is_nested or matrix.is_nested:
         return None
     if _functorch.transforms_active() or _functorch.forward_mode_active() or _functorch.tracing():
         return None

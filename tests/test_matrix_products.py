@@ -327,6 +327,56 @@ def test_what_a_checkpoint_runs_again_is_the_same(calls):
     assert_close(found, x.grad, rtol=1e-4, atol=1e-5)
 
 
+class OfAUser(Tensor):
+    pass
+
+
+def strided(x: Tensor) -> Tensor:
+    return x.to_dense() if x.layout is not torch.strided else x
+
+
+UNUSUAL = {
+    "sparse": lambda a, b: a.to_sparse() @ b,
+    "sparse weight": lambda a, b: F.linear(a, b.to_sparse()),
+    "compressed rows": lambda a, b: a.to_sparse_csr() @ b,
+    "oneDNN's own layout": lambda a, b: F.linear(a.to_mkldnn(), b),
+    "subclass": lambda a, b: a.as_subclass(OfAUser) @ b,
+    "subclass as weight": lambda a, b: F.linear(a, b.as_subclass(OfAUser)),
+    "vector": lambda a, b: a[0] @ b,
+    "matrices for each": lambda a, b: a @ b.expand(2, N, N),
+    "bias of one number": lambda a, b: F.linear(a, b, torch.ones(())),
+    "bias of another dtype": lambda a, b: F.linear(a, b, torch.ones(N, dtype=torch.int64)),
+    "out=": lambda a, b: torch.mm(a, b, out=torch.empty(N, N)),
+    "no tensor": lambda a, b: torch.mm(a, 3),
+    "no weight": lambda a, b: F.linear(a, None),
+    "another device": lambda a, b: F.linear(a.to("meta"), b.to("meta")).shape.numel() * a,
+    "nested": lambda a, b: F.linear(torch.nested.nested_tensor([a, a[1:]]), b).unbind()[1],
+    "weight that has no values": lambda a, b: F.linear(a, nn.UninitializedParameter()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_second_order_leaves_what_is_unusual_to_torch(calls, name):
+    a, b = drawn(N, N), drawn(N, N)
+
+    def result():
+        try:
+            return strided(UNUSUAL[name](a, b))
+        except Exception as error:
+            return type(error), str(error)
+
+    expected = result()
+    with hog.second_order():
+        found = result()
+    assert not calls
+    assert type(found) is type(expected)
+    if isinstance(expected, tuple):
+        assert found == expected
+    else:
+        assert_close(found, expected, rtol=0, atol=0)
+
+
 # The choice.
 
 
