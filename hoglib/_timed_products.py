@@ -30,6 +30,7 @@ from hoglib._cache import cache_dir, made
 SIZES: tuple[int, ...] = (64, 256, 1024)
 ROUNDS = 5
 SHORTEST = 2e-4  # seconds of one measurement: smaller products are repeated
+LONGEST = 0.05  # where one takes this long, as on a slow machine, it is measured once
 _ERROR = 1e-5  # of the norm: float32's rounding in sums of a thousand is 1e-6
 
 
@@ -65,13 +66,13 @@ def measure() -> dict[Class, Times]:
     """
     found: list[dict[Class, Times]] = []
     problems: list[BaseException] = []
-    threads = torch.get_num_threads()
+    threads, stopped = torch.get_num_threads(), threading.Event()
 
     def run() -> None:
         try:
             torch.set_num_threads(1)
             with torch.no_grad():
-                found.append(_measure())
+                found.append(_measure(stopped))
         except BaseException as error:
             problems.append(error)
         finally:
@@ -79,16 +80,23 @@ def measure() -> dict[Class, Times]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # the user wants out: no thread goes on behind
+        stopped.set()
+        thread.join()
+        raise
     if problems:
         raise problems[0]
     return found[0]
 
 
-def _measure() -> dict[Class, Times]:
+def _measure(stopped: threading.Event) -> dict[Class, Times]:
     generator = torch.Generator().manual_seed(0)
     times = {}
     for m, k, n, columns in product(SIZES, SIZES, SIZES, (False, True)):
+        if stopped.is_set():
+            break
         a = torch.randn((k, m) if columns else (m, k), generator=generator)
         a, b = a.t() if columns else a, torch.randn(k, n, generator=generator)
         one = timed(a, b)
@@ -104,8 +112,10 @@ def timed(a: Tensor, b: Tensor) -> Times | None:
     if not float((found - expected).norm()) <= _ERROR * float(expected.norm()):
         return None
     ways: list[Callable[[], object]] = [lambda: a @ b, lambda: _onednn.affine(a, weight)]
-    count = max(1, round(SHORTEST / max(_seconds(ways[0], 1), 1e-7)))
-    seconds = [[_seconds(way, count) for way in ways] for _ in range(ROUNDS)]
+    one = _seconds(ways[0], 1)
+    count = max(1, round(SHORTEST / max(one, 1e-7)))
+    rounds = ROUNDS if one < LONGEST else 1
+    seconds = [[_seconds(way, count) for way in ways] for _ in range(rounds)]
     return Times(*map(statistics.median, zip(*seconds, strict=True)))
 
 

@@ -550,6 +550,24 @@ def test_measuring_leaves_the_caller_as_it_was(machine, monkeypatch):
     assert not seen
 
 
+def test_an_interrupt_ends_the_measuring(machine, monkeypatch):
+    begun = []
+
+    class Interrupted(threading.Thread):
+        def join(self, timeout=None):
+            begun.append(self)
+            if len(begun) == 1:
+                raise KeyboardInterrupt
+            super().join(timeout)
+
+    monkeypatch.setattr(timed.threading, "Thread", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        products.faster()
+    assert len(begun) == 2
+    assert not begun[0].is_alive()
+    assert not machine.exists()
+
+
 def test_a_product_that_is_wrong_is_never_taken(machine, monkeypatch):
     small(monkeypatch)
     run = onednn.affine
