@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import hoglib as hog
+from hoglib.capture._inductor import forget
 
 Call = Callable[[], object]
 # What these say is heard by the libraries when they are loaded.
@@ -138,6 +139,7 @@ def forget_compiled() -> None:
         os.environ[name] = mkdtemp()
         atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
     torch.compiler.reset()
+    forget()
 
 
 def smoke(description: str | None) -> bool:
