@@ -74,7 +74,7 @@ def hold(held: Held, method: Method, timed: Any) -> tuple[Row, Call | None]:
     if found.shape != right.shape:
         said = f"raises: expected a result of shape {list(right.shape)}, got {list(found.shape)}"
         return row | {"status": "raises", "message": said}, None
-    error = error_of(found, right, truth.apart)
+    error = error_of(found, right.to(found.device), truth.apart)
     row |= {"error": error, "products": getattr(result, "products", None)}
     del result, found
     if not error <= truth.tolerance(point):

@@ -109,8 +109,8 @@ def meta_gradient(learner: Learner) -> Tensor:
 
 # the wrong meta-gradients that torch gives are off by 2e-4 and more
 META_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
-# a critic's gradient in float32 is far from float64's where terms nearly cancel, by hand too
-CRITIC_TOLERANCE = 1e-3
+# a critic's gradient in float32 is 1e-4 off float64's where terms nearly cancel, by hand too
+CRITIC_TOLERANCE = 5e-4
 
 TRUTHS = {
     "gradient": Truth(gradient),

@@ -388,6 +388,25 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "details.md").read_text() == details
 
 
+def test_a_gpu_has_a_pass_of_its_own_with_one_process_at_a_time(monkeypatch, tmp_path):
+    runs = []
+
+    def run(jobs, options, cores):
+        runs.append((options[options.index("--device") + 1], jobs, len(cores)))
+        return [], []
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "cores", lambda: [3, 2, 1, 0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "environment", lambda peers: {})
+    monkeypatch.setattr(command.pages, "save", lambda results, folder: [])
+    (tmp_path / "table.md").write_text("")
+    options = ["--jobs", "2", "--device", "auto", "--output", str(tmp_path)]
+    assert command.main([*options, "--workload", "hvp", "steps", "--problem", "MLP", "5"]) == 0
+    on_cpu, on_gpu = [("hvp", "MLP"), ("steps", "5")], [("hvp", "MLP")]
+    assert runs == [("cpu", on_cpu, 2), ("cuda", on_gpu, 1)]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_told(capsys):
     assert command.devices("auto") == ["cpu"]
