@@ -541,9 +541,18 @@ def benchmarks(
         axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         axis.legend(
-            frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=1
+            frameon=False,
+            fontsize=8,
+            loc="upper center",
+            bbox_to_anchor=(0.5, _below(rows)),
+            ncols=1,
         )
     return _save(figure, file)
+
+
+def _below(rows: int) -> float:
+    """Where a legend is out of the way of what axes of so many rows say below."""
+    return -0.52 / max(2.4, 0.31 * rows)
 
 
 def _times(axis: Any, lines: "dict[str, Line]") -> None:
@@ -576,7 +585,8 @@ def _times(axis: Any, lines: "dict[str, Line]") -> None:
     names = [name for name in order if name in seen]
     axis.legend(
         [seen[name] for name in names], names, frameon=False, fontsize=8, ncols=4,
-        loc="upper center", bbox_to_anchor=(0.35, -0.13), handletextpad=0.1, columnspacing=1.0,
+        loc="upper center", bbox_to_anchor=(0.35, _below(len(lines))), handletextpad=0.1,
+        columnspacing=1.0,
     )  # fmt: skip
 
 
