@@ -7,15 +7,15 @@ WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-peers test clean
+.PHONY: help run gan smoke bench bench-full test clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make run    train MAML and its baseline on sinusoids; ends with a table and pictures"
 	@echo "make gan    train a GAN with each gradient penalty in turn; ends with one table of them all, and pictures"
 	@echo "make smoke  every experiment for a few seconds"
-	@echo "make bench  hoglib beside torch by hand and beside other libraries; ends with a table and a picture"
-	@echo "make bench-peers  the same, after installing the other libraries into .venv"
+	@echo "make bench  hoglib beside torch by hand, and beside other libraries that are installed; a table and a picture in minutes"
+	@echo "make bench-full  installs the other libraries into .venv, and measures everything; an hour or more"
 	@echo "make test   lint, format check, types, tests"
 	@echo "make clean  remove the environment and caches (runs/ stays)"
 
@@ -46,11 +46,11 @@ smoke: $(READY)
 		echo "== $$config"; $(PY) -m experiments fit --config $$config; done
 
 bench: $(READY)
-	@$(PY) -m experiments.benchmarks $(BENCH)
+	@$(PY) -m experiments.benchmarks --device auto $(BENCH)
 
-bench-peers: $(READY)
+bench-full: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint constraints-peers.txt --no-build-isolation --editable '.[peers]'
-	@$(PY) -m experiments.benchmarks $(BENCH)
+	@$(PY) -m experiments.benchmarks --full --device auto $(BENCH)
 
 test: $(READY)
 	@$(PY) -m ruff check .

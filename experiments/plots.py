@@ -1,7 +1,6 @@
 """Every picture: one function each, which returns the file it wrote. No screen is needed."""
 
 import csv
-import statistics
 from collections.abc import Callable
 from itertools import pairwise
 from math import asinh, ceil, floor, log, log10
@@ -15,6 +14,7 @@ import torch
 from hoglib.meta import Learner
 
 if TYPE_CHECKING:  # what brings Lightning, which benchmarks do without
+    from experiments.benchmarks.summary import Line
     from experiments.data.noisy_digits import Examples
     from hoglib.curvature._whole_spectrum import Spectrum
     from hoglib.lightning.curvature import Measurement
@@ -28,6 +28,17 @@ from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
 
 INK, TRUTH, BEFORE, ONE, TEN = "#222222", "#999999", "#c7c7c7", "#e08214", "#2166ac"
 DIGITS = 14  # in each group of the picture of weights
+# of the times beside those by hand
+CALLED = {"hoglib": "hoglib", "compiled": "hoglib compiled", "jax": "JAX jit"}
+LOOKS: dict[str, dict[str, Any]] = {
+    "jax": {"marker": "o", "color": ONE, "markersize": 7, "mew": 0, "zorder": 3},
+    "hoglib": {"marker": "o", "color": TEN, "markersize": 7, "mew": 0, "zorder": 4},
+    "compiled": {
+        "marker": "D", "markerfacecolor": "none", "markeredgecolor": TEN, "markersize": 6.5,
+        "mew": 1.6, "zorder": 5,
+    },
+}  # fmt: skip
+OTHERS = ["s", "^", "v", "P", "X", "<", ">", "*", "p", "h"]  # markers of other libraries
 KEPT = {"store": INK, "checkpoint": ONE, "remat": TEN}  # of an inner loop, for its backward
 
 
@@ -502,61 +513,86 @@ def _curve(axis: Any, key: str, points: list[tuple[int, float]]) -> None:
     )
 
 
-def benchmarks(titles: dict[str, dict[str, Any]], file: Path) -> Path:
-    """Bars of the time in plain gradients: a row of axes a workload, a column a network.
+def benchmarks(
+    lines: "dict[str, Line]", curves: dict[str, dict[int, tuple[float, float]]], file: Path
+) -> Path:
+    """Left, times to those by hand, a row for each of the lines; right, memory against inner steps.
 
-    titles: {title: {network: a measurement of experiments.benchmarks}}. What has no time says why;
-    a bar that is far longer than the others is cut.
+    curves: as of `meta_memory`.
     """
-    shapes = [max(len(m["methods"]) for m in networks.values()) for networks in titles.values()]
-    wide = max((len(networks) for networks in titles.values()), default=1)
+    rows = len(lines)
+    both = bool(lines) and bool(curves)
     figure, axes = plt.subplots(
-        len(titles) or 1,
-        wide,
+        1,
+        1 + both,
         squeeze=False,
-        figsize=(4 + 3.2 * wide, sum(shapes) * 0.24 + 0.75 * len(shapes) + 0.8),
-        gridspec_kw={"height_ratios": shapes or [1]},
+        figsize=(10 if both else 7, max(4.0, 0.31 * rows + 1.9)),
+        width_ratios=[1.7, 1] if both else [1],
+        layout="constrained",
     )
-    for row, (title, networks) in zip(axes, titles.items(), strict=False):
-        for axis, (network, measured) in zip(row, networks.items(), strict=False):
-            _bars(axis, measured["methods"])
-            axis.set_title(network, fontsize=9)
-            if axis is row[0]:
-                axis.set_title(f"{title}\n{network}", fontsize=9)
-            else:
-                axis.tick_params(labelleft=False)
-        for axis in row[len(networks) :]:
-            axis.set_visible(False)
-    figure.supxlabel("time in plain gradients of the same network, one core", fontsize=9)
-    figure.tight_layout()
+    if lines:
+        _times(axes[0, 0], lines)
+    if curves:
+        axis = axes[0, -1]
+        _by_steps(axis, curves, 0)
+        axis.set(title="memory of inner loops", yscale="log", ylabel="peak memory, MiB")
+        axis.title.set_fontsize(10)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
+        axis.legend(
+            frameon=False,
+            fontsize=8,
+            loc="upper center",
+            bbox_to_anchor=(0.5, _below(rows)),
+            ncols=1,
+        )
     return _save(figure, file)
 
 
-def _bars(axis: Any, methods: dict[str, Any]) -> None:
-    names = list(methods)
-    ratios = [methods[name].get("ratio", {"median": 0, "low": 0, "high": 0}) for name in names]
-    medians = [ratio["median"] for ratio in ratios]
-    colours = [TEN if methods[name]["ours"] else BEFORE for name in names]
-    spread = [
-        [ratio["median"] - ratio["low"] for ratio in ratios],
-        [ratio["high"] - ratio["median"] for ratio in ratios],
-    ]
-    axis.barh(names, medians, color=colours, xerr=spread, ecolor=TRUTH)
-    # One bar that is far longer than the others is cut, so that those can be read.
-    typical = statistics.median([m for m in medians if m] or [1])
-    end = 1.3 * min(max(ratio["high"] for ratio in ratios) or 1, 4 * typical)
-    for i, name in enumerate(names):
-        row = methods[name]
-        ratio = f"{medians[i]:.{2 if medians[i] < 10 else 0}f}"
-        short = ratio if row["status"] == "ok" else row["message"].partition(":")[0]
-        at = min(ratios[i]["high"] + end / 60, end * 0.88)
-        axis.text(at, i, short, va="center", fontsize=7, color=INK)
-    for label, name in zip(axis.get_yticklabels(), names, strict=True):
-        label.set(color=TEN if methods[name]["ours"] else INK)
-    axis.set(xlim=(0, end))
-    axis.invert_yaxis()
-    axis.tick_params(labelsize=7)
-    axis.spines[["top", "right"]].set_visible(False)
+def _below(rows: int) -> float:
+    """Where a legend is out of the way of what axes of so many rows say below."""
+    return -0.52 / max(2.4, 0.31 * rows)
+
+
+def _times(axis: Any, lines: "dict[str, Line]") -> None:
+    markers = dict(zip(_called(lines), OTHERS, strict=False))
+    axis.axvline(1, color=INK, lw=0.8, zorder=0)
+    seen: dict[str, Any] = {}
+    for row, line in enumerate(lines.values()):
+        if row % 2:
+            axis.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", lw=0, zorder=-1)
+        for other in line.entries.get("other", []):
+            if other.ratio is not None:
+                marker = markers.get(other.called, ".")
+                look = {"marker": marker, "color": TRUTH, "markersize": 5, "mew": 0, "zorder": 2}
+                seen[other.called] = axis.plot(other.ratio, row, ls="", **look)[0]
+        for column, look in LOOKS.items():
+            found = line.best(column)
+            if found is not None and found.ratio is not None:
+                label = CALLED[column]
+                seen[label] = axis.plot(found.ratio, row, ls="", **look)[0]
+    axis.set(xscale="log", ylim=(len(lines) - 0.5, -0.5), xlabel="time, to torch by hand")
+    axis.set_title("to the left of the line: faster than by hand", fontsize=10)
+    axis.set_yticks(range(len(lines)), list(lines), fontsize=9)
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.tick_params(axis="x", labelsize=8)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    order = [*CALLED.values(), *markers]
+    names = [name for name in order if name in seen]
+    axis.legend(
+        [seen[name] for name in names], names, frameon=False, fontsize=8, ncols=4,
+        loc="upper center", bbox_to_anchor=(0.35, _below(len(lines))), handletextpad=0.1,
+        columnspacing=1.0,
+    )  # fmt: skip
+
+
+def _called(lines: "dict[str, Line]") -> list[str]:
+    every = (other.called for line in lines.values() for other in line.entries.get("other", []))
+    return list(dict.fromkeys(every))
 
 
 def spectra(found: "dict[str, Spectrum]", file: Path) -> Path:
@@ -663,31 +699,36 @@ def meta_memory(methods: dict[str, dict[int, tuple[float, float]]], file: Path) 
     methods: {name: {steps: (peak MiB, time to the graphs stored by hand)}}, the name with what is kept.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
+    for part, axis in enumerate((left, right)):
+        _by_steps(axis, methods, part)
+    left.set(yscale="log", ylabel="peak memory, MiB")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter("{x:g}")
+    left.minorticks_off()
+    right.set(ylabel="time, to the graphs stored by hand")
+    right.set_ylim(bottom=0)
+    figure.suptitle("conv4-32, 5-way 1-shot: the meta-gradient of one task")
+    handles, names = left.get_legend_handles_labels()
+    figure.legend(handles, names, loc="lower center", ncols=3, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    return _save(figure, file)
+
+
+def _by_steps(axis: Any, methods: dict[str, dict[int, tuple[float, float]]], part: int) -> None:
+    """One of the two numbers against the inner steps, hoglib solid."""
     for name, found in methods.items():
         colour = next((c for kept, c in KEPT.items() if kept in name), TRUTH)
         look: dict[str, Any] = {"marker": "o", "markersize": 7, "linestyle": "-", "zorder": 2}
         if not name.startswith("hoglib"):
             look = {"marker": "s", "markersize": 4, "linestyle": "--", "zorder": 3}
         steps = sorted(found)
-        for axis, part in ((left, 0), (right, 1)):
-            values = [found[count][part] for count in steps]
-            axis.plot(steps, values, color=colour, alpha=0.8, label=name, **look)
-    left.set(yscale="log", ylabel="peak memory, MiB")
-    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    left.yaxis.set_major_formatter("{x:g}")
-    right.set(ylabel="time, to the graphs stored by hand")
-    right.set_ylim(bottom=0)
+        values = [found[count][part] for count in steps]
+        axis.plot(steps, values, color=colour, alpha=0.8, label=name, **look)
     every = sorted({count for found in methods.values() for count in found})
-    for axis in (left, right):
-        axis.set(xscale="log", xlabel="inner steps")
-        axis.set_xticks(every, [str(count) for count in every])
-        axis.minorticks_off()
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("conv4-32, 5-way 1-shot: the meta-gradient of one task")
-    handles, names = left.get_legend_handles_labels()
-    figure.legend(handles, names, loc="lower center", ncols=3, frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
-    return _save(figure, file)
+    axis.set(xscale="log", xlabel="inner steps")
+    axis.set_xticks(every, [str(count) for count in every])
+    axis.minorticks_off()
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _save(figure: Figure, file: Path) -> Path:

@@ -1,52 +1,84 @@
 """hoglib beside torch by hand and beside other libraries: `make bench`, or
 
-    python -m experiments.benchmarks [--smoke] [--workload NAME ...] [--write-docs]
+    python -m experiments.benchmarks [--full] [--workload NAME ...] [--problem NAME ...] [--write-docs]
 
-Each workload runs on each network in a process of its own, on one thread and one core. Every method
-is held against float64 first; only those that are right are timed. The results go to results.json,
-table.md and benchmarks.png in the output folder.
+Each workload runs on each problem in a process of its own, on one thread and one core. Every method is
+held against float64 first; only those that are right are timed. Without --full only what takes minutes
+is measured, and no more than seconds of each. The results go to results.json, table.md, details.md and
+benchmarks.png in the output folder, and with --write-docs to the pages of the documentation.
 """
 
 import argparse
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-from experiments import plots
-from experiments.benchmarks import report
-from experiments.benchmarks.problems import MODELS
+import torch
+
+from experiments.benchmarks import pages
 from experiments.benchmarks.processes import ROOT, cores, run
 from experiments.benchmarks.timing import environment
-from experiments.benchmarks.workloads import PEERS, WORKLOADS
+from experiments.benchmarks.workloads import PEERS, PROBLEMS, WORKLOADS, chosen
 
-PAGE = ROOT / "docs" / "benchmarks.md"
-PICTURE = ROOT / "docs" / "images" / "benchmarks.png"
+QUICK_SECONDS = 8.0  # no new round beyond these, in a process
 
 
-def save(results: dict[str, Any], folder: Path) -> Path:
-    """results.json, table.md and the picture, whose file it returns."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    lines = [report.measured_on(results), "", report.table(results), ""]
-    (folder / "table.md").write_text("\n".join(lines))
-    return plots.benchmarks(report.by_title(results), folder / "benchmarks.png")
+def devices(asked: str) -> list[str]:
+    """auto: the processor, and a GPU where there is one."""
+    there = torch.cuda.is_available()
+    if asked == "cuda" and not there:
+        raise SystemExit(
+            "error: --device cuda: expected a GPU that torch sees, got none; leave --device out, or "
+            "install a torch that was built for it."
+        )
+    return ["cpu", *["cuda"] * there] if asked == "auto" else [asked]
+
+
+def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The results, and what went wrong in processes that gave none."""
+    quick = not (given.full or given.smoke or given.workload or given.problem)
+    seconds = given.seconds or (QUICK_SECONDS if quick else None)
+    options = ["--repeats", str(given.repeats or (1 if given.smoke else 20))]
+    options += ["--seconds", str(seconds)] if seconds else []
+    options += ["--smoke"] * given.smoke
+    jobs = chosen(given.workload, given.problem, given.full)
+    if not jobs:
+        raise SystemExit(
+            f"error: expected workloads that run on what --problem names, got none for "
+            f"{', '.join(given.problem)}; leave one of --workload and --problem out."
+        )
+    workloads, problems = [], []
+    for device in devices(given.device):
+        # on a GPU what the summary has a column for; processes that share it would disturb one another
+        some = cores()[: max(1, given.jobs)] if device == "cpu" else cores()[:1]
+        there = [job for job in jobs if device == "cpu" or WORKLOADS[job[0]].brief]
+        found, wrong = run(there, [*options, "--device", device], some)
+        workloads += found
+        problems += wrong
+    return {"machine": environment(PEERS), "smoke": given.smoke, "workloads": workloads}, problems
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--full", action="store_true", help="all problems; takes an hour or more")
     parser.add_argument("--smoke", action="store_true", help="tiny networks, one repeat")
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--problem", nargs="+", choices=MODELS, help="on these networks only")
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, help="these, on all problems")
+    parser.add_argument("--problem", nargs="+", choices=PROBLEMS, help="on these only")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda", "auto"],
+        default="cpu",
+        help="auto: both, if there (cpu)",
+    )
     parser.add_argument("--repeats", type=int, help="at most this many rounds (20)")
-    parser.add_argument("--seconds", type=float, help="no new round beyond this, a process (10)")
+    parser.add_argument("--seconds", type=float, help="no new round beyond this, a process")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument(
-        "--write-docs", action="store_true", help=f"put table and picture into {PAGE.name}"
+        "--write-docs", action="store_true", help="put tables and pictures into the pages of docs"
     )
     parser.add_argument(
         "--render", action="store_true", help="measure nothing: from results.json in the output"
@@ -56,24 +88,13 @@ def main(arguments: list[str] | None = None) -> int:
     if given.render:
         results = json.loads((given.output / "results.json").read_text())
     else:
-        options = ["--repeats", str(given.repeats or (1 if given.smoke else 20))]
-        options += ["--seconds", str(given.seconds or 10)]
-        options += ["--smoke"] * given.smoke
-        jobs = [
-            (name, problem)
-            for name in given.workload
-            for problem in WORKLOADS[name].problems
-            if given.problem is None or problem in given.problem
-        ]
-        found, problems = run(jobs, options, cores()[: max(1, given.jobs)])
-        results = {"machine": environment(PEERS), "smoke": given.smoke, "workloads": found}
-    picture = save(results, given.output)
-    print(f"{report.measured_on(results)}\n\n{report.table(results)}\n")
-    print(f"In {given.output}: results.json, table.md, {picture.name}")
+        results, problems = measured(given)
+    files = pages.save(results, given.output)
+    print(f"{(given.output / 'table.md').read_text()}")
+    print(f"In {given.output}: {', '.join(file.name for file in files)}")
     if given.write_docs:
-        report.write(PAGE, results)
-        shutil.copy(picture, PICTURE)
-        print(f"Written: {PAGE.relative_to(ROOT)}, {PICTURE.relative_to(ROOT)}")
+        for page in pages.write(results, files, ROOT / "docs"):
+            print(f"Written: {page.relative_to(ROOT)}")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return int(bool(problems))

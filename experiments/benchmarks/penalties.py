@@ -7,6 +7,7 @@ critics: R1 by `loss.backward()`, with memory as torch's allocator gives it.
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,19 +16,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hoglib as hog
+from experiments.benchmarks.critic_steps import (
+    Critic,
+    between,
+    by_hand,
+    by_hoglib,
+    slopes,
+    with_r1,
+    with_r1_by_hand,
+)
+from experiments.benchmarks.critics import critics
 from experiments.benchmarks.memory import peak_allocated, peak_bytes
 from experiments.benchmarks.timing import beside, machine, once, quartiles, smoke
 
-Critic = Callable[[Tensor], Tensor]
 Step = Callable[[Critic, Tensor, Tensor], Tensor]
-
-
-def slopes(critic: Critic, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores at x, and the squared size of each one's gradient: double backward by hand."""
-    x = x.detach().requires_grad_()
-    scores = critic(x)
-    (g,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
-    return scores, g.flatten(1).square().sum(1)
 
 
 def r1_by_hand(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
@@ -45,8 +47,7 @@ def r1_in_pieces(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
 
 
 def wgan_gp_by_hand(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
-    e = torch.rand(len(real), *[1] * (real.dim() - 1))
-    squares = slopes(critic, e * real + (1 - e) * fake)[1]
+    squares = slopes(critic, between(real, fake))[1]
     return (squares.sqrt() - 1).square().mean()
 
 
@@ -74,18 +75,6 @@ STEPS: dict[str, tuple[Step, dict[str, Step]]] = {
 }
 
 
-def with_r1_by_hand(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
-    """A critic's loss with R1, of one forward each."""
-    scores, squares = slopes(critic, real)
-    return F.softplus(critic(fake) - scores).mean() + 5 * squares.mean()
-
-
-def with_r1(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
-    penalty, scores = hog.penalties.r1(critic, real, return_outputs=True)
-    loss: Tensor = F.softplus(critic(fake) - scores).mean() + 10 * penalty
-    return loss
-
-
 def plane() -> tuple[nn.Module, Tensor]:
     widths = [2, 128, 128, 128]
     layers = [hog.nn.LinearAct(i, o, act="swish") for i, o in itertools.pairwise(widths)]
@@ -111,23 +100,10 @@ def sequences() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(32 * 64, 1)), torch.randn(16, 32, 64)
 
 
-def tanh() -> tuple[nn.Module, Tensor]:
-    layers = [nn.Linear(784, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(1024, 1)), torch.randn(64, 784)
-
-
-def convolutions(act: Callable[[], nn.Module]) -> tuple[nn.Module, Tensor]:
-    layers: list[nn.Module] = []
-    for channels in (3, 32, 32, 32):
-        layers += [nn.Conv2d(channels, 32, 3, padding=1), act()]
-    end = nn.Linear(32 * 32 * 32, 1)
-    return nn.Sequential(*layers, nn.Flatten(), end), torch.randn(64, 3, 32, 32)
-
-
-SMOOTH: dict[str, Any] = {
-    "tanh, 784-1024-1024": tanh,
-    "SiLU, 4 convolutions": partial(convolutions, nn.SiLU),
-    "softplus, 4 convolutions": partial(convolutions, nn.Softplus),
+SMOOTH = {
+    "tanh, 784-1024-1024": "MLP",
+    "SiLU, 4 convolutions": "CNN",
+    "softplus, 4 convolutions": "CNN, softplus",
 }
 NETWORKS = {
     "plane, 3 x 128": plane, "digits, 2 x 1024": digits, "images, 3 convolutions": images,
@@ -151,15 +127,15 @@ def same(ours: list[Any], theirs: list[Any]) -> None:
 def rows(small: bool) -> list[str]:
     lines = []
     for network, make in NETWORKS.items():
-        for title, (by_hand, ours) in STEPS.items():
+        for title, (theirs, ours) in STEPS.items():
             critic, real = make()
             if small:
                 real = real[:8]
             fake = torch.randn_like(real)
             # attention cannot be differentiated twice by torch's own kernels: by hand, through hoglib's
             with hog.second_order():
-                expected = gradient(by_hand, critic, real, fake)
-            base = _runnable(partial(gradient, by_hand, critic, real, fake))
+                expected = gradient(theirs, critic, real, fake)
+            base = _runnable(partial(gradient, theirs, critic, real, fake))
             methods = {name: partial(gradient, f, critic, real, fake) for name, f in ours.items()}
             for run in methods.values():
                 same(run(), expected)
@@ -167,31 +143,15 @@ def rows(small: bool) -> list[str]:
     return lines
 
 
-def backward(
-    loss: Callable[[Tensor, Tensor], Tensor], critic: nn.Module, *given: Tensor
-) -> list[Any]:
-    """One step, as a training does it, which leaves nothing behind."""
-    loss(*given).backward()
-    found = [p.grad for p in critic.parameters()]
-    critic.zero_grad()
-    return found
-
-
 def compiled_rows(small: bool, backend: str = "inductor") -> list[str]:
     lines = []
-    base: Any
-    for network, make in SMOOTH.items():
-        critic, real = make()
-        if small:
-            real = real[:2]
-        fake = torch.randn_like(real)
-        losses: dict[str, Any] = {
-            name: partial(loss, critic)
-            for name, loss in (("by hand", with_r1_by_hand), ("hoglib", with_r1))
+    for network, name in SMOOTH.items():
+        point = replace(critics(name, tiny=small), backend=backend)
+        base = by_hand(with_r1_by_hand)(point)
+        steps = {
+            "hoglib": by_hoglib(with_r1)(point),
+            "compiled": by_hoglib(with_r1, compiled=True)(point),
         }
-        losses["compiled"] = hog.compiled_loss(losses["hoglib"], backend=backend)
-        base = partial(backward, losses.pop("by hand"), critic, real, fake)
-        steps = {name: partial(backward, loss, critic, real, fake) for name, loss in losses.items()}
         # a parameter's gradient in float32 is 1e-3 off float64's where terms nearly cancel, by hand too
         expected = torch.cat([g.flatten() for g in base()])
         for run in steps.values():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -18,16 +18,22 @@ class Problem:
     """A model with cross-entropy on one batch, at its initial weights.
 
     Shapes: x [N, ...]; y [N], classes; vectors [P, k] for P weights, in the order of `parameters()`.
+    backend: what hoglib compiles with.
     """
 
     model: nn.Module
     x: Tensor
     y: Tensor
     vectors: Tensor
+    backend: str = "inductor"
 
     @cached_property
     def params(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters())
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
 
     @property
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -50,7 +56,17 @@ class Problem:
 
     def double(self) -> "Problem":
         x = self.x.double() if self.x.is_floating_point() else self.x
-        return Problem(deepcopy(self.model).double(), x, self.y, self.vectors.double())
+        model = deepcopy(self.model).double()
+        return replace(self, model=model, x=x, vectors=self.vectors.double())
+
+    def to(self, device: torch.device) -> "Problem":
+        x, y, vectors = (t.to(device) for t in (self.x, self.y, self.vectors))
+        return replace(self, model=deepcopy(self.model).to(device), x=x, y=y, vectors=vectors)
+
+
+def backend(small: bool) -> str:
+    """What a smoke run does not wait for is a compiler."""
+    return "eager" if small else "inductor"
 
 
 @contextmanager
@@ -123,4 +139,4 @@ def problem(name: str, vectors: int, small: bool = False) -> Problem:
         model, x = MODELS[name](small)
         y = torch.randint(10, (len(x),))
         size = sum(p.numel() for p in model.parameters())
-        return Problem(model, x, y, torch.randn(size, vectors))
+        return Problem(model, x, y, torch.randn(size, vectors), backend(small))

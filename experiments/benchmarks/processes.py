@@ -16,17 +16,17 @@ from tqdm import tqdm
 from experiments.benchmarks.timing import ONE_THREAD
 
 ROOT = Path(__file__).parents[2]
+MODULE = "experiments.benchmarks.measure"
 
 
 def run(
     jobs: list[tuple[str, str]],
     options: list[str],
     cores: list[int],
-    module: str = "experiments.benchmarks.measure",
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """A measurement for each (workload, network), and what went wrong in the others.
+    """A measurement for each (workload, problem), and what went wrong in the others.
 
-    module takes --workload, --problem, --core and the options, and writes --json.
+    The longest, which are last, are begun first: so no core waits for them at the end.
     """
     free: queue.SimpleQueue[int] = queue.SimpleQueue()
     for core in cores:
@@ -36,7 +36,7 @@ def run(
         tqdm(total=len(jobs), unit="run", desc="benchmarks") as bar,
         ThreadPoolExecutor(len(cores)) as pool,
     ):
-        outcomes = list(pool.map(partial(_one, module, Path(folder), options, free, bar), jobs))
+        outcomes = list(pool.map(partial(_one, Path(folder), options, free, bar), jobs[::-1]))[::-1]
     return (
         [outcome for outcome in outcomes if isinstance(outcome, dict)],
         [outcome for outcome in outcomes if isinstance(outcome, str)],
@@ -44,12 +44,12 @@ def run(
 
 
 def _one(
-    module: str, folder: Path, options: list[str], free: Any, bar: Any, job: tuple[str, str]
+    folder: Path, options: list[str], free: Any, bar: Any, job: tuple[str, str]
 ) -> dict[str, Any] | str:
     name, problem = job
     file, core = folder / f"{name}-{problem}.json", free.get()
     bar.set_postfix_str(f"{name}, {problem}")
-    command = [sys.executable, "-W", "ignore", "-m", module]
+    command = [sys.executable, "-W", "ignore", "-m", MODULE]
     command += ["--workload", name, "--problem", problem, "--json", str(file)]
     command += ["--core", str(core), *options]
     try:

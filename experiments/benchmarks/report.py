@@ -1,4 +1,4 @@
-"""Results as a Markdown table, and their place in docs/benchmarks.md."""
+"""Results as long Markdown tables, with quartiles and memory; and their place on a page."""
 
 import re
 import textwrap
@@ -8,32 +8,40 @@ from typing import Any
 
 Results = dict[str, Any]
 Row = dict[str, Any]
-START, END = "<!-- results: python -m experiments.benchmarks --write-docs -->", "<!-- end -->"
+MARKS = "<!-- results: python -m experiments.benchmarks --full --write-docs -->", "<!-- end -->"
+META = "meta"  # the page of what has tables of its own
 
 
 def table(results: Results) -> str:
-    """One Markdown table: a heading row for each workload, a row a method, a column a network."""
+    """A Markdown table for each unit: a heading row for each workload, a row a method."""
+    units: dict[str, list[Row]] = {}
+    for measured in results["workloads"]:
+        if measured["page"] != META:
+            units.setdefault(measured["unit"]["name"], []).append(measured)
+    return "\n\n".join(_table(unit, found) for unit, found in units.items())
+
+
+def _table(unit: str, workloads: list[Row]) -> str:
     sections = [
-        (title, networks, _cells(networks)) for title, networks in by_title(results).items()
+        (title, networks, _cells(networks)) for title, networks in by_title(workloads).items()
     ]
-    wide = max((len(networks) for _, networks, _ in sections), default=0)
-    lines = [
-        "| in plain gradients of the same network |" + " |" * wide,
-        "|---|" + "---|" * wide,
-    ]
+    wide = max(len(networks) for _, networks, _ in sections)
+    first = f"in {unit}" if unit.startswith("plain") else f"to {unit}"
+    lines = [f"| {first} |" + " |" * wide, "|---|" + "---|" * wide]
     for title, networks, rows in sections:
         lines.append(_line([f"**{title}**", *(f"**{name}**" for name in networks)], wide))
         for name, cells in rows.items():
-            first = next(m["methods"][name] for m in networks.values() if name in m["methods"])
-            lines.append(_line([f"**{name}**" if first["ours"] else name, *cells], wide))
+            some = next(m["methods"][name] for m in networks.values() if name in m["methods"])
+            lines.append(_line([f"**{name}**" if some["ours"] else name, *cells], wide))
     return "\n".join(lines)
 
 
-def by_title(results: Results) -> dict[str, dict[str, Row]]:
+def by_title(workloads: list[Row]) -> dict[str, dict[str, Row]]:
     """Workload title: network name: its measurement."""
     found: dict[str, dict[str, Row]] = {}
-    for measured in results["workloads"]:
-        found.setdefault(measured["title"], {})[measured["problem"]] = measured
+    for measured in workloads:
+        gpu = " on a GPU" * (measured["device"] != "cpu")
+        found.setdefault(measured["title"], {})[measured["problem"] + gpu] = measured
     return found
 
 
@@ -46,12 +54,29 @@ def cell(row: Row | None) -> str:
     """The ratio with its quartiles, and what else was measured; or why there is none."""
     if row is None:
         return ""
+    if row["status"] == "ok" and "ratio" not in row:
+        return "right"  # but the unit of time is not
     if row["status"] != "ok":
         said = "missing" if row["message"].startswith("missing:") else row["message"]
         return textwrap.shorten(said.replace("|", "/"), 70, placeholder=" …")
+    return ", ".join([time_of(row), *_extras(row)])
+
+
+def time_of(row: Row) -> str:
+    """The ratio with its quartiles; of what is the unit itself, milliseconds."""
     ratio = row["ratio"]
+    if is_unit(row):
+        return milliseconds(row["seconds"]["median"])
     spread = f" ({short(ratio['low'])} to {short(ratio['high'])})" if row["repeats"] > 1 else ""
-    return ", ".join([short(ratio["median"]) + spread, *_extras(row)])
+    return short(ratio["median"]) + spread
+
+
+def is_unit(row: Row) -> bool:
+    return all(value == 1.0 for value in row["ratio"].values())
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.{2 if seconds < 9.95e-3 else 0}f} ms"
 
 
 def _extras(row: Row) -> Iterator[str]:
@@ -60,7 +85,7 @@ def _extras(row: Row) -> Iterator[str]:
     if row["peak_bytes"]:
         yield f"{row['peak_bytes'] / 2**20:.0f} MiB"
     if row.get("first_seconds"):
-        yield f"first call {row['first_seconds']:.0f} s"
+        yield f"first call {row['first_seconds']:.1f} s"
     if row["products"]:
         yield f"{row['products']} products, {row['seconds']['median']:.2g} s"
 
@@ -85,26 +110,21 @@ def measured_on(results: Results) -> str:
         row["repeats"]
         for measured in results["workloads"]
         for row in measured["methods"].values()
-        if "repeats" in row
+        if "ratio" in row and not is_unit(row)
     ]
     counts = f"{min(repeats)} to {max(repeats)}" if repeats else "no"
+    gpu = f", GPU {m['gpu']}" if m.get("gpu") else ""
     return (
-        f"{m['date']}, {m['processor']}, one core of {m['cores']}, {m['system']}, Python "
-        f"{m['python']}, torch {m['torch']}, hoglib {m['hoglib']}; {peers}. Medians (and quartiles) "
-        f"of {counts} interleaved repeats."
+        f"{m['date']}, {m['processor']}, {m['cores']} cores, each process on one of them with "
+        f"{m['threads']} thread{gpu}, {m['system']}, Python {m['python']}, torch {m['torch']}, hoglib "
+        f"{m['hoglib']}; {peers}. Medians (and quartiles) of {counts} interleaved repeats."
     )
 
 
-def write(page: Path, results: Results) -> None:
-    """Put the table between the marks of the page."""
-    picture = "![Times in plain gradients, hoglib in blue](images/benchmarks.png)"
-    put(page, (START, END), [measured_on(results), table(results), picture])
-
-
-def put(page: Path, marks: tuple[str, str], parts: list[str]) -> None:
+def put(page: Path, parts: list[str]) -> None:
     """Put these paragraphs between the marks of the page, for what was there."""
     text = page.read_text()
-    start, end = marks
+    start, end = MARKS
     if start not in text or end not in text:
         raise ValueError(f"{page}: expected the marks {start!r} and {end!r}; write them in.")
     region = "\n\n".join([start, *parts, end])

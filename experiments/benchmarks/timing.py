@@ -1,20 +1,24 @@
 """How the benchmarks measure: in turn, on one thread, after a warm-up; and by medians."""
 
 import argparse
+import atexit
 import gc
 import math
 import os
 import platform
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
 from importlib import metadata
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
 
 import hoglib as hog
+from hoglib.capture._inductor import forget
 
 Call = Callable[[], object]
 # What these say is heard by the libraries when they are loaded.
@@ -64,9 +68,18 @@ def beside(
 
 
 def once(function: Call) -> float:
+    """The seconds of a call, from when nothing else runs until it has ended on every device."""
+    settle()
     start = time.perf_counter()
     function()
+    settle()
     return time.perf_counter() - start
+
+
+def settle() -> None:
+    """Wait for a GPU, where this process has used one: calls return before it has done its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def quartiles(values: list[float]) -> dict[str, float]:
@@ -114,9 +127,19 @@ def environment(peers: list[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "hoglib": hog.__version__,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "peers": versions(peers),
         "date": date.today().isoformat(),
     }
+
+
+def forget_compiled() -> None:
+    """What is compiled next is found in no cache: as on a machine that has not run it before."""
+    for name in ("HOGLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[name] = mkdtemp()
+        atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
+    torch.compiler.reset()
+    forget()
 
 
 def smoke(description: str | None) -> bool:

@@ -8,12 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.benchmarks import critic_steps
+from experiments.benchmarks.meta.tasks import Learner
+from experiments.benchmarks.meta.with_torch import checkpointed_by_hand
 from experiments.benchmarks.problems import Problem, plain_attention
 from experiments.benchmarks.workload import Truth
 
 
 def flat(parts: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in parts])
+
+
+def leaves_of(found: tuple[Any, ...]) -> Tensor:
+    """A loss, and then its gradient, as one column."""
+    return flat(found)[:, None]
 
 
 def gradient(problem: Problem) -> Tensor:
@@ -86,14 +94,23 @@ def eigenvalues(problem: Problem, which: str = "LA") -> Tensor:
     size = len(exact.vectors)
 
     def product(v: Any) -> Any:
-        parts = exact.split(torch.as_tensor(v).reshape(-1))
-        return flat(torch.autograd.grad(grads, leaves, parts, retain_graph=True)).numpy()
+        parts = exact.split(torch.as_tensor(v, device=exact.device).reshape(-1))
+        return flat(torch.autograd.grad(grads, leaves, parts, retain_graph=True)).cpu().numpy()
 
-    start = exact.vectors[:, 0].numpy()
+    start = exact.vectors[:, 0].cpu().numpy()
     operator = LinearOperator((size, size), matvec=product, dtype=start.dtype)
     values = eigsh(operator, k=5, which=which, tol=1e-6, v0=start, return_eigenvectors=False)
     return torch.as_tensor(values).sort(descending=True).values[:, None]
 
+
+def meta_gradient(learner: Learner) -> Tensor:
+    return leaves_of(checkpointed_by_hand(learner.double())())
+
+
+# the wrong meta-gradients that torch gives are off by 2e-4 and more
+META_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
+# a critic's gradient in float32 is 1e-4 off float64's where terms nearly cancel, by hand too
+CRITIC_TOLERANCE = 5e-4
 
 TRUTHS = {
     "gradient": Truth(gradient),
@@ -107,4 +124,17 @@ TRUTHS = {
     ),
     "eigenvalues": Truth(eigenvalues, lambda _: 1e-3),
     "eigenvalues by magnitude": Truth(partial(eigenvalues, which="LM"), lambda _: 1e-3),
+    "meta-gradient": Truth(
+        meta_gradient, lambda learner: META_TOLERANCE[learner.support[0].dtype], apart=1
+    ),
+    "r1": Truth(
+        lambda point: leaves_of(critic_steps.truth(critic_steps.with_r1_by_hand)(point)),
+        lambda _: CRITIC_TOLERANCE,
+        apart=1,
+    ),
+    "wgan_gp": Truth(
+        lambda point: leaves_of(critic_steps.truth(critic_steps.with_wgan_gp_by_hand)(point)),
+        lambda _: CRITIC_TOLERANCE,
+        apart=1,
+    ),
 }

@@ -16,17 +16,22 @@ from experiments.benchmarks.workload import Eigenvalues
 Call = Callable[[], Any]
 
 
+def compiled(make: Callable[..., Call], **options: Any) -> Callable[[Problem], Call]:
+    """The same with products as compiled graphs."""
+    return lambda problem: make(problem, compile=problem.backend, **options)
+
+
 def hvp(problem: Problem, **options: Any) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
     v = problem.named(problem.vectors[:, 0])
     return lambda: hog.hvp(loss, params, v, problem.batch, **options)[1]
 
 
-def hvp_of_block(problem: Problem) -> Call:
+def hvp_of_block(problem: Problem, **options: Any) -> Call:
     """All vectors in one call: leaves with a trailing dimension of columns."""
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
     block = problem.named(problem.vectors)
-    return lambda: hog.hvp(loss, params, block, problem.batch)[1]
+    return lambda: hog.hvp(loss, params, block, problem.batch, **options)[1]
 
 
 def operator(problem: Problem, kind: str = "HessianOperator", **options: Any) -> Callable[[], Any]:
@@ -36,8 +41,11 @@ def operator(problem: Problem, kind: str = "HessianOperator", **options: Any) ->
     )
 
 
-def products(problem: Problem) -> Call:
-    make, vectors = operator(problem), [v.contiguous() for v in problem.vectors.unbind(1)]
+def products(problem: Problem, **options: Any) -> Call:
+    make, vectors = (
+        operator(problem, **options),
+        [v.contiguous() for v in problem.vectors.unbind(1)],
+    )
 
     def run() -> Iterator[Tensor]:
         op = make()
@@ -47,13 +55,13 @@ def products(problem: Problem) -> Call:
     return run
 
 
-def block(problem: Problem) -> Call:
-    make = operator(problem)
+def block(problem: Problem, **options: Any) -> Call:
+    make = operator(problem, **options)
     return lambda: make() @ problem.vectors
 
 
-def one_product(problem: Problem, kind: str = "HessianOperator") -> Call:
-    make, v = operator(problem, kind), problem.vectors[:, 0].contiguous()
+def one_product(problem: Problem, kind: str = "HessianOperator", **options: Any) -> Call:
+    make, v = operator(problem, kind, **options), problem.vectors[:, 0].contiguous()
     return lambda: make() @ v
 
 
@@ -87,12 +95,12 @@ def fisher(problem: Problem, kind: str) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
     v = problem.named(problem.vectors[:, 0])
     # Only what is drawn at random takes a generator.
-    random = torch.Generator().manual_seed(0) if kind == "mc" else None
+    random = torch.Generator(problem.device).manual_seed(0) if kind == "mc" else None
     return lambda: hog.fisher_vp(loss, params, v, problem.batch, kind=kind, generator=random)[1]
 
 
-def top_five(problem: Problem) -> Call:
-    make = operator(problem)
+def top_five(problem: Problem, **options: Any) -> Call:
+    make = operator(problem, **options)
 
     def run() -> Eigenvalues:
         found = make().eigsh(k=5, which="LA")

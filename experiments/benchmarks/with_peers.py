@@ -60,7 +60,7 @@ def curvlinops_top_five(problem: Problem) -> Call:
 
     def run() -> Eigenvalues:
         op = make()
-        return with_torch.top_five(lambda v: op @ v, len(problem.vectors))
+        return with_torch.top_five(lambda v: op @ v, len(problem.vectors), problem.device)
 
     return run
 

@@ -1,12 +1,12 @@
 """Curvature by torch alone: what one writes without a library. Each makes a call from a problem."""
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from experiments.benchmarks.problems import Problem, plain_attention
@@ -14,7 +14,6 @@ from experiments.benchmarks.workload import Eigenvalues
 
 Call = Callable[[], Any]
 Params = dict[str, Tensor]
-Leaves = Sequence[Tensor]
 
 
 def with_plain_attention(make: Callable[[Problem], Call]) -> Callable[[Problem], Call]:
@@ -70,84 +69,6 @@ def jvp_of_grad(problem: Problem) -> Call:
     return lambda: torch.func.jvp(grad, (params,), (v,))[1]
 
 
-def compiled_by_hand(problem: Problem, route: str) -> Call:
-    """The product traced by make_fx, without dead code, and compiled by inductor, as hoglib's are."""
-    from torch._inductor import config, standalone_compile
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    leaves, v, count = list(detached(problem).values()), list(problem.vector()), len(problem.params)
-    inputs: list[Any] = [*leaves, *v, problem.x, problem.y]
-
-    def product(*given: Tensor) -> tuple[Tensor, ...]:
-        return ROUTES[route](
-            problem.model, list(problem.params), given[:count], *_rest(given, count)
-        )
-
-    with torch.no_grad(), plain_attention(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about itself
-        graph = make_fx(product, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-        with config.patch({"fallback_random": True, "cpp.vec_isa_ok": True}):
-            run = standalone_compile(graph, inputs, dynamic_shapes="from_example_inputs")
-
-    def call() -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return tuple(run(*inputs)[1:])
-
-    return call
-
-
-def _rest(given: Leaves, count: int) -> tuple[Leaves, Tensor, Tensor]:
-    return given[count:-2], given[-2], given[-1]
-
-
-def _loss_of(model: nn.Module, names: list[str], leaves: Leaves, x: Tensor, y: Tensor) -> Tensor:
-    named = dict(zip(names, leaves, strict=True))
-    return F.cross_entropy(functional_call(model, named, (x,)), y)
-
-
-_pushed: Any = torch.func.jvp
-
-
-def _reverse_over_reverse(
-    model: nn.Module, names: list[str], leaves: Leaves, v: Leaves, x: Tensor, y: Tensor
-) -> tuple[Tensor, ...]:
-    with torch.enable_grad():
-        own = [leaf.detach().requires_grad_() for leaf in leaves]
-        value = _loss_of(model, names, own, x, y)
-        grads = torch.autograd.grad(value, own, create_graph=True)
-        return value.detach(), *torch.autograd.grad(grads, own, v)
-
-
-def _forward_over_reverse(
-    model: nn.Module, names: list[str], leaves: Leaves, v: Leaves, x: Tensor, y: Tensor
-) -> tuple[Tensor, ...]:
-    every = tuple(range(len(leaves)))
-    gradient = torch.func.grad_and_value(lambda *own: _loss_of(model, names, own, x, y), every)
-    (_, value), (product, _) = _pushed(gradient, tuple(leaves), tuple(v))
-    return value, *product
-
-
-def _reverse_over_forward(
-    model: nn.Module, names: list[str], leaves: Leaves, v: Leaves, x: Tensor, y: Tensor
-) -> tuple[Tensor, ...]:
-    def along(*own: Tensor) -> tuple[Tensor, Tensor]:
-        of = lambda *own: _loss_of(model, names, own, x, y)  # noqa: E731
-        value, slope = _pushed(of, own, tuple(v))
-        return slope, value
-
-    product, value = torch.func.grad(along, tuple(range(len(leaves))), has_aux=True)(*leaves)
-    return value, *product
-
-
-ROUTES = {
-    "reverse-over-reverse": _reverse_over_reverse,
-    "forward-over-reverse": _forward_over_reverse,
-    "reverse-over-forward": _reverse_over_forward,
-}
-
-
 @with_plain_attention
 def autograd_functional(problem: Problem) -> Call:
     loss, params = pure_loss(problem), detached(problem)
@@ -183,6 +104,19 @@ def graph_kept(problem: Problem) -> Call:
         grads = torch.autograd.grad(problem.loss(), leaves, create_graph=True)
         for v in vectors:
             yield torch.autograd.grad(grads, leaves, v, retain_graph=True)
+
+    return run
+
+
+@with_plain_attention
+def block_of_kept_graph(problem: Problem) -> Call:
+    """The graph of the gradient once, run for each vector; all products as one block."""
+    products, count = graph_kept(problem), problem.vectors.shape[1]
+
+    def run() -> tuple[Tensor, ...]:
+        return tuple(
+            torch.stack(parts, -1) for parts in zip(*islice(products(), count), strict=True)
+        )
 
     return run
 
@@ -281,12 +215,12 @@ def arpack(problem: Problem) -> Call:
             parts = torch.autograd.grad(grads, leaves, problem.split(v), retain_graph=True)
             return torch.cat([part.reshape(-1) for part in parts])
 
-        return top_five(product, size)
+        return top_five(product, size, problem.device)
 
     return run
 
 
-def top_five(product: Callable[[Tensor], Tensor], size: int) -> Eigenvalues:
+def top_five(product: Callable[[Tensor], Tensor], size: int, device: torch.device) -> Eigenvalues:
     """The five largest eigenvalues by SciPy, to a relative 1e-4, counting products."""
     import numpy as np
     from scipy.sparse.linalg import LinearOperator, eigsh
@@ -296,7 +230,8 @@ def top_five(product: Callable[[Tensor], Tensor], size: int) -> Eigenvalues:
     def matvec(v: Any) -> Any:
         nonlocal count
         count += 1
-        return product(torch.from_numpy(np.ascontiguousarray(v.reshape(-1)))).numpy()
+        vector = torch.from_numpy(np.ascontiguousarray(v.reshape(-1)))
+        return product(vector.to(device)).cpu().numpy()
 
     operator = LinearOperator((size, size), matvec=matvec, dtype=np.dtype("float32"))
     start = np.random.default_rng(0).standard_normal(size).astype("float32")

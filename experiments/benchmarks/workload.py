@@ -3,14 +3,25 @@
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.problems import Problem
+Call = Callable[[], Any]
+Column = Literal["", "hoglib", "compiled", "other", "jax"]
+Memory = Literal["", "tensors", "allocated", "resident"]
+
+
+class Point(Protocol):
+    """What is differentiated, where: a network at its weights, and its data."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def double(self) -> Any: ...
 
 
 class Missing(Exception):
@@ -29,49 +40,86 @@ class Truth:
     """What the result of a method should be, computed in float64 by hand.
 
     value: the right result. seen: what of a result [P, k] is compared with it. tolerance: the largest
-    error |result - truth| / |truth| of a right method.
+    error |result - truth| / |truth| of a right method. apart: so many of the first rows are compared by
+    themselves, as a loss is that stands before its gradient.
     """
 
-    value: Callable[[Problem], Tensor]
-    tolerance: Callable[[Problem], float] = lambda _: 1e-4
-    seen: Callable[[Problem, Tensor], Tensor] = lambda _, result: result
+    value: Callable[[Any], Tensor]
+    tolerance: Callable[[Any], float] = lambda _: 1e-4
+    seen: Callable[[Any, Tensor], Tensor] = lambda _, result: result
+    apart: int = 0
 
 
 @dataclass(frozen=True)
 class Method:
     """One way to compute it.
 
-    make(problem) prepares what the user has at hand and returns a call, which is what is timed. The
-    call returns a tensor [P] or [P, k], a tuple or dict with one leaf a parameter (and k as last
-    dimension), an iterator over k products, or `Eigenvalues`. ours: drawn in colour. truth: a name in
-    TRUTHS. beside: another method of the workload, whose time is a second unit. few: it keeps nothing
-    from one vector to the next, so that two vectors tell what each costs. compiled: the first call, and
-    what it takes to get there, is reported too.
+    make(point) prepares what the user has at hand and returns a call, which is what is timed. The call
+    returns a tensor [P] or [P, k], a tuple or dict with one leaf a parameter (and k as last dimension),
+    an iterator over k products, or `Eigenvalues`. ours: drawn in colour. truth: a name in TRUTHS.
+    beside: other methods of the workload; the time of the fastest is a second unit. few: it keeps
+    nothing from one vector to the next, so that two vectors tell what each costs. compiled: the first
+    call, and what it takes to get there, is reported too; nothing is found in a cache. library: what is
+    imported before. column: where it stands in the summary, by the name `called`. problems: where it
+    runs, if not everywhere.
     """
 
-    make: Callable[[Problem], Callable[[], Any]]
+    make: Callable[[Any], Call]
     ours: bool = False
     truth: str = "hessian"
-    beside: str | None = None
+    beside: tuple[str, ...] = ()
     few: bool = False
     compiled: bool = False
+    library: str = ""
+    column: Column = ""
+    called: str = ""
+    problems: tuple[str, ...] | None = None
+
+
+class Unit(NamedTuple):
+    """What times are given in: its name, and the call that takes one."""
+
+    name: str
+    make: Callable[[Any], Call]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Methods side by side: title, the networks it runs on, k vectors, the methods by name.
+    """Methods side by side.
 
-    per_vector: whether times are per vector. memory: whether peaks are taken, of tensors; resident: of
-    the process.
+    problems: what it runs on; make(name, vectors, small) makes one of them, with k vectors. quick:
+    those that take minutes with all methods. by_hand: the method without a library that the summary
+    compares with. unit: of times, if it is not that method. page: where its long table stands. brief:
+    its name in the summary; without one it is not there. per_vector: whether times are per vector.
+    memory: whether peaks are taken, and of what: of tensors that operations make; of what torch's
+    allocator gives, compiled code included; or of the process. checked(name, small): on what methods
+    are held against the truth, if not on the problem. seconds: no new round beyond these.
     """
 
     title: str
     problems: tuple[str, ...]
     methods: Mapping[str, Method]
+    make: Callable[[str, int, bool], Any]
+    by_hand: str
+    quick: tuple[str, ...] = ()
+    unit: Unit | None = None
+    page: str = "curvature"
+    brief: str = ""
     vectors: int = 1
     per_vector: bool = False
-    memory: bool = False
-    resident: bool = False
+    memory: Memory = ""
+    checked: Callable[[str, bool], Any] | None = None
+    seconds: float = 10.0
+
+    def on(self, problem: str, device: str = "cpu") -> "Workload":
+        """With the methods that run there: on a GPU hoglib's, and the one by hand."""
+        kept = {
+            name: method
+            for name, method in self.methods.items()
+            if (method.problems is None or problem in method.problems)
+            and (device == "cpu" or method.ours or name == self.by_hand)
+        }
+        return replace(self, methods=kept)
 
 
 def peer(name: str) -> Any:

@@ -80,8 +80,12 @@ def make(
 
 
 def forget() -> None:
-    """Forgets what this process compiled; what is on disk stays."""
+    """Forgets what this process compiled, torch's kernels too; what is on disk stays."""
     _IN_MEMORY.clear()
+    if "torch._inductor.utils" in sys.modules:
+        from torch._inductor.utils import clear_caches
+
+        clear_caches()
 
 
 def _key(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> str:

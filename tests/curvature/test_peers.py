@@ -1,4 +1,4 @@
-"""Operators against those of curvlinops, where that is installed (`make bench-peers` brings it) and right."""
+"""Operators against those of curvlinops, where that is installed (`make bench-full` brings it) and right."""
 
 import pytest
 import torch

@@ -1,26 +1,33 @@
-"""The benchmarks of curvature: every method against its truth, what is done with one that is wrong, the reports."""
+"""The benchmarks: every method against its truth, what is done with one that is wrong, the long tables."""
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from experiments import plots
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import report, timing, truths, with_torch
-from experiments.benchmarks.measure import FEW, measure
+from experiments.benchmarks import critic_steps, report, timing, truths, with_torch
+from experiments.benchmarks.critics import CRITICS, critics
+from experiments.benchmarks.held import FEW
+from experiments.benchmarks.measure import measure
+from experiments.benchmarks.meta.tasks import learner
 from experiments.benchmarks.problems import MODELS, problem
 from experiments.benchmarks.workload import (
     Eigenvalues,
     Method,
     Missing,
+    Unit,
     Workload,
     columns,
     peer,
 )
-from experiments.benchmarks.workloads import WORKLOADS
+from experiments.benchmarks.workloads import WORKLOADS, chosen
+
+pytestmark = pytest.mark.usefixtures("own_caches")
 
 
 def double_backward_off_by(error):
@@ -38,9 +45,14 @@ def raising(error):
     return made
 
 
-BEHAVIOURS = Workload(
-    "behaviours",
-    ("MLP",),
+GRADIENT = Unit("plain gradients of the same network", with_torch.gradient)
+
+
+def workload(methods, **options):
+    return Workload("behaviours", ("MLP",), methods, problem, "right", unit=GRADIENT, **options)
+
+
+BEHAVIOURS = workload(
     {
         "right": Method(with_torch.double_backward),
         "nearly right": Method(double_backward_off_by(5e-5)),
@@ -48,8 +60,8 @@ BEHAVIOURS = Workload(
         "not a number": Method(double_backward_off_by(torch.nan)),
         "raising": Method(raising(ValueError("first | line\nsecond"))),
         "missing": Method(raising(Missing("missing: no hoglib.thing"))),
-        "unlike": Method(with_torch.double_backward, beside="right"),
-    },
+        "unlike": Method(with_torch.double_backward, beside=("right", "missing")),
+    }
 )
 
 
@@ -77,6 +89,20 @@ def test_only_what_is_right_has_a_time(behaviours):
     assert behaviours["unlike"]["beside"]["name"] == "right"
 
 
+def test_without_a_unit_the_method_by_hand_is_one_and_without_that_nothing_is_timed():
+    own = Workload("own", ("MLP",), BEHAVIOURS.methods, problem, "nearly right")
+    unit, rows = measure(own, problem("MLP", 1, small=True), 2, 60)
+    assert rows["nearly right"]["seconds"] == {
+        k: unit["seconds"][k] for k in ("median", "low", "high")
+    }
+    assert report.cell(rows["nearly right"]).endswith(" ms")
+    assert rows["right"]["ratio"]["median"] != 1.0
+    unit, rows = measure(replace(own, by_hand="wrong"), problem("MLP", 1, small=True), 2, 60)
+    assert unit == {}
+    assert not any("seconds" in row for row in rows.values())
+    assert report.cell(rows["right"]) == "right"
+
+
 def test_cells_say_why_there_is_no_time(behaviours):
     assert report.cell(behaviours["wrong"]) == "wrong by 3e-3"
     assert report.cell(behaviours["raising"]) == "raises: ValueError: first / line"
@@ -84,19 +110,21 @@ def test_cells_say_why_there_is_no_time(behaviours):
     assert report.cell(None) == ""
 
 
-# The whole of the registry on one network, and one workload on every network.
+CURVATURE = {name: w for name, w in WORKLOADS.items() if w.page == "curvature"}
+# All of them on one problem, and one of a kind on every network.
 SMOKE = [
-    *((name, "MLP") for name, w in WORKLOADS.items() if "MLP" in w.problems),
-    *((name, w.problems[0]) for name, w in WORKLOADS.items() if "MLP" not in w.problems),
-    *(("hvp", name) for name in WORKLOADS["hvp"].problems if name != "MLP"),
+    *((name, "MLP") for name, w in CURVATURE.items() if "MLP" in w.problems),
+    *((name, w.problems[0]) for name, w in CURVATURE.items() if "MLP" not in w.problems),
+    *(("hvp", name) for name in CURVATURE["hvp"].problems if name != "MLP"),
+    *(("r1", name) for name in CRITICS),
+    ("wgan_gp", "CNN"),
 ]
 
 
 @pytest.mark.parametrize(("name", "network"), SMOKE, ids=lambda text: text)
 def test_smoke(name, network):
-    assert {name for name, _ in SMOKE} == set(WORKLOADS)
-    workload = WORKLOADS[name]
-    unit, rows = measure(workload, problem(network, workload.vectors, small=True), 1, 60)
+    workload = WORKLOADS[name].on(network)
+    unit, rows = measure(workload, workload.make(network, workload.vectors, True), 1, 60)
     assert list(rows) == list(workload.methods)
     assert unit["seconds"]["median"] > 0
     for method, row in rows.items():
@@ -104,8 +132,37 @@ def test_smoke(name, network):
         if not row["ours"] and row["status"] != "missing" and "by hand" in method:
             assert row["status"] == "ok", (method, row["message"])
         assert not row["ours"] or row["status"] == "ok", (method, row["message"])
-        if row["status"] == "ok" and workload.memory and not method.startswith("JAX"):
-            assert row["peak_bytes"] > 0
+        if row["status"] == "ok":
+            compiled = workload.methods[method].compiled
+            assert (row["first_seconds"] or 0) > 0 if compiled else row["first_seconds"] is None
+            if workload.memory == "allocated" and not method.startswith("JAX"):
+                assert row["peak_bytes"] > 0
+
+
+def test_every_workload_is_tried_above_or_by_the_tests_of_meta_gradients():
+    assert {name for name, _ in SMOKE} | {"meta-gradient", "steps"} == set(WORKLOADS)
+
+
+def test_the_registry_names_what_is_there():
+    for name, workload in WORKLOADS.items():
+        columns = [m.column for m in workload.methods.values()]
+        assert workload.by_hand in workload.methods, name
+        assert not workload.methods[workload.by_hand].ours
+        assert set(workload.quick) <= set(workload.problems)
+        assert not workload.brief or {"hoglib", "compiled"} <= set(columns), name
+        for method in workload.methods.values():
+            assert set(method.beside) <= set(workload.methods)
+            assert method.ours == (method.column in ("hoglib", "compiled")) or not method.column
+            assert method.called or method.column != "other"
+            assert method.compiled or method.column not in ("compiled", "jax")
+
+
+def test_what_is_measured_is_what_is_asked_for():
+    quick, full = chosen(None, None, False), chosen(None, None, True)
+    assert set(quick) < set(full)
+    assert ("hvp", "TRF") not in quick
+    assert chosen(["hvp"], None, False) == [("hvp", "MLP"), ("hvp", "CNN"), ("hvp", "TRF")]
+    assert chosen(["hvp", "steps"], ["5", "CNN"], False) == [("hvp", "CNN"), ("steps", "5")]
 
 
 def test_products_of_a_loop_are_per_vector_and_not_kept():
@@ -119,10 +176,8 @@ def test_products_of_a_loop_are_per_vector_and_not_kept():
 
         return run
 
-    loop = Workload("loop", (), {"all": Method(lazily, truth="v")}, vectors=5, per_vector=True)
-    brief = Workload(
-        "brief", (), {"two": Method(lazily, truth="v", few=True)}, vectors=5, per_vector=True
-    )
+    loop = workload({"all": Method(lazily, truth="v")}, vectors=5, per_vector=True)
+    brief = workload({"two": Method(lazily, truth="v", few=True)}, vectors=5, per_vector=True)
     point = problem("MLP", 5, small=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(truths.TRUTHS, "v", truths.Truth(lambda p: p.vectors.double()))
@@ -166,6 +221,30 @@ def test_truth_of_gauss_newton_and_fisher():
     rows = torch.func.jacrev(lambda p: F.cross_entropy(outputs(p), exact.y, reduction="none"))(flat)
     E = rows.T @ rows / len(rows)
     torch.testing.assert_close(truths.empirical_fisher(point)[:, 0], E @ exact.vectors[:, 0])
+
+
+@pytest.mark.parametrize("name", ["r1", "wgan_gp"])
+def test_truth_of_a_critics_step(name):
+    """Slopes of a linear critic w'x + b are w, whatever the points: R1 is |w|^2 / 2."""
+    point = critics("small", tiny=True)
+    model = torch.nn.Linear(2, 1)
+    exact = replace(point, model=model).double()
+    w, scores = exact.model.weight, exact.model(torch.cat([exact.real, exact.fake])).chunk(2)
+    if name == "r1":
+        loss = F.softplus(scores[1] - scores[0]).mean() + critic_steps.WEIGHT * w.square().sum() / 2
+    else:
+        loss = scores[1].mean() - scores[0].mean() + critic_steps.WEIGHT * (w.norm() - 1) ** 2
+    right = [loss, *torch.autograd.grad(loss, [w, exact.model.bias])]
+    found = truths.TRUTHS[name].value(replace(point, model=model))
+    torch.testing.assert_close(found, torch.cat([part.reshape(-1) for part in right])[:, None])
+
+
+def test_points_between_are_the_same_for_all_ways():
+    point = critics("MLP", tiny=True)
+    drawn = point.drawn()
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(len(point.real)))
+    assert torch.equal(point.double().drawn(), drawn.double())
 
 
 def test_results_of_every_form_are_columns():
@@ -217,66 +296,129 @@ def test_a_ratio_is_one_of_neighbours_and_time_is_limited(monkeypatch):
     assert len(rounds_of_ten_seconds(1000)[1]["a"]) == 10
 
 
-def results(behaviours):
-    machine = {
-        "processor": "abacus", "cores": 2, "threads": 1, "system": "Linux", "python": "3",
-        "torch": "2", "hoglib": "0", "peers": {"jax": None, "other": "1.0"}, "date": "2026-01-01",
-    }  # fmt: skip
-    measured = {"title": "behaviours", "problem": "MLP", "methods": behaviours}
-    return {"machine": machine, "workloads": [measured, measured | {"problem": "CNN"}]}
+def test_a_call_is_timed_until_a_gpu_has_done_its_work(monkeypatch):
+    happened = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("waited"))
+    timing.once(lambda: happened.append("called"))
+    assert happened == ["waited", "called", "waited"]
 
 
-def test_table_and_picture(behaviours, tmp_path):
-    lines = report.table(results(behaviours)).splitlines()
+def test_what_was_compiled_before_is_not_seen(tmp_path, monkeypatch):
+    kept = {"a graph": None}
+    monkeypatch.setattr("hoglib.capture._inductor._IN_MEMORY", kept)
+    folders = set()
+    for _ in range(2):
+        timing.forget_compiled()
+        for name in ("HOGLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+            folders.add(os.environ[name])
+            assert os.listdir(os.environ[name]) == []
+    assert kept == {}
+    assert len(folders) == 4
+    assert str(tmp_path) not in folders
+
+
+@pytest.mark.parametrize(
+    "point",
+    [problem("CNN", 2, True), critics("CNN", tiny=True), learner("sinusoid", small=True)],
+    ids=lambda p: type(p).__name__,
+)
+def test_a_problem_moves_with_all_it_has(point):
+    moved = point.to(torch.device("meta"))
+    assert (point.device.type, moved.device.type) == ("cpu", "meta")
+    tensors = [*moved.model.parameters()]
+    for value in vars(moved).values():
+        tensors += [
+            t
+            for t in (value if isinstance(value, tuple) else (value,))
+            if isinstance(t, torch.Tensor)
+        ]
+    assert {t.device.type for t in tensors} == {"meta"}
+    assert all(p.device.type == "cpu" for p in point.model.parameters())
+
+
+def test_on_a_gpu_hoglib_runs_beside_the_method_by_hand():
+    for name, workload in WORKLOADS.items():
+        methods = workload.on(workload.problems[0], "cuda").methods
+        kept = [method for method in methods if not methods[method].ours]
+        assert kept == [workload.by_hand], name
+
+
+def test_the_tables_have_one_unit_each(behaviours):
+    def measured(network, unit):
+        return {"title": "behaviours", "problem": network, "methods": behaviours, "page": "curvature", "device": "cpu", "unit": {"name": unit}}  # fmt: skip
+
+    found = [
+        measured("MLP", GRADIENT.name),
+        measured("CNN", GRADIENT.name),
+        measured("MLP", "by hand"),
+    ]
+    one, other = report.table({"workloads": found}).split("\n\n")
+    lines = one.splitlines()
+    assert lines[0] == "| in plain gradients of the same network | | |"
     assert lines[2] == "| **behaviours** | **MLP** | **CNN** |"
     assert "| wrong | wrong by 3e-3 | wrong by 3e-3 |" in lines
     assert len(lines) == 3 + len(behaviours)
-    said = report.measured_on(results(behaviours))
-    assert "abacus, one core of 2" in said
-    assert "jax (missing), other 1.0" in said
-    file = plots.benchmarks(report.by_title(results(behaviours)), tmp_path / "bars.png")
-    assert file.stat().st_size > 1000
-
-
-def test_the_page_takes_the_table_between_its_marks(behaviours, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{report.START}\n\nold\n\n{report.END}\n\nafter\n")
-    for _ in range(2):
-        report.write(page, results(behaviours))
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert text.count("| wrong |") == 1
-    page.write_text("no marks")
-    with pytest.raises(ValueError, match="expected the marks"):
-        report.write(page, results(behaviours))
-    real = command.PAGE.read_text()
-    assert report.START in real
-    assert report.END in real
+    assert other.startswith("| to by hand | |\n")
 
 
 def test_the_command(tmp_path, capsys):
     options = ["--smoke", "--workload", "micro", "--problem", "MLP", "--output", str(tmp_path)]
     assert command.main(options) == 0
-    assert "| **one product more, in four micro-batches** | **MLP** |" in capsys.readouterr().out
+    capsys.readouterr()
+    details = (tmp_path / "details.md").read_text()
+    assert "| **one product more, in four micro-batches** | **MLP** |" in details
     found = json.loads((tmp_path / "results.json").read_text())
     assert set(found["machine"]) == {
-        "processor", "cores", "threads", "system", "python", "torch", "hoglib", "peers", "date",
+        "processor", "cores", "threads", "system", "python", "torch", "hoglib", "gpu", "peers", "date",
     }  # fmt: skip
     (measured,) = found["workloads"]
-    assert (measured["workload"], measured["problem"]) == ("micro", "MLP")
+    assert (measured["workload"], measured["problem"], measured["device"]) == (
+        "micro",
+        "MLP",
+        "cpu",
+    )
     row = measured["methods"]["by hand"]
     assert row["status"] == "ok"
     assert row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
     assert row["peak_bytes"] > 0
     assert row["error"] < 1e-4
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "results.json", "table.md", "benchmarks.png",
-    }  # fmt: skip
-    (tmp_path / "table.md").unlink()
+    (tmp_path / "details.md").unlink()
     assert command.main(["--render", "--output", str(tmp_path)]) == 0
-    assert "micro-batches" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "details.md").read_text() == details
+
+
+def test_a_gpu_has_a_pass_of_its_own_with_one_process_at_a_time(monkeypatch, tmp_path):
+    runs = []
+
+    def run(jobs, options, cores):
+        runs.append((options[options.index("--device") + 1], jobs, len(cores)))
+        return [], []
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "cores", lambda: [3, 2, 1, 0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "environment", lambda peers: {})
+    monkeypatch.setattr(command.pages, "save", lambda results, folder: [])
+    (tmp_path / "table.md").write_text("")
+    options = ["--jobs", "2", "--device", "auto", "--output", str(tmp_path)]
+    assert command.main([*options, "--workload", "hvp", "steps", "--problem", "MLP", "5"]) == 0
+    on_cpu, on_gpu = [("hvp", "MLP"), ("steps", "5")], [("hvp", "MLP")]
+    assert runs == [("cpu", on_cpu, 2), ("cuda", on_gpu, 1)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told(capsys):
+    assert command.devices("auto") == ["cpu"]
+    with pytest.raises(SystemExit, match="expected a GPU that torch sees, got none"):
+        command.main(["--device", "cuda"])
+
+
+def test_a_choice_of_nothing_is_told():
+    with pytest.raises(
+        SystemExit, match=r"expected workloads that run on what --problem names, got none for TRF"
+    ):
+        command.main(["--workload", "steps", "--problem", "TRF"])
 
 
 def test_a_process_that_dies_is_told_of_and_the_others_count():

@@ -1,15 +1,13 @@
-"""The two tables, and their place in docs/meta-benchmarks.md."""
+"""The two tables of meta-gradients, and what the picture of memory shows."""
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from experiments.benchmarks import report
-from experiments.benchmarks.meta.methods import CHOSEN, METHODS
-from experiments.benchmarks.report import short
+from experiments.benchmarks.meta.workloads import CHOSEN
+from experiments.benchmarks.report import short, time_of
 
 Row = dict[str, Any]
-MARKS = "<!-- results: python -m experiments.benchmarks.meta --write-docs -->", "<!-- end -->"
 PICTURE = "![Peak memory and time against inner steps, hoglib solid](images/meta-memory.png)"
 
 
@@ -18,13 +16,13 @@ def columns(results: Row, workload: str) -> dict[str, dict[str, Row]]:
     return {
         measured["problem"]: measured["methods"]
         for measured in results["workloads"]
-        if measured["workload"] == workload
+        if measured["workload"] == workload and measured["device"] == "cpu"
     }
 
 
 def parts(results: Row) -> list[str]:
-    """What was measured on, the meta-gradients, and the inner loops of many steps."""
-    found = [report.measured_on(results)]
+    """The meta-gradients, and the inner loops of many steps; nothing where nothing was measured."""
+    found = []
     if learners := columns(results, "meta-gradient"):
         found.append(meta_gradients(learners))
     if steps := columns(results, "steps"):
@@ -36,9 +34,9 @@ def meta_gradients(learners: Mapping[str, dict[str, Row]]) -> str:
     head = ["time of a meta-gradient, to the loop by hand", *learners]
     rows = [
         [name, *(cell(methods.get(name), _time) for methods in learners.values())]
-        for name in METHODS["meta-gradient"]
+        for name in _names(learners)
     ]
-    choices = [methods.get(CHOSEN, {}).get("choice") for methods in learners.values()]
+    choices = [methods.get(CHOSEN, {}).get("beside") for methods in learners.values()]
     if any(choices):
         rows.append([f"{CHOSEN}'s own choice, to the better of its two", *map(_choice, choices)])
     return _markdown(head, rows, bold="hoglib")
@@ -49,7 +47,7 @@ def many_steps(steps: Mapping[str, dict[str, Row]]) -> str:
     rows = [
         [f"{name}, {what}", *(cell(methods.get(name), show) for methods in steps.values())]
         for what, show in (("peak", _peak), ("time", _time))
-        for name in METHODS["steps"]
+        for name in _names(steps)
     ]
     return _markdown(head, rows, bold="hoglib")
 
@@ -67,18 +65,8 @@ def cell(row: Row | None, show: Callable[[Row], str]) -> str:
 
 def _time(row: Row) -> str:
     """The unit in seconds, the others in units with quartiles."""
-    return ", ".join(_times(row))
-
-
-def _times(row: Row) -> Iterator[str]:
-    ratio, seconds = row["ratio"], row["seconds"]["median"]
-    if ratio["low"] == ratio["median"] == ratio["high"] == 1.0:
-        yield f"{seconds * 1e3:.0f} ms"
-        return
-    spread = f" ({short(ratio['low'])} to {short(ratio['high'])})" if row["repeats"] > 1 else ""
-    yield short(ratio["median"]) + spread
-    if "first" in row:
-        yield f"first call {row['first']:.1f} s"
+    first = f", first call {row['first_seconds']:.1f} s" if row["first_seconds"] else ""
+    return time_of(row) + first
 
 
 def _peak(row: Row) -> str:
@@ -88,7 +76,11 @@ def _peak(row: Row) -> str:
 def _choice(choice: Row | None) -> str:
     if choice is None:
         return ""
-    return f"{short(choice['median'])} of {choice['better']}"
+    return f"{short(choice['median'])} of {choice['name'].rpartition(', ')[2]}"
+
+
+def _names(problems: Mapping[str, dict[str, Row]]) -> list[str]:
+    return list(dict.fromkeys(name for methods in problems.values() for name in methods))
 
 
 def _markdown(head: list[str], rows: list[list[str]], bold: str) -> str:
@@ -100,14 +92,10 @@ def _markdown(head: list[str], rows: list[list[str]], bold: str) -> str:
 
 def curves(results: Row) -> dict[str, dict[int, tuple[float, float]]]:
     """Method: number of inner steps: (peak MiB, time to the graphs stored by hand)."""
-    found: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in METHODS["steps"]}
-    for steps, methods in columns(results, "steps").items():
+    measured = columns(results, "steps")
+    found: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in _names(measured)}
+    for steps, methods in measured.items():
         for name, row in methods.items():
             if "ratio" in row:
                 found[name][int(steps)] = row["peak_bytes"] / 2**20, row["ratio"]["median"]
     return {name: points for name, points in found.items() if points}
-
-
-def write(page: Path, results: Row) -> None:
-    """Put the tables and the picture between the marks of the page."""
-    report.put(page, MARKS, [*parts(results), PICTURE])

@@ -35,6 +35,10 @@ class Learner:
     inner_steps: int
 
     @property
+    def device(self) -> torch.device:
+        return self.support[0].device
+
+    @property
     def count(self) -> int:
         return len(self.support[0])
 
@@ -48,11 +52,14 @@ class Learner:
         return replace(self, model=deepcopy(self.model))
 
     def double(self) -> "Learner":
-        def cast(batch: Batch) -> Any:
-            return tuple(t.double() if t.is_floating_point() else t for t in batch)
+        return self._cast(lambda t: t.double() if t.is_floating_point() else t, torch.float64)
 
-        model = deepcopy(self.model).double()
-        return replace(self, model=model, support=cast(self.support), query=cast(self.query))
+    def to(self, device: torch.device) -> "Learner":
+        return self._cast(lambda t: t.to(device), device)
+
+    def _cast(self, each: Callable[[Tensor], Tensor], whole: Any) -> "Learner":
+        model, (sx, sy), (qx, qy) = deepcopy(self.model).to(whole), self.support, self.query
+        return replace(self, model=model, support=(each(sx), each(sy)), query=(each(qx), each(qy)))
 
 
 def sinusoid(small: bool, fused: bool = False) -> Learner:
@@ -121,28 +128,27 @@ LEARNERS: dict[str, Callable[[bool], Learner]] = {
 STEPS = (5, 10, 20, 40, 80)
 
 
-def learner(workload: str, name: str, small: bool = False) -> Learner:
-    """The learner of that name, or for "steps" conv4 with so many inner steps on one task.
-
-    The same on every call.
-    """
+def learner(name: str, vectors: int = 1, small: bool = False) -> Learner:
+    """The learner of that name, the same on every call; there are no vectors."""
     with seeded():
-        if workload == "steps":
-            return conv4(small, tasks=1, steps=int(name))
         return LEARNERS[name](small)
 
 
-def checked(workload: str, name: str, small: bool = False) -> Learner:
-    """The learner on which methods are held against the truth.
+def long_loop(steps: str, vectors: int = 1, small: bool = False) -> Learner:
+    """conv4 with so many inner steps on one task."""
+    with seeded():
+        return conv4(small, tasks=1, steps=int(steps))
+
+
+def checked(steps: str, small: bool = False) -> Learner:
+    """The learner on which methods are held against the truth, for a long loop.
 
     After many steps float32 is on the other side of some kink than float64, and its meta-gradient
     another; so long loops are compared in float64, on a narrow network.
     """
-    if workload != "steps":
-        return learner(workload, name, small)
     with seeded():
-        steps = min(int(name), 2) if small else int(name)
-        return conv4(False, channels=4, tasks=1, steps=steps).double()
+        count = min(int(steps), 2) if small else int(steps)
+        return conv4(False, channels=4, tasks=1, steps=count).double()
 
 
 @contextmanager

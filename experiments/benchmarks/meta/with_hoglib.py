@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import hoglib as hog
+from experiments.benchmarks.critics import taken
 from experiments.benchmarks.meta.tasks import Learner
-from experiments.benchmarks.meta.with_torch import Call, Found, taken
+from experiments.benchmarks.meta.with_torch import Call, Found
 
 
 def maml(**options: Any) -> Callable[[Learner], Call]:

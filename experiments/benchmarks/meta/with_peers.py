@@ -2,8 +2,9 @@
 
 import torch
 
+from experiments.benchmarks.critics import taken
 from experiments.benchmarks.meta.tasks import Learner
-from experiments.benchmarks.meta.with_torch import Call, Found, taken, with_plain_attention
+from experiments.benchmarks.meta.with_torch import Call, Found, with_plain_attention
 from experiments.benchmarks.workload import peer
 
 

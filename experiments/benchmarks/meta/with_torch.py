@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from experiments.benchmarks.critics import taken
 from experiments.benchmarks.meta.tasks import Batch, Learner
 from experiments.benchmarks.problems import plain_attention
 
@@ -31,14 +32,6 @@ def with_plain_attention(make: Callable[[Learner], Call]) -> Callable[[Learner],
         return run
 
     return made
-
-
-def taken(value: Tensor, model: nn.Module) -> Found:
-    """The value and the gradients that lie in `.grad`, which is empty afterwards."""
-    grads = [p.grad for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = None
-    return value, *grads
 
 
 def step(learner: Learner, params: Params, batch: Batch) -> Params:

@@ -1,0 +1,97 @@
+"""One step of a critic: its loss with a gradient penalty, and the gradient by all parameters."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import hoglib as hog
+from experiments.benchmarks.critics import SEED, Critics, taken
+
+WEIGHT = 10.0  # of the penalty
+
+Call = Callable[[], Any]
+Critic = Callable[[Tensor], Tensor]
+Loss = Callable[..., Tensor]
+
+
+def slopes(critic: Critic, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores at x, and the squared size of each one's gradient: double backward by hand."""
+    x = x.detach().requires_grad_()
+    scores = critic(x)
+    (g,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    return scores, g.flatten(1).square().sum(1)
+
+
+def between(real: Tensor, fake: Tensor, e: Tensor | None = None) -> Tensor:
+    """Points between real and generated ones, at e if it is given."""
+    e = torch.rand(len(real), device=real.device) if e is None else e
+    e = e.reshape(-1, *[1] * (real.dim() - 1))
+    return e * real + (1 - e) * fake
+
+
+def with_r1_by_hand(critic: Critic, real: Tensor, fake: Tensor, e: Tensor | None = None) -> Tensor:
+    """A critic's loss with R1, of one forward each."""
+    scores, squares = slopes(critic, real)
+    return F.softplus(critic(fake) - scores).mean() + WEIGHT * squares.mean() / 2
+
+
+def with_r1(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
+    penalty, scores = hog.penalties.r1(critic, real, return_outputs=True)
+    loss: Tensor = F.softplus(critic(fake) - scores).mean() + WEIGHT * penalty
+    return loss
+
+
+def with_wgan_gp_by_hand(
+    critic: Critic, real: Tensor, fake: Tensor, e: Tensor | None = None
+) -> Tensor:
+    """Wasserstein loss, and (|slope| - 1)^2 between real and generated points."""
+    squares = slopes(critic, between(real, fake, e))[1]
+    penalty = (squares.sqrt() - 1).square().mean()
+    return critic(fake).mean() - critic(real).mean() + WEIGHT * penalty
+
+
+def with_wgan_gp(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
+    penalty = hog.penalties.wgan_gp(critic, real, fake)
+    loss: Tensor = critic(fake).mean() - critic(real).mean() + WEIGHT * penalty
+    return loss
+
+
+def step(loss: Loss, point: Critics) -> tuple[Any, ...]:
+    """One step of training, from the same random numbers: the loss, and its gradient by parameters."""
+    torch.manual_seed(SEED)
+    value = loss(point.real, point.fake)
+    value.backward()
+    return taken(value.detach(), point.model)
+
+
+def by_hand(loss: Loss) -> Callable[[Critics], Call]:
+    def made(point: Critics) -> Call:
+        point = point.apart()
+        return partial(step, partial(loss, point.model), point)
+
+    return made
+
+
+def by_hoglib(loss: Loss, compiled: bool = False) -> Callable[[Critics], Call]:
+    def made(point: Critics) -> Call:
+        point = point.apart()
+        of: Any = partial(loss, point.model)
+        if compiled:
+            of = hog.compiled_loss(of, backend=point.backend)
+        return partial(step, of, point)
+
+    return made
+
+
+def truth(loss: Loss) -> Callable[[Critics], tuple[Any, ...]]:
+    """By hand in float64, at points between that are those of float32."""
+
+    def value(point: Critics) -> tuple[Any, ...]:
+        e, exact = point.drawn(), point.double()
+        return step(partial(loss, exact.model, e=e.double()), exact)
+
+    return value

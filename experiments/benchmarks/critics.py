@@ -1,0 +1,96 @@
+"""The critics whose training steps are compared, each with real and generated samples."""
+
+import itertools
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.benchmarks.problems import backend
+
+SEED = 0  # of the points between real and generated ones, which every method draws anew
+
+
+@dataclass(frozen=True)
+class Critics:
+    """A critic at its initial weights, and one batch: real and fake [N, ...].
+
+    backend: what hoglib compiles with.
+    """
+
+    model: nn.Module
+    real: Tensor
+    fake: Tensor
+    backend: str = "inductor"
+
+    @property
+    def device(self) -> torch.device:
+        return self.real.device
+
+    def apart(self) -> "Critics":
+        """The same with a model of its own, whose `.grad` nobody else sees."""
+        return replace(self, model=deepcopy(self.model))
+
+    def double(self) -> "Critics":
+        model = deepcopy(self.model).double()
+        return replace(self, model=model, real=self.real.double(), fake=self.fake.double())
+
+    def to(self, device: torch.device) -> "Critics":
+        model = deepcopy(self.model).to(device)
+        return replace(self, model=model, real=self.real.to(device), fake=self.fake.to(device))
+
+    def drawn(self) -> Tensor:
+        """e_n ~ U(0, 1) [N], as every method draws it; in float32, of which float64 has a copy."""
+        torch.manual_seed(SEED)
+        return torch.rand(len(self.real), device=self.device).to(self.real)
+
+
+def small(tiny: bool) -> tuple[nn.Module, Tensor]:
+    widths, rows = ([2, 8, 8, 8], 4) if tiny else ([2, 128, 128, 128], 256)
+    layers: list[nn.Module] = []
+    for i, o in itertools.pairwise(widths):
+        layers += [nn.Linear(i, o), nn.SiLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 1)), torch.randn(rows, 2)
+
+
+def mlp(tiny: bool) -> tuple[nn.Module, Tensor]:
+    inputs, width, rows = (12, 16, 4) if tiny else (784, 1024, 64)
+    layers = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 1)), torch.randn(rows, inputs)
+
+
+def cnn(tiny: bool, act: Callable[[], nn.Module] = nn.SiLU) -> tuple[nn.Module, Tensor]:
+    channels, pixels, rows = (4, 8, 2) if tiny else (32, 32, 64)
+    layers: list[nn.Module] = []
+    for i, o in itertools.pairwise([3, *[channels] * 4]):
+        layers += [nn.Conv2d(i, o, 3, padding=1), act()]
+    end = nn.Linear(channels * pixels**2, 1)
+    return nn.Sequential(*layers, nn.Flatten(), end), torch.randn(rows, 3, pixels, pixels)
+
+
+CRITICS: dict[str, Callable[[bool], tuple[nn.Module, Tensor]]] = {
+    "small": small,
+    "MLP": mlp,
+    "CNN": cnn,
+    "CNN, softplus": partial(cnn, act=nn.Softplus),
+}
+
+
+def critics(name: str, vectors: int = 1, tiny: bool = False) -> Critics:
+    """The critic of that name with its batch, the same on every call; there are no vectors."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, real = CRITICS[name](tiny)
+        return Critics(model, real, torch.randn_like(real), backend(tiny))
+
+
+def taken(value: Tensor, model: nn.Module) -> tuple[Any, ...]:
+    """The value and the gradients that lie in `.grad`, which is empty afterwards."""
+    grads = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    return value, *grads

@@ -1,0 +1,202 @@
+"""The products with curvature matrices that are compared, and their largest eigenvalues."""
+
+from functools import partial
+
+from experiments.benchmarks import by_hand_compiled, with_hoglib, with_jax, with_peers, with_torch
+from experiments.benchmarks.problems import problem
+from experiments.benchmarks.workload import Method, Unit, Workload
+
+ALL = ("MLP", "CNN", "TRF")
+JAX, WHOLE = "JAX jit(grad)", "hoglib.HessianOperator, whole batch"
+JAX_GRADIENT = {JAX: Method(with_jax.gradient, truth="gradient", compiled=True, library="jax")}
+on = partial(
+    Workload, make=problem, unit=Unit("plain gradients of the same network", with_torch.gradient)
+)
+ours = partial(Method, ours=True)
+plain = partial(ours, column="hoglib")
+compiled = partial(ours, compiled=True)
+graph = partial(compiled, column="compiled")
+curvlinops = partial(Method, column="other", called="curvlinops")
+eigenthings = partial(Method, column="other", called="eigenthings")
+pyhessian = partial(Method, column="other", called="PyHessian")
+functional = partial(
+    Method, column="other", called="torch.func"
+)  # torch's own, the other way round
+jax = partial(Method, beside=(JAX,), compiled=True, library="jax", column="jax", called="JAX")
+ggn = partial(Method, truth="gauss-newton")
+empirical = partial(Method, truth="empirical fisher")
+sampled = partial(Method, truth="sampled fisher")
+top = partial(Method, truth="eigenvalues")
+
+WORKLOADS: dict[str, Workload] = {
+    "hvp": on(
+        "one Hessian-vector product",
+        ALL,
+        {
+            "hoglib.hvp": plain(with_hoglib.hvp),
+            "hoglib.hvp, compile=True": graph(with_hoglib.compiled(with_hoglib.hvp)),
+            "reverse-over-reverse by hand": Method(with_torch.double_backward),
+            "jvp(grad)": functional(with_torch.jvp_of_grad),
+            "torch.autograd.functional.hvp": Method(
+                with_torch.autograd_functional, column="other", called="autograd.functional"
+            ),
+            "curvlinops": curvlinops(with_peers.curvlinops_product()),
+            "hessian-eigenthings": eigenthings(with_peers.eigenthings_product),
+            "PyHessian": pyhessian(with_peers.pyhessian_product),
+            **JAX_GRADIENT,
+            "JAX jit(jvp(grad))": jax(with_jax.jvp_of_grad),
+        },
+        memory="allocated",
+        by_hand="reverse-over-reverse by hand",
+        quick=("MLP", "CNN"),
+        brief="Hessian-vector product",
+    ),
+    "compiled": on(
+        "one product as a compiled graph",
+        ALL,
+        {
+            "hoglib.hvp, compile=True": compiled(with_hoglib.compiled(with_hoglib.hvp)),
+            **{
+                f"{route}, compiled by hand": Method(
+                    partial(by_hand_compiled.compiled_by_hand, route=route),
+                    compiled=True,
+                    beside=("hoglib.hvp, compile=True",),
+                )
+                for route in by_hand_compiled.ROUTES
+            },
+            "hoglib.hvp": ours(with_hoglib.hvp),
+            "hoglib.HessianOperator, once more, compile=True": compiled(
+                with_hoglib.compiled(with_hoglib.once_more)
+            ),
+            "hoglib.HessianOperator, once more": ours(with_hoglib.once_more),
+            "hoglib.ggn_vp, compile=True": compiled(
+                with_hoglib.compiled(with_hoglib.gauss_newton), truth="gauss-newton"
+            ),
+            "hoglib.ggn_vp": ours(with_hoglib.gauss_newton, truth="gauss-newton"),
+        },
+        by_hand="reverse-over-reverse, compiled by hand",
+        memory="resident",
+    ),
+    "hvps": on(
+        "20 products at one point, each, set-up included",
+        ALL,
+        {
+            "hoglib.HessianOperator": plain(with_hoglib.products),
+            "hoglib.HessianOperator, compile=True": graph(
+                with_hoglib.compiled(with_hoglib.products)
+            ),
+            "rebuilt by hand": Method(with_torch.rebuilt, few=True),
+            "graph kept by hand": Method(with_torch.graph_kept),
+            "torch.func.linearize(grad)": functional(with_torch.linearized),
+            "curvlinops": curvlinops(with_peers.curvlinops_products, few=True),
+            "hessian-eigenthings": eigenthings(with_peers.eigenthings_products, few=True),
+            **JAX_GRADIENT,
+            "JAX jit(linearize(grad))": jax(with_jax.linearized),
+        },
+        vectors=20,
+        per_vector=True,
+        by_hand="graph kept by hand",
+        quick=("MLP",),
+        brief="20 products at one point",
+    ),
+    "block": on(
+        "8 products at once, each",
+        ALL,
+        {
+            "hoglib.hvp": plain(with_hoglib.hvp_of_block, called="hvp"),
+            "hoglib.HessianOperator": plain(with_hoglib.block, called="operator"),
+            "hoglib.hvp, compile=True": graph(
+                with_hoglib.compiled(with_hoglib.hvp_of_block), called="hvp"
+            ),
+            "hoglib.HessianOperator, compile=True": graph(
+                with_hoglib.compiled(with_hoglib.block), called="operator"
+            ),
+            "graph kept by hand": Method(with_torch.block_of_kept_graph),
+            "vmap(jvp(grad))": functional(with_torch.vmapped),
+            "curvlinops": curvlinops(with_peers.curvlinops_product()),
+            **JAX_GRADIENT,
+            "JAX jit(vmap(jvp(grad)))": jax(with_jax.vmapped),
+        },
+        vectors=8,
+        per_vector=True,
+        memory="allocated",
+        by_hand="graph kept by hand",
+        quick=("MLP",),
+        brief="8 products at once",
+    ),
+    "micro": on(
+        "one product more, in four micro-batches",
+        ALL,
+        {
+            WHOLE: ours(with_hoglib.whole_batch),
+            "hoglib.HessianOperator, micro_batch": ours(with_hoglib.micro_batches, beside=(WHOLE,)),
+            "by hand": Method(with_torch.micro_batches, beside=(WHOLE,)),
+            "hessian-eigenthings": eigenthings(
+                with_peers.eigenthings_micro_batches, beside=(WHOLE,)
+            ),
+        },
+        memory="allocated",
+        by_hand="by hand",
+    ),
+    "ggn": on(
+        "one Gauss-Newton product",
+        ALL,
+        {
+            "hoglib.ggn_vp": plain(with_hoglib.gauss_newton, truth="gauss-newton"),
+            "hoglib.GGNOperator": ggn(
+                partial(with_hoglib.one_product, kind="GGNOperator"), ours=True
+            ),
+            "hoglib.ggn_vp, compile=True": graph(
+                with_hoglib.compiled(with_hoglib.gauss_newton), truth="gauss-newton"
+            ),
+            "jvp and vjp by hand": ggn(with_torch.gauss_newton),
+            "curvlinops": curvlinops(
+                with_peers.curvlinops_product("GGNLinearOperator"), truth="gauss-newton"
+            ),
+            "hessian-eigenthings": eigenthings(
+                with_peers.eigenthings_gauss_newton, truth="gauss-newton"
+            ),
+            **JAX_GRADIENT,
+            "JAX jit(jvp and vjp)": jax(with_jax.gauss_newton, truth="gauss-newton"),
+        },
+        by_hand="jvp and vjp by hand",
+        quick=("MLP", "CNN"),
+        brief="Gauss-Newton product",
+    ),
+    "fisher": on(
+        "one product with a Fisher matrix",
+        ("MLP", "CNN"),
+        {
+            "hoglib.fisher_vp, empirical": empirical(
+                partial(with_hoglib.fisher, kind="empirical"), ours=True
+            ),
+            "jvp and vjp by hand, empirical": empirical(with_torch.empirical_fisher),
+            "curvlinops, empirical": empirical(with_peers.curvlinops_product("EFLinearOperator")),
+            "hessian-eigenthings, empirical": empirical(with_peers.eigenthings_empirical_fisher),
+            "hoglib.fisher_vp, sampled": sampled(partial(with_hoglib.fisher, kind="mc"), ours=True),
+            "curvlinops, sampled": sampled(with_peers.curvlinops_product("FisherMCLinearOperator")),
+        },
+        by_hand="jvp and vjp by hand, empirical",
+    ),
+    "eigenvalues": on(
+        "five largest eigenvalues of the Hessian",
+        ("MLP-128",),
+        {
+            "hoglib.HessianOperator.eigsh": top(with_hoglib.top_five, ours=True, column="hoglib"),
+            "hoglib.HessianOperator.eigsh, compile=True": graph(
+                with_hoglib.compiled(with_hoglib.top_five), truth="eigenvalues"
+            ),
+            "SciPy, graph kept by hand": top(with_torch.arpack),
+            "curvlinops, SciPy": curvlinops(with_peers.curvlinops_top_five, truth="eigenvalues"),
+            "hessian-eigenthings": eigenthings(
+                with_peers.eigenthings_top_five, truth="eigenvalues"
+            ),
+            "PyHessian, largest in magnitude": pyhessian(
+                with_peers.pyhessian_top_five, truth="eigenvalues by magnitude"
+            ),
+        },
+        by_hand="SciPy, graph kept by hand",
+        quick=("MLP-128",),
+        brief="five largest eigenvalues",
+    ),
+}

@@ -1,0 +1,59 @@
+"""The steps of a critic with a gradient penalty that are compared."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from experiments.benchmarks import critics_in_jax
+from experiments.benchmarks.critic_steps import (
+    by_hand,
+    by_hoglib,
+    with_r1,
+    with_r1_by_hand,
+    with_wgan_gp,
+    with_wgan_gp_by_hand,
+)
+from experiments.benchmarks.critics import CRITICS, critics
+from experiments.benchmarks.workload import Method, Workload
+
+Loss = Callable[..., Tensor]
+BY_HAND = "double backward by hand"
+
+
+def ways(penalty: str, hand: Loss, ours: Loss) -> dict[str, Method]:
+    step = partial(Method, truth=penalty)
+    return {
+        BY_HAND: step(by_hand(hand)),
+        f"hoglib.penalties.{penalty}": step(by_hoglib(ours), ours=True, column="hoglib"),
+        f"hoglib.penalties.{penalty}, hoglib.compiled_loss": step(
+            by_hoglib(ours, compiled=True), ours=True, compiled=True, column="compiled"
+        ),
+        "JAX jit(value_and_grad)": step(
+            critics_in_jax.step(penalty), compiled=True, library="jax", column="jax", called="JAX"
+        ),
+    }
+
+
+step_of_critic = partial(
+    Workload,
+    problems=tuple(CRITICS),
+    make=critics,
+    by_hand=BY_HAND,
+    page="penalties",
+    memory="allocated",
+)
+WORKLOADS = {
+    "r1": step_of_critic(
+        "a critic's step: loss, R1, and the gradient by all parameters",
+        quick=("small", "MLP", "CNN"),
+        methods=ways("r1", with_r1_by_hand, with_r1),
+        brief="critic's step with R1",
+    ),
+    "wgan_gp": step_of_critic(
+        "a critic's step: Wasserstein loss, WGAN-GP, and the gradient by all parameters",
+        quick=("small", "MLP"),
+        methods=ways("wgan_gp", with_wgan_gp_by_hand, with_wgan_gp),
+        brief="critic's step with WGAN-GP",
+    ),
+}
