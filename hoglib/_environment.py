@@ -76,8 +76,9 @@ def _products(known: dict[str, Any]) -> str:
         return "Matrix products: torch's BLAS (this torch has no oneDNN, or it is switched off)."
     if known["switch"] != "auto":
         return f"Matrix products: {matrix_products.SWITCH}={known['switch']}."
-    found = f"oneDNN in {known['faster']} of {known['classes']} classes of sizes"
-    most = f", up to {known['most']:.2f} times as fast" if known["faster"] else ""
+    found = f"oneDNN in {known['in_graphs']} of {known['classes']} classes of sizes"
+    found += f" in captured graphs, {known['in_functions']} elsewhere"
+    most = f", up to {known['most']:.2f} times as fast" if known["most"] else ""
     return (
         f"Matrix products in float32: {found}{most}; {matrix_products.SWITCH}=off switches it off."
     )

@@ -25,7 +25,9 @@ from hoglib._timed_products import SIZES, Class, Times, class_of, kept
 
 SWITCH = "HOGLIB_ONEDNN"
 SMALLEST = SIZES[0] // 2  # the classes begin here
-GAIN, SAVED = 1.05, 5e-5  # times as fast, and seconds less, or it is not worth other roundings
+SAVED = 5e-5  # seconds less that a product takes, or it is not worth other roundings
+IN_GRAPHS = 1.05  # times as fast, or it is not
+IN_FUNCTIONS = 1.25  # where it also takes a Function in Python, which keeps tensors for longer
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -49,7 +51,7 @@ def faster_affine(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
     rows = _large(x, weight)
     if rows is None or not _fits(rows, weight, bias):
         return None
-    y = _differentiable(rows, weight, bias)
+    y = _differentiable(rows, weight.t(), bias)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], len(weight))
 
 
@@ -58,49 +60,55 @@ def faster_product(a: Any, b: Any) -> Tensor | None:
     rows = _large(a, b)
     if rows is None or not _fits(rows, b.t()):
         return None
-    y = _differentiable(rows, b.t(), None)
+    y = _differentiable(rows, b, None)
     return y if a.dim() == 2 else y.reshape(*a.shape[:-1], b.shape[1])
 
 
-def chosen(m: int, k: int, n: int, columns: bool) -> bool:
+def chosen(m: int, k: int, n: int, columns: bool, gain: float = IN_GRAPHS) -> bool:
     """Whether oneDNN takes a float32 product [m, k] times [k, n]; columns: of the first factor."""
     if min(m, k, n) < SMALLEST:
         return False
     how = _way()
     if how == "off":
         return False
-    return how == "on" or class_of(m, k, n, columns) in faster()
+    return how == "on" or class_of(m, k, n, columns) in faster(gain)
 
 
 @cache
-def faster() -> frozenset[Class]:
-    """The classes in which oneDNN is clearly faster on this machine, which are timed at need."""
-    return frozenset(of for of, times in kept().items() if is_faster(times))
+def faster(gain: float) -> frozenset[Class]:
+    """The classes in which oneDNN is that much faster on this machine, which are timed at need."""
+    return frozenset(of for of, times in _times().items() if is_faster(times, gain))
+
+
+@cache
+def _times() -> dict[Class, Times]:
+    return kept()
 
 
 def state() -> str:
     """What a compiled graph depends on: two that differ in this have other products in them."""
     how = _way()
-    return str(sorted(faster())) if how == "auto" else how
+    return str(sorted(faster(IN_GRAPHS))) if how == "auto" else how
 
 
 def facts() -> dict[str, Any]:
     """For `hoglib env`: what the switch says, and in how many classes oneDNN is clearly faster."""
     known: dict[str, Any] = {"switch": switch(), "available": _onednn.available()}
     if _way() == "auto":
-        times = kept()
-        ratios = [of.mm / of.onednn for of in times.values() if is_faster(of)]
-        known |= {"classes": len(times), "faster": len(ratios), "most": max(ratios, default=None)}
+        times, graphs, functions = _times(), faster(IN_GRAPHS), faster(IN_FUNCTIONS)
+        known |= {"classes": len(times), "in_graphs": len(graphs), "in_functions": len(functions)}
+        known["most"] = max((times[of].mm / times[of].onednn for of in graphs), default=None)
     return known
 
 
-def is_faster(times: Times) -> bool:
-    return times.mm >= GAIN * times.onednn and times.mm - times.onednn >= SAVED
+def is_faster(times: Times, gain: float) -> bool:
+    return times.mm >= gain * times.onednn and times.mm - times.onednn >= SAVED
 
 
 def forget() -> None:
     """The next product reads the times again."""
     faster.cache_clear()
+    _times.cache_clear()
 
 
 def switch() -> str:
@@ -125,7 +133,8 @@ def _fits(x: Tensor, weight: Tensor, bias: Any = None) -> bool:
         return False
     if torch.is_autocast_enabled("cpu"):
         return False
-    return chosen(x.shape[0], x.shape[1], len(weight), columns=not _onednn.by_rows(x))
+    columns = not _onednn.by_rows(x)
+    return chosen(x.shape[0], x.shape[1], len(weight), columns, IN_FUNCTIONS)
 
 
 def _large(x: Any, matrix: Any) -> Tensor | None:
@@ -146,31 +155,34 @@ def _large(x: Any, matrix: Any) -> Tensor | None:
     return x.reshape(shape[:-1].numel(), shape[-1]) if x.is_contiguous() else None
 
 
-def _differentiable(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    given = (x, weight) if bias is None else (x, weight, bias)
+def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    given = (a, b) if bias is None else (a, b, bias)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        result: Tensor = _Affine.apply(x, weight, bias)
+        result: Tensor = _Product.apply(a, b, bias)
         return result
-    return _onednn.affine(x, weight, bias)
+    return _onednn.affine(a, b.t(), bias)
 
 
-class _Affine(torch.autograd.Function):
-    """The product with its derivatives, which are products again, each by what is faster for it.
+class _Product(torch.autograd.Function):
+    """A B + bias with its derivatives, which are products again, each by what is faster for it.
 
-    Without `setup_context`, which takes three times as long: no transform of torch.func sees it.
+    The gradient by a factor lies in memory as the factor does, as torch's own: sums of matrices that
+    lie differently take four times as long. Without `setup_context`, which takes three times as long:
+    no transform of torch.func sees it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _onednn.affine(x, weight, bias)
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _onednn.affine(a, b.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        by_x, by_weight, by_bias = ctx.needs_input_grad
-        return (
-            product(g, weight) if by_x else None,
-            product(g.t(), x) if by_weight else None,
-            g.sum(0) if by_bias else None,
-        )
+        a, b = ctx.saved_tensors
+        by_a, by_b, by_bias = ctx.needs_input_grad
+        grad_a = grad_b = None
+        if by_a:
+            grad_a = product(g, b.t()) if _onednn.by_rows(a) else product(b, g.t()).t()
+        if by_b:
+            grad_b = product(a.t(), g) if _onednn.by_rows(b) else product(g.t(), a).t()
+        return grad_a, grad_b, g.sum(0) if by_bias else None

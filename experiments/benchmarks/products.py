@@ -16,7 +16,9 @@ def rows(times: dict[timed.Class, timed.Times]) -> list[str]:
     for of, (mm, onednn) in times.items():
         work = 2e-9 * of.m * of.k * of.n
         first = "by columns" if of.columns else "by rows"
-        taken = "yes" if products.is_faster(timed.Times(mm, onednn)) else ""
+        where = {products.IN_GRAPHS: "in graphs", products.IN_FUNCTIONS: "everywhere"}
+        gains = [gain for gain in where if products.is_faster(timed.Times(mm, onednn), gain)]
+        taken = where[max(gains)] if gains else ""
         lines.append(
             f"| {of.m} x {of.k} x {of.n} | {first} | {work / mm:.0f} | {work / onednn:.0f} | "
             f"{mm / onednn:.2f} | {taken} |"

@@ -19,7 +19,11 @@ def test_smoke(monkeypatch, capsys):
     assert printed.count("| 64 x 64 x 64 |") == 2
 
 
-def test_a_row():
-    times = {timed.Class(64, 256, 1024, True): timed.Times(2e-3, 1e-3)}
+@pytest.mark.parametrize(
+    ("dnn", "taken"), [(1e-3, "everywhere"), (1.8e-3, "in graphs"), (2e-3, "")]
+)
+def test_a_row(dnn, taken):
+    times = {timed.Class(64, 256, 1024, True): timed.Times(2e-3, dnn)}
     (row,) = products.rows(times)
-    assert row == "| 64 x 256 x 1024 | by columns | 17 | 34 | 2.00 | yes |"
+    fast = f"{0.033554432 / dnn:.0f} | {2e-3 / dnn:.2f}"
+    assert row == f"| 64 x 256 x 1024 | by columns | 17 | {fast} | {taken} |"
