@@ -15,7 +15,7 @@ help:
 	@echo "make gan    train a GAN with each gradient penalty in turn; ends with one table of them all, and pictures"
 	@echo "make smoke  every experiment for a few seconds"
 	@echo "make bench  hoglib beside torch by hand, and beside other libraries that are installed; a table and a picture in minutes"
-	@echo "make bench-full  installs the other libraries into .venv, and measures everything; an hour or more"
+	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
 	@echo "make test   lint, format check, types, tests"
 	@echo "make clean  remove the environment and caches (runs/ stays)"
 

@@ -63,7 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--full", action="store_true", help="all problems; takes an hour or more")
+    parser.add_argument(
+        "--full", action="store_true", help="all problems; half an hour on two cores"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny networks, one repeat")
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, help="these, on all problems")
     parser.add_argument("--problem", nargs="+", choices=PROBLEMS, help="on these only")
