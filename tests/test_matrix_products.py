@@ -594,12 +594,26 @@ def test_a_product_that_is_wrong_is_never_taken(machine, monkeypatch):
     assert timed.measure() == {}
 
 
-def test_an_error_while_measuring_is_not_hidden(machine, monkeypatch):
+def raising(kind):
     def fail(*given):
-        raise RuntimeError("no such primitive")
+        raise kind("no such primitive")
 
-    monkeypatch.setattr(onednn, "affine", fail)
-    with pytest.raises(RuntimeError, match="no such primitive"):
+    return fail
+
+
+def test_where_onednn_raises_it_is_not_taken(machine, monkeypatch, capsys):
+    monkeypatch.setattr(onednn, "affine", raising(RuntimeError))
+    a = drawn(N, N)
+    with hog.second_order():
+        assert torch.equal(a @ a, torch.mm(a, a))
+    assert products.state() == "[]"
+    assert main(["env"]) == 0
+    assert "oneDNN in 0 of 0 classes" in capsys.readouterr().out
+
+
+def test_a_mistake_while_measuring_is_not_hidden(machine, monkeypatch):
+    monkeypatch.setattr(onednn, "affine", raising(TypeError))
+    with pytest.raises(TypeError, match="no such primitive"):
         timed.measure()
 
 
