@@ -1,10 +1,10 @@
 """Products of matrices by the faster of the two libraries that torch has for them on a processor.
 
 `torch.mm` calls MKL (or another BLAS); oneDNN is there as well. Which one is faster depends on the
-processor and on the sizes: on some processors oneDNN takes half of the time for large
-matrices, on others both are alike, and for small ones MKL is faster everywhere. So both are timed once
-a machine, class by class, the times are kept on disk, and from then on the choice follows from shapes
-alone: a run that is resumed is the same run.
+processor and on the sizes: on some processors oneDNN takes half of the time for large matrices, on
+others both are alike, and for small ones MKL is faster everywhere. So both are timed once a machine,
+class by class, the times are kept on disk, and from then on the choice follows from shapes alone: a
+run that is resumed is the same run.
 
 HOGLIB_ONEDNN=off switches it off, as does `torch.backends.mkldnn.enabled = False`; `on` takes oneDNN
 for all but small matrices, without timing; `auto`, the default, is what is described above. Where this
@@ -167,8 +167,8 @@ class _Product(torch.autograd.Function):
     """A B + bias with its derivatives, which are products again, each by what is faster for it.
 
     The gradient by a factor lies in memory as the factor does, as torch's own: sums of matrices that
-    lie differently take four times as long. Without `setup_context`, which takes three times as long:
-    no transform of torch.func sees it.
+    lie differently take up to four times as long. Without `setup_context`, which takes three times as
+    long: no transform of torch.func sees it.
     """
 
     @staticmethod

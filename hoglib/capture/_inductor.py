@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from hoglib import _matrix_products as matrix_products
 from hoglib._cache import cache_dir
 from hoglib._cache import made as made_directory
 from hoglib._version import __version__
@@ -29,7 +28,7 @@ from hoglib._warning import warn
 from hoglib.capture._convolutions import tailor
 from hoglib.capture._functional import functional
 from hoglib.capture._layout import channels_last
-from hoglib.capture._matrix_products import by_onednn
+from hoglib.capture._matrix_products import by_onednn, depends_on
 from hoglib.capture._merged import merge
 from hoglib.capture._products import arrange
 from hoglib.capture._scaled import unscale
@@ -96,7 +95,7 @@ def _key(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> str:
         str(_processor()), str(torch.get_num_threads()), str(dynamic), graph.code,
         str([(x.dtype, tuple(x.shape), x.stride(), str(x.device)) for x in tensors]),
         str(sorted({torch.cuda.get_device_name(x.device) for x in tensors if x.is_cuda})),
-        str(torch.are_deterministic_algorithms_enabled()), str(matrix_products.state()),
+        str(torch.are_deterministic_algorithms_enabled()), depends_on(graph),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

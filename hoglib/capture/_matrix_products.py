@@ -10,6 +10,7 @@ from hoglib import _onednn as onednn
 from hoglib.capture._nodes import made, replaced, value_of
 
 aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 # An operation of our own, which torch's compiler calls as it is: its own way with oneDNN's wants
 # weights that are constants.
@@ -22,6 +23,16 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 torch.library.impl("hoglib::affine", "CPU", onednn.affine)
 torch.library.register_fake("hoglib::affine", _fake)
+
+
+def depends_on(module: fx.GraphModule) -> str:
+    """What is chosen on this machine, of a graph that can have it: others wait for no timing."""
+    found = (node for node in module.graph.nodes if node.target in PRODUCTS)
+    return products.state() if any(_may_be(value_of(node)) for node in found) else ""
+
+
+def _may_be(product: Tensor) -> bool:
+    return product.dtype is torch.float32 and product.device.type == "cpu"
 
 
 def by_onednn(module: fx.GraphModule) -> None:

@@ -103,7 +103,7 @@ class NewtonCG(torch.optim.Optimizer):
             raise arguments.WrongValue(
                 f"warm_start: expected a number from 0 to 1, got {warm_start}; 0.95 is usual."
             )
-        if not arguments.number("damping", damping) > 0:
+        if not 0 < arguments.number("damping", damping) < inf:
             raise arguments.WrongValue(
                 f"damping: expected a number greater than 0, got {damping}; 1 is usual."
             )

@@ -13,7 +13,7 @@ import hoglib as hog
 from hoglib import _matrix_products as products
 from hoglib import _onednn as onednn
 from hoglib.capture import _inductor as inductor
-from hoglib.capture._matrix_products import by_onednn
+from hoglib.capture._matrix_products import by_onednn, depends_on
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
@@ -83,6 +83,27 @@ def test_a_class_decides(monkeypatch):
     graph = traced(lambda a, b: (a @ b, a.t() @ b), a, b)
     by_onednn(graph)
     assert targets(graph) == ["mm", "mm"]
+
+
+NO_PRODUCTS = {
+    "no product": lambda x: x.sin(),
+    "in float64": lambda x: x.double() @ x.double(),
+    "in a batch": lambda x: x[None] @ x[None],
+}
+
+
+@pytest.mark.parametrize("name", NO_PRODUCTS)
+def test_a_graph_without_such_products_waits_for_no_timing(monkeypatch, name):
+    def never():
+        raise AssertionError("timed")
+
+    monkeypatch.setenv(products.SWITCH, "auto")
+    monkeypatch.setattr(products, "kept", never)
+    products.forget()
+    assert depends_on(traced(NO_PRODUCTS[name], a)) == ""
+    with pytest.raises(AssertionError, match="timed"):
+        depends_on(traced(lambda x: x @ x, a))
+    products.forget()
 
 
 def product_of(dtype: torch.dtype):

@@ -1,6 +1,7 @@
 """Runs of the command line in an empty folder, and what they leave there."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,12 @@ def assert_same_run(ours, theirs):
     assert_close(a["state_dict"], b["state_dict"], rtol=0, atol=0)
     assert_close(a["optimizer_states"], b["optimizer_states"], rtol=0, atol=0)
     assert metrics(ours) == metrics(theirs)
+
+
+def assert_refused(config, args, message, capsys):
+    """What is wrong is said in one paragraph, and nothing is trained."""
+    assert run("fit", "--config", config, *args) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
+    assert not list(Path().rglob("last.ckpt"))

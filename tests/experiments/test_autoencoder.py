@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from experiments import tables
 from experiments.autoencoder import Race, reconstruction
 from hoglib.curvature import NewtonCG
-from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, metrics, run
+from tests.experiments.command import COMMAND_LINE, ROOT, assert_refused, checkpoint, metrics, run
 
 SMOKE = ROOT / "configs/smoke/curvature/newton_cg.yaml"
 pytestmark = COMMAND_LINE
@@ -147,11 +147,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_paragraph(case, capsys):
-    args, message = BAD[case]
-    assert run("fit", "--config", SMOKE, *args) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error)
-    assert not list(Path().rglob("last.ckpt"))
+    assert_refused(SMOKE, *BAD[case], capsys)
 
 
 def test_a_rate_that_is_too_large_stops_the_run(capsys):

@@ -1,7 +1,6 @@
 """Gradient descent on digits: known spectra, runs end to end, resume, bad input."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from hoglib.lightning.curvature import Measurement
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
+    assert_refused,
     assert_same_run,
     checkpoint,
     metrics,
@@ -212,12 +212,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_paragraph(case, capsys):
-    args, message = BAD[case]
-    assert run("fit", "--config", SMOKE, *args) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error)
-    assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
-    assert not list(Path().rglob("last.ckpt"))
+    assert_refused(SMOKE, *BAD[case], capsys)
 
 
 def test_a_checkpoint_of_another_rate_is_refused(capsys):

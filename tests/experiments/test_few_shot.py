@@ -17,6 +17,7 @@ from experiments.prototypes import Prototypes, means, nearest_centroid
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
+    assert_refused,
     assert_same_run,
     checkpoint,
     metrics,
@@ -190,10 +191,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_paragraph_before_training(case, capsys):
-    args, message = BAD[case]
-    assert run("fit", "--config", SMOKE, *args) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not list(Path().rglob("last.ckpt"))
+    assert_refused(SMOKE, *BAD[case], capsys)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ from experiments import forces as experiment
 from experiments import tables
 from experiments.data.clusters import Structures, energies_and_forces, walk
 from experiments.forces import Errors, Potential, Potentials, moved, outermost
-from tests.experiments.command import COMMAND_LINE, ROOT, assert_same_run, checkpoint, metrics, run
+from tests.experiments.command import (
+    COMMAND_LINE,
+    ROOT,
+    assert_refused,
+    assert_same_run,
+    checkpoint,
+    metrics,
+    run,
+)
 
 SMOKE = ROOT / "configs/smoke/penalty/forces.yaml"
 pytestmark = COMMAND_LINE
@@ -236,10 +244,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_paragraph(case, capsys):
-    args, message = BAD[case]
-    assert run("fit", "--config", SMOKE, *args) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not list(Path().rglob("last.ckpt"))
+    assert_refused(SMOKE, *BAD[case], capsys)
 
 
 def test_a_rate_that_is_too_large_stops_the_run(capsys):

@@ -19,6 +19,7 @@ from experiments.quality import judge, wasserstein
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
+    assert_refused,
     assert_same_run,
     checkpoint,
     metrics,
@@ -211,12 +212,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_paragraph_before_training(case, capsys):
-    args, message = BAD[case]
-    assert run("fit", "--config", SMOKE, *args) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error)
-    assert len([line for line in error.splitlines() if line.startswith("error: ")]) == 1
-    assert not list(Path().rglob("last.ckpt"))
+    assert_refused(SMOKE, *BAD[case], capsys)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """The sinusoid experiment end to end: smoke runs, resume, test, Ctrl-C, bad input."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from experiments.maml import JointRegression, MAMLRegression, errors_after
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
+    assert_refused,
     assert_same_run,
     checkpoint,
     metrics,
@@ -215,13 +215,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_paragraph_before_training(case, capsys):
-    args, message = BAD[case]
-    assert run("fit", "--config", SMOKE, *args) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error)
-    paragraph = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert len(paragraph) == 1
-    assert not list(Path().rglob("last.ckpt"))
+    assert_refused(SMOKE, *BAD[case], capsys)
 
 
 @pytest.mark.parametrize(
