@@ -56,6 +56,7 @@ test: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
+	@.venv/bin/lint-imports
 	@$(PY) -m pytest --numprocesses 2 --quiet
 
 clean:

@@ -19,11 +19,12 @@ from experiments.logs import RunLogger
 from experiments.messages import cut
 from experiments.progress import OneBar
 from experiments.spectrum import Trainer
-from hoglib._arguments import Explained, at_least
+from hoglib._core.validation import at_least
+from hoglib.errors import HoglibError
 from hoglib.lightning import RNGState
 
 
-class BadCommand(Explained):
+class BadCommand(HoglibError):
     """A command line or config that cannot be read."""
 
 
@@ -175,7 +176,7 @@ def main(args: list[str] | None = None) -> int:
     except Exception as error:
         # jsonargparse wraps what a constructor raises; the explanation is further down.
         for cause in chain(error):
-            if isinstance(cause, Explained | MisconfigurationException):
+            if isinstance(cause, HoglibError | MisconfigurationException):
                 print(f"\nerror: {cause}", file=sys.stderr)
                 return 2
             if isinstance(cause, OSError) and cause.errno in (

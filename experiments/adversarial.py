@@ -14,7 +14,8 @@ from experiments.belonging import Belonging
 from experiments.double import by_parameters_and_inputs
 from experiments.gradients import Loss
 from experiments.schedules import falling
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 EVALUATION_SEED = 2**42  # of the generated samples that are judged, the same ones at every visit
 ADVICE = "Lower lr, or give the penalty another weight."
@@ -85,15 +86,15 @@ class Adversarial(Belonging):
             self.generator, multi_avg_fn=get_ema_multi_avg_fn(share("ema", ema)), use_buffers=True
         ).requires_grad_(False)
         if penalty is not None:
-            arguments.one_of("penalty.kind", penalty.kind, OF_CRITICS)
+            validation.one_of("penalty.kind", penalty.kind, OF_CRITICS)
         self.penalty = penalty
-        self.loss = arguments.one_of("loss", loss, LOSSES)
+        self.loss = validation.one_of("loss", loss, LOSSES)
         self._losses = (
             Loss("the critic's loss", self._of_critic, self.critic, compile),
             Loss("the generator's loss", self._of_generator, self.generator, compile),
         )
-        self.critic_steps = arguments.at_least("critic_steps", critic_steps, 1)
-        self.lr = arguments.positive("lr", lr)
+        self.critic_steps = validation.at_least("critic_steps", critic_steps, 1)
+        self.lr = validation.positive("lr", lr)
         self.betas = (share("betas", betas[0]), share("betas", betas[1]))
         self.decay = decay
         self.options = {"penalty": described(penalty), "loss": loss}
@@ -179,7 +180,7 @@ class Adversarial(Belonging):
         optimizer: Any = self.optimizers()[which]  # type: ignore[index]
         schedule: Any = self.lr_schedulers()[which]  # type: ignore[index]
         optimizer.zero_grad()
-        self.manual_backward(arguments.finite(name, loss, ADVICE))
+        self.manual_backward(validation.finite(name, loss, ADVICE))
         optimizer.step()
         schedule.step()
         return terms
@@ -194,8 +195,8 @@ class Adversarial(Belonging):
 
 def share(what: str, value: float) -> float:
     """A number from 0 to 1, without 1."""
-    if not 0 <= arguments.number(what, value) < 1:
-        raise arguments.WrongValue(
+    if not 0 <= validation.number(what, value) < 1:
+        raise ArgumentValueError(
             f"{what}: expected a number of at least 0 and below 1, got {value}; 0.999 is usual for "
             "averages over many steps, 0 for none."
         )

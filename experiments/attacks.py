@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import hoglib as hog
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 BOUNDS = (-1.0, 1.0)  # of a pixel of `experiments.data.digits`
 
@@ -33,7 +33,7 @@ def fgsm(
     Source: Goodfellow, Shlens and Szegedy, Explaining and Harnessing Adversarial Examples, 2015,
     section 4.
     """
-    arguments.number("epsilon", epsilon, minimum=0)
+    validation.number("epsilon", epsilon, minimum=0)
     return (x + epsilon * gradient(network, x, label).sign()).clamp(*bounds)
 
 
@@ -61,9 +61,9 @@ def pgd(
     Source: Madry et al., Towards Deep Learning Models Resistant to Adversarial Attacks, 2018,
     section 2.1, and section 5 for the step.
     """
-    arguments.number("epsilon", epsilon, minimum=0)
-    arguments.at_least("steps", steps, 1)
-    arguments.at_least("restarts", restarts, 1)
+    validation.number("epsilon", epsilon, minimum=0)
+    validation.at_least("steps", steps, 1)
+    validation.at_least("restarts", restarts, 1)
     low, high = (x - epsilon).clamp(*bounds), (x + epsilon).clamp(*bounds)
     logits, at_x = _slope(network, x, label)
     worst, most = x.clone(), margin(logits, label)

@@ -12,7 +12,7 @@ from experiments import plots, runs, tables
 from experiments.belonging import Belonging
 from experiments.data.digits import PIXELS, Images
 from experiments.networks import mlp
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 NEWTON, ADAM = "newton_cg", "adam"
 LABELS = {NEWTON: "NewtonCG", ADAM: "Adam"}
@@ -59,12 +59,12 @@ class Race(Belonging):
         self.automatic_optimization = False
         widths = [256, 128, 64, 32, 4, 32, 64, 128, 256] if hidden is None else hidden
         for width in widths:
-            arguments.at_least("hidden", width, 1)
+            validation.at_least("hidden", width, 1)
         if curvature_batch is not None:
-            arguments.at_least("curvature_batch", curvature_batch, 1)
+            validation.at_least("curvature_batch", curvature_batch, 1)
         self.curvature_batch = curvature_batch
-        self.adam_batch = arguments.at_least("adam_batch", adam_batch, 1)
-        self.adam_lr = arguments.positive("adam_lr", adam_lr)
+        self.adam_batch = validation.at_least("adam_batch", adam_batch, 1)
+        self.adam_lr = validation.positive("adam_lr", adam_lr)
         self.newton: dict[str, Any] = {
             "damping": damping,
             "max_iter": max_iter,
@@ -107,7 +107,7 @@ class Race(Belonging):
             values[f"gradients/{name}"] = self.evaluations[i].item()
             values[f"seconds/{name}"] = self.seconds[i]
         for name in self.networks:
-            arguments.finite(
+            validation.finite(
                 f"loss of {name}", values[f"train/{name}"], "Lower adam_lr, or raise damping."
             )
         for key, value in values.items():

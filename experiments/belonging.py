@@ -4,7 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from hoglib import _arguments as arguments
+from hoglib.errors import ArgumentValueError
 
 
 class Belonging(pl.LightningModule):
@@ -30,7 +30,7 @@ class Belonging(pl.LightningModule):
         if other:
             listed = ", ".join(f"{name} {self.trained_with[name]}" for name in other)
             came = ", ".join(f"{name} {theirs.get(name)}" for name in other)
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"checkpoint: expected one trained with {listed}, as the config says, got one "
                 f"trained with {came}; give the config.yaml that lies beside the checkpoint with "
                 "--config."

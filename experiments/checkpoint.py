@@ -11,7 +11,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from experiments.runs import LAST, run_folder
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import HoglibError
 
 
 class LastCheckpoint(Checkpoint):
@@ -25,7 +26,7 @@ class LastCheckpoint(Checkpoint):
 
     def __init__(self, every_n_train_steps: int = 1000) -> None:
         super().__init__()
-        self.every = arguments.at_least("every_n_train_steps", every_n_train_steps, 1)
+        self.every = validation.at_least("every_n_train_steps", every_n_train_steps, 1)
         self.path: Path | None = None
         self.interrupted = False
         self._saved_step: int | None = None
@@ -106,5 +107,5 @@ class LastCheckpoint(Checkpoint):
             self._previous_handler = None
 
 
-class CannotSave(arguments.Explained, OSError):
+class CannotSave(HoglibError, OSError):
     """An OSError that explains itself."""

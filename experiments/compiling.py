@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 import hoglib as hog
-from hoglib import _arguments as arguments
+from hoglib.errors import ArgumentValueError
 
 KEY = "compiled"
 # To capture a meta-gradient takes about as long as this many losses without a graph, whatever the
@@ -30,7 +30,7 @@ class Choice:
 
     def __init__(self, wanted: Wanted, maml: hog.MAML | None, why: str) -> None:
         if wanted not in (None, False) and maml is None:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"compile: expected null or false for {why}, got {wanted!r}; leave it out."
             )
         if wanted is not None and maml is not None:

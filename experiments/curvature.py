@@ -11,7 +11,7 @@ from experiments import plots, runs, tables
 from experiments.belonging import Belonging
 from experiments.data.digits import CLASSES, PIXELS, Images
 from experiments.networks import mlp
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 from hoglib.lightning import CurvatureMonitor
 
 Params = dict[str, Tensor]
@@ -49,10 +49,10 @@ class Descent(Belonging):
         super().__init__()
         widths = [64, 64, 64] if hidden is None else hidden
         for width in widths:
-            arguments.at_least("hidden", width, 1)
-        self.lr = arguments.positive("lr", lr)
+            validation.at_least("hidden", width, 1)
+        self.lr = validation.positive("lr", lr)
         self.network = mlp([PIXELS, *widths, CLASSES], act)
-        chosen = LOSSES[arguments.one_of("loss", loss, LOSSES)]
+        chosen = LOSSES[validation.one_of("loss", loss, LOSSES)]
         self.objective = hog.functional_loss(self.network, chosen)
         self.options: dict[str, Any] = {"hidden": list(widths), "act": act, "loss": loss, "lr": lr}
 
@@ -67,7 +67,7 @@ class Descent(Belonging):
 
     def training_step(self, batch: Images, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        arguments.finite("loss", loss, "Lower lr.")
+        validation.finite("loss", loss, "Lower lr.")
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch.x))
         return loss
 

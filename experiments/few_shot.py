@@ -13,7 +13,8 @@ from experiments.learners import ALGORITHMS, learner
 from experiments.networks import conv4
 from experiments.prototypes import Prototypes, nearest_centroid
 from experiments.schedules import stepwise
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 Batch = tuple[Tensor, Tensor]
 Tasks = tuple[Batch, Batch]
@@ -57,12 +58,12 @@ class FewShotClassification(Belonging):
         inputs: int = 1,
     ) -> None:
         super().__init__()
-        arguments.one_of("algorithm", algorithm, [*ALGORITHMS, PROTOTYPES])
-        arguments.at_least("channels", channels, 1)
-        self.ways = arguments.at_least("ways", ways, 2)
-        self.lr = arguments.positive("lr", lr)
-        self.decay = arguments.flag("decay", decay)
-        self.test_steps = arguments.at_least(
+        validation.one_of("algorithm", algorithm, [*ALGORITHMS, PROTOTYPES])
+        validation.at_least("channels", channels, 1)
+        self.ways = validation.at_least("ways", ways, 2)
+        self.lr = validation.positive("lr", lr)
+        self.decay = validation.flag("decay", decay)
+        self.test_steps = validation.at_least(
             "test_steps", inner_steps if test_steps is None else test_steps, 0
         )
         self.algorithm = algorithm
@@ -70,7 +71,7 @@ class FewShotClassification(Belonging):
         self.learner: Any
         if algorithm == PROTOTYPES:
             if options:
-                raise arguments.WrongValue(
+                raise ArgumentValueError(
                     f"options: expected none for prototypes, which take no inner steps, got "
                     f"{', '.join(options)}; leave them out."
                 )
@@ -92,7 +93,7 @@ class FewShotClassification(Belonging):
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if data.ways != self.ways:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"ways: expected {data.ways} outputs, as there are classes in a task of the data, got "
                 f"{self.ways}; give --model.ways {data.ways} or --data.ways {self.ways}."
             )
@@ -115,7 +116,7 @@ class FewShotClassification(Belonging):
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
         loss = weight * self.learner.loss(tasks)
-        arguments.finite("meta-loss", loss, "Lower inner_lr or lr.")
+        validation.finite("meta-loss", loss, "Lower inner_lr or lr.")
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1, sync_dist=True)
         return loss
 

@@ -13,7 +13,7 @@ from experiments.data.clusters import Structures, energies_and_forces
 from experiments.double import by_parameters_and_inputs
 from experiments.networks import mlp
 from experiments.schedules import stepwise
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 ENERGIES, BOTH = "energies", "both"
 LABELS = {ENERGIES: "energies", BOTH: "energies and forces"}
@@ -44,7 +44,7 @@ class Potential(nn.Module):
 
     def __init__(self, features: int, hidden: list[int], act: str) -> None:
         super().__init__()
-        self.network = mlp([arguments.at_least("features", features, 2), *hidden, 1], act)
+        self.network = mlp([validation.at_least("features", features, 2), *hidden, 1], act)
         self.register_buffer("centres", torch.linspace(NEAREST, FARTHEST, features))
         self.register_buffer("level", torch.zeros(()))
         self.register_buffer("spread", torch.ones(()))
@@ -110,9 +110,9 @@ class Potentials(Belonging):
         super().__init__()
         widths = [64, 64] if hidden is None else hidden
         for width in widths:
-            arguments.at_least("hidden", width, 1)
-        self.weight = arguments.positive("weight", weight)
-        self.lr = arguments.positive("lr", lr)
+            validation.at_least("hidden", width, 1)
+        self.weight = validation.positive("weight", weight)
+        self.lr = validation.positive("lr", lr)
         start = Potential(features, widths, act)
         self.potentials = nn.ModuleDict({ENERGIES: deepcopy(start), BOTH: start})
         self.register_buffer("energy_variance", torch.ones(()))
@@ -140,7 +140,7 @@ class Potentials(Belonging):
     def training_step(self, batch: Structures, batch_idx: int) -> Tensor:
         losses = {name: self.loss(name, batch) for name in self.potentials}
         for name, loss in losses.items():
-            arguments.finite(f"loss of {name}", loss, "Lower lr.")
+            validation.finite(f"loss of {name}", loss, "Lower lr.")
         values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
         self.log_dict(values, prog_bar=True, batch_size=len(batch.x))
         return torch.stack([*losses.values()]).sum()

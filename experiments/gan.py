@@ -11,7 +11,7 @@ from experiments.adversarial import Adversarial
 from experiments.data.mixture import PARTS, Target
 from experiments.networks import mlp
 from experiments.quality import judge, wasserstein
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 HeldOut = tuple[Tensor, Tensor]
 
@@ -43,8 +43,8 @@ class GAN(Adversarial):
     ) -> None:
         widths = [128, 128, 128] if hidden is None else hidden
         for width in widths:
-            arguments.at_least("hidden", width, 1)
-        arguments.at_least("latent", latent, 1)
+            validation.at_least("hidden", width, 1)
+        validation.at_least("latent", latent, 1)
         critic = steep(mlp([2, *widths, 1], act), "critic_scale", critic_scale)
         generator = steep(mlp([latent, *widths, 2], act), "generator_scale", generator_scale)
         super().__init__(
@@ -107,7 +107,7 @@ class GAN(Adversarial):
 
 def steep(network: nn.Sequential, what: str, scale: float) -> nn.Sequential:
     """The network, with the initial weights and biases of its first layer times scale."""
-    arguments.positive(what, scale)
+    validation.positive(what, scale)
     with torch.no_grad():
         for parameter in network[0].parameters():
             parameter.mul_(scale)

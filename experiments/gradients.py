@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import hoglib as hog
-from hoglib import _arguments as arguments
-from hoglib._precomputed import with_gradients
+from hoglib._core import validation
+from hoglib._core.autograd import with_gradients
 
 Terms = Callable[..., tuple[Tensor, ...]]
 TWICE = "a compiled loss: expected backward() without create_graph, got create_graph=True."
@@ -26,7 +26,7 @@ class Loss:
         self.graph: Callable[..., Any] | None = None
         if compile is not False:
             backend = "inductor" if compile is True else compile
-            name = arguments.one_of("compile", backend, ("inductor", "eager"))
+            name = validation.one_of("compile", backend, ("inductor", "eager"))
             self.graph = hog.capture.Compiled(
                 self._with_gradients, backend=name, dynamic=False, check=True,
                 name=f"{what} with its gradient",

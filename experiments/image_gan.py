@@ -11,7 +11,7 @@ from experiments.adversarial import Adversarial
 from experiments.data.mnist_features import classifier
 from experiments.networks import image_critic, image_generator
 from experiments.quality import Drawn, judge_digits
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 HeldOut = tuple[Tensor, Tensor]
 ACROSS = 10  # a grid has as many rows and columns
@@ -44,9 +44,9 @@ class ImageGAN(Adversarial):
         ema: float = 0.995,
         compile: bool | str = False,
     ) -> None:
-        arguments.at_least("channels", channels, 1)
-        arguments.at_least("generator_channels", generator_channels, 1)
-        arguments.at_least("latent", latent, 1)
+        validation.at_least("channels", channels, 1)
+        validation.at_least("generator_channels", generator_channels, 1)
+        validation.at_least("latent", latent, 1)
         critic = image_critic(channels, act)
         generator = image_generator(latent, generator_channels, act)
         super().__init__(

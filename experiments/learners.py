@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 import hoglib as hog
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError, HoglibError
 from hoglib.meta import Learner
 
 ALGORITHMS: dict[str, type[Learner]] = {
@@ -19,16 +20,16 @@ HANDED = ("self", "model", "criterion", "compile", "compile_for")
 
 def learner(algorithm: str, network: nn.Module, criterion: Any, options: dict[str, Any]) -> Learner:
     """A learner by name, with options that are arguments of its class."""
-    kind = ALGORITHMS[arguments.one_of("algorithm", algorithm, ALGORITHMS)]
+    kind = ALGORITHMS[validation.one_of("algorithm", algorithm, ALGORITHMS)]
     try:
         if options.keys() & HANDED:
             raise TypeError("some are set by the model itself")
         return kind(network, criterion, **options)
     except TypeError as error:
-        if isinstance(error, arguments.Explained):
+        if isinstance(error, HoglibError):
             raise
         known = [n for n in inspect.signature(kind.__init__).parameters if n not in HANDED]
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"options: expected arguments of {kind.__name__}, which are {', '.join(known)}, got "
             f"{', '.join(options)} ({error})."
         ) from error

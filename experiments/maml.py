@@ -16,7 +16,8 @@ from experiments.compiling import Choice, Wanted
 from experiments.learners import learner
 from experiments.networks import mlp
 from experiments.runs import find_checkpoint, run_folder
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 from hoglib.meta import Learner
 
 Batch = tuple[Tensor, Tensor]
@@ -70,18 +71,18 @@ class FewShotRegression(pl.LightningModule):
         super().__init__()
         widths = [1, *([40, 40] if hidden is None else hidden), 1]
         for width in widths:
-            arguments.at_least("hidden", width, 1)
+            validation.at_least("hidden", width, 1)
         given = {"inner_lr": inner_lr, "inner_steps": inner_steps, **(options or {})}
         if first_order:
             given["first_order"] = True  # which only MAML knows
         self.maml = learner(algorithm, mlp(widths, act), F.mse_loss, given)
         self.compiling = self._choice(compile)
-        self.lr = arguments.positive("lr", lr)
+        self.lr = validation.positive("lr", lr)
         self.eval_steps = [0, 1, 5, 10] if eval_steps is None else eval_steps
         for step in self.eval_steps:
-            arguments.at_least("eval_steps", step, 0)
+            validation.at_least("eval_steps", step, 0)
         if sorted(set(self.eval_steps)) != self.eval_steps:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"eval_steps: expected ascending numbers of steps, got {self.eval_steps}; "
                 f"write {sorted(set(self.eval_steps))}."
             )
@@ -183,7 +184,7 @@ class JointRegression(FewShotRegression):
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         (support_x, support_y), (query_x, query_y) = batch
         x, y = torch.cat([support_x, query_x], 1), torch.cat([support_y, query_y], 1)
-        loss = arguments.finite(
+        loss = validation.finite(
             "training loss", F.mse_loss(self.maml(x), y), "Lower lr, or look for NaN in the data."
         )
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(x))
@@ -199,7 +200,7 @@ def load_baseline(model: FewShotRegression, where: str) -> Learner:
     expected = {name: tuple(value.shape) for name, value in maml.state_dict().items()}
     came = {name: tuple(value.shape) for name, value in weights.items()}
     if expected != came:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"baseline: expected a checkpoint of the same network, {expected}, got {came} from "
             f"{checkpoint}; train the baseline with the same hidden widths, or set baseline to null."
         )

@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 import hoglib as hog
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 SIDE = 28  # of the images below; a quarter of it is what they begin or end with
 QUARTER = SIDE // 4
@@ -33,7 +33,7 @@ def activation(act: str) -> nn.Module:
         "softplus": nn.Softplus,
         "swish": lambda: hog.nn.Swish(learnable=False),
     }
-    return known[arguments.one_of("act", act, known)]()
+    return known[validation.one_of("act", act, known)]()
 
 
 class Conv(nn.Conv2d):

@@ -9,7 +9,7 @@ from torch import Tensor
 from experiments.data.digits import CLASSES
 from experiments.data.mixture import PARTS, Target
 from experiments.data.mnist_features import Seen
-from hoglib import _arguments as arguments
+from hoglib.errors import ArgumentValueError
 
 CONFIDENT = 0.9  # the classifier's probability of a class, from which it is sure
 
@@ -50,7 +50,7 @@ def wasserstein(a: Tensor, b: Tensor) -> float:
     from scipy.optimize import linear_sum_assignment  # not needed to train
 
     if len(a) != len(b):
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"wasserstein: expected two samples of one size, got {len(a)} and {len(b)} points."
         )
     costs = torch.cdist(a.double(), b.double()).cpu().numpy()
@@ -98,7 +98,7 @@ def frechet(a: Tensor, b: Tensor) -> float:
     Equilibrium, 2017, eq. 6.
     """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1] or min(len(a), len(b)) < 2:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             "frechet: expected two samples [n, d] of one width with at least 2 rows, got "
             f"{tuple(a.shape)} and {tuple(b.shape)}."
         )

@@ -15,7 +15,7 @@ from experiments.data.digits import CLASSES, IMAGES, PIXELS
 from experiments.data.noisy_digits import Examples
 from experiments.networks import mlp
 from experiments.schedules import stepwise
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 Params = dict[str, Tensor]
 Objective = Callable[[Params, Any], Tensor]
@@ -98,11 +98,11 @@ class Reweighting(Belonging):
         Choice(compile, None, "hypergradient, which looks at its losses and so is no graph")
         widths = [128, 128] if hidden is None else hidden
         for width in widths:
-            arguments.at_least("hidden", width, 1)
+            validation.at_least("hidden", width, 1)
         others = list(OTHERS) if against is None else against
         for name in others:
-            arguments.one_of("against", name, OTHERS)
-        self.lr = arguments.positive("lr", lr)
+            validation.one_of("against", name, OTHERS)
+        self.lr = validation.positive("lr", lr)
         self.decay = decay
         start = mlp([PIXELS, *widths, CLASSES], act)
         names = dict.fromkeys([REWEIGHTED, *others])
@@ -131,7 +131,7 @@ class Reweighting(Belonging):
         self.visits[noisy.number] += 1
         losses = {name: self.loss(name, noisy, clean, weights) for name in self.networks}
         for name, loss in losses.items():
-            arguments.finite(f"loss of {name}", loss, "Lower lr, or look for NaN in the data.")
+            validation.finite(f"loss of {name}", loss, "Lower lr, or look for NaN in the data.")
         values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
         self.log_dict(values, prog_bar=True, batch_size=len(weights))
         return torch.stack([*losses.values()]).sum()

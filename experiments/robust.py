@@ -13,7 +13,8 @@ from experiments.data.digits import CLASSES, PIXELS, Images
 from experiments.double import by_parameters_and_inputs
 from experiments.networks import mlp
 from experiments.schedules import stepwise
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 PLAIN = "plain"
 LABELS = {PLAIN: PLAIN, "input_gradient": "input gradient", "jacobian": "Jacobian"}
@@ -63,23 +64,23 @@ class Robustness(Belonging):
         given = {"input_gradient": [1.0], "jacobian": [0.1]} if weights is None else weights
         widths = [128, 128] if hidden is None else hidden
         for width in widths:
-            arguments.at_least("hidden", width, 1)
+            validation.at_least("hidden", width, 1)
         self.how = {PLAIN: Trained(PLAIN)}
         for kind, of_kind in given.items():
-            arguments.one_of("weights", kind, KINDS)
+            validation.one_of("weights", kind, KINDS)
             for i, weight in enumerate(of_kind):
-                value = arguments.positive(f"weights.{kind}", weight)
+                value = validation.positive(f"weights.{kind}", weight)
                 self.how[f"{kind}_{i}"] = Trained(kind, value)
-        self.lr = arguments.positive("lr", lr)
+        self.lr = validation.positive("lr", lr)
         bounds = [0.05, 0.1, 0.15, 0.2, 0.25] if epsilons is None else epsilons
-        if not bounds or sorted({arguments.positive("epsilons", e) for e in bounds}) != bounds:
-            raise arguments.WrongValue(
+        if not bounds or sorted({validation.positive("epsilons", e) for e in bounds}) != bounds:
+            raise ArgumentValueError(
                 f"epsilons: expected at least one, in rising order, got {bounds}; sort them and leave "
                 "out those that come twice, and 0, which is always there."
             )
         self.epsilons = [0.0, *bounds]
-        self.steps = arguments.at_least("steps", steps, 1)
-        self.restarts = arguments.at_least("restarts", restarts, 1)
+        self.steps = validation.at_least("steps", steps, 1)
+        self.restarts = validation.at_least("restarts", restarts, 1)
         start = mlp([PIXELS, *widths, CLASSES], act)
         self.networks = nn.ModuleDict({name: deepcopy(start) for name in self.how})
         self.options: dict[str, Any] = {
@@ -90,7 +91,7 @@ class Robustness(Belonging):
     def setup(self, stage: str) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if len(self.how) > 1 and data.validation is data.held_out:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 "val: expected images to choose a weight by, got 0, which would leave those of the "
                 "test; set it to 100 or more."
             )
@@ -105,7 +106,7 @@ class Robustness(Belonging):
     def training_step(self, batch: Images, batch_idx: int) -> Tensor:
         losses = {name: self.loss(name, batch) for name in self.networks}
         for name, loss in losses.items():
-            arguments.finite(f"loss of {name}", loss, "Lower lr, or the weights.")
+            validation.finite(f"loss of {name}", loss, "Lower lr, or the weights.")
         values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
         self.log_dict(values, batch_size=len(batch.x))
         return torch.stack([*losses.values()]).sum()

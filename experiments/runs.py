@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from hoglib import _arguments as arguments
+from hoglib.errors import ArgumentValueError
 
 LAST = "last.ckpt"
 SUMMARY = "summary.json"
@@ -30,7 +30,7 @@ def find_checkpoint(where: str | Path) -> Path:
         return path / LAST
     if not versions:
         config = Path("configs", *path.parts[1:]).with_suffix(".yaml")
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"checkpoint: expected a file, or a run folder with version_*/{LAST} in it, got "
             f"{str(path)!r}, where there is none; give another one"
             + (
@@ -54,7 +54,7 @@ def load(checkpoint: Path) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True)
         content["global_step"], content["state_dict"]
     except Exception as error:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"checkpoint: expected a Lightning checkpoint, got {str(checkpoint)!r}, which cannot be "
             f"read as one ({type(error).__name__}); give another file."
         ) from error

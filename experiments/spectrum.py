@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from experiments import plots, runs, verify
-from hoglib.curvature._whole_spectrum import spectrum_of
+from hoglib.curvature.whole_spectrum import spectrum_of
 from hoglib.lightning.audit import check_method, problems_of
 
 FILE = "spectrum.json"

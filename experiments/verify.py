@@ -11,10 +11,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from experiments import runs
-from hoglib import _arguments as arguments
+from hoglib.auditing.api import audit
+from hoglib.cli.outcomes import Outcomes, stdout_for
+from hoglib.errors import ArgumentValueError
 from hoglib.lightning.audit import METHOD, check_method, problems_of
-from hoglib.verification.auditing.run import audit
-from hoglib.verification.commands.outcomes import Outcomes, stdout_for
 
 
 class Trainer(pl.Trainer):
@@ -85,7 +85,7 @@ class Trainer(pl.Trainer):
             batch = hook("on_before_batch_transfer")(batch, 0)
             batch = hook("transfer_batch_to_device")(batch, self.strategy.root_device, 0)
             return hook("on_after_batch_transfer")(batch, 0)
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{type(owners[0]).__name__}: expected a training batch, got an empty loader; give it data."
         )
 
@@ -95,7 +95,7 @@ def load(model: pl.LightningModule, checkpoint: Path) -> None:
     try:
         model.load_state_dict(runs.load(checkpoint)["state_dict"])
     except RuntimeError as error:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"checkpoint: expected one of {type(model).__name__} as the config makes it, got another "
             f"one in {checkpoint} ({' '.join(str(error).split())}); give the config.yaml that lies "
             "beside it with --config."

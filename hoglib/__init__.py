@@ -1,8 +1,8 @@
 """hoglib: second-order training for PyTorch that one can trust."""
 
-from hoglib import capture, curvature, meta, nn, ops, penalties, testing
-from hoglib._functional import functional_loss, trainable_params
+from hoglib import capture, curvature, errors, meta, nn, ops, penalties, testing
 from hoglib._version import __version__
+from hoglib.auditing import audit
 from hoglib.capture import compile, compiled_loss
 from hoglib.curvature import (
     FisherOperator,
@@ -15,10 +15,12 @@ from hoglib.curvature import (
     hvp,
     laplacian,
 )
+from hoglib.drawing import Graph, graph
+from hoglib.functional import functional_loss, trainable_params
 from hoglib.meta import MAML
 from hoglib.penalties import GradientPenalty
 from hoglib.stand_ins import second_order
-from hoglib.verification import Graph, Report, VerificationError, audit, graph, verify
+from hoglib.verification import Report, VerificationError, verify
 
 __all__ = [
     "MAML",
@@ -35,6 +37,7 @@ __all__ = [
     "compile",
     "compiled_loss",
     "curvature",
+    "errors",
     "fisher_vp",
     "functional_loss",
     "ggn",

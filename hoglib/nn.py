@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hoglib import _arguments as arguments
 from hoglib import ops
+from hoglib._core import validation
 from hoglib.ops._linear import activations
 
 
@@ -38,7 +38,7 @@ class Swish(nn.Module):
         self, num_parameters: int = 1, *, beta: float = 1.0, learnable: bool = True
     ) -> None:
         super().__init__()
-        self.num_parameters = arguments.at_least("num_parameters", num_parameters, 1)
+        self.num_parameters = validation.at_least("num_parameters", num_parameters, 1)
         start = torch.full((num_parameters,), float(beta))
         if learnable:
             self.beta = nn.Parameter(start)
@@ -76,7 +76,7 @@ class LinearAct(nn.Linear):
         act: str = "tanh",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.act = arguments.one_of("act", act, activations())
+        self.act = validation.one_of("act", act, activations())
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.linear_act(input, self.weight, self.bias, act=self.act)
@@ -90,7 +90,7 @@ class SmoothL1Loss(nn.Module):
 
     def __init__(self, reduction: str = "mean", beta: float = 1.0) -> None:
         super().__init__()
-        self.reduction = arguments.one_of("reduction", reduction, ("mean", "sum", "none"))
+        self.reduction = validation.one_of("reduction", reduction, ("mean", "sum", "none"))
         self.beta = beta
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class CrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.ignore_index = ignore_index
-        self.reduction = arguments.one_of("reduction", reduction, ("mean", "sum", "none"))
+        self.reduction = validation.one_of("reduction", reduction, ("mean", "sum", "none"))
         self.label_smoothing = label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class StraightThrough(nn.Module):
 
     def __init__(self, kind: str = "sign") -> None:
         super().__init__()
-        self.kind = arguments.one_of("kind", kind, ("sign", "heaviside", "round"))
+        self.kind = validation.one_of("kind", kind, ("sign", "heaviside", "round"))
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.straight_through(x, kind=self.kind)
@@ -195,7 +195,7 @@ class ClipGradient(nn.Module):
 
     def __init__(self, bound: float) -> None:
         super().__init__()
-        self.bound = arguments.positive("bound", bound)
+        self.bound = validation.positive("bound", bound)
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.clip_gradient(x, bound=self.bound)

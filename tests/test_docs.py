@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hoglib.__main__ import main
+from hoglib.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

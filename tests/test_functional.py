@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from hoglib._substitution import lingering
+from hoglib._core.swap import keep_swapped
 from tests.models import Tied
 from tests.oracles import random_like, relative
 
@@ -428,7 +428,7 @@ def test_a_checkpoint_in_forward_sees_the_substitutes_while_they_linger():
     case = CASES["forward= with checkpoints"]
     model, params, loss = case.problem()
     other = {n: p.requires_grad_() for n, p in shifted(params).items()}
-    with lingering():
+    with keep_swapped():
         grads = torch.autograd.grad(loss(other, X), list(other.values()))
     assert_close(dict(zip(other, grads, strict=True)), plain_gradient(case, model, other))
     stale = torch.autograd.grad(loss(other, X), list(other.values()))  # without: the model's own
@@ -450,7 +450,7 @@ def test_a_loss_of_the_same_model_inside_forward(within):
     expected = mean_square(y * mean_square(at(model, b)(X), X) + y, X)
     own = dict(model.named_parameters())
     if within == "lingering":
-        with lingering():
+        with keep_swapped():
             assert_close(loss(a, X), expected)
             assert_close(loss(a, X), expected)
     else:

@@ -7,17 +7,20 @@ here they are timed anew.
 import argparse
 
 from experiments.benchmarks.timing import machine, single_threaded
-from hoglib import _matrix_products as products
-from hoglib import _timed_products as timed
+from hoglib._core import matrix_products, timed_products
 
 
-def rows(times: dict[timed.Class, timed.Times]) -> list[str]:
+def rows(times: dict[timed_products.Class, timed_products.Times]) -> list[str]:
     lines = []
     for of, (mm, onednn) in times.items():
         work = 2e-9 * of.m * of.k * of.n
         first = "by columns" if of.columns else "by rows"
-        where = {products.IN_GRAPHS: "in graphs", products.IN_FUNCTIONS: "everywhere"}
-        gains = [gain for gain in where if products.is_faster(timed.Times(mm, onednn), gain)]
+        where = {matrix_products.IN_GRAPHS: "in graphs", matrix_products.IN_FUNCTIONS: "everywhere"}
+        gains = [
+            gain
+            for gain in where
+            if matrix_products.is_faster(timed_products.Times(mm, onednn), gain)
+        ]
         taken = where[max(gains)] if gains else ""
         lines.append(
             f"| {of.m} x {of.k} x {of.n} | {first} | {work / mm:.0f} | {work / onednn:.0f} | "
@@ -31,12 +34,12 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="small sizes only")
     given = parser.parse_args()
     if given.smoke:
-        timed.SIZES = timed.SIZES[:1]
+        timed_products.SIZES = timed_products.SIZES[:1]
     single_threaded()
     print(f"{machine()}\n")
     print("| m x k x n | first factor | torch.mm, GF/s | oneDNN, GF/s | times as fast | taken |")
     print("|---|---|---|---|---|---|")
-    print("\n".join(rows(timed.measure())))
+    print("\n".join(rows(timed_products.measure())))
 
 
 if __name__ == "__main__":

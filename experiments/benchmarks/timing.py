@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import hoglib as hog
-from hoglib.capture._inductor import forget
+from hoglib.capture.backend import forget
 
 Call = Callable[[], object]
 # What these say is heard by the libraries when they are loaded.

@@ -38,7 +38,7 @@ from fontTools.unicodedata import script as script_of
 from PIL import Image, ImageDraw, ImageFont
 
 from experiments.data.episodes import write_fixed
-from hoglib import _arguments as arguments
+from hoglib.errors import ArgumentValueError
 
 SIZE, INK = 28, 22
 LARGE = 128  # pixels of an em before scaling down: enough that hinting does not show
@@ -191,7 +191,7 @@ def scan(folders: Sequence[Path], jobs: int) -> list[Typeface]:
     files = [(Path(matplotlib.get_data_path()) / "fonts" / "ttf", "matplotlib")]
     for folder in folders:
         if not folder.is_dir():
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"--fonts: expected a folder of unpacked packages, got {str(folder)!r}; the commands "
                 "at the head of this file make one."
             )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from experiments.data.stream import HeldOut, Stream, seeded
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 HOT = 2.0  # where the walk begins: clusters are gas
 STEP = 0.2  # the longest move of an atom in a direction
@@ -126,17 +127,17 @@ class Clusters(pl.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        arguments.at_least("atoms", atoms, 2)
-        arguments.positive("temperature", temperature)
-        arguments.positive("radius", radius)
-        arguments.at_least("sweeps", sweeps, 2)
-        arguments.at_least("train", train, 2)
-        arguments.at_least("val", val, 1)
-        arguments.at_least("test", test, 2)
-        self.iterations = arguments.at_least("iterations", iterations, 1)
-        self.batch = arguments.at_least("batch", batch, 1)
+        validation.at_least("atoms", atoms, 2)
+        validation.positive("temperature", temperature)
+        validation.positive("radius", radius)
+        validation.at_least("sweeps", sweeps, 2)
+        validation.at_least("train", train, 2)
+        validation.at_least("val", val, 1)
+        validation.at_least("test", test, 2)
+        self.iterations = validation.at_least("iterations", iterations, 1)
+        self.batch = validation.at_least("batch", batch, 1)
         if batch > train:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"batch: expected at most the {train} clusters of train, got {batch}."
             )
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed

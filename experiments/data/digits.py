@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from experiments.data.stream import HeldOut, Stream, seeded
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 IMAGES, PIXELS, CLASSES = 1797, 64, 10
 
@@ -69,24 +70,24 @@ class Digits(pl.LightningDataModule):
         val: int = 0,
     ) -> None:
         super().__init__()
-        arguments.at_least("train", train, 1)
-        arguments.at_least("test", test, 2)
-        arguments.at_least("val", val, 0)
+        validation.at_least("train", train, 1)
+        validation.at_least("test", test, 2)
+        validation.at_least("val", val, 0)
         if train + test + val > IMAGES:
             named, parts, given = (
                 ("train, test, val", "all", f"{train}, {test} and {val}")
                 if val
                 else ("train, test", "both", f"{train} and {test}")
             )
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"{named}: expected {IMAGES} images in {parts}, got {given}; make them smaller."
             )
-        if batch is not None and arguments.at_least("batch", batch, 1) > train:
-            raise arguments.WrongValue(
+        if batch is not None and validation.at_least("batch", batch, 1) > train:
+            raise ArgumentValueError(
                 f"batch: expected at most the {train} images of train, got {batch}; null takes all."
             )
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed
-        self.iterations = arguments.at_least("iterations", iterations, 1)
+        self.iterations = validation.at_least("iterations", iterations, 1)
         self.batch = batch
         order = torch.randperm(IMAGES, generator=seeded(self.seed))
         rest = IMAGES - test - train - val

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from experiments.data.image_classes import GLYPHS, ImageClasses, glyphs, of_folder, splits_of
 from experiments.data.stream import Stream, seeded
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 Batch = tuple[Tensor, Tensor]
 TASKS = GLYPHS / "tasks.npz"
@@ -173,17 +174,19 @@ class Episodes(pl.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.ways = arguments.at_least("ways", ways, 2)
-        self.shots = arguments.at_least("shots", shots, 1)
-        self.queries = arguments.at_least("queries", queries, 1)
+        self.ways = validation.at_least("ways", ways, 2)
+        self.shots = validation.at_least("shots", shots, 1)
+        self.queries = validation.at_least("queries", queries, 1)
         self.test_queries = (
-            queries if test_queries is None else arguments.at_least("test_queries", test_queries, 1)
+            queries
+            if test_queries is None
+            else validation.at_least("test_queries", test_queries, 1)
         )
-        self.tasks = arguments.at_least("tasks", tasks, 1)
-        self.iterations = arguments.at_least("iterations", iterations, 1)
-        self.val_tasks = arguments.at_least("val_tasks", val_tasks, 1)
-        self.test_tasks = arguments.at_least("test_tasks", test_tasks, 2)
-        self.augment = arguments.flag("augment", augment)
+        self.tasks = validation.at_least("tasks", tasks, 1)
+        self.iterations = validation.at_least("iterations", iterations, 1)
+        self.val_tasks = validation.at_least("val_tasks", val_tasks, 1)
+        self.test_tasks = validation.at_least("test_tasks", test_tasks, 2)
+        self.augment = validation.flag("augment", augment)
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed
         self.source = source
         # what held-out classes depend on; ways and shots may be others than in training
@@ -192,7 +195,7 @@ class Episodes(pl.LightningDataModule):
         }  # fmt: skip
         if source is None:
             if (size, channels) != (28, 1):
-                raise arguments.WrongValue(
+                raise ArgumentValueError(
                     f"size, channels: expected 28 and 1, since glyphs are of 28 x 28 in grey, got "
                     f"{size} and {channels}; leave them out, or name a folder as source."
                 )
@@ -226,7 +229,7 @@ class Episodes(pl.LightningDataModule):
         kept = [n for n, members in enumerate(data.members) if len(members) >= wanted]
         few = len(data.members) - len(kept)
         if len(kept) < self.ways:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"ways: expected at most the {len(kept)} classes of {split} that have {wanted} images "
                 f"(shots and queries) or more, got {self.ways}; {few} have fewer. Lower "
                 "ways or queries."

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from experiments.data.stream import seeded
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 GLYPHS = Path(__file__).parent / "glyphs"
 CACHE = Path("runs") / "images"
@@ -49,7 +50,7 @@ def _glyphs() -> tuple[Tensor, Tensor, list[dict[str, str]]]:
 
 def glyphs(split: str) -> ImageClasses:
     """The characters of a split: ink is white, the ground black."""
-    arguments.one_of("split", split, SPLITS)
+    validation.one_of("split", split, SPLITS)
     images, label, rows = _glyphs()
     names = [row["character"] for row in rows]
     mine = torch.tensor([row["split"] == split for row in rows]).nonzero().squeeze(1)
@@ -65,7 +66,7 @@ def folder_classes(root: Path) -> dict[str, list[Path]]:
     """The images of each folder that has some, at the first or second level, by its path in root."""
     if not root.is_dir():
         kind = "a file" if root.exists() else "nothing"
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"source: expected a folder of class folders of images, got {str(root)!r}, which is {kind}"
             "; null takes the glyphs that come with the repository."
         )
@@ -77,7 +78,7 @@ def folder_classes(root: Path) -> dict[str, list[Path]]:
         if (files := sorted(p for p in place.iterdir() if p.suffix.lower() in ENDINGS))
     }
     if not found:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"source: expected class folders of images in {str(root)!r}, at its first or second level, "
             f"got none; images end in {', '.join(ENDINGS)}."
         )
@@ -92,7 +93,7 @@ def splits_of(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
     there = [split for split in SPLITS if (root / split).is_dir()]
     if there:
         if len(there) < len(SPLITS):
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"source: expected train, val and test in {str(root)!r}, or none of these, got "
                 f"{', '.join(there)} alone; make the others, or rename it."
             )
@@ -100,7 +101,7 @@ def splits_of(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
     classes = folder_classes(root)
     groups = sorted({name.split("/")[0] for name in classes})
     if len(groups) < len(SPLITS):
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"source: expected three folders or more in {str(root)!r}, one for each of train, val and "
             f"test, got {len(groups)}; add some."
         )
@@ -128,7 +129,7 @@ def read(path: Path, size: int, channels: int) -> np.ndarray:
         with Image.open(path) as file:
             image = file.convert(MODES[channels])
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"source: expected an image that Pillow can read, got {str(path)!r} ({error}); mend it or "
             "take it away."
         ) from error
@@ -138,8 +139,8 @@ def read(path: Path, size: int, channels: int) -> np.ndarray:
 
 def of_folder(classes: dict[str, list[Path]], size: int, channels: int) -> ImageClasses:
     """The images of class folders; once read they are kept in runs/images, for a quick start."""
-    arguments.at_least("size", size, 1)
-    arguments.one_of("channels", str(channels), [str(n) for n in MODES])
+    validation.at_least("size", size, 1)
+    validation.one_of("channels", str(channels), [str(n) for n in MODES])
     files = [(n, path) for n, paths in enumerate(classes.values()) for path in paths]
     said = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for _, p in files]
     key = hashlib.sha256(repr((said, size, channels)).encode()).hexdigest()[:16]

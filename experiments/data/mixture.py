@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from experiments.data.stream import HeldOut, Stream, seeded
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 PARTS = 25
 GRID_SIGMA = 0.05
@@ -106,11 +106,11 @@ class Points(pl.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.kind = arguments.one_of("kind", kind, TARGETS)
-        self.iterations = arguments.at_least("iterations", iterations, 1)
-        self.batch = arguments.at_least("batch", batch, 2)
-        self.validation_points = arguments.at_least("validation_points", validation_points, 2)
-        self.test_points = arguments.at_least("test_points", test_points, 2)
+        self.kind = validation.one_of("kind", kind, TARGETS)
+        self.iterations = validation.at_least("iterations", iterations, 1)
+        self.batch = validation.at_least("batch", batch, 2)
+        self.validation_points = validation.at_least("validation_points", validation_points, 2)
+        self.test_points = validation.at_least("test_points", test_points, 2)
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed
         self.options = {"kind": self.target.name}
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from experiments.data.digits import CLASSES, Batches, Images
 from experiments.data.stream import HeldOut
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 SIDE = 28
 TRAIN, HELD_OUT = 4000, 1000  # of the images; as many of each class in both
@@ -68,19 +69,19 @@ class Mnist(pl.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.iterations = arguments.at_least("iterations", iterations, 1)
+        self.iterations = validation.at_least("iterations", iterations, 1)
         for name, value, most in (("train", train, TRAIN), ("test", test, HELD_OUT)):
-            if arguments.at_least(name, value, 2) > most:
-                raise arguments.WrongValue(
+            if validation.at_least(name, value, 2) > most:
+                raise ArgumentValueError(
                     f"{name}: expected at most {most}, got {value}; there are no more images."
                 )
         if test > train:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"test: expected at most the {train} images of train, as many of which are compared "
                 f"with held-out ones, got {test}; make it smaller."
             )
-        if arguments.at_least("batch", batch, 2) > train:
-            raise arguments.WrongValue(
+        if validation.at_least("batch", batch, 2) > train:
+            raise ArgumentValueError(
                 f"batch: expected at most the {train} images of train, got {batch}; make it smaller."
             )
         self.batch = batch

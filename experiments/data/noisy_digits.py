@@ -8,7 +8,8 @@ from torch import Tensor
 
 from experiments.data.digits import CLASSES, IMAGES, images
 from experiments.data.stream import HeldOut, Stream, seeded
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 
 BACKGROUND = 0  # what all wrong labels say in "background"
 
@@ -41,7 +42,7 @@ def background(truth: Tensor, wrong: int, generator: torch.Generator) -> Tensor:
     """Labels [n] of which `wrong` ones say 0, as if that class had swallowed images of the others."""
     others = (truth != BACKGROUND).nonzero().squeeze(1)
     if wrong > len(others):
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"noise: expected at most {len(others) / len(truth):.2f} where all wrong labels say "
             f"{BACKGROUND}, since those of true {BACKGROUND}s are right; got {wrong / len(truth):.2f}."
         )
@@ -60,26 +61,26 @@ def split(kind: str, noise: float, clean: int, test: int, seed: int) -> Split:
     `test` images by chance; of the rest the first clean / 10 of each class; all others are noisy:
     round(noise n) of these n have a wrong label, of a kind in NOISES.
     """
-    arguments.one_of("kind", kind, NOISES)
-    if not 0 <= arguments.number("noise", noise) < 1:
-        raise arguments.WrongValue(
+    validation.one_of("kind", kind, NOISES)
+    if not 0 <= validation.number("noise", noise) < 1:
+        raise ArgumentValueError(
             f"noise: expected the share of wrong labels, at least 0 and below 1, got {noise}; "
             "0.4 makes four in ten wrong."
         )
-    if arguments.at_least("clean", clean, CLASSES) % CLASSES:
-        raise arguments.WrongValue(
+    if validation.at_least("clean", clean, CLASSES) % CLASSES:
+        raise ArgumentValueError(
             f"clean: expected a multiple of {CLASSES}, as many of each digit, got {clean}; write "
             f"{clean // CLASSES * CLASSES}."
         )
     generator = seeded(seed)
     x, truth = images()
     order = torch.randperm(IMAGES, generator=generator)
-    rest = order[arguments.at_least("test", test, 2) :]
+    rest = order[validation.at_least("test", test, 2) :]
     picks = [rest[truth[rest] == digit][: clean // CLASSES] for digit in range(CLASSES)]
     surely = torch.cat(picks)
     noisy = rest[~torch.isin(rest, surely)]
     if min(len(pick) for pick in picks) < clean // CLASSES or not len(noisy):
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"clean, test: expected images to be left for training, got {clean} and {test} of "
             f"{IMAGES}; make them smaller."
         )
@@ -129,10 +130,10 @@ class NoisyDigits(pl.LightningDataModule):
         super().__init__()
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed
         self.split = split(kind, noise, clean, test, self.seed)
-        self.iterations = arguments.at_least("iterations", iterations, 1)
-        self.batch = arguments.at_least("batch", batch, 1)
+        self.iterations = validation.at_least("iterations", iterations, 1)
+        self.batch = validation.at_least("batch", batch, 1)
         if batch > len(self.split.noisy.x):
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"batch: expected at most the {len(self.split.noisy.x)} noisy examples, got {batch}."
             )
         self.options = {

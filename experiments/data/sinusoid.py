@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from experiments.data.stream import HeldOut, Stream, seeded
-from hoglib import _arguments as arguments
+from hoglib._core import validation
 
 Batch = tuple[Tensor, Tensor]
 AMPLITUDE = (0.1, 5.0)
@@ -82,12 +82,12 @@ class SinusoidTasks(pl.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.iterations = arguments.at_least("iterations", iterations, 1)
-        self.tasks = arguments.at_least("tasks", tasks, 1)
-        self.shots = arguments.at_least("shots", shots, 1)
-        self.queries = arguments.at_least("queries", queries, 1)
-        self.validation_tasks = arguments.at_least("validation_tasks", validation_tasks, 1)
-        self.test_tasks = arguments.at_least("test_tasks", test_tasks, 2)
+        self.iterations = validation.at_least("iterations", iterations, 1)
+        self.tasks = validation.at_least("tasks", tasks, 1)
+        self.shots = validation.at_least("shots", shots, 1)
+        self.queries = validation.at_least("queries", queries, 1)
+        self.validation_tasks = validation.at_least("validation_tasks", validation_tasks, 1)
+        self.test_tasks = validation.at_least("test_tasks", test_tasks, 2)
         self.seed = torch.initial_seed() % 2**20 if seed is None else seed
 
     def train_dataloader(self) -> TaskStream:

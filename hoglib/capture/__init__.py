@@ -1,13 +1,13 @@
 """A whole second-order function as one graph."""
 
-from hoglib.capture._graphs import Captured
-from hoglib.capture.compiled import Compiled, compile
+from hoglib.capture.api import Compiled, compile
+from hoglib.capture.capturing import GraphEntry
 from hoglib.capture.loss import CompiledLoss, compiled_loss
 
 __all__ = [
-    "Captured",
     "Compiled",
     "CompiledLoss",
+    "GraphEntry",
     "compile",
     "compiled_loss",
 ]

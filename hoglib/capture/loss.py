@@ -8,17 +8,23 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._graph import nodes
-from hoglib._precomputed import with_gradients
-from hoglib.capture import _signature as signature
-from hoglib.capture._capturing import runs_elsewhere
-from hoglib.capture._derivative import check_unchanged, differentiated
-from hoglib.capture._graphs import Graphs
-from hoglib.capture._refusals import refuse_outer_graphs
-from hoglib.capture._trace import Of, without_hooks
-from hoglib.capture.compiled import OPTIONS, Compiled, counted, named, remade
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import with_gradients
+from hoglib._core.gradient_graph import nodes
+from hoglib.capture import signature
+from hoglib.capture.api import (
+    OPTIONS,
+    Compiled,
+    check_unchanged,
+    counted,
+    differentiated,
+    named,
+    remade,
+)
+from hoglib.capture.capturing import Graphs, runs_elsewhere
+from hoglib.capture.refusals import refuse_outer_graphs
+from hoglib.capture.trace import Of, without_hooks
+from hoglib.errors import NoSecondDerivative
 
 UNREACHED = (
     "{}: expected a loss that depends on tensors that require grad, got one that does not; look for "
@@ -45,14 +51,17 @@ class _Gradient:
         ] = []  # the ids of the leaves besides arguments, of the last capture
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list[Of]]:
-        value = arguments.scalar(self._name, self.fn(*args, **kwargs))
+        value = validation.scalar(self._name, self.fn(*args, **kwargs))
         refuse_outer_graphs(self._name)
         given = differentiated(
-            [x for x in _tree.leaves((args, kwargs)) if isinstance(x, Tensor)], []
+            [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)], []
         )
         by = given + self._leaves(value, given)
         if value.requires_grad:
-            with without_hooks(by), _functorch.no_autocast():  # as a backward outside of its region
+            with (
+                without_hooks(by),
+                torch_internals.no_autocast(),
+            ):  # as a backward outside of its region
                 grads = torch.autograd.grad(
                     value, by, create_graph=self._create_graph, allow_unused=True
                 )
@@ -63,7 +72,7 @@ class _Gradient:
             found = [(g, of) for g, of in zip(grads, places, strict=True) if g is not None]
             if found:
                 return value, [g for g, _ in found], [of for _, of in found]
-        raise arguments.NoSecondDerivative(UNREACHED.format(self._name))
+        raise NoSecondDerivative(UNREACHED.format(self._name))
 
     def _leaves(self, value: Tensor, given: list[Tensor]) -> list[Tensor]:
         """The leaves that a loss reaches, but for those that it makes itself, such as
@@ -74,7 +83,7 @@ class _Gradient:
             [value] if value.is_leaf else [n.variable for n in inside if hasattr(n, "variable")]
         )
         found = {id(x): x for x in leaves if id(x) not in ours}
-        if _functorch.tracing():
+        if torch_internals.tracing():
             self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
         return [found[key] for key in self._reached if key in found]
 
@@ -107,7 +116,7 @@ class CompiledLoss:
         name: str | None = None, graphs: tuple[Graphs, Graphs, Graphs] | None = None,
         before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        arguments.function("loss_fn", fn)
+        validation.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or named(fn), fn.__doc__
         options: dict[str, Any] = {
             "backend": backend, "dynamic": dynamic, "check": check, "progress": progress, "before":
@@ -147,7 +156,7 @@ class CompiledLoss:
 
         def computed() -> list[Tensor]:
             if versions != [x._version for x in inputs]:
-                raise arguments.NoSecondDerivative(CHANGED.format(self.name))
+                raise NoSecondDerivative(CHANGED.format(self.name))
             value, *grads = entry.execute(inputs)
             return [value, *_apart(grads, inputs)]
 

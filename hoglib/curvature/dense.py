@@ -7,20 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._explaining import explaining
-from hoglib._gradient_graph import gradient_graph
-from hoglib._leaves import Vector, dense, filled
-from hoglib._recording import recordable, recording
-from hoglib._second_look import look_at_gradient, new_functions
-from hoglib._substitution import lingering
-from hoglib.capture._capturing import runs_elsewhere
-from hoglib.curvature._blocks import Blocks, groups_of
-from hoglib.curvature._compiled import backend_of, linearised
-from hoglib.curvature._matrices import GaussNewton, Hessian
-from hoglib.curvature._routes import Call, Linearised, OfLeaves
-from hoglib.stand_ins import stand_ins_if
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import (
+    Vector,
+    clone_inference_tensors,
+    dense,
+    grad_enabled,
+    gradient_with_graph,
+    materialize_grads,
+    translate_errors,
+)
+from hoglib._core.finite_differences import check_hessian_product, unchecked_functions
+from hoglib._core.swap import keep_swapped
+from hoglib.capture.capturing import runs_elsewhere
+from hoglib.curvature.compiled import backend_of, linearised
+from hoglib.curvature.kinds import GaussNewtonKind, HessianKind
+from hoglib.curvature.routes import Call, LinearMap, ScalarFunction
+from hoglib.curvature.vector_space import Blocks, groups_of
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.stand_ins.mode import stand_ins_if
 
 Tree = Any
 
@@ -54,30 +59,30 @@ def hessian(
     The inputs are not changed, and it works under no_grad and inference_mode.
     Raises what `hvp` raises.
     """
-    arguments.function("func", func)
+    validation.function("func", func)
     leaves, structure = _real_leaves(params)
     groups = groups_of(blocks, params)
-    call, matrix = Call("hessian", create_graph), Hessian("auto")
+    call, matrix = Call("hessian", create_graph), HessianKind("auto")
     backend = backend_of("hessian", compile, matrix)
     if backend and create_graph:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
         )
     if backend and not runs_elsewhere():
         with torch.inference_mode(False), torch.no_grad():
-            leaves, inputs = recordable((leaves, args))
+            leaves, inputs = clone_inference_tensors((leaves, args))
             point = linearised(
                 func, matrix, call, stand_ins, backend, leaves, structure, inputs, True
             )
             return _nested(_by_products(point, leaves, groups), params, structure, blocks)
-    with recording(), lingering(), stand_ins_if(stand_ins):
-        leaves, inputs = recordable((leaves, args))
+    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
+        leaves, inputs = clone_inference_tensors((leaves, args))
 
         def of_leaves(*values: Tensor) -> Tensor:
-            value = func(_tree.unflatten(values, structure), *inputs)
-            return arguments.scalar("func(params, *args)", value)
+            value = func(pytree.unflatten(values, structure), *inputs)
+            return validation.scalar("func(params, *args)", value)
 
-        if _functorch.transforms_active():
+        if torch_internals.transforms_active():
             every = tuple(range(len(leaves)))
             full = torch.func.jacfwd(torch.func.grad(of_leaves, every), every)(*leaves)
             rows = {(a, b): full[a][b] for group in groups for a in group for b in group}
@@ -94,20 +99,20 @@ def ggn(
     One product for each number in params, with the graph of the outputs kept between them. blocks and
     stand_ins as in `hessian`. Raises what `ggn_vp` raises.
     """
-    matrix = GaussNewton("auto")
+    matrix = GaussNewtonKind("auto")
     matrix.check(loss)
     leaves, structure = _real_leaves(params)
     groups = groups_of(blocks, params)
-    with recording(), lingering(), stand_ins_if(stand_ins):
-        leaves, args = recordable((leaves, (batch,)))
-        params_of = partial(_tree.unflatten, structure=structure)
+    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
+        leaves, args = clone_inference_tensors((leaves, (batch,)))
+        params_of = partial(pytree.unflatten, structure=structure)
         point = matrix.at(loss, params_of, args, leaves, Call("ggn"), several=True)
         columns = _by_products(point, leaves, groups)
     return _nested(columns, params, structure, blocks)
 
 
 def _by_products(
-    point: Linearised, leaves: Vector, groups: list[list[int]]
+    point: LinearMap, leaves: Vector, groups: list[list[int]]
 ) -> dict[tuple[int, int], Tensor]:
     """M[a][b] for each pair of leaves in a group, one product a column."""
     columns = {}
@@ -131,10 +136,10 @@ def _units(leaves: Vector, which: int) -> Iterable[Vector]:
 
 
 def _real_leaves(params: Tree) -> tuple[Vector, Any]:
-    arguments.parameters(params)
-    leaves, structure = _tree.flatten(params)
+    validation.parameters(params)
+    leaves, structure = pytree.flatten(params)
     if any(leaf.is_complex() for leaf in leaves):
-        raise arguments.WrongType(
+        raise ArgumentTypeError(
             "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
             "its real view, `torch.view_as_real(p)`, and rebuild it in func."
         )
@@ -142,13 +147,15 @@ def _real_leaves(params: Tree) -> tuple[Vector, Any]:
 
 
 def _hessian_rows(
-    func: OfLeaves, leaves: Vector, groups: list[list[int]], call: Call
+    func: ScalarFunction, leaves: Vector, groups: list[list[int]], call: Call
 ) -> dict[tuple[int, int], Tensor]:
     """H[a][b] for each pair of leaves in a group."""
-    value, own, gradient = gradient_graph(func, leaves, call.what, call.create_graph)
-    unseen = [] if call.create_graph else new_functions(value)
+    value, own, gradient = gradient_with_graph(func, leaves, call.what, call.create_graph)
+    unseen = [] if call.create_graph else unchecked_functions(value)
     if unseen:
-        look_at_gradient(call.what, unseen, func, leaves, [torch.ones_like(leaf) for leaf in own])
+        check_hessian_product(
+            call.what, unseen, func, leaves, [torch.ones_like(leaf) for leaf in own]
+        )
     blocks = {}
     for group in groups:
         among = [own[b] for b in group]
@@ -165,23 +172,23 @@ def _rows(gradient: Tensor | None, among: Vector, call: Call) -> Iterable[Vector
     if gradient is None or not gradient.requires_grad:
         return
     for entry in dense(gradient).reshape(-1).unbind():
-        with explaining(call.what):
+        with translate_errors(call.what):
             row = torch.autograd.grad(
                 entry, among, retain_graph=True, create_graph=call.create_graph, allow_unused=True
             )
-        yield filled(list(row), among)
+        yield materialize_grads(list(row), among)
 
 
 def _nested(
     entries: dict[tuple[int, int], Tensor], params: Tree, structure: Any, blocks: Blocks
 ) -> Tree:
-    count = len(_tree.leaves(params))
+    count = len(pytree.leaves(params))
     if blocks is None:
         rows = [
-            _tree.unflatten([entries[a, b] for b in range(count)], structure) for a in range(count)
+            pytree.unflatten([entries[a, b] for b in range(count)], structure) for a in range(count)
         ]
-        return _tree.unflatten(rows, structure)
-    names = _tree.paths(params)
+        return pytree.unflatten(rows, structure)
+    names = pytree.paths(params)
     return {
         names[a]: {names[b]: entries[a, b] for b in range(count) if (a, b) in entries}
         for a in range(count)

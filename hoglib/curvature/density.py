@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib.curvature._lanczos import ROUNDING
-from hoglib.curvature.trace import mean_of, signs
-
-if TYPE_CHECKING:
-    from hoglib.curvature._linear import LinearOperator
+from hoglib._core import validation
+from hoglib.curvature.eigenvalues import ROUNDING
+from hoglib.curvature.symmetric_matrix import SymmetricMatrix
+from hoglib.curvature.traces import mean_of, signs
+from hoglib.errors import ArgumentValueError
 
 MOST_POINTS = 100_000
 AT_ONCE = 2**30  # bytes of the bases of the samples that run at once
@@ -43,7 +41,7 @@ class SpectralDensity:
 
 
 def spectral_density(
-    operator: "LinearOperator",
+    operator: SymmetricMatrix,
     num_samples: int = 10,
     *,
     steps: int = 80,
@@ -67,15 +65,15 @@ def spectral_density(
     Krishnan & Xiao, An Investigation into Neural Net Optimization via Hessian Eigenvalue Density, 2019.
     """
     size = operator.shape[0]
-    arguments.at_least("num_samples", num_samples, 1)
-    steps = min(arguments.at_least("steps", steps, 1), size)
-    arguments.generator(generator)
-    if width is not None and not arguments.number("width", width) > 0:
-        raise arguments.WrongValue(
+    validation.at_least("num_samples", num_samples, 1)
+    steps = min(validation.at_least("steps", steps, 1), size)
+    validation.generator(generator)
+    if width is not None and not validation.number("width", width) > 0:
+        raise ArgumentValueError(
             f"width: expected a number greater than 0, got {width}; 1% of the range is usual."
         )
-    if grid is not None and arguments.real("grid", grid).dim() != 1:
-        raise arguments.WrongValue(
+    if grid is not None and validation.real("grid", grid).dim() != 1:
+        raise ArgumentValueError(
             f"grid: expected a tensor of points [n], got shape {tuple(grid.shape)}; "
             "`torch.linspace` makes one."
         )

@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib._functional import trainable_params
-from hoglib.curvature.operator import GGNOperator
+from hoglib._core import validation
+from hoglib.curvature.operators import GGNOperator
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NonFiniteError,
+    NotPositiveDefiniteError,
+)
+from hoglib.functional import trainable_params
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
 FARTHEST = 1e8  # that it gets from where it started, either way
@@ -82,37 +88,37 @@ class NewtonCG(torch.optim.Optimizer):
     ) -> None:
         unknown = sorted(set(options) - OPTIONS)
         if unknown:
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 f"NewtonCG: expected options of GGNOperator, {', '.join(sorted(OPTIONS))}, got "
                 f"{', '.join(unknown)}."
             )
         if not hasattr(loss, "outputs") or not hasattr(loss, "criterion"):
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 "loss: expected one from `hoglib.functional_loss(model, criterion)`, got "
-                f"{arguments.describe(loss)}; a closure that returns a value has no outputs to "
+                f"{validation.describe(loss)}; a closure that returns a value has no outputs to "
                 "linearise."
             )
         self._loss, self._options = loss, options
         self._params: dict[str, Any] = trainable_params(loss.model) if params is None else params
         if not isinstance(self._params, dict):
-            raise arguments.WrongType(
-                f"params: expected a dict of tensors by name, got {arguments.describe(params)}; leave "
+            raise ArgumentTypeError(
+                f"params: expected a dict of tensors by name, got {validation.describe(params)}; leave "
                 "it out, or take a part of `hoglib.trainable_params(model)`."
             )
-        if not 0 <= arguments.number("warm_start", warm_start) <= 1:
-            raise arguments.WrongValue(
+        if not 0 <= validation.number("warm_start", warm_start) <= 1:
+            raise ArgumentValueError(
                 f"warm_start: expected a number from 0 to 1, got {warm_start}; 0.95 is usual."
             )
-        if not 0 < arguments.number("damping", damping) < inf:
-            raise arguments.WrongValue(
+        if not 0 < validation.number("damping", damping) < inf:
+            raise ArgumentValueError(
                 f"damping: expected a number greater than 0, got {damping}; 1 is usual."
             )
         defaults = {
-            "lr": arguments.positive("lr", lr),
+            "lr": validation.positive("lr", lr),
             "damping": float(damping),
             "first_damping": float(damping),
-            "max_iter": arguments.at_least("max_iter", max_iter, 1),
-            "progress": arguments.number("progress", progress, minimum=0),
+            "max_iter": validation.at_least("max_iter", max_iter, 1),
+            "progress": validation.number("progress", progress, minimum=0),
             "warm_start": warm_start,
         }
         self.info: NewtonStep | None = None
@@ -121,7 +127,7 @@ class NewtonCG(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises for a second one: a step is a step of all parameters."""
         if self.param_groups:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 "param_groups: expected one, got another; the matrix is that of all parameters. Give "
                 "all of them as params."
             )
@@ -131,7 +137,7 @@ class NewtonCG(torch.optim.Optimizer):
         """Raises for the state of another optimizer."""
         lacking = self.defaults.keys() - state_dict["param_groups"][0].keys()
         if lacking:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 "state_dict: expected that of a NewtonCG, got one without "
                 f"{', '.join(sorted(lacking))}, of another optimizer; start with a fresh state."
             )
@@ -149,7 +155,7 @@ class NewtonCG(torch.optim.Optimizer):
         """
         batch = closure() if callable(closure) else closure
         if batch is None:
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 "step: expected a batch, or a function without arguments that returns one, got None; "
                 "the matrix is made of the batch: `optimizer.step((x, y))`."
             )
@@ -190,7 +196,7 @@ class NewtonCG(torch.optim.Optimizer):
                     -g, damping=group["damping"], max_iter=group["max_iter"], x0=start,
                     progress=group["progress"], return_info=True,
                 )  # fmt: skip
-            except arguments.NotPositiveDefinite:
+            except NotPositiveDefiniteError:
                 if not self._damp(10):
                     raise
                 continue
@@ -249,5 +255,5 @@ def _finite_or_infinite(loss: Callable[[], Tensor]) -> float:
     """A loss, or infinity for one that overflows: it is too long a way."""
     try:
         return float(loss())
-    except arguments.NotFinite:
+    except NonFiniteError:
         return inf

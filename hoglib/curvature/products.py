@@ -7,16 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._differences import in_double
-from hoglib._recording import recordable, recording
-from hoglib._substitution import lingering
-from hoglib.capture._capturing import runs_elsewhere
-from hoglib.curvature._compiled import backend_of, linearised
-from hoglib.curvature._matrices import DIFFERENCES, Fisher, GaussNewton, Hessian, Matrix
-from hoglib.curvature._routes import Call, columns
-from hoglib.stand_ins import stand_ins_if
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.finite_differences import to_double
+from hoglib._core.swap import keep_swapped
+from hoglib.capture.capturing import runs_elsewhere
+from hoglib.curvature.compiled import backend_of, linearised
+from hoglib.curvature.kinds import (
+    DIFFERENCES,
+    CurvatureKind,
+    FisherKind,
+    GaussNewtonKind,
+    HessianKind,
+)
+from hoglib.curvature.routes import Call, apply_block
+from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.stand_ins.mode import stand_ins_if
 
 Tree = Any
 Loss = Callable[..., Tensor]
@@ -61,8 +67,8 @@ def hvp(
     keeps what its forward made.
     Source: Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
     """
-    names = _tree.paths(params) if strict else None
-    matrix = Hessian(mode)
+    names = pytree.paths(params) if strict else None
+    matrix = HessianKind(mode)
     return _product("hvp", matrix, func, params, v, args, create_graph, stand_ins, compile, names)
 
 
@@ -95,7 +101,7 @@ def ggn_vp(
     Source: Schraudolph, Fast Curvature Matrix-Vector Products, 2002.
     """
     return _product(
-        "ggn_vp", GaussNewton(mode), loss, params, v, (batch,), create_graph, stand_ins, compile
+        "ggn_vp", GaussNewtonKind(mode), loss, params, v, (batch,), create_graph, stand_ins, compile
     )
 
 
@@ -132,13 +138,13 @@ def fisher_vp(
     Raises as `ggn_vp`, and ValueError where no likelihood is given and none can be told.
     Source: Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, sections 5, 11.
     """
-    matrix = Fisher(mode, kind, likelihood, reduction, num_samples, generator)
+    matrix = FisherKind(mode, kind, likelihood, reduction, num_samples, generator)
     return _product("fisher_vp", matrix, loss, params, v, (batch,), False, stand_ins, compile)
 
 
 def _product(
     what: str,
-    matrix: Matrix,
+    matrix: CurvatureKind,
     func: Any,
     params: Tree,
     v: Tree,
@@ -150,46 +156,46 @@ def _product(
 ) -> tuple[Tensor, Tree]:
     """The product of a matrix with v, or with each vector of a block, wherever the caller stands."""
     matrix.check(func)
-    arguments.parameters(params)
-    vector, block = arguments.vectors("v", v, params)
-    leaves, structure = _tree.flatten(params)
+    validation.parameters(params)
+    vector, block = validation.vectors("v", v, params)
+    leaves, structure = pytree.flatten(params)
     like = leaves
     if matrix.mode == DIFFERENCES:
         _without_graph(what, create_graph)
-        func, leaves, vector, args = matrix.in_double(func), *in_double((leaves, vector, args))
-    call = Call(what, create_graph or _functorch.transforms_active(), strict)
+        func, leaves, vector, args = matrix.in_double(func), *to_double((leaves, vector, args))
+    call = Call(what, create_graph or torch_internals.transforms_active(), strict)
     backend = backend_of(what, compile, matrix)
     if backend and not runs_elsewhere():
         with torch.inference_mode(False):
-            leaves, vector, args = recordable((leaves, vector, args))
+            leaves, vector, args = clone_inference_tensors((leaves, vector, args))
             point = linearised(
                 func, matrix, call, stand_ins, backend, leaves, structure, args, block
             )
             with torch.set_grad_enabled(create_graph):
-                value, product = columns(point, vector, block)
-        return value, _tree.unflatten(product, structure)
-    with recording(), lingering(), stand_ins_if(stand_ins):
-        leaves, vector, args = recordable((leaves, vector, args))
-        params_of = partial(_tree.unflatten, structure=structure)
+                value, product = apply_block(point, vector, block)
+        return value, pytree.unflatten(product, structure)
+    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
+        leaves, vector, args = clone_inference_tensors((leaves, vector, args))
+        params_of = partial(pytree.unflatten, structure=structure)
         point = matrix.at(func, params_of, args, leaves, call, block)
-        value, product = columns(point, vector, block)
+        value, product = apply_block(point, vector, block)
     if not call.create_graph:
         value, product = value.detach().clone(), [part.detach() for part in product]
     if matrix.mode == DIFFERENCES:
         value = value.to(like[0].dtype)
         product = [part.to(leaf.dtype) for part, leaf in zip(product, like, strict=True)]
-    return value, _tree.unflatten(product, structure)
+    return value, pytree.unflatten(product, structure)
 
 
 def _without_graph(what: str, create_graph: bool) -> None:
     """Differences have no graph, and no place inside of transforms."""
     if create_graph:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}(mode='finite-differences'): expected create_graph=False, got True; differences "
             "have no graph. Use another mode."
         )
-    if _functorch.transforms_active():
-        raise arguments.NotSupported(
+    if torch_internals.transforms_active():
+        raise UnsupportedError(
             f"{what}(mode='finite-differences'): expected to run outside of torch.func transforms, got "
             "a call inside; use mode='auto' there."
         )

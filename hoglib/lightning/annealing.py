@@ -2,7 +2,8 @@
 
 import lightning.pytorch as pl
 
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 from hoglib.meta.maml import MAML, multi_step_weights
 
 
@@ -20,13 +21,13 @@ class MetaAnnealing(pl.Callback):
 
     def __init__(self, first_order: int = 0, multi_step: int = 0, every: int | None = None) -> None:
         super().__init__()
-        self.first_order = arguments.at_least("first_order", first_order, 0)
-        self.multi_step = arguments.at_least("multi_step", multi_step, 0)
-        self.every = None if every is None else arguments.at_least("every", every, 1)
+        self.first_order = validation.at_least("first_order", first_order, 0)
+        self.multi_step = validation.at_least("multi_step", multi_step, 0)
+        self.every = None if every is None else validation.at_least("every", every, 1)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not _learners(pl_module):
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"MetaAnnealing: expected a hoglib.MAML in {type(pl_module).__name__}, got none; make "
                 "one an attribute of the module."
             )

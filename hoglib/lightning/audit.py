@@ -7,14 +7,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import distributed
 
-from hoglib import _arguments as arguments
-from hoglib._warning import warn
-from hoglib.penalties._around import modules_kept
-from hoglib.verification.auditing.routes import asked_for
-from hoglib.verification.auditing.run import audit
-from hoglib.verification.commands.factories import Problem, problems
-from hoglib.verification.commands.finding import told
-from hoglib.verification.report import Report, VerificationError
+from hoglib._core import validation
+from hoglib._core.source_location import error_text, warn
+from hoglib.auditing.api import audit
+from hoglib.auditing.problem import NamedProblem, problems
+from hoglib.auditing.routes import asked_for
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
+from hoglib.penalties.critic_state import modules_kept
+from hoglib.verification.report import Report
 
 METHOD = "second_order_problem"
 EXAMPLE = f"""
@@ -25,7 +25,7 @@ EXAMPLE = f"""
 ACTIONS = ("refuse", "warn")
 
 
-class WrongSecondDerivative(arguments.Explained, VerificationError):
+class WrongSecondDerivative(VerificationError):
     """A VerificationError of a training that was refused; it explains itself."""
 
 
@@ -56,9 +56,9 @@ class SecondOrderAudit(pl.Callback):
         super().__init__()
         asked_for(routes)  # raises for names that are none
         self.routes = routes
-        self.stand_ins = arguments.flag("stand_ins", stand_ins)
-        self.action = arguments.one_of("action", action, ACTIONS)
-        self.verbose = arguments.flag("verbose", verbose)
+        self.stand_ins = validation.flag("stand_ins", stand_ins)
+        self.action = validation.one_of("action", action, ACTIONS)
+        self.verbose = validation.flag("verbose", verbose)
         self.reports: tuple[Report, ...] = ()
         self._due = False
 
@@ -79,7 +79,7 @@ class SecondOrderAudit(pl.Callback):
         except Exception as caught:  # raised below, once the other processes know of it
             error = caught
         own = _Outcome(
-            "" if error is None else told(error),
+            "" if error is None else error_text(error),
             "\n\n".join(self._text(report) for report in self.reports if not report.ok),
         )
         found = _of_all_processes(own)
@@ -106,7 +106,7 @@ class SecondOrderAudit(pl.Callback):
     def _act(self, module: pl.LightningModule, outcome: "_Outcome", where: str) -> None:
         what = f"{type(module).__name__}.{METHOD}"
         if outcome.error:
-            raise arguments.WrongValue(f"{what}{where}: {outcome.error}")
+            raise ArgumentValueError(f"{what}{where}: {outcome.error}")
         message = (
             f"{what}{where}: expected right second derivatives, got these:\n\n{outcome.wrong}\n\n"
         )
@@ -137,13 +137,13 @@ def _of_all_processes(own: _Outcome) -> list[_Outcome]:
 def check_method(module: pl.LightningModule) -> None:
     """Raises TypeError, with an example, for a module that does not say what it differentiates."""
     if not callable(getattr(module, METHOD, None)):
-        raise arguments.WrongType(
+        raise ArgumentTypeError(
             f"{type(module).__name__}: expected a method {METHOD}(batch) that says what is "
             f"differentiated twice, got none; add one, for instance\n{EXAMPLE}"
         )
 
 
-def problems_of(module: pl.LightningModule, batch: Any) -> list[Problem]:
+def problems_of(module: pl.LightningModule, batch: Any) -> list[NamedProblem]:
     """What a LightningModule says that it differentiates twice, under the names of its reports.
 
     Buffers of modules that run meanwhile stay as they are. Raises ValueError, with the reason, where
@@ -155,11 +155,11 @@ def problems_of(module: pl.LightningModule, batch: Any) -> list[Problem]:
         with modules_kept():
             made = method(batch)
     except Exception as error:
-        if isinstance(error, arguments.Explained):
+        if isinstance(error, HoglibError):
             raise
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}(batch): expected (loss, params, batch) for the first training batch, got "
-            f"{told(error)}. It is called before the first step; mend it there."
+            f"{error_text(error)}. It is called before the first step; mend it there."
         ) from error
     return [
         one._replace(name=f"{what}[{one.name}]" if one.name else what)

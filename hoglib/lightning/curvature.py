@@ -9,12 +9,17 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib.curvature._whole_spectrum import Spectrum, spectrum_of
+from hoglib._core import pytree, validation
 from hoglib.curvature.density import SpectralDensity
+from hoglib.curvature.whole_spectrum import Spectrum, spectrum_of
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NondeterministicError,
+    NonFiniteError,
+)
 from hoglib.lightning.audit import METHOD, check_method, problems_of
-from hoglib.penalties._around import modules_kept
+from hoglib.penalties.critic_state import modules_kept
 
 LARGEST = "largest"
 PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold beside tensors
@@ -88,14 +93,14 @@ class CurvatureMonitor(pl.Callback):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.every = arguments.at_least("every", every, 1)
-        self.k = arguments.at_least("k", k, 1)
-        self.num_samples = arguments.at_least("num_samples", num_samples, 1)
-        self.steps = arguments.at_least("steps", steps, 1)
-        self.fixed_batch = arguments.flag("fixed_batch", fixed_batch)
-        self.stand_ins = arguments.flag("stand_ins", stand_ins)
-        self.max_iter = arguments.at_least("max_iter", max_iter, 1)
-        self.seed = arguments.at_least("seed", seed, 0)
+        self.every = validation.at_least("every", every, 1)
+        self.k = validation.at_least("k", k, 1)
+        self.num_samples = validation.at_least("num_samples", num_samples, 1)
+        self.steps = validation.at_least("steps", steps, 1)
+        self.fixed_batch = validation.flag("fixed_batch", fixed_batch)
+        self.stand_ins = validation.flag("stand_ins", stand_ins)
+        self.max_iter = validation.at_least("max_iter", max_iter, 1)
+        self.seed = validation.at_least("seed", seed, 0)
         self.history: list[Measurement] = []
         self._saved: _Saved | None = None
         self._batch: Any = None
@@ -219,14 +224,14 @@ def _explained(what: str, done: int) -> Iterator[None]:
     """Errors of a measurement say that they are of one, and what to do."""
     try:
         yield
-    except arguments.NotDeterministic as error:
-        raise arguments.NotDeterministic(
+    except NondeterministicError as error:
+        raise NondeterministicError(
             f"CurvatureMonitor, {what} after {done} batches: expected a loss that is the same at "
             f"each call, got one that is not ({error}) Measure a copy of the network in eval mode, for "
             f"instance\n{QUIET}"
         ) from error
-    except arguments.NotFinite as error:
-        raise arguments.NotFinite(
+    except NonFiniteError as error:
+        raise NonFiniteError(
             f"CurvatureMonitor, {what} after {done} batches: {error} The training has diverged, or "
             "starts from there: lower its learning rate."
         ) from error
@@ -241,13 +246,13 @@ class _Saved(NamedTuple):
 
 def _saved(batch: Any) -> _Saved:
     own = [
-        leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in _tree.leaves(batch)
+        leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in pytree.leaves(batch)
     ]
-    for path, leaf in zip(_tree.paths(batch), own, strict=True):
+    for path, leaf in zip(pytree.paths(batch), own, strict=True):
         if not isinstance(leaf, (Tensor, *PLAIN)):
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 f"CurvatureMonitor: expected a batch of tensors and plain values, which "
-                f"checkpoints can hold, got {arguments.describe(leaf)} at batch{path and f' {path}'}; "
+                f"checkpoints can hold, got {validation.describe(leaf)} at batch{path and f' {path}'}; "
                 "give fixed_batch=False, or let the loader return a tuple or dict of tensors."
             )
     every: list[Any] = [own]
@@ -255,27 +260,27 @@ def _saved(batch: Any) -> _Saved:
         every = [None] * _world()
         cpu = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in own]
         distributed.all_gather_object(every, cpu)
-    return _Saved(_tree.paths(batch), every)
+    return _Saved(pytree.paths(batch), every)
 
 
 def _restored(saved: _Saved, like: Any) -> Any:
     """This process's part, in the structure and on the devices of a batch."""
-    now, structure = _tree.flatten(like)
-    paths = _tree.paths(like)
+    now, structure = pytree.flatten(like)
+    paths = pytree.paths(like)
     if paths != saved.paths:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"CurvatureMonitor: expected batches like the first one of the fit, which the "
             f"checkpoint holds, with tensors at {_named(saved.paths)}, got one with "
             f"{_named(paths)}; resume with the data of that fit, or with fixed_batch=False."
         )
     if len(saved.leaves) != _world():
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"CurvatureMonitor: expected {len(saved.leaves)} processes, as in the fit of the "
             f"checkpoint, each of which had a first batch, got {_world()}; resume with as many, or "
             "with fixed_batch=False."
         )
     rank = distributed.get_rank() if _world() > 1 else 0
-    return _tree.unflatten(
+    return pytree.unflatten(
         [
             was.to(leaf.device) if isinstance(was, Tensor) and isinstance(leaf, Tensor) else was
             for was, leaf in zip(saved.leaves[rank], now, strict=True)

@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from hoglib import _tree
-from hoglib._recording import recordable, recording
+from hoglib._core import pytree
+from hoglib._core.autograd import clone_inference_tensors, grad_enabled
 
 STEPS = ("validation_step", "test_step", "predict_step")
 Step = Callable[..., Any]
@@ -63,8 +63,8 @@ def _recording(step: Step) -> Step:
     @wraps(step)
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         wanted = torch.is_grad_enabled()
-        with recording():
-            args, kwargs = _each(recordable, (args, kwargs))
+        with grad_enabled():
+            args, kwargs = _each(clone_inference_tensors, (args, kwargs))
             result = step(self, *args, **kwargs)
         return result if wanted else _each(Tensor.detach, result)
 
@@ -94,4 +94,4 @@ def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             return result
         return leaf
 
-    return _tree.map(of_leaf, value)
+    return pytree.map(of_leaf, value)

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from hoglib._random_state import random_state, set_random_state
+from hoglib._core.state import random_state, set_random_state
 
 KEY = "hoglib.lightning.RNGState"
 

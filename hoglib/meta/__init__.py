@@ -3,22 +3,30 @@
 from hoglib.meta.hypergradient import Hypergradient, hypergradient
 from hoglib.meta.imaml import IMAML
 from hoglib.meta.implicit import Residual
-from hoglib.meta.inner import adapt, inner_step
+from hoglib.meta.inner_loop import adapt, inner_step
 from hoglib.meta.learner import Learner
 from hoglib.meta.maml import MAML, multi_step_weights
+from hoglib.meta.optimizers import (
+    RULES,
+    GradientTransformation,
+    adam,
+    adamw,
+    momentum,
+    rmsprop,
+    sgd,
+)
 from hoglib.meta.reptile import Reptile
-from hoglib.meta.rules import RULES, Rule, adam, adamw, momentum, rmsprop, sgd
 from hoglib.meta.tasks import shard
 
 __all__ = [
     "IMAML",
     "MAML",
     "RULES",
+    "GradientTransformation",
     "Hypergradient",
     "Learner",
     "Reptile",
     "Residual",
-    "Rule",
     "adam",
     "adamw",
     "adapt",

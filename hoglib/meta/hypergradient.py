@@ -6,18 +6,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._gradient_graph import only_as_given
-from hoglib._leaves import filled
-from hoglib._recording import recordable, recording
-from hoglib._substitution import lingering
-from hoglib.meta._guards import inner_losses_finite
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import (
+    check_uses_given_params,
+    clone_inference_tensors,
+    grad_enabled,
+    materialize_grads,
+)
+from hoglib._core.swap import keep_swapped
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.meta.guards import inner_losses_finite
 from hoglib.meta.implicit import SOLVERS, Residual, check_used, implicit_gradient, solver_of
-from hoglib.meta.inner import MEMORY, Segment, check_truncate, gradient, is_before_the_last, unroll
-from hoglib.meta.naming import has_both, rule_of
-from hoglib.meta.rules import Rule
-from hoglib.stand_ins import stand_ins_if
+from hoglib.meta.inner_loop import (
+    MEMORY,
+    StepChunk,
+    check_truncate,
+    gradient,
+    is_before_the_last,
+    unroll,
+)
+from hoglib.meta.optimizers import GradientTransformation, has_both, rule_of
+from hoglib.stand_ins.mode import stand_ins_if
 
 METHODS = ("unrolled", *SOLVERS)
 
@@ -37,7 +46,7 @@ def hypergradient(
     params: Any,
     hyper: Any,
     *,
-    rule: Rule | Callable[[Any], Rule] | None = None,
+    rule: GradientTransformation | Callable[[Any], GradientTransformation] | None = None,
     steps: int | None = None,
     batches: Sequence[Any] | None = None,
     method: str = "unrolled",
@@ -75,47 +84,54 @@ def hypergradient(
     Sources: Maclaurin, Duvenaud and Adams, 2015; Shaban et al., 2019 (truncate); Lorraine et al.,
     2020.
     """
-    arguments.one_of("method", method, METHODS)
-    arguments.one_of("memory", memory, MEMORY)
-    arguments.function("outer", outer)
-    arguments.function("inner", inner)
+    validation.one_of("method", method, METHODS)
+    validation.one_of("memory", memory, MEMORY)
+    validation.function("outer", outer)
+    validation.function("inner", inner)
     check_truncate(truncate)
-    if _functorch.transforms_active():
-        raise arguments.NotSupported(
+    if torch_internals.transforms_active():
+        raise UnsupportedError(
             "hypergradient: expected to be called outside of torch.func transforms, got called "
             "inside one; write it with `hoglib.meta.adapt`, which runs inside of any."
         )
-    arguments.parameters(hyper, "hyper")
+    validation.parameters(hyper, "hyper")
     solver = None
     if method != "unrolled":
         solver = solver_of(method, iterations, damping, tol, step_size)
     count = _steps(steps, batches, method, rule)
-    with recording(), stand_ins_if(stand_ins):
-        given, form = _tree.flatten(recordable(hyper))
+    with grad_enabled(), stand_ins_if(stand_ins):
+        given, form = pytree.flatten(clone_inference_tensors(hyper))
         own = [leaf.detach().requires_grad_() for leaf in given]
-        loop = _Loop(inner, recordable(params), rule, count, recordable(batches), truncate)
+        loop = _Loop(
+            inner,
+            clone_inference_tensors(params),
+            rule,
+            count,
+            clone_inference_tensors(batches),
+            truncate,
+        )
         if solver is None:
-            with lingering():
-                found, losses = loop.run(_tree.unflatten(own, form), memory)
-                value = arguments.scalar(
-                    "outer(params, hyper)", outer(found, _tree.unflatten(own, form))
+            with keep_swapped():
+                found, losses = loop.run(pytree.unflatten(own, form), memory)
+                value = validation.scalar(
+                    "outer(params, hyper)", outer(found, pytree.unflatten(own, form))
                 )
                 _check_finite(losses, value)
                 grads: list[Tensor | None] = [None] * len(own)
                 if value.requires_grad:
-                    only_as_given(value, given, "hypergradient")
+                    check_uses_given_params(value, given, "hypergradient")
                     grads = list(torch.autograd.grad(value, own, allow_unused=True))
             check_used(grads)
-            result = _tree.unflatten(filled(grads, own), form)
+            result = pytree.unflatten(materialize_grads(grads, own), form)
             return Hypergradient(value.detach(), result, _detached(found), None)
         with torch.no_grad():
-            found, losses = loop.run(_tree.unflatten(own, form), "store")
+            found, losses = loop.run(pytree.unflatten(own, form), "store")
         fixed = None if batches is None else batches[-1]
         value, result, residual = implicit_gradient(
-            lambda params, hyper: arguments.scalar("outer(params, hyper)", outer(params, hyper)),
+            lambda params, hyper: validation.scalar("outer(params, hyper)", outer(params, hyper)),
             lambda params, hyper: loop.value(params, hyper, fixed),
             _detached(found),
-            _tree.unflatten(given, form),
+            pytree.unflatten(given, form),
             solver,
         )
         _check_finite(losses, value)
@@ -133,7 +149,7 @@ class _Loop:
 
     def value(self, params: Any, hyper: Any, batch: Any) -> Tensor:
         more = () if self.batches is None else (batch,)
-        return arguments.scalar("inner(params, hyper)", self.inner(params, hyper, *more))
+        return validation.scalar("inner(params, hyper)", self.inner(params, hyper, *more))
 
     def run(self, hyper: Any, memory: str) -> tuple[Any, list[Tensor]]:
         """The parameters at the end, and the inner loss at each step."""
@@ -141,7 +157,9 @@ class _Loop:
         if not self.steps:
             return start, []
         carry = (start, self._rule(hyper).init(start))
-        segment = Segment(self._segment, lambda i: is_before_the_last(i, self.steps, self.truncate))
+        segment = StepChunk(
+            self._segment, lambda i: is_before_the_last(i, self.steps, self.truncate)
+        )
         (found, _), losses = unroll(segment, self.steps, carry, (hyper, self.batches), memory)
         return found, losses
 
@@ -161,30 +179,30 @@ class _Loop:
             losses.append(loss)
         return (params, state), losses
 
-    def _rule(self, hyper: Any) -> Rule:
+    def _rule(self, hyper: Any) -> GradientTransformation:
         return rule_of(self.rule, hyper, {})
 
 
 def _steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
     if steps is None:
         steps = len(batches) if batches is not None else int(method == "unrolled")
-    count = arguments.at_least("steps", steps, 1 if method == "unrolled" else 0)
+    count = validation.at_least("steps", steps, 1 if method == "unrolled" else 0)
     if batches is not None and len(batches) < max(count, 1):
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"batches: expected one for each of {count} steps, got {len(batches)}."
         )
     if count and rule is None:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"rule: expected an update rule for {count} inner steps, got None; for instance "
             "`rule=hoglib.meta.sgd(0.1)`."
         )
     if isinstance(rule, str):
-        raise arguments.WrongType(
+        raise ArgumentTypeError(
             f"rule: expected a rule with its rate, got the name {rule!r}; for instance "
             "`rule=hoglib.meta.sgd(0.1)`."
         )
     if rule is not None and not has_both(rule):
-        arguments.function("rule", rule)
+        validation.function("rule", rule)
     return count
 
 
@@ -194,8 +212,8 @@ def _check_finite(losses: list[Tensor], value: Tensor) -> None:
             torch.stack(losses), "Look for NaN in params, hyper or the data.",
             "The inner training diverges: lower its learning rate.",
         )  # fmt: skip
-    arguments.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
+    validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
 def _detached(tree: Any) -> Any:
-    return _tree.map_tensors(Tensor.detach, tree)
+    return pytree.map_tensors(Tensor.detach, tree)

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib._functional import Criterion, Forward, FunctionalLoss, Params
+from hoglib._core import pytree, validation
+from hoglib._core.swap import Params
+from hoglib.errors import ArgumentValueError
+from hoglib.functional import Criterion, Forward, FunctionalLoss
 from hoglib.meta.implicit import Residual, implicit_gradient, solver_of
 from hoglib.meta.learner import Learner
-from hoglib.meta.loop import InnerParams, Point
-from hoglib.meta.mapping import OfTask
-from hoglib.meta.rules import Rule
+from hoglib.meta.mapping import TaskResult
+from hoglib.meta.module_loop import InnerParams, MetaParams
+from hoglib.meta.optimizers import GradientTransformation
 
 
 class IMAML(Learner):
@@ -52,7 +53,7 @@ class IMAML(Learner):
         iterations: int = 10,
         damping: float = 0.0,
         step_size: float | None = None,
-        rule: str | Rule | Callable[[Any], Rule] = "sgd",
+        rule: str | GradientTransformation | Callable[[Any], GradientTransformation] = "sgd",
         rule_options: dict[str, Any] | None = None,
         inner_loss: Criterion | None = None,
         inner_params: InnerParams = None,
@@ -66,13 +67,13 @@ class IMAML(Learner):
             batch_norm=batch_norm, forward=forward, over_tasks="loop", stand_ins=stand_ins,
         )  # fmt: skip
         if self.statistics is not None:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 "batch_norm: expected 'by_mode', 'transductive' or 'frozen' with IMAML, got "
                 "'per_step'; a minimum knows no steps."
             )
-        self.strength = arguments.number("strength", strength, minimum=0)
+        self.strength = validation.number("strength", strength, minimum=0)
         if not self.strength > 0:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 "strength: expected a number greater than 0, got 0: without a regulariser the "
                 "solutions of tasks do not depend on where they start. Typical values are 0.5 to 5."
             )
@@ -84,13 +85,13 @@ class IMAML(Learner):
         return True
 
     def _inner_value(
-        self, point: Point, params: Params, support: Any, loss: FunctionalLoss
+        self, point: MetaParams, params: Params, support: Any, loss: FunctionalLoss
     ) -> Tensor:
         value = super()._inner_value(point, params, support, loss)
         apart = {name: p - point.model[name] for name, p in params.items()}
-        return value + self.strength / 2 * _tree.dot(apart, apart).real
+        return value + self.strength / 2 * pytree.dot(apart, apart).real
 
-    def _of_task(self, point: Point, support: Any, query: Any, wanted: bool) -> OfTask:
+    def _of_task(self, point: MetaParams, support: Any, query: Any, wanted: bool) -> TaskResult:
         with torch.no_grad():
             value, notes, params = self._outer(point, support, query)
         none = value.new_zeros(())
@@ -105,9 +106,9 @@ class IMAML(Learner):
                 self.solver,
             )
             grads = found._asdict()
-        return OfTask(value, grads, (*notes, residual))
+        return TaskResult(value, grads, (*notes, residual))
 
-    def _note(self, found: OfTask) -> None:
+    def _note(self, found: TaskResult) -> None:
         super()._note(found)
         self.residual = found.notes[2]
 

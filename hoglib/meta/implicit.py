@@ -7,13 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib._gradient_graph import gradient_graph, through
-from hoglib._leaves import Vector, filled
-from hoglib._substitution import lingering
-from hoglib._warning import warn
-from hoglib.curvature.operator import HessianOperator
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import Vector, gradient_with_graph, materialize_grads, vjp
+from hoglib._core.source_location import warn
+from hoglib._core.swap import keep_swapped
+from hoglib.curvature.operators import HessianOperator
+from hoglib.errors import (
+    ArgumentValueError,
+    NonFiniteError,
+    NoSecondDerivative,
+    NotPositiveDefiniteError,
+)
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SOLVERS = ("cg", "neumann")
@@ -42,18 +46,18 @@ class Solver(NamedTuple):
 def solver_of(
     name: str, iterations: int | None, damping: float, tol: float | None, step_size: float | None
 ) -> Solver:
-    arguments.one_of("solver", name, SOLVERS)
+    validation.one_of("solver", name, SOLVERS)
     if iterations is not None:
-        arguments.at_least("iterations", iterations, 1)
+        validation.at_least("iterations", iterations, 1)
     if name == "neumann":
         if step_size is None:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 "step_size: expected a positive number for the Neumann series, below 2 over the "
                 "largest eigenvalue of the Hessian, got None; an inner learning rate that "
                 "converges is one."
             )
-        arguments.positive("step_size", step_size)
-    damping = arguments.number("damping", damping, minimum=0)
+        validation.positive("step_size", step_size)
+    damping = validation.number("damping", damping, minimum=0)
     return Solver(name, iterations, damping, tol, step_size)
 
 
@@ -70,41 +74,43 @@ def implicit_gradient(
     Sources: Bengio, Gradient-based optimization of hyperparameters, 2000; Rajeswaran et al., iMAML,
     2019, eq. 6; Lorraine, Vicol and Duvenaud, 2020, algorithm 3 (Neumann).
     """
-    at, structure = _tree.flatten(params)
-    of, form = _tree.flatten(hyper)
+    at, structure = pytree.flatten(params)
+    of, form = pytree.flatten(hyper)
     count = len(at)
 
     def of_leaves(function: Scalar) -> Callable[..., Tensor]:
         def run(*leaves: Tensor) -> Tensor:
             return function(
-                _tree.unflatten(leaves[:count], structure), _tree.unflatten(leaves[count:], form)
+                pytree.unflatten(leaves[:count], structure), pytree.unflatten(leaves[count:], form)
             )
 
         return run
 
     own = [leaf.detach().requires_grad_() for leaf in (*at, *of)]
-    with lingering(), torch.enable_grad():
+    with keep_swapped(), torch.enable_grad():
         value = of_leaves(outer)(*own)
         found: list[Tensor | None] = [None] * len(own)
         if value.requires_grad:
             found = list(torch.autograd.grad(value, own, allow_unused=True))
-    v, direct = filled(found[:count], own[:count]), found[count:]
-    x, system = _solve(inner, params, hyper, _tree.unflatten(v, structure), solver)
-    with lingering(), torch.enable_grad():
-        _, own, gradient = gradient_graph(of_leaves(inner), [*at, *of], "the inner loss", False)
-        mixed = through(gradient[:count], own[count:], x, "the inner loss")
+    v, direct = materialize_grads(found[:count], own[:count]), found[count:]
+    x, system = _solve(inner, params, hyper, pytree.unflatten(v, structure), solver)
+    with keep_swapped(), torch.enable_grad():
+        _, own, gradient = gradient_with_graph(
+            of_leaves(inner), [*at, *of], "the inner loss", False
+        )
+        mixed = vjp(gradient[:count], own[count:], x, "the inner loss")
     flat = [part for part in gradient[:count] if part is not None]
-    stationarity = _tree.norm([part.detach() for part in flat])
+    stationarity = pytree.norm([part.detach() for part in flat])
     check_used([*direct, *mixed], of_minimum=True)
-    slopes = (filled(part, own[count:]) for part in (direct, mixed))
+    slopes = (materialize_grads(part, own[count:]) for part in (direct, mixed))
     total = [a - b for a, b in zip(*slopes, strict=True)]
-    return value.detach(), _tree.unflatten(total, form), Residual(system, stationarity)
+    return value.detach(), pytree.unflatten(total, form), Residual(system, stationarity)
 
 
 def check_used(grads: Sequence[Tensor | None], *, of_minimum: bool = False) -> None:
     """Something depends on hyper; zeros would look like an optimum."""
     if all(grad is None for grad in grads):
-        raise arguments.NoSecondDerivative(
+        raise NoSecondDerivative(
             "hypergradient: expected an inner or outer loss that depends on hyper, got none that "
             "does; take it from the argument, not from a tensor that is closed over."
             + (
@@ -118,17 +124,17 @@ def check_used(grads: Sequence[Tensor | None], *, of_minimum: bool = False) -> N
 
 def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]:
     """x, leaf by leaf, and |v - A x| / |v|."""
-    fixed = _tree.map_tensors(Tensor.detach, hyper)
-    point = _tree.map_tensors(Tensor.detach, params)
-    leaf = _tree.leaves(point)[0]
+    fixed = pytree.map_tensors(Tensor.detach, hyper)
+    point = pytree.map_tensors(Tensor.detach, params)
+    leaf = pytree.leaves(point)[0]
     operator: Any = HessianOperator(
         lambda params, batch: inner(params, fixed), point, leaf.new_zeros(1),
         check_deterministic=False, stand_ins=False,
     )  # fmt: skip
     if solver.damping:
         operator = operator.damped(solver.damping)
-    if not bool(_tree.norm(v) > 0):
-        return _tree.leaves(v), leaf.new_zeros(())
+    if not bool(pytree.norm(v) > 0):
+        return pytree.leaves(v), leaf.new_zeros(())
     if solver.name == "cg":
         x, solution = _conjugate(operator, v, solver)
         if solver.iterations is None and not bool(solution.converged):
@@ -138,23 +144,23 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
                 f"{solution.iterations} iterations; give more damping, or say by iterations=... "
                 "how many are enough."
             )
-        return _tree.leaves(x), solution.residual.to(leaf.device)
+        return pytree.leaves(x), solution.residual.to(leaf.device)
     step = solver.step_size
     assert step is not None  # as `solver_of` sees to
     terms = NEUMANN if solver.iterations is None else solver.iterations
-    x = _tree.scale(v, step)
+    x = pytree.scale(v, step)
     for k in range(terms):
-        rest = _tree.add(v, operator @ x, alpha=-1.0)  # (I - step A)^(k + 1) v
-        residual = _tree.norm(rest) / _tree.norm(v)
+        rest = pytree.add(v, operator @ x, alpha=-1.0)  # (I - step A)^(k + 1) v
+        residual = pytree.norm(rest) / pytree.norm(v)
         if not bool(residual < DIVERGED):
-            raise arguments.NotFinite(
+            raise NonFiniteError(
                 f"the Neumann series: expected terms that shrink, got one of {float(residual):.2g} "
                 f"times the right-hand side after {k + 1}. It diverges: lower step_size, or use the "
                 "solver 'cg'."
             )
         if k + 1 < terms:
-            x = _tree.add(x, rest, alpha=step)
-    return _tree.leaves(x), residual
+            x = pytree.add(x, rest, alpha=step)
+    return pytree.leaves(x), residual
 
 
 def _conjugate(operator: Any, v: Any, solver: Solver) -> tuple[Any, Any]:
@@ -163,14 +169,14 @@ def _conjugate(operator: Any, v: Any, solver: Solver) -> tuple[Any, Any]:
 
     try:
         return solve(solver.iterations)
-    except arguments.NotPositiveDefinite as error:
+    except NotPositiveDefiniteError as error:
         why = (
             "the implicit gradient: expected a minimum of the inner loss, where its Hessian has no "
             f"direction of negative curvature, got one ({str(error).partition('. ')[0]}). Give more "
             "damping, a stronger regulariser (IMAML: strength) or more inner steps."
         )
         if not solver.goes_on:
-            raise arguments.NotPositiveDefinite(why) from error
+            raise NotPositiveDefiniteError(why) from error
         warn(
             f"{why} What conjugate gradients found before it is used; `residual` tells how far it is."
         )

@@ -8,21 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._differences import same_random_numbers
-from hoglib._explaining import explaining
-from hoglib._functional import Params
-from hoglib._precomputed import with_gradients
-from hoglib._recording import outside_inference_mode, recordable
-from hoglib._warning import warn
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import (
+    clone_inference_tensors,
+    outside_inference_mode,
+    translate_errors,
+    with_gradients,
+)
+from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib._core.source_location import warn
+from hoglib._core.swap import Params
+from hoglib.errors import NoSecondDerivative, UnsupportedError
 from hoglib.meta import norms
 from hoglib.meta import tasks as stacks
-from hoglib.meta._guards import check_finite, look_at_functions, only_what_is_learned, uses_any
-from hoglib.meta.inner import RUNS_AGAIN, UNUSED
-from hoglib.meta.loop import InnerLoop, Point
-from hoglib.meta.mapping import OfTask, Ways
-from hoglib.stand_ins import stand_ins_if
+from hoglib.meta.guards import check_finite, look_at_functions, only_what_is_learned, uses_any
+from hoglib.meta.inner_loop import RUNS_AGAIN, UNUSED
+from hoglib.meta.mapping import TaskResult, TaskRunner
+from hoglib.meta.module_loop import InnerLoop, MetaParams
+from hoglib.stand_ins.mode import stand_ins_if
 
 TWICE = (
     "{what}.loss(tasks): expected backward() without create_graph, got create_graph=True; the "
@@ -47,10 +50,10 @@ class Learner(InnerLoop):
     # what a way of meta-learning is made of
 
     @abstractmethod
-    def _of_task(self, point: Point, support: Any, query: Any, wanted: bool) -> OfTask:
+    def _of_task(self, point: MetaParams, support: Any, query: Any, wanted: bool) -> TaskResult:
         """The loss of one task, and if wanted its gradients: a `Point`."""
 
-    def _ways(self, point: Point, wanted: bool) -> Ways | None:
+    def _ways(self, point: MetaParams, wanted: bool) -> TaskRunner | None:
         """How tasks are run, if as graphs."""
         return None
 
@@ -75,13 +78,13 @@ class Learner(InnerLoop):
         no_grad, in inference mode and under vmap. `steps`, 0 or more, overrides inner_steps.
         """
         stacks.check_batch("support", support)
-        count = self.inner_steps if steps is None else arguments.at_least("steps", steps, 0)
+        count = self.inner_steps if steps is None else validation.at_least("steps", steps, 0)
         point = self._point()
         if params is not None:
             point = point._replace(model=params)
         self._look_at_norms()
         with outside_inference_mode(), stand_ins_if(self.stand_ins):
-            adapted, _, _ = self._unroll(point, recordable(support), count)
+            adapted, _, _ = self._unroll(point, clone_inference_tensors(support), count)
         return {**point.model, **adapted}
 
     def loss(self, tasks: Any) -> Tensor:
@@ -99,8 +102,8 @@ class Learner(InnerLoop):
         when an inner or outer loss is not finite, naming task and step.
         """
         what = type(self).__name__
-        if _functorch.transforms_active():
-            raise arguments.NotSupported(
+        if torch_internals.transforms_active():
+            raise UnsupportedError(
                 f"{what}.loss(tasks): expected to be called outside of torch.func transforms, got "
                 "called inside one, where its gradients have no graph. Write the loss with "
                 "`maml.adapt(support)` and `maml(x, params=adapted)`, which run inside of any."
@@ -111,15 +114,15 @@ class Learner(InnerLoop):
         own = self._point()
         self._look_at_norms()
         with outside_inference_mode():
-            point = Point(*({n: p.detach() for n, p in part.items()} for part in own))
+            point = MetaParams(*({n: p.detach() for n, p in part.items()} for part in own))
             ways = self._ways(point, wanted)
             if ways is None:  # copies, for a model or a rule that works in place, as no graph does
-                point = _tree.map(Tensor.clone, point)
+                point = pytree.map(Tensor.clone, point)
 
-            def of_task(support: Any, query: Any) -> OfTask:
+            def of_task(support: Any, query: Any) -> TaskResult:
                 return self._of_task(point, support, query, wanted)
 
-            tasks = recordable(tasks)
+            tasks = clone_inference_tensors(tasks)
             if wanted:
                 self._look(what, point, tasks)
             # What runs as graphs has the stand-ins in them, and each of its calls would be looked up.
@@ -139,7 +142,7 @@ class Learner(InnerLoop):
         tensors = [*own.model.values(), *own.extras.values()]
         return with_gradients(found.value.mean(), grads, tensors, TWICE.format(what=what))
 
-    def _note(self, found: OfTask) -> None:
+    def _note(self, found: TaskResult) -> None:
         """What a step of training leaves behind: running statistics per step."""
         trained = any(layer.training for layer in self._layers.values())
         self._normalised_by_batches = self._normalised_by_batches or trained
@@ -162,42 +165,42 @@ class Learner(InnerLoop):
                 )
                 return
 
-    def _look(self, what: str, point: Point, tasks: Any) -> None:
+    def _look(self, what: str, point: MetaParams, tasks: Any) -> None:
         """Once for each model: whether gradients reach all that they should, and from all Functions."""
         if self._looked_at == id(self.model):
             return
-        point = _tree.map(Tensor.clone, point)
+        point = pytree.map(Tensor.clone, point)
         support, query = stacks.first(tasks)
         names = self._adapting(point.model)
         start = [point.model[name] for name in names]
         norm = self._norms(0)
 
-        def inner(at: Point, *leaves: Tensor) -> Tensor:
+        def inner(at: MetaParams, *leaves: Tensor) -> Tensor:
             loss = self.inner_objective.treating(norm)
             return self._inner_value(at, dict(zip(names, leaves, strict=True)), support, loss)
 
-        leaves, structure = _tree.flatten(point)
+        leaves, structure = pytree.flatten(point)
         own = [leaf.detach().requires_grad_() for leaf in leaves]
-        at = _tree.unflatten(own, structure)
+        at = pytree.unflatten(own, structure)
         before = {name: at.model[name] for name in names}
 
         def losses() -> list[Tensor]:
             """The inner one at the start, and the outer one after a step or two."""
             first = inner(at, *before.values())
             if not uses_any(first, list(before.values())):
-                raise arguments.NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+                raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
             after, state = before, self._rule(0, at, names).init(before)
             for i in range(min(2, self.inner_steps)):  # some rules show all of them in the second
                 grads, _ = self._gradient(i, at, after, support, constant=True, alone=False)
                 after, state = self._rule(i, at, names).update(after, grads, state)
             last = self._outer_value(at, after, query, self.inner_steps)
             if not last.requires_grad:
-                raise arguments.NoSecondDerivative(UNUSED.format(which="outer", whom=""))
+                raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
             return [first, last]
 
         stands_in = stand_ins_if(self.stand_ins)
-        with torch.enable_grad(), same_random_numbers(start), stands_in, explaining(what):
-            data = [x for x in _tree.leaves((support, query)) if isinstance(x, Tensor)]
+        with torch.enable_grad(), fixed_random_numbers(start), stands_in, translate_errors(what):
+            data = [x for x in pytree.leaves((support, query)) if isinstance(x, Tensor)]
             only_what_is_learned(what, losses, [*own, *data], dict(self.named_parameters()))
             if not self._constant(self.inner_steps - 1, self.inner_steps):
                 look_at_functions("the inner step", partial(inner, point), start)

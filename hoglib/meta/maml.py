@@ -6,20 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch, _tree
-from hoglib._functional import Criterion, Forward, trainable_params
-from hoglib._leaves import filled
-from hoglib._substitution import lingering
-from hoglib.capture._contents import Apart
-from hoglib.meta.compiling import Compiling
-from hoglib.meta.inner import is_before_the_last
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import materialize_grads
+from hoglib._core.closures import Opaque
+from hoglib._core.swap import keep_swapped
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.functional import Criterion, Forward, trainable_params
+from hoglib.meta.compiled import Compiling
+from hoglib.meta.inner_loop import is_before_the_last
 from hoglib.meta.learner import Learner
-from hoglib.meta.loop import InnerParams, Point, Weights
-from hoglib.meta.mapping import OfTask, Ways
-from hoglib.meta.naming import has_both
+from hoglib.meta.mapping import TaskResult, TaskRunner
+from hoglib.meta.module_loop import InnerParams, MetaParams, Weights
+from hoglib.meta.optimizers import GradientTransformation, has_both
 from hoglib.meta.rates import GRANULARITIES, Rates
-from hoglib.meta.rules import Rule
 
 
 class MAML(Learner):
@@ -81,7 +80,10 @@ class MAML(Learner):
         inner_steps: int = 1,
         first_order: bool = False,
         memory: str = "store",
-        rule: str | Rule | Callable[[Any], Rule] | nn.Module = "sgd",
+        rule: str
+        | GradientTransformation
+        | Callable[[Any], GradientTransformation]
+        | nn.Module = "sgd",
         rule_options: dict[str, Any] | None = None,
         learn_lr: str | None = None,
         lr_per_step: bool = False,
@@ -109,7 +111,7 @@ class MAML(Learner):
         self.compile_for = compile_for
         self._compiling = Compiling()
         self._weights(self.inner_steps)
-        self._learn_rates(learn_lr, arguments.flag("lr_per_step", lr_per_step))
+        self._learn_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 
     @property
     def step_weights(self) -> Sequence[float] | None:
@@ -119,7 +121,7 @@ class MAML(Learner):
 
     @step_weights.setter
     def step_weights(self, weights: Sequence[float] | None) -> None:
-        self._step_weights = Apart(weights)
+        self._step_weights = Opaque(weights)
 
     @property
     def way(self) -> bool | str:
@@ -130,13 +132,13 @@ class MAML(Learner):
     def _learn_rates(self, of: str | None, per_step: bool) -> None:
         if of is None:
             if per_step:
-                raise arguments.WrongValue(
+                raise ArgumentValueError(
                     "lr_per_step: expected learn_lr to say what the learned rates are of, got "
                     f"None; set it to one of {', '.join(GRANULARITIES)}."
                 )
             return
         if has_both(self.rule):
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 "learn_lr: expected a rule that takes a learning rate, a name or a function of "
                 "it, got a rule that has its own; give the function that makes it."
             )
@@ -156,45 +158,45 @@ class MAML(Learner):
         if self.step_weights is None:
             return None
         if not isinstance(self.step_weights, list | tuple):
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 "step_weights: expected a list of numbers, got "
-                f"{arguments.describe(self.step_weights)}."
+                f"{validation.describe(self.step_weights)}."
             )
-        weights = [arguments.number("step_weights", w, minimum=0) for w in self.step_weights]
+        weights = [validation.number("step_weights", w, minimum=0) for w in self.step_weights]
         if len(weights) != steps or not any(weights):
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"step_weights: expected {steps} weights, one after each inner step and not all "
                 f"of them zero, got {list(self.step_weights)}; see "
                 "`hoglib.meta.multi_step_weights`."
             )
         return weights
 
-    def _ways(self, point: Point, wanted: bool) -> Ways | None:
+    def _ways(self, point: MetaParams, wanted: bool) -> TaskRunner | None:
         return self._compiling.ways(self, point, wanted) if self.compiled else None
 
     def _of_task(
-        self, point: Point, support: Any, query: Any, wanted: bool, steps: int | None = None,
+        self, point: MetaParams, support: Any, query: Any, wanted: bool, steps: int | None = None,
         weights: Weights = None,
-    ) -> OfTask:  # fmt: skip
+    ) -> TaskResult:  # fmt: skip
         if not wanted:
             value, notes, _ = self._outer(point, support, query, steps, weights)
-            return OfTask(value, {}, notes)
-        if _functorch.transforms_active():
+            return TaskResult(value, {}, notes)
+        if torch_internals.transforms_active():
 
-            def noted(point: Point) -> tuple[Tensor, Any]:
+            def noted(point: MetaParams) -> tuple[Tensor, Any]:
                 value, notes, _ = self._outer(point, support, query, steps, weights)
                 return value, notes
 
             grads, (value, notes) = torch.func.grad_and_value(noted, has_aux=True)(point)
-            return OfTask(value, grads._asdict(), notes)
-        leaves, structure = _tree.flatten(point)
+            return TaskResult(value, grads._asdict(), notes)
+        leaves, structure = pytree.flatten(point)
         own = [leaf.detach().requires_grad_() for leaf in leaves]
-        with lingering():  # for what backward of the outer loss runs again
-            at = _tree.unflatten(own, structure)
+        with keep_swapped():  # for what backward of the outer loss runs again
+            at = pytree.unflatten(own, structure)
             value, notes, _ = self._outer(at, support, query, steps, weights)
             found = torch.autograd.grad(value, own, allow_unused=True)
-        grads = _tree.unflatten(filled(list(found), own), structure)
-        return OfTask(value.detach(), grads._asdict(), notes)
+        grads = pytree.unflatten(materialize_grads(list(found), own), structure)
+        return TaskResult(value.detach(), grads._asdict(), notes)
 
     def extra_repr(self) -> str:
         return (
@@ -213,7 +215,7 @@ def multi_step_weights(steps: int, epoch: int, epochs: int) -> list[float]:
     `epochs` on. Source: Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, MSL
     (annealed linearly).
     """
-    arguments.at_least("steps", steps, 1)
-    arguments.at_least("epochs", epochs, 1)
-    share = max(0.0, 1 - arguments.at_least("epoch", epoch, 0) / epochs) / steps
+    validation.at_least("steps", steps, 1)
+    validation.at_least("epochs", epochs, 1)
+    share = max(0.0, 1 - validation.at_least("epoch", epoch, 0) / epochs) / steps
     return [share] * (steps - 1) + [1 - share * (steps - 1)]

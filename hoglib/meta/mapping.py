@@ -6,20 +6,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib._explaining import explaining
-from hoglib._functional import Params
-from hoglib._warning import warn
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import translate_errors
+from hoglib._core.source_location import warn
+from hoglib._core.swap import Params
+from hoglib.errors import ArgumentValueError, HoglibError, UnsupportedError
 from hoglib.meta import tasks as stacks
 
 OVER_TASKS = ("auto", "vmap", "loop")
-# Measured on perceptrons, transformers and convolutions: below it vmap takes 0.2 to 1.1 of the loop's
+# Measured on perceptrons, transformers and convolutions: below it vmap takes 0.2 to 1.1 of the
+# loop's
 # time, from four times as much on 0.9 to 1.6.
 WORK = 3e7
 
 
-class OfTask(NamedTuple):
+class TaskResult(NamedTuple):
     """What a task gives; of several tasks, the values stacked and the gradients' mean."""
 
     value: Tensor
@@ -27,14 +28,14 @@ class OfTask(NamedTuple):
     notes: Any  # tensors
 
 
-Function = Callable[[Any, Any], OfTask]  # of support and query
+Function = Callable[[Any, Any], TaskResult]  # of support and query
 
 
-class Ways(NamedTuple):
+class TaskRunner(NamedTuple):
     """How tasks are run."""
 
-    all_at_once: Callable[[Function, Any], OfTask]  # of a stack
-    one_by_one: Callable[[Function, Sequence[tuple[Any, Any]]], OfTask]
+    all_at_once: Callable[[Function, Any], TaskResult]  # of a stack
+    one_by_one: Callable[[Function, Sequence[tuple[Any, Any]]], TaskResult]
 
 
 class Mapper:
@@ -42,30 +43,35 @@ class Mapper:
     run."""
 
     def __init__(self, over_tasks: str) -> None:
-        self.over_tasks = arguments.one_of("over_tasks", over_tasks, OVER_TASKS)
+        self.over_tasks = validation.one_of("over_tasks", over_tasks, OVER_TASKS)
         self.vmappable = True  # until it is tried
 
     def __call__(
-        self, function: Function, tasks: Any, what: str, params: Params, ways: Ways | None = None
-    ) -> OfTask:
-        ways = ways or Ways(all_at_once, one_by_one)
+        self,
+        function: Function,
+        tasks: Any,
+        what: str,
+        params: Params,
+        ways: TaskRunner | None = None,
+    ) -> TaskResult:
+        ways = ways or TaskRunner(all_at_once, one_by_one)
         stack = self._to_vectorize(tasks, params)
         if stack is None:
-            with explaining(what):
+            with translate_errors(what):
                 return ways.one_by_one(function, stacks.each(tasks))
         try:
             return ways.all_at_once(function, stack)
         except Exception as error:
-            if isinstance(error, arguments.Explained) and self.over_tasks == "vmap":
+            if isinstance(error, HoglibError) and self.over_tasks == "vmap":
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if self.over_tasks == "vmap":
-                raise arguments.CannotVmap(
+                raise UnsupportedError(
                     f"{what}(over_tasks='vmap'): expected a model that runs under vmap, got an error: "
                     f"{reason} If it is not the model's own, use over_tasks='loop'."
                 ) from error
             # Whatever it was, the loop either shows it plainly or is the way round it.
-            with explaining(what):
+            with translate_errors(what):
                 result = ways.one_by_one(function, stacks.each(tasks))
         self.vmappable = False
         warn(
@@ -82,7 +88,7 @@ class Mapper:
             return None
         stack = stacks.stacked(tasks)
         if stack is None and self.over_tasks == "vmap":
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 "tasks: expected tasks of the same shapes with over_tasks='vmap', got a list of "
                 "tasks that differ; use over_tasks='auto' or 'loop'."
             )
@@ -100,35 +106,35 @@ def vmap_pays(params: Params, tasks: Any) -> bool:
     if any(p.device.type != "cpu" for p in params.values()):
         return True
     first = tasks[0][0] if isinstance(tasks, list) else tasks[0]
-    shapes = [x.shape for x in _tree.leaves(first) if isinstance(x, Tensor)]
+    shapes = [x.shape for x in pytree.leaves(first) if isinstance(x, Tensor)]
     if not isinstance(tasks, list):
         shapes = [shape[1:] for shape in shapes]
     rows = max(
         (shape.numel() // (shape[1] if len(shape) > 1 else 1) for shape in shapes), default=1
     )
-    return rows * _tree.size(params) <= WORK
+    return rows * pytree.size(params) <= WORK
 
 
-def all_at_once(function: Function, tasks: Any) -> OfTask:
+def all_at_once(function: Function, tasks: Any) -> TaskResult:
     # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
-    leaves, structure = _tree.flatten(tasks)
+    leaves, structure = pytree.flatten(tasks)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def of_tensors(*given: Tensor) -> OfTask:
+    def of_tensors(*given: Tensor) -> TaskResult:
         left = iter(given)
         filled = [next(left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return function(*_tree.unflatten(filled, structure))
+        return function(*pytree.unflatten(filled, structure))
 
     found = torch.func.vmap(of_tensors, randomness="different")(*tensors)
-    return found._replace(grads=_tree.map(lambda grad: grad.mean(0), found.grads))
+    return found._replace(grads=pytree.map(lambda grad: grad.mean(0), found.grads))
 
 
-def one_by_one(function: Function, tasks: Sequence[tuple[Any, Any]]) -> OfTask:
+def one_by_one(function: Function, tasks: Sequence[tuple[Any, Any]]) -> TaskResult:
     values, notes, total = [], [], None
     for support, query in tasks:
         found = function(support, query)
         values.append(found.value)
         notes.append(found.notes)
-        total = found.grads if total is None else _tree.add(total, found.grads)
-    stacked = _tree.map(lambda *parts: torch.stack(parts), *notes)
-    return OfTask(torch.stack(values), _tree.scale(total, 1 / len(tasks)), stacked)
+        total = found.grads if total is None else pytree.add(total, found.grads)
+    stacked = pytree.map(lambda *parts: torch.stack(parts), *notes)
+    return TaskResult(torch.stack(values), pytree.scale(total, 1 / len(tasks)), stacked)

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from hoglib import _arguments as arguments
-from hoglib._substitution import Places, Treatment, by_batch, without_statistics
+from hoglib._core.swap import (
+    ModulePatch,
+    NormPolicy,
+    train_mode_batch_statistics,
+    use_batch_statistics,
+)
+from hoglib.errors import ArgumentValueError
 
 POLICIES = ("by_mode", "transductive", "per_step", "frozen")
 Statistics = dict[str, tuple[Tensor, Tensor]]
@@ -26,15 +31,15 @@ def with_statistics(model: nn.Module) -> Layers:
     }
 
 
-def frozen(places: Places, layer: nn.Module) -> None:
+def frozen(places: ModulePatch, layer: nn.Module) -> None:
     """The model's running statistics, in train and eval mode alike."""
     if isinstance(layer, _NormBase) and layer.track_running_stats and layer.training:
         places.put(layer, "training", False)
 
 
-TREATMENTS: dict[str, Treatment] = {
-    "by_mode": without_statistics,
-    "transductive": by_batch,
+TREATMENTS: dict[str, NormPolicy] = {
+    "by_mode": train_mode_batch_statistics,
+    "transductive": use_batch_statistics,
     "frozen": frozen,
 }
 
@@ -60,19 +65,19 @@ class PerStep(nn.Module):
             self.register_buffer(f"mean/{self._names[name]}", mean.expand(steps + 1, -1).clone())
             self.register_buffer(f"var/{self._names[name]}", var.expand(steps + 1, -1).clone())
 
-    def at(self, step: int, layers: Layers) -> Treatment:
+    def at(self, step: int, layers: Layers) -> NormPolicy:
         """What stands in the layers' places at parameters after so many steps."""
         if layers.keys() != self._names.keys():
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"batch_norm='per_step': expected the layers {', '.join(self._names)}, got "
                 f"{', '.join(layers) or 'none'}; make a new learner for another model."
             )
         names = {id(layer): name for name, layer in layers.items()}
 
-        def treat(places: Places, layer: nn.Module) -> None:
+        def treat(places: ModulePatch, layer: nn.Module) -> None:
             name = names.get(id(layer))
             if name is None or layer.training:
-                without_statistics(places, layer)
+                train_mode_batch_statistics(places, layer)
                 return
             mean, var = self._of(name)
             i = min(step, self.steps)

@@ -4,8 +4,9 @@ step."""
 import torch
 from torch import Tensor, nn
 
-from hoglib import _arguments as arguments
-from hoglib._functional import Params
+from hoglib._core import validation
+from hoglib._core.swap import Params
+from hoglib.errors import ArgumentValueError
 
 GRANULARITIES = ("model", "layer", "parameter", "element")
 
@@ -24,9 +25,9 @@ class Rates(nn.Module):
 
     def __init__(self, params: Params, lr: float, *, of: str, steps: int | None = None) -> None:
         super().__init__()
-        self.of = arguments.one_of("learn_lr", of, GRANULARITIES)
+        self.of = validation.one_of("learn_lr", of, GRANULARITIES)
         self.steps = steps
-        lr = arguments.positive("inner_lr", lr)
+        lr = validation.positive("inner_lr", lr)
         self.values = nn.ParameterDict()
         for name, param in params.items():
             key = self._key(name)
@@ -45,7 +46,7 @@ class Rates(nn.Module):
         for name in names:
             key = self._key(name)
             if key not in self.values:
-                raise arguments.WrongValue(
+                raise ArgumentValueError(
                     "learn_lr: expected the parameters that adapted when the learner was made, got "
                     f"{name} as well, for which there is no learned rate; make a new learner."
                 )

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hoglib import _arguments as arguments
-from hoglib._functional import Criterion, Forward
+from hoglib.errors import ArgumentValueError
+from hoglib.functional import Criterion, Forward
 from hoglib.meta.learner import Learner
-from hoglib.meta.loop import InnerParams, Point
-from hoglib.meta.mapping import OfTask
-from hoglib.meta.rules import Rule
+from hoglib.meta.mapping import TaskResult
+from hoglib.meta.module_loop import InnerParams, MetaParams
+from hoglib.meta.optimizers import GradientTransformation
 
 
 class Reptile(Learner):
@@ -37,7 +37,7 @@ class Reptile(Learner):
         *,
         inner_lr: float = 0.01,
         inner_steps: int = 5,
-        rule: str | Rule | Callable[[Any], Rule] = "sgd",
+        rule: str | GradientTransformation | Callable[[Any], GradientTransformation] = "sgd",
         rule_options: dict[str, Any] | None = None,
         inner_loss: Criterion | None = None,
         inner_params: InnerParams = None,
@@ -53,7 +53,7 @@ class Reptile(Learner):
         )  # fmt: skip
         extras = list(self._point().extras)
         if extras:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"Reptile: expected losses and rules without parameters of their own, got "
                 f"{', '.join(extras)}, to which it has no gradient; use hoglib.MAML, or freeze "
                 "them with requires_grad_(False)."
@@ -62,13 +62,13 @@ class Reptile(Learner):
     def _constant(self, i: int, steps: int) -> bool:
         return True
 
-    def _of_task(self, point: Point, support: Any, query: Any, wanted: bool) -> OfTask:
+    def _of_task(self, point: MetaParams, support: Any, query: Any, wanted: bool) -> TaskResult:
         with torch.no_grad():
             value, notes, adapted = self._outer(point, support, query)
             if not wanted:
-                return OfTask(value, {}, notes)
+                return TaskResult(value, {}, notes)
             moved = {
                 name: p - adapted[name] if name in adapted else torch.zeros_like(p)
                 for name, p in point.model.items()
             }
-        return OfTask(value, {"model": moved, "extras": {}}, notes)
+        return TaskResult(value, {"model": moved, "extras": {}}, notes)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
+from hoglib._core import pytree
 from hoglib.capture import Compiled
-from hoglib.meta.loop import Point
-from hoglib.meta.mapping import OfTask
-from hoglib.stand_ins import stand_ins_if
+from hoglib.errors import UnsupportedError
+from hoglib.meta.mapping import TaskResult
+from hoglib.meta.module_loop import MetaParams
+from hoglib.stand_ins.mode import stand_ins_if
 
 if TYPE_CHECKING:
     from hoglib.meta.maml import MAML
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 def by_step(
     maml: "MAML", settings: str, mapped: bool, step: Compiled, pull: Compiled, last: Compiled,
-    point: Point, support: Any, query: Any,
-) -> OfTask:  # fmt: skip
+    point: MetaParams, support: Any, query: Any,
+) -> TaskResult:  # fmt: skip
     """The steps forward, and their pullbacks back.
 
     A graph is looked up once for all steps, and given its tensors in the order of its arguments: the
     graph of a step on a small network takes less time than to find it.
     """
-    tasks = len(next(x for x in _tree.leaves(support) if isinstance(x, Tensor))) if mapped else 0
+    tasks = len(next(x for x in pytree.leaves(support) if isinstance(x, Tensor))) if mapped else 0
     steps, names = maml.inner_steps, maml._adapting(point.model)
     rest = {name: p for name, p in point.model.items() if name not in names}
     fixed = point._replace(model=rest)
@@ -46,20 +46,23 @@ def by_step(
         for constant in set(constants)
     }
     if any(one.draws for one in step.signatures):
-        raise arguments.NotSupported(
+        raise UnsupportedError(
             "compile='step': expected inner steps without random numbers, got some (dropout): a step "
             "and its backward would draw different ones; use compile='inductor' or 'eager'."
         )
-    before, data = _tree.leaves(fixed), [x for x in _tree.leaves(support) if isinstance(x, Tensor)]
-    carry, losses, kept = _tree.leaves(first), [], []
+    before, data = (
+        pytree.leaves(fixed),
+        [x for x in pytree.leaves(support) if isinstance(x, Tensor)],
+    )
+    carry, losses, kept = pytree.leaves(first), [], []
     for i, constant in enumerate(constants):
         kept.append((carry, count + i))
         *carry, loss = forward[constant]([*before, *carry, kept[-1][1], *data])
         carry = _by_rows(carry)
         losses.append(loss)
-    carried = _tree.unflatten(carry, _tree.flatten(first)[1])
+    carried = pytree.unflatten(carry, pytree.flatten(first)[1])
     value, back, of_fixed = last(settings, fixed, carried, query)
-    back, total = _by_rows(_tree.leaves(back)), _tree.leaves(of_fixed)
+    back, total = _by_rows(pytree.leaves(back)), pytree.leaves(of_fixed)
     backward = {
         constant: pull.prepared(settings, constant, fixed, first, count, support, first)
         for constant in forward
@@ -70,16 +73,18 @@ def by_step(
         back, more = _by_rows(found[: len(back)]), found[len(back) :]
         total = [x + y for x, y in zip(total, more, strict=True)]
     own = dict(zip(start, back, strict=False))  # in front of what the rule remembers
-    fixed = _tree.unflatten([x / max(1, tasks) for x in total], _tree.flatten(fixed)[1])
+    fixed = pytree.unflatten([x / max(1, tasks) for x in total], pytree.flatten(fixed)[1])
     model = {
         name: fixed.model[name] if name not in own else own[name].mean(0) if tasks else own[name]
         for name in point.model
     }
-    return OfTask(value, Point(model, fixed.extras)._asdict(), (torch.stack(losses, -1), []))
+    return TaskResult(
+        value, MetaParams(model, fixed.extras)._asdict(), (torch.stack(losses, -1), [])
+    )
 
 
 def step(
-    maml: "MAML", mapped: bool, settings: str, constant: bool, fixed: Point, carry: Any,
+    maml: "MAML", mapped: bool, settings: str, constant: bool, fixed: MetaParams, carry: Any,
     count: Tensor, support: Any,
 ) -> Any:  # fmt: skip
     """One inner step of each task: what it carries on, and its loss."""
@@ -94,13 +99,13 @@ def step(
 
 
 def pull(
-    maml: "MAML", mapped: bool, settings: str, constant: bool, fixed: Point, carry: Any,
+    maml: "MAML", mapped: bool, settings: str, constant: bool, fixed: MetaParams, carry: Any,
     count: Tensor, support: Any, cotangent: Any,
 ) -> Any:  # fmt: skip
     """The pullback of one inner step of each task, to what it carries and to what is fixed."""
 
     def one(carry: Any, support: Any, cotangent: Any) -> Any:
-        def step(carry: Any, fixed: Point) -> Any:
+        def step(carry: Any, fixed: MetaParams) -> Any:
             return maml._step_from(fixed, carry, count, support, constant)[0]
 
         pullback: Any = torch.func.vjp(step, carry, fixed)[1]
@@ -110,14 +115,16 @@ def pull(
         if not mapped:
             return one(carry, support, cotangent)
         back, of_fixed = torch.func.vmap(one, randomness="different")(carry, support, cotangent)
-        return back, _tree.map(lambda grad: grad.sum(0), of_fixed)
+        return back, pytree.map(lambda grad: grad.sum(0), of_fixed)
 
 
-def last(maml: "MAML", mapped: bool, settings: str, fixed: Point, carry: Any, query: Any) -> Any:
+def last(
+    maml: "MAML", mapped: bool, settings: str, fixed: MetaParams, carry: Any, query: Any
+) -> Any:
     """The outer loss of each task, and its gradients by what was carried there and what is fixed."""
 
     def one(carry: Any, query: Any) -> Any:
-        def outer(carry: Any, fixed: Point) -> Tensor:
+        def outer(carry: Any, fixed: MetaParams) -> Tensor:
             return maml._outer_value(fixed, carry[0], query, maml.inner_steps)
 
         grads: Any
@@ -129,7 +136,7 @@ def last(maml: "MAML", mapped: bool, settings: str, fixed: Point, carry: Any, qu
             return one(carry, query)
         found: Any = torch.func.vmap(one, randomness="different")(carry, query)
         value, back, of_fixed = found
-        return value, back, _tree.map(lambda grad: grad.sum(0), of_fixed)
+        return value, back, pytree.map(lambda grad: grad.sum(0), of_fixed)
 
 
 def _repeated(tensor: Tensor, tasks: int) -> Tensor:

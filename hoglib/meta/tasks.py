@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
+from hoglib._core import pytree, validation
+from hoglib.errors import ArgumentValueError, NoSecondDerivative
 
 Task = tuple[Any, Any]
 
@@ -22,12 +22,12 @@ def check_batch(what: str, batch: Any) -> None:
     """At least one tensor with an element; of a pair of tensors, as many targets as inputs."""
     sizes = _pair(what, batch, dims=1)
     if len({size[0] for size in sizes}) > 1:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}: expected as many targets as inputs, got leading dimensions "
             f"{', '.join(str(size[0]) for size in sizes)}."
         )
     if sizes and sizes[0][0] == 0:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}: expected at least one example, got an empty set; "
             f"a task cannot be learned from, or judged on, nothing."
         )
@@ -45,9 +45,9 @@ def unpack(tasks: Any) -> Any:
 
 def check_tasks(tasks: Any) -> int:
     """The number of tasks, after checking their sizes."""
-    for leaf in _tree.leaves(tasks):
+    for leaf in pytree.leaves(tasks):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
-            raise arguments.NoSecondDerivative(
+            raise NoSecondDerivative(
                 "tasks: expected tensors that do not require grad, got one that does; .loss does "
                 "not differentiate by the tasks. Detach them, use `hoglib.meta.hypergradient`, or "
                 "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which "
@@ -59,23 +59,23 @@ def check_tasks(tasks: Any) -> int:
             check_batch(f"tasks[{i}]: support", support)
             check_batch(f"tasks[{i}]: query", query)
         if not tasks:
-            raise arguments.WrongValue("tasks: expected at least one task, got an empty list.")
+            raise ArgumentValueError("tasks: expected at least one task, got an empty list.")
         return len(tasks)
     counts = []
     for what, stack in zip(("support", "query"), _task("tasks", tasks), strict=True):
         sizes = _pair(what, stack, dims=2)
         if len({tuple(size) for size in sizes}) > 1:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"{what}: expected inputs and targets [tasks, examples, ...] with the same tasks "
                 f"and examples, got leading dimensions {', '.join(str(size) for size in sizes)}."
             )
         if sizes and 0 in sizes[0]:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"{what}: expected at least one task with at least one example, got {sizes[0]}."
             )
         counts.append(_stacked(what, stack))
     if counts[0] != counts[1]:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"tasks: expected as many query sets as support sets, got {counts[0]} support and "
             f"{counts[1]} query sets; stack them in the same order, one of each a task."
         )
@@ -86,13 +86,13 @@ def each(tasks: Any) -> Sequence[Task]:
     """The tasks one by one."""
     if isinstance(tasks, list):
         return tasks
-    count = next(len(x) for x in _tree.leaves(tasks) if isinstance(x, Tensor))
-    return [_tree.map_tensors(itemgetter(i), tasks) for i in range(count)]
+    count = next(len(x) for x in pytree.leaves(tasks) if isinstance(x, Tensor))
+    return [pytree.map_tensors(itemgetter(i), tasks) for i in range(count)]
 
 
 def first(tasks: Any) -> Task:
     """One of the tasks."""
-    task: Task = tasks[0] if isinstance(tasks, list) else _tree.map_tensors(itemgetter(0), tasks)
+    task: Task = tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
     return task
 
 
@@ -100,7 +100,7 @@ def stacked(tasks: Any) -> Any | None:
     """Tasks as one pair of stacks; None for a list whose tasks differ in size or structure."""
     if not isinstance(tasks, list):
         return tasks
-    flat = [_tree.flatten(tuple(task)) for task in tasks]
+    flat = [pytree.flatten(tuple(task)) for task in tasks]
     first, structure = flat[0]
     for leaves, other in flat:
         if other != structure:
@@ -111,7 +111,7 @@ def stacked(tasks: Any) -> Any | None:
             if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
                 return None
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return _tree.unflatten([torch.stack(column) for column in columns], structure)
+    return pytree.unflatten([torch.stack(column) for column in columns], structure)
 
 
 def shard(tasks: Any) -> tuple[Any, float]:
@@ -129,23 +129,23 @@ def shard(tasks: Any) -> tuple[Any, float]:
         return tasks, 1.0
     rank, world = dist.get_rank(), dist.get_world_size()
     if count < world:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"tasks: expected at least one task for each of the {world} processes, got {count}; "
             "give larger meta-batches, or start fewer processes."
         )
     if isinstance(tasks, list):
         mine: Any = tasks[rank::world]
     else:
-        mine = _tree.map_tensors(lambda x: x[rank::world], tasks)
+        mine = pytree.map_tensors(lambda x: x[rank::world], tasks)
     return mine, len(range(rank, count, world)) * world / count
 
 
 def _task(what: str, task: Any) -> Task:
     if not isinstance(task, tuple | list) or len(task) != 2:
         came = (
-            f"{len(task)} of them" if isinstance(task, tuple | list) else arguments.describe(task)
+            f"{len(task)} of them" if isinstance(task, tuple | list) else validation.describe(task)
         )
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}: expected a pair (support, query), each a batch, for instance (inputs, "
             f"targets), got {came}."
         )
@@ -154,18 +154,18 @@ def _task(what: str, task: Any) -> Task:
 
 def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
     """The leading dimensions of inputs and targets, of a pair of tensors; of others none."""
-    leaves = _tree.leaves(batch)
+    leaves = pytree.leaves(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if dims == 1 and any(_is_object(leaf) for leaf in leaves):
         return []
     if not tensors:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}: expected a batch of tensors, for instance (inputs, targets), got "
-            f"{arguments.describe(batch)}; a task is ((support inputs, support targets), (query "
+            f"{validation.describe(batch)}; a task is ((support inputs, support targets), (query "
             "inputs, query targets))."
         )
     if not any(x.numel() for x in tensors):
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}: expected at least one example, got an empty set; "
             f"a task cannot be learned from, or judged on, nothing."
         )
@@ -175,8 +175,8 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
     for part in batch:
         if part.dim() < dims:
             expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
-            raise arguments.WrongValue(
-                f"{what}: expected tensors {expected}, got {arguments.describe(part)}."
+            raise ArgumentValueError(
+                f"{what}: expected tensors {expected}, got {validation.describe(part)}."
             )
     return [tuple(part.shape[:dims]) for part in batch]
 
@@ -189,10 +189,10 @@ def _is_object(leaf: Any) -> bool:
 
 def _stacked(what: str, stack: Any) -> int:
     """The number of tasks in a stack: the leading dimension of every tensor."""
-    tensors = [leaf for leaf in _tree.leaves(stack) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in pytree.leaves(stack) if isinstance(leaf, Tensor)]
     counts = {len(x) if x.dim() else 0 for x in tensors}
     if len(counts) != 1:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}: expected tensors whose leading dimension is that of the tasks, got shapes "
             f"{', '.join(str(tuple(x.shape)) for x in tensors)}; stack one entry for each task, or "
             "give a list of tasks."

@@ -1,17 +1,16 @@
 """Verified custom Functions: tensors first, options keyword-only, differentiable to any order."""
 
+from hoglib._core.recomputation import remat
 from hoglib.ops._attention import scaled_dot_product_attention
-from hoglib.ops._batch_norm import batch_norm
-from hoglib.ops._cholesky_inverse import cholesky_inverse
+from hoglib.ops._batch_norm import batch_norm, instance_norm
 from hoglib.ops._conv import conv1d, conv2d, conv3d
-from hoglib.ops._cross_entropy import softmax_cross_entropy
+from hoglib.ops._cross_entropy import linear_cross_entropy, softmax_cross_entropy
 from hoglib.ops._ctc_loss import ctc_loss
 from hoglib.ops._define import define
 from hoglib.ops._distance import cdist, pairwise_distance, pdist
 from hoglib.ops._embedding_bag import embedding_bag
 from hoglib.ops._external import external
-from hoglib.ops._glu import glu
-from hoglib.ops._gradient import (
+from hoglib.ops._gradient_ops import (
     clip_gradient,
     clipped_gradient_linear,
     reverse_gradient,
@@ -20,26 +19,37 @@ from hoglib.ops._gradient import (
     straight_through,
 )
 from hoglib.ops._grid_sample import grid_sample
-from hoglib.ops._hardsigmoid import hardsigmoid
-from hoglib.ops._instance_norm import instance_norm
-from hoglib.ops._kinks import clamp, relu, scaled_activation, smooth_l1, split_signs
+from hoglib.ops._indexing import index_reduce, scatter_reduce, segment_reduce
 from hoglib.ops._layer_norm import layer_norm
-from hoglib.ops._linalg_det import det, logdet, slogdet
-from hoglib.ops._linalg_solve import solve, solve_ex, tensorsolve
-from hoglib.ops._linear import linear, linear_act
-from hoglib.ops._linear_cross_entropy import linear_cross_entropy
-from hoglib.ops._margin import multi_margin_loss, multilabel_margin_loss
-from hoglib.ops._pointwise import exp, power, quadratic, sigmoid, square, swish, tanh
-from hoglib.ops._products import bias_add, matmul, mul
-from hoglib.ops._reduce import amax, logsumexp, mean, sum
-from hoglib.ops._regression import huber_loss, mse_loss
-from hoglib.ops._remat import remat
-from hoglib.ops._scatter_reduce import index_reduce, scatter_reduce
-from hoglib.ops._segment_reduce import segment_reduce
-from hoglib.ops._sinh import sinh
-from hoglib.ops._soft_margin import soft_margin_loss
-from hoglib.ops._sparse import sparse_mm
-from hoglib.ops._weight_norm import weight_norm
+from hoglib.ops._linalg import (
+    cholesky_inverse,
+    det,
+    logdet,
+    slogdet,
+    solve,
+    solve_ex,
+    sparse_mm,
+    tensorsolve,
+)
+from hoglib.ops._linear import bias_add, linear, linear_act, matmul, mul
+from hoglib.ops._losses import (
+    huber_loss,
+    mse_loss,
+    multi_margin_loss,
+    multilabel_margin_loss,
+    soft_margin_loss,
+)
+from hoglib.ops._normalization import weight_norm
+from hoglib.ops._piecewise import (
+    clamp,
+    hardsigmoid,
+    relu,
+    scaled_activation,
+    smooth_l1,
+    split_signs,
+)
+from hoglib.ops._pointwise import exp, glu, power, quadratic, sigmoid, sinh, square, swish, tanh
+from hoglib.ops._reductions import amax, logsumexp, mean, sum
 
 __all__ = [
     "amax",

@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib.ops._halves import autocast_on, is_half
+from hoglib._core import validation
+from hoglib._core.mixed_precision import autocast_on, is_half
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 
 def scaled_dot_product_attention(
@@ -35,9 +36,9 @@ def scaled_dot_product_attention(
     dtypes, or that are not real and floating-point.
     Source: Vaswani et al., Attention Is All You Need, 2017, equation 1.
     """
-    arguments.real("query", query)
+    validation.real("query", query)
     if attn_mask is not None and is_causal:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             "attn_mask: expected None with is_causal=True, got a mask; put what it hides into one mask."
         )
     if autocast_on(query.device.type):  # which casts what is not double
@@ -46,7 +47,7 @@ def scaled_dot_product_attention(
             x if x.dtype == torch.float64 else x.to(lower) for x in (query, key, value)
         )
     if not query.dtype == key.dtype == value.dtype:
-        raise arguments.WrongType(
+        raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
     dtype = query.dtype
@@ -82,7 +83,7 @@ def scaled_dot_product_attention(
 def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
     heads, own = query.shape[-3], x.shape[-3]
     if heads % own:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"enable_gqa: expected a number of query heads that is a multiple of those of key and "
             f"value, got {heads} and {own}."
         )

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops._define import Saved, call, conj, make_function
 
 Size = int | Sequence[int]
@@ -117,7 +118,7 @@ def _conv(
     groups: int,
 ) -> Tensor:
     name = f"conv{rank}d"
-    _check_tensors(name, rank, x, weight, bias, arguments.at_least("groups", groups, 1))
+    _check_tensors(name, rank, x, weight, bias, validation.at_least("groups", groups, 1))
     strides, dilations = _tuple("stride", stride, rank, 1), _tuple("dilation", dilation, rank, 1)
     kernel = tuple(weight.shape[2:])
     pads, extra = _pads(padding, strides, dilations, kernel)
@@ -365,12 +366,12 @@ _TO_WEIGHT = _make_to_weight()
 
 def _tuple(what: str, value: Any, rank: int, minimum: int) -> tuple[int, ...]:
     if not isinstance(value, tuple | list):
-        return (arguments.at_least(what, value, minimum),) * rank
+        return (validation.at_least(what, value, minimum),) * rank
     if len(value) not in (1, rank):
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{what}: expected a whole number or {rank} of them, got {tuple(value)}."
         )
-    numbers = tuple(arguments.at_least(f"{what}[{i}]", n, minimum) for i, n in enumerate(value))
+    numbers = tuple(validation.at_least(f"{what}[{i}]", n, minimum) for i, n in enumerate(value))
     return numbers * rank if len(numbers) == 1 else numbers
 
 
@@ -381,10 +382,10 @@ def _pads(
     none = (0,) * len(kernel)
     if not isinstance(padding, str):
         return _tuple("padding", padding, len(kernel), 0), none
-    if arguments.one_of("padding", padding, ["same", "valid"]) == "valid":
+    if validation.one_of("padding", padding, ["same", "valid"]) == "valid":
         return none, none
     if any(step != 1 for step in stride):
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"padding: expected a number with stride {stride}, got 'same', which needs stride 1."
         )
     totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
@@ -394,10 +395,10 @@ def _pads(
 def _check_tensors(
     name: str, rank: int, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int
 ) -> None:
-    arguments.differentiable("x", x)
-    arguments.differentiable("weight", weight)
+    validation.differentiable("x", x)
+    validation.differentiable("weight", weight)
     if bias is not None:
-        arguments.differentiable("bias", bias)
+        validation.differentiable("bias", bias)
     fits = (
         x.dim() in (rank + 1, rank + 2)
         and weight.dim() == rank + 2
@@ -409,14 +410,14 @@ def _check_tensors(
         sizes = ("L", "H, W", "D, H, W")[rank - 1]
         got = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
         got += "" if bias is None else f", bias {tuple(bias.shape)}"
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{name}: expected x [N, C, {sizes}] or [C, {sizes}], weight [O, C / groups, one size a "
             f"dimension] with O a multiple of groups, and bias [O] or None, got {got} and "
             f"groups={groups}."
         )
     dtypes = {t.dtype for t in (x, weight, bias) if t is not None}
     if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
-        raise arguments.WrongType(
+        raise ArgumentTypeError(
             f"{name}: expected x, weight and bias of one dtype, got x {x.dtype}, weight "
             f"{weight.dtype}" + ("" if bias is None else f", bias {bias.dtype}") + "; convert one."
         )
@@ -427,7 +428,7 @@ def _check_fit(name: str, at: _Geometry) -> None:
         at.image, at.padding, at.dilation, at.kernel, strict=True
     ):
         if kernel < 1 or size + 2 * pad < dilation * (kernel - 1) + 1:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"{name}: expected a kernel that fits into the padded input, got sizes "
                 f"{at.image} padded by {at.padding}, kernel {at.kernel} and dilation {at.dilation}; "
                 f"add padding, or use a smaller kernel."

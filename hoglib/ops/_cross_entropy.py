@@ -1,16 +1,20 @@
 """Softmax and cross-entropy as one Function."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib.ops._broadcasting import promoted
-from hoglib.ops._define import Saved, call, make_function
-from hoglib.ops._halves import is_autocast
-from hoglib.ops._products import mul
-from hoglib.ops._reduce import logsumexp, sum
+from hoglib._core import validation
+from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half
+from hoglib._core.torch_modes import reverse_only
+from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
+from hoglib.ops import _losses
+from hoglib.ops._define import Saved, call, make_function, promoted
+from hoglib.ops._linear import mul
+from hoglib.ops._reductions import logsumexp, sum
 
 
 def softmax_cross_entropy(
@@ -39,12 +43,12 @@ def softmax_cross_entropy(
     Raises TypeError for integer or complex logits, or a target of another dtype, ValueError for shapes
     that do not fit, classes out of range (on a CPU), and unknown options.
     """
-    arguments.real("logits", logits)
-    arguments.tensor("target", target)
-    arguments.one_of("reduction", reduction, ("mean", "sum", "none"))
-    smoothing = arguments.number("label_smoothing", label_smoothing, minimum=0)
+    validation.real("logits", logits)
+    validation.tensor("target", target)
+    validation.one_of("reduction", reduction, ("mean", "sum", "none"))
+    smoothing = validation.number("label_smoothing", label_smoothing, minimum=0)
     if smoothing > 1:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"label_smoothing: expected a number from 0 to 1, got {smoothing}."
         )
     axis = min(logits.dim() - 1, 1)
@@ -62,7 +66,7 @@ def softmax_cross_entropy(
     except RuntimeError as error:  # to look beforehand would wait for a GPU and stop a tracer
         if "out of bounds" not in str(error):
             raise
-        raise arguments.WrongIndex(
+        raise ArgumentIndexError(
             f"target: expected classes from 0 to {logits.shape[axis] - 1} or ignore_index "
             f"{ignore_index}, got another; {error}."
         ) from None
@@ -124,17 +128,17 @@ def _jvp(saved: Saved, tangent: Tensor, *_: None) -> Tensor:
 
 def _check_shapes(logits: Tensor, target: Tensor, axis: int) -> None:
     if target.is_complex() or target.dtype == torch.bool:
-        raise arguments.WrongType(
+        raise ArgumentTypeError(
             f"target: expected whole numbers or floating-point probabilities, "
-            f"got {arguments.describe(target)}; convert it with `target.long()`."
+            f"got {validation.describe(target)}; convert it with `target.long()`."
         )
     rows = logits.shape[:axis] + logits.shape[axis + 1 :]
     expected = logits.shape if target.is_floating_point() else rows
     if logits.dim() == 0 or logits.shape[axis] == 0 or target.shape != expected:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"softmax_cross_entropy: expected logits [C], [N, C] or [N, C, d1, ...] with target [], "
             f"[N] or [N, d1, ...] of whole numbers, or probabilities shaped like logits; "
-            f"got logits {tuple(logits.shape)} and target {arguments.describe(target)}."
+            f"got logits {tuple(logits.shape)} and target {validation.describe(target)}."
         )
 
 
@@ -146,3 +150,143 @@ _CROSS_ENTROPY = make_function(
     jvp=_jvp,
     keep_outputs=(),
 )
+
+
+# === Cross entropy of a linear layer, whose logarithms torch does not differentiate after forward
+# mode.
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    r"""Cross entropy of linear(input), as torch.nn.functional.linear_cross_entropy of torch 2.13.
+
+        z = input W^T + b        y = sum_c w_c q_c (log sum_d e^z_d - z_c)
+
+    Shapes: input (N, F) or (F); W = linear_weight (C, *, F) and b without its F; target the classes
+    (N, *), of dtype long, or probabilities q (N, C, *); weight w (C). The mean over
+    classes is weighted, without those that are ignore_index, -100 by default. options, which choose a
+    way to save memory, do not change the result and are not read: that way is differentiable once.
+    Raises what torch raises: RuntimeError for shapes, ValueError for a wrong reduction.
+    """
+    validation.real("input", input)
+    _check(input, linear_weight, linear_bias)
+    classes, positions = linear_weight.shape[0], linear_weight.shape[1:-1]
+    bias = None if linear_bias is None else linear_bias.reshape(-1)
+    flat = linear_weight.reshape(-1, linear_weight.shape[-1])
+    z = F.linear(input, flat, bias).reshape(*input.shape[:-1], classes, *positions)
+    chances = target.shape == z.shape
+    if chances and ignore_index is not None:
+        raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
+    ignored = -100 if ignore_index is None else ignore_index
+    fits = target.is_floating_point() if chances else _one_class_each(z, target)
+    if reverse_only() or not fits:  # torch's own is right, or raises its error
+        return F.cross_entropy(
+            z, target, weight, None, ignored, None, reduction, label_smoothing
+        )  # fmt: skip
+    if chances:
+        return _of_chances(z, target, weight, reduction, label_smoothing)
+    return _of_classes(z, target, weight, ignored, reduction, label_smoothing)
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """The errors of torch 2.13, which older ones lack."""
+    if not 1 <= input.dim() <= 2:
+        raise RuntimeError(f"expected input with dimensionality 1 or 2, got {input.dim()}")
+    if weight.dim() < 2:
+        raise RuntimeError(
+            f"expected linear_weight with dimensionality at least 2, got {weight.dim()}"
+        )
+    if input.shape[-1] != weight.shape[-1]:
+        raise RuntimeError(
+            "expected equal input and linear_weight last dimensions (in_features), "
+            f"got {input.shape[-1]} and {weight.shape[-1]}, respectively"
+        )
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise RuntimeError(
+            f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
+        )
+    if weight.dim() > 2 and input.dim() == 1:
+        raise RuntimeError(
+            f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires "
+            f"batched input, (N, {input.shape[0]}), got unbatched input with shape "
+            f"{tuple(input.shape)}"
+        )
+
+
+def _one_class_each(z: Tensor, target: Tensor) -> bool:
+    return target.dtype == torch.long and target.shape == z.shape[: z.dim() > 1] + z.shape[2:]
+
+
+def _shifted(z: Tensor) -> tuple[Tensor, Tensor, int]:
+    """z less its maximum, the logarithm of the sum of exponentials of that, the dimension of classes.
+
+    The maximum is a constant: what it adds to the derivatives cancels."""
+    dim = min(z.dim() - 1, 1)
+    wide = upcast_half(z)
+    s = wide - wide.detach().amax(dim, True)
+    return s, s.exp().sum(dim).log(), dim
+
+
+@full_precision(widen=True)
+def _of_classes(
+    z: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignored: int,
+    reduction: str,
+    smoothing: float,
+) -> Tensor:
+    s, logsumexp, dim = _shifted(z)
+    counts = target != ignored
+    own = torch.where(counts, target, 0)
+    loss = logsumexp - s.gather(dim, own.unsqueeze(dim)).squeeze(dim)
+    share = counts.to(s.dtype)
+    if weight is not None:
+        share = weight.to(s.dtype)[own] * share
+        loss = loss * share
+    if smoothing:
+        loss = (1 - smoothing) * loss + smoothing / s.shape[dim] * _over_classes(
+            s, logsumexp, weight, dim
+        )
+    loss = torch.where(counts, loss, 0)
+    if _losses.number(reduction) == _losses.MEAN:
+        return (loss.sum() / share.sum()).to(z.dtype)
+    return (loss if reduction == "none" else loss.sum()).to(z.dtype)
+
+
+@full_precision(widen=True)
+def _of_chances(
+    z: Tensor, q: Tensor, weight: Tensor | None, reduction: str, smoothing: float
+) -> Tensor:
+    s, logsumexp, dim = _shifted(z)
+    q = (1 - smoothing) * q + smoothing / s.shape[dim] if smoothing else q
+    q = q if weight is None else q * _along(weight, s, dim)
+    loss = logsumexp * q.sum(dim) - (q * s).sum(dim)
+    if _losses.number(reduction) == _losses.MEAN:
+        return (loss.sum() / loss.numel() if loss.numel() else loss.sum() / 0.0).to(z.dtype)
+    return (loss if reduction == "none" else loss.sum()).to(z.dtype)
+
+
+def _over_classes(s: Tensor, logsumexp: Tensor, weight: Tensor | None, dim: int) -> Tensor:
+    if weight is None:
+        return logsumexp * s.shape[dim] - s.sum(dim)
+    return logsumexp * weight.sum() - (s * _along(weight, s, dim)).sum(dim)
+
+
+def _along(weight: Tensor, s: Tensor, dim: int) -> Tensor:
+    return weight.reshape([-1 if d == dim else 1 for d in range(s.dim())])
+
+
+LINEAR_CROSS_ENTROPY: dict[Callable[..., Any], Callable[..., Any]] = {}
+if hasattr(F, "linear_cross_entropy"):  # torch 2.13 and newer
+    LINEAR_CROSS_ENTROPY[F.linear_cross_entropy] = linear_cross_entropy

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib.ops._halves import is_autocast
+from hoglib._core import validation
+from hoglib._core.mixed_precision import is_autocast
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 # The logarithm of nothing. A finite number leaves no infinity to subtract, at any order of
 # differentiation; it is so low that what it is added to does not reach any path that exists.
@@ -46,7 +47,7 @@ def ctc_loss(
     Graves et al., ICML 2006.
     """
     if reduction not in ("none", "mean", "sum"):
-        raise arguments.WrongValue(f"{reduction} is not a valid value for reduction")
+        raise ArgumentValueError(f"{reduction} is not a valid value for reduction")
     losses, lengths = _losses(
         log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
     )
@@ -73,7 +74,7 @@ def _torch_ctc_loss(
     )  # fmt: skip
 
 
-REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.ctc_loss: ctc_loss,
     torch.ctc_loss: _torch_ctc_loss,
 }
@@ -94,7 +95,7 @@ def _losses(
     if p.dim() != 3 or p.numel() == 0:
         raise RuntimeError(
             "log_probs tensor must not be empty" if p.dim() == 3 else
-            f"ctc_loss: expected log_probs [T, N, C] or [T, C], got {arguments.describe(log_probs)}."
+            f"ctc_loss: expected log_probs [T, N, C] or [T, C], got {validation.describe(log_probs)}."
         )  # fmt: skip
     T, N, C = p.shape
     if not 0 <= blank < C:
@@ -217,20 +218,20 @@ def _check_kinds(*lengths: Lengths) -> None:
     tensors = [isinstance(given, Tensor) for given in lengths]
     sequences = [isinstance(given, tuple | list) for given in lengths]
     if not (all(tensors) or all(sequences)):
-        raise arguments.WrongType(
+        raise ArgumentTypeError(
             "ctc_loss: expected input_lengths and target_lengths as two tensors, or as two tuples of "
-            f"ints, got {' and '.join(arguments.describe(given) for given in lengths)}."
+            f"ints, got {' and '.join(validation.describe(given) for given in lengths)}."
         )
 
 
 def _in_torch_dtype(log_probs: Tensor) -> Tensor:
     """float32 or float64, the former for any but the latter under autocast, as torch's."""
-    arguments.real("log_probs", log_probs)
+    validation.real("log_probs", log_probs)
     if is_autocast(log_probs):
         return log_probs.float()
     if log_probs.dtype not in (torch.float32, torch.float64):
         raise NotImplementedError(
             f"ctc_loss: expected float32 or float64 log_probs, got "
-            f"{arguments.describe(log_probs)}; convert them with `log_probs.float()`."
+            f"{validation.describe(log_probs)}; convert them with `log_probs.float()`."
         )
     return log_probs

@@ -1,13 +1,4 @@
-"""One place that turns a derivative rule into a complete `torch.autograd.Function`.
-
-A Function is right to second order when three things hold, and `make_function` sees to all of them:
-
-* backward is built of differentiable torch operations, so autograd can differentiate it again;
-* everything that backward reads was an input or an output of the Function. A tensor that forward
-  made and kept for itself has no graph, and its share of the second derivative would be lost;
-* forward-mode, vmap and the compiler are served: by a `jvp`, by a vmap rule, and by a reference of
-  plain torch operations where torch itself is wrong (jvp inside jvp) or refuses (the compiler).
-"""
+"""What element-by-element functions share: promotion, broadcasting, and its undoing in backward."""
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
@@ -16,10 +7,80 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch
-from hoglib.ops._broadcasting import promoted, sum_to, times, vmap_broadcasting
-from hoglib.ops._modes import aside
+from hoglib._core import torch_internals, validation
+from hoglib._core.torch_modes import without_stand_ins
+from hoglib.errors import ArgumentTypeError, UnsupportedError
+
+
+def promoted(*inputs: Any) -> tuple[Any, ...]:
+    """The inputs with one dtype for all floating-point and complex tensors, by torch's promotion.
+
+    Inside a Function it would be too late: under vmap a tensor of no dimensions has one more, and
+    would count in the promotion.
+    """
+    floating = [value for value in inputs if _is_floating(value)]
+    if all(value.dtype == floating[0].dtype for value in floating):
+        return inputs
+    dtypes: list[torch.dtype | None] = [None, None]  # of those with and those without dimensions
+    for value in floating:
+        group = value.dim() == 0
+        known = dtypes[group]
+        dtypes[group] = value.dtype if known is None else torch.promote_types(known, value.dtype)
+    dtype, scalars = dtypes
+    if dtype is None:
+        dtype = scalars
+    elif scalars is not None and scalars.is_complex and not dtype.is_complex:
+        dtype = dtype.to_complex()
+    return tuple(value.to(dtype) if _is_floating(value) else value for value in inputs)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def vmap_broadcasting(
+    function: type[torch.autograd.Function],
+    batch_size: int,
+    in_dims: tuple[int | None, ...],
+    *inputs: Any,
+) -> tuple[Tensor, int]:
+    """Batch dimensions to the front, then ordinary broadcasting."""
+    ranks = [
+        value.dim() - (dim is not None) if isinstance(value, Tensor) else 0
+        for value, dim in zip(inputs, in_dims, strict=True)
+    ]
+    rank = max(ranks)
+    aligned = [
+        value if dim is None else value.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
+        for value, dim, own in zip(inputs, in_dims, ranks, strict=True)
+    ]
+    return function.apply(*aligned), 0
+
+
+def times(factor: Tensor, partial: Any) -> Tensor:
+    if not isinstance(partial, Tensor):
+        return factor if partial == 1 else factor * partial
+    if partial.dtype == torch.bool:
+        return torch.where(partial, factor, 0)
+    return factor * partial
+
+
+def sum_to(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Sum over the dimensions that broadcasting added or stretched."""
+    return tensor if tensor.shape == shape else tensor.sum_to_size(shape)
+
+
+# === One place that turns a derivative rule into a complete `torch.autograd.Function`.
+#
+# A Function is right to second order when three things hold, and `make_function` sees to all of
+# them:
+#
+# * backward is built of differentiable torch operations, so autograd can differentiate it again;
+# * everything that backward reads was an input or an output of the Function. A tensor that forward
+#   made and kept for itself has no graph, and its share of the second derivative would be lost;
+# * forward-mode, vmap and the compiler are served: by a `jvp`, by a vmap rule, and by a reference
+# of
+#   plain torch operations where torch itself is wrong (jvp inside jvp) or refuses (the compiler).
 
 Partial = Callable[..., Tensor | complex]
 
@@ -100,7 +161,7 @@ def make_function(
             return (None,) * num_inputs
         if watched or torch.compiler.is_compiling():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
-        with aside():
+        with without_stand_ins():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
 
     def run_jvp(ctx: Any, *tangents: Tensor | None) -> Any:
@@ -157,9 +218,9 @@ def call(
     """
     if reference is not None and torch.compiler.is_compiling():
         return reference(*inputs)
-    if _functorch.transforms_active() and _functorch.forward_levels() > 1:
+    if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
         if reference is None:
-            raise arguments.NotSupported(
+            raise UnsupportedError(
                 f"{function.__name__}: expected at most one level of forward-mode differentiation, "
                 f"got jvp inside jvp, where torch differentiates a custom Function to zero. Give "
                 f"the op a reference made of plain torch operations, or use torch.func.grad for "
@@ -168,7 +229,7 @@ def call(
         return reference(*inputs)
     if torch.compiler.is_compiling():
         return function.apply(*inputs)
-    with aside():
+    with without_stand_ins():
         return function.apply(*inputs)
 
 
@@ -204,11 +265,11 @@ def define(
     ValueError for an unknown keep, NotImplementedError for jvp inside jvp without a reference, for
     the derivative by an input whose partial is None, and for a real function of complex inputs.
     """
-    arguments.function("forward", forward)
+    validation.function("forward", forward)
     for i, partial in enumerate(partials):
         if partial is not None:
-            arguments.function(f"partials[{i}]", partial)
-    arguments.one_of("keep", keep, ("both", "inputs", "output", "none"))
+            validation.function(f"partials[{i}]", partial)
+    validation.one_of("keep", keep, ("both", "inputs", "output", "none"))
     name = getattr(forward, "__name__", "op")
     count = len(partials)
 
@@ -222,7 +283,7 @@ def define(
     def derivative(i: int, saved: Saved) -> Any:
         partial = partials[i]
         if partial is None:
-            raise arguments.NotSupported(
+            raise UnsupportedError(
                 f"{name}: expected input {i} to be a constant, got a derivative asked by it; "
                 f"give partials[{i}] to define, or detach the input."
             )
@@ -268,7 +329,7 @@ def define(
     def op(*inputs: Any) -> Tensor:
         result: Tensor
         if len(inputs) != count:
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 f"{name}: expected {count} inputs, one for each partial, got {len(inputs)}."
             )
         dtypes = {value.dtype for value in inputs if isinstance(value, Tensor)}
@@ -279,7 +340,7 @@ def define(
         else:
             result = call(function, reference, *inputs)
         if not result.is_complex() and any(dtype.is_complex for dtype in dtypes):
-            raise arguments.NotSupported(
+            raise UnsupportedError(
                 f"{name}: expected a complex value for complex inputs, got {result.dtype}; a real "
                 f"function of complex numbers has no partial derivative. Define it by the real "
                 f"and imaginary parts, from `torch.view_as_real`."

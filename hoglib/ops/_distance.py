@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib.ops import _refusals as refusals
-from hoglib.ops._halves import is_autocast, widened, without_autocast
-from hoglib.ops._norms_of_rows import INFINITY, norm_of_rows, root
+from hoglib._core import torch_errors, validation
+from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
+from hoglib._core.norms import INFINITY, norm_of_rows, root
 
 PRODUCTS = {
     "use_mm_for_euclid_dist_if_necessary": None,
@@ -46,22 +45,22 @@ def cdist(
     Raises RuntimeError for shapes and dtypes as torch does, and for a negative p.
     """
     for name, x in (("x1", x1), ("x2", x2)):
-        refusals.real(name, x)
+        torch_errors.real(name, x)
         if x.dim() < 2:
-            raise refusals.Refused(
+            raise torch_errors.Refused(
                 f"{name}: expected at least 2 dimensions, rows and entries, got "
-                f"{arguments.describe(x)}; one row is `{name}[None]`."
+                f"{validation.describe(x)}; one row is `{name}[None]`."
             )
     if x1.shape[-1] != x2.shape[-1]:
-        raise refusals.Refused(
+        raise torch_errors.Refused(
             f"x2: expected rows of {x1.shape[-1]} entries as in x1, got {x2.shape[-1]}; "
             "distances are between rows of one length."
         )
-    products = PRODUCTS[arguments.one_of("compute_mode", compute_mode, PRODUCTS)]
+    products = PRODUCTS[validation.one_of("compute_mode", compute_mode, PRODUCTS)]
     norm = _exponent(p)
-    a, b = widened(x1), widened(x2)
+    a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
-        raise refusals.RefusedType(
+        raise torch_errors.RefusedType(
             f"x2: expected {x1.dtype} as in x1, got {x2.dtype}; convert one of them."
         )
     rows = max(a.shape[-2], b.shape[-2])
@@ -82,12 +81,12 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
     Shapes: input (n, d), y (n (n - 1) / 2,). Kinks, equal rows and precisions as for `cdist`, by
     differences always. Raises RuntimeError for other shapes and dtypes, and for a negative p.
     """
-    refusals.real("input", input)
+    torch_errors.real("input", input)
     if input.dim() != 2:
-        raise refusals.Refused(
-            f"input: expected 2 dimensions, got {arguments.describe(input)}; use `vmap` for more."
+        raise torch_errors.Refused(
+            f"input: expected 2 dimensions, got {validation.describe(input)}; use `vmap` for more."
         )
-    norm, n, x = _exponent(p), input.shape[0], widened(input)
+    norm, n, x = _exponent(p), input.shape[0], upcast_half(input)
     first, second = torch.triu_indices(n, n, 1, device=x.device).unbind()
     y = norm_of_rows(x.index_select(0, first) - x.index_select(0, second), norm)
     return y if is_autocast(input) else y.to(input.dtype)
@@ -104,12 +103,12 @@ def pairwise_distance(
     p = infinity the entries that attain the maximum share the derivative. Distance 0 has derivatives
     0 at every order. A negative p and complex rows are torch's own.
     """
-    arguments.tensor("x1", x1)
-    arguments.tensor("x2", x2)
+    validation.tensor("x1", x1)
+    validation.tensor("x2", x2)
     d = x1 - x2 + eps
     if not d.is_floating_point() or p < 0 or not d.dim():
         return F.pairwise_distance(x1, x2, p, eps, keepdim)
-    wide = widened(d)
+    wide = upcast_half(d)
     y = wide.abs().amax(-1) if p == INFINITY else norm_of_rows(wide, p)
     y = y if _norm_is_cast(d) else y.to(d.dtype)
     return y.unsqueeze(-1) if keepdim else y
@@ -134,11 +133,13 @@ def _norm_is_cast(x: Tensor) -> bool:
 
 def _exponent(p: float) -> float:
     if not p >= 0:
-        raise refusals.Refused(f"p: expected a number of at least 0, got {p}; 2 is the usual one.")
+        raise torch_errors.Refused(
+            f"p: expected a number of at least 0, got {p}; 2 is the usual one."
+        )
     return float(p)
 
 
-REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.cdist: cdist,
     torch.pdist: pdist,  # also torch.nn.functional.pdist
     torch.pairwise_distance: pairwise_distance,  # also torch.nn.functional.pairwise_distance

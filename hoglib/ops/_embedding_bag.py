@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib.ops import _refusals as refusals
-from hoglib.ops._halves import widened
+from hoglib._core import torch_errors, validation
+from hoglib._core.mixed_precision import upcast_half
+from hoglib.errors import ArgumentValueError, UnsupportedError
 
 MODES = ("sum", "mean", "max")  # in the order of torch's numbers for them
 
@@ -60,26 +60,26 @@ def embedding_bag(
     _refuse(scale_grad_by_freq, sparse)
     if input.dim() == 2:
         if offsets is not None:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"offsets: expected None with an input of 2 dimensions, whose rows are the bags, got "
-                f"{arguments.describe(offsets)}; leave them out, or give `input.reshape(-1)`."
+                f"{validation.describe(offsets)}; leave them out, or give `input.reshape(-1)`."
             )
     elif input.dim() != 1:
-        raise arguments.WrongValue(
-            f"input: expected 1 or 2 dimensions, got {arguments.describe(input)}; rows are bags."
+        raise ArgumentValueError(
+            f"input: expected 1 or 2 dimensions, got {validation.describe(input)}; rows are bags."
         )
     elif offsets is None or offsets.dim() != 1:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"offsets: expected a tensor of 1 dimension with an input of 1 dimension, got "
-            f"{arguments.describe(offsets)}; it says where each bag begins."
+            f"{validation.describe(offsets)}; it says where each bag begins."
         )
     if max_norm is not None:
         with torch.no_grad():
             torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
     if per_sample_weights is not None and mode != "sum":
-        raise arguments.NotSupported(
+        raise UnsupportedError(
             f"per_sample_weights: expected None for mode {mode!r}, got "
-            f"{arguments.describe(per_sample_weights)}; they are for mode='sum'."
+            f"{validation.describe(per_sample_weights)}; they are for mode='sum'."
         )
     padding = _padding(padding_idx, weight)
     if offsets is None:
@@ -102,7 +102,7 @@ def _of_rows(
         place = rows.max(1).indices  # the first, of several
         y = weight.gather(0, input.long().gather(1, place))
         return y if padded is None else torch.where(padded.all(1), 0.0, y)
-    rows = widened(_rows(input, weight))
+    rows = upcast_half(_rows(input, weight))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
     if padded is not None:
@@ -122,7 +122,7 @@ def _of_bags(
         if bags.indices.shape[0]:
             return _maxima(bags, weight)
         return _nothing(weight, bags.number), None
-    rows = widened(_rows(bags.indices, weight))
+    rows = upcast_half(_rows(bags.indices, weight))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
     sums = rows.new_zeros(bags.number + 1, rows.shape[1]).index_add(0, bags.bag, rows)[
@@ -162,7 +162,7 @@ def _nothing(weight: Tensor, count: int) -> Tensor:
 def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:
     count = offsets.shape[0] - 1 if ends else offsets.shape[0]
     if count < 0:
-        raise refusals.Refused(
+        raise torch_errors.Refused(
             "offsets: expected at least one under include_last_offset, got none; the last is the end."
         )
     place = torch.arange(input.shape[0], dtype=offsets.dtype, device=input.device)
@@ -179,7 +179,7 @@ def _padding(padding_idx: int | None, weight: Tensor) -> int | None:
         return None
     rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
-        raise refusals.Refused(
+        raise torch_errors.Refused(
             f"padding_idx: expected one of the {rows} rows of weight, {-rows} to {rows - 1}, got "
             f"{padding_idx}."
         )
@@ -187,33 +187,33 @@ def _padding(padding_idx: int | None, weight: Tensor) -> int | None:
 
 
 def _check(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) -> None:
-    arguments.tensor("input", input)
-    arguments.tensor("weight", weight)
-    arguments.one_of("mode", mode, MODES)
+    validation.tensor("input", input)
+    validation.tensor("weight", weight)
+    validation.one_of("mode", mode, MODES)
     if scale is not None and scale.shape != input.shape:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"per_sample_weights: expected the shape of input, {tuple(input.shape)}, got "
             f"{tuple(scale.shape)}; there is one for each entry."
         )
     if weight.dim() != 2:
-        raise arguments.WrongValue(
-            f"weight: expected 2 dimensions, got {arguments.describe(weight)}; it is a table of rows."
+        raise ArgumentValueError(
+            f"weight: expected 2 dimensions, got {validation.describe(weight)}; it is a table of rows."
         )
-    refusals.real("weight", weight)
+    torch_errors.real("weight", weight)
     if scale is not None and scale.dtype != weight.dtype:
-        raise refusals.RefusedType(
+        raise torch_errors.RefusedType(
             f"per_sample_weights: expected {weight.dtype} as in weight, got {scale.dtype}; convert it."
         )
     if input.dtype not in (torch.int64, torch.int32):
-        raise refusals.RefusedType(
-            f"input: expected indices, int64 or int32, got {arguments.describe(input)}; use `.long()`."
+        raise torch_errors.RefusedType(
+            f"input: expected indices, int64 or int32, got {validation.describe(input)}; use `.long()`."
         )
 
 
 def _refuse(scale_grad_by_freq: bool, sparse: bool) -> None:
     for name, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
         if value:
-            raise arguments.NotSupported(
+            raise UnsupportedError(
                 f"{name}: expected False, got {value}; such a gradient cannot be differentiated again."
             )
 
@@ -246,7 +246,7 @@ def _torch_embedding_bag(
     )
 
 
-REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.embedding_bag: embedding_bag,
     torch.embedding_bag: _torch_embedding_bag,
 }

@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _functorch
+from hoglib._core import torch_internals, validation
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
 from hoglib.ops._define import Saved, conj, make_function
 
 Array = Any  # a numpy.ndarray; hoglib does not import NumPy
@@ -58,9 +63,9 @@ def external(
     """
     derivatives = [f, df] if d2f is None else [f, df, d2f, *higher]
     if d2f is None and higher:
-        raise arguments.WrongValue("d2f: expected a function, as d3f was given, got None.")
+        raise ArgumentValueError("d2f: expected a function, as d3f was given, got None.")
     for order, function in enumerate(derivatives):
-        arguments.function(_name(order), function)
+        validation.function(_name(order), function)
     chain = _Chain(derivatives)
 
     def op(*inputs: Tensor | float) -> Tensor:
@@ -85,11 +90,11 @@ class _Chain:
         """The partial derivatives `which`, all of one order, differentiable again."""
         if torch.compiler.is_compiling():
             # The compiler refuses a Function that has a jvp, and torch.func an operator's autograd.
-            if not _functorch.transforms_active():
+            if not torch_internals.transforms_active():
                 return tuple(_external(list(inputs), self.number, _encoded(which)))
             torch._dynamo.graph_break()
-        if _functorch.transforms_active() and _functorch.forward_levels() > 1:
-            raise arguments.NotSupported(
+        if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
+            raise UnsupportedError(
                 f"external({self.name}): expected at most one level of forward mode, got jvp inside "
                 f"jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to "
                 f"zero. Use torch.func.grad or jacrev for one of the two, for instance "
@@ -104,7 +109,7 @@ class _Chain:
         """Raise if the derivatives of this order were not given."""
         if order >= len(self.derivatives):
             given = ", ".join(_name(k) for k in range(len(self.derivatives)))
-            raise arguments.NoSecondDerivative(
+            raise NoSecondDerivative(
                 f"external({self.name}): expected a derivative of order {order}, which "
                 f"differentiating {order} times takes, got {given} alone; add {_name(order)}, as in "
                 f"`external({given}, {_name(order)})`."
@@ -217,14 +222,14 @@ def _component(chain: _Chain, values: Any, index: Index, count: int) -> Array:
     for depth, i in enumerate(index if count > 1 else ()):
         if not isinstance(part, tuple | list) or len(part) != count:
             where = _name(len(index)) + "".join(f"[{j}]" for j in index[:depth])
-            got = len(part) if isinstance(part, tuple | list) else arguments.describe(part)
-            raise arguments.WrongValue(
+            got = len(part) if isinstance(part, tuple | list) else validation.describe(part)
+            raise ArgumentValueError(
                 f"external({chain.name}): expected {where} to be a tuple of {count} arrays, one for "
                 f"each input, got {got}."
             )
         part = part[i]
     if part is None:
-        raise arguments.NoSecondDerivative(
+        raise NoSecondDerivative(
             f"external({chain.name}): expected a known derivative {chain.label(index)}, got None; "
             f"give it, or detach the input that does not need it."
         )
@@ -247,16 +252,16 @@ def _to_tensor(chain: _Chain, index: Index, values: Array, like: Tensor) -> Tens
     try:
         value = torch.from_numpy(array.astype(complex if array.dtype.kind == "c" else float))
     except (TypeError, ValueError):
-        raise arguments.WrongType(f"{where} numbers, got {arguments.describe(values)}.") from None
+        raise ArgumentTypeError(f"{where} numbers, got {validation.describe(values)}.") from None
     if value.is_complex() and not like.is_complex():
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{where} real numbers for real inputs, got {array.dtype}; take `.real` of it, if that "
             f"is what is meant, or pass complex inputs."
         )
     try:
         expanded = value.broadcast_to(like.shape)
     except RuntimeError:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"{where} an array of the shape of its inputs, {tuple(like.shape)}, got "
             f"{tuple(value.shape)}; it must act element by element."
         ) from None
@@ -267,13 +272,13 @@ def _prepared(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     """The inputs as tensors of one shape, dtype and device."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not tensors:
-        raise arguments.WrongType(
+        raise ArgumentTypeError(
             f"{name}: expected at least one tensor, got {len(inputs)} other arguments; wrap a number "
             f"with torch.tensor."
         )
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor):
-            arguments.differentiable(f"input {i}", value)
+            validation.differentiable(f"input {i}", value)
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -302,3 +307,86 @@ def _sum(terms: Any) -> Tensor:
 
 def _name(order: int) -> str:
     return ("f", "df")[order] if order < 2 else f"d{order}f"
+
+
+# === x^3 by NumPy, written out by hand: how code that torch cannot see into becomes differentiable.
+#
+#     f = x^3        f' = 3 x^2        f'' = 6 x        f''' = 6
+#
+# Autograd cannot differentiate NumPy, so each derivative is a Function of its own, whose backward
+# is
+# made of torch operations and *the next Function*. That is the whole trick: were the slope
+# computed by
+# NumPy inside `Cube.backward`, the second derivative would be cut there, and no error would say so.
+#
+# Things to see here, all of which `hoglib.ops.external` does for any function:
+#
+# * setup_context is apart from forward, or torch.func refuses the Function;
+# * what is saved is the input, so that autograd can go through `saved_tensors` to x once more;
+# * jvp is the same rule forwards; vmap is trivial, because the function acts element by element;
+# * `detach` is what NumPy asks for, and is harmless in forward, which autograd does not look into.
+#
+# One thing only `external` does: a tracer that records `Cube` runs the NumPy code once and keeps
+# its
+# numbers as constants. The cure is an operator of torch.library.
+
+
+def cube(x: Tensor) -> Tensor:
+    r"""The cube, computed by NumPy.
+
+        y = x^3        dy/dx = 3 x^2
+
+    Shapes: x any, real or complex, on the CPU; y like x. Differentiable to any order, in reverse mode,
+    one level of forward mode, and under vmap.
+    """
+    return Cube.apply(x)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.as_tensor(x.detach().numpy() ** 3)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * CubeSlope.apply(x).conj()  # conj only matters for complex x
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return t * CubeSlope.apply(x)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
+        return Cube.apply(x), in_dims[0]
+
+
+class CubeSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.as_tensor(3 * x.detach().numpy() ** 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * (6 * x).conj()  # torch from here on: the chain ends, and every order is there
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return t * (6 * x)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
+        return CubeSlope.apply(x), in_dims[0]

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib.ops._halves import HALVES, is_autocast
+from hoglib._core import validation
+from hoglib._core.mixed_precision import HALF_DTYPES, is_autocast
+from hoglib.errors import ArgumentValueError
 
 MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
 PADDINGS = ("zeros", "border", "reflection")
@@ -46,7 +47,7 @@ def grid_sample(
         ("padding_mode", padding_mode, PADDINGS),
     ):
         if value not in known:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"grid_sample: expected {what} to be one of {', '.join(known)}, got {value!r}."
             )
     if align_corners is None:
@@ -91,13 +92,13 @@ def _grid_sampler(
         ("padding_mode", padding_mode),
     ):
         if number not in (0, 1, 2):
-            raise arguments.WrongValue(f"grid_sampler: expected {what} 0, 1 or 2, got {number!r}.")
+            raise ArgumentValueError(f"grid_sampler: expected {what} 0, 1 or 2, got {number!r}.")
     return grid_sample(
         input, grid, MODES[interpolation_mode], PADDINGS[padding_mode], align_corners
     )
 
 
-REPLACES: dict[Callable[..., Any], Callable[..., Any]] = {
+REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.grid_sample: grid_sample,
     torch.grid_sampler: _grid_sampler,
     torch.grid_sampler_2d: _grid_sampler,
@@ -167,8 +168,8 @@ def _reflected(x: Tensor, period: float) -> Tensor:
 
 def _in_torch_dtypes(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
     """Both in the dtype to compute in, and that of the result."""
-    arguments.real("input", input)
-    arguments.real("grid", grid)
+    validation.real("input", input)
+    validation.real("grid", grid)
     input, grid = (x.float() if is_autocast(x) else x for x in (input, grid))
     if input.dtype != grid.dtype:
         raise RuntimeError(
@@ -176,7 +177,7 @@ def _in_torch_dtypes(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch
             "convert one of them."
         )
     dtype = input.dtype
-    if dtype in HALVES:
+    if dtype in HALF_DTYPES:
         input, grid = input.float(), grid.float()
     return input, grid, dtype
 

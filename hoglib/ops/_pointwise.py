@@ -1,11 +1,15 @@
 """Smooth pointwise ops: each one is a formula and its partial derivatives."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib import _arguments as arguments
+from hoglib._core import validation
+from hoglib._core.mixed_precision import upcast_half
+from hoglib.errors import ArgumentValueError
 from hoglib.ops._define import define
 
 
@@ -17,7 +21,7 @@ def square(x: Tensor) -> Tensor:
     Shapes: x any; y like x. Differentiable to any order, in reverse and forward mode, under vmap.
     Raises TypeError for an integer x.
     """
-    arguments.differentiable("x", x)
+    validation.differentiable("x", x)
     return _square(x)
 
 
@@ -30,7 +34,7 @@ def exp(x: Tensor) -> Tensor:
     reverse and forward mode, under vmap.
     Raises TypeError for an integer x.
     """
-    arguments.differentiable("x", x)
+    validation.differentiable("x", x)
     return _exp(x)
 
 
@@ -43,7 +47,7 @@ def tanh(x: Tensor) -> Tensor:
     reverse and forward mode, under vmap.
     Raises TypeError for an integer x.
     """
-    arguments.differentiable("x", x)
+    validation.differentiable("x", x)
     return _tanh(x)
 
 
@@ -56,7 +60,7 @@ def sigmoid(x: Tensor) -> Tensor:
     reverse and forward mode, under vmap.
     Raises TypeError for an integer x.
     """
-    arguments.differentiable("x", x)
+    validation.differentiable("x", x)
     return _sigmoid(x)
 
 
@@ -72,8 +76,8 @@ def power(x: Tensor, exponent: float) -> Tensor:
     Raises TypeError for an integer x or an exponent that is not a Python number, ValueError for a
     NaN exponent.
     """
-    arguments.differentiable("x", x)
-    return _power(x, arguments.number("exponent", exponent))
+    validation.differentiable("x", x)
+    return _power(x, validation.number("exponent", exponent))
 
 
 def quadratic(
@@ -87,9 +91,9 @@ def quadratic(
     and forward mode, under vmap; a coefficient that is a Python number is a constant.
     Raises TypeError for integer tensors.
     """
-    arguments.differentiable("x", x)
+    validation.differentiable("x", x)
     for name, value in (("a", a), ("b", b), ("c", c)):
-        arguments.tensor_or_number(name, value)
+        validation.tensor_or_number(name, value)
     return _quadratic(x, a, b, c)
 
 
@@ -105,8 +109,8 @@ def swish(x: Tensor, beta: Tensor | float = 1.0) -> Tensor:
     Raises TypeError for an integer x or beta tensor.
     Source: Ramachandran, Zoph and Le, Searching for Activation Functions, 2017, eq. 1.
     """
-    arguments.differentiable("x", x)
-    arguments.tensor_or_number("beta", beta)
+    validation.differentiable("x", x)
+    validation.tensor_or_number("beta", beta)
     return _swish(x, beta)
 
 
@@ -164,3 +168,99 @@ _quadratic = define(
 _swish = define(
     _swish_forward, [_swish_by_x, _swish_by_beta], reference=_swish_forward, keep="inputs"
 )
+
+
+# === sinh in two ways: the lesson of what a Function may keep for its second derivative.
+#
+#     y = (e^x - e^-x) / 2        dy/dx = (e^x + e^-x) / 2
+#
+# Backward needs e^x and e^-x. Forward has them at hand, but a tensor that forward made and kept for
+# itself has no graph: saved and used in backward it is a constant to the second derivative, which
+# then lacks sinh(x) without an error. There are two ways out. *Recompute*: save x only, an input,
+# and
+# work out cosh(x) in backward from operations that autograd sees. *Return them*: an output has a
+# graph, and the derivatives by e^x and e^-x come back to backward as gradients of their own.
+
+
+def sinh(x: Tensor) -> Tensor:
+    r"""Hyperbolic sine.
+
+        y = sinh(x)        dy/dx = cosh(x)
+
+    Shapes: x any; y like x. Only x is kept and cosh(x) is recomputed. Differentiable to any order, in
+    reverse and forward mode, under vmap.
+    Raises TypeError for an integer x.
+    """
+    validation.differentiable("x", x)
+    return _sinh(x)
+
+
+_sinh = define(torch.sinh, [lambda x, _: torch.cosh(x)], reference=torch.sinh, keep="inputs")
+
+
+def sinh_returning_intermediates(x: Tensor) -> Tensor:
+    """`sinh` by a Function that returns e^x and e^-x beside its value; they stay hidden here."""
+    validation.differentiable("x", x)
+    y, _, _ = SinhReturningIntermediates.apply(x)
+    result: Tensor = y
+    return result
+
+
+class SinhReturningIntermediates(torch.autograd.Function):
+    r"""x -> (y, p, n)  with  p = e^x, n = e^-x, y = (p - n) / 2.
+
+        backward: (g_y, g_p, g_n) -> g_y (p + n) / 2 + g_p p - g_n n
+        jvp: t -> (t (p + n) / 2, t p, -t n)
+
+    The caller drops p and n, so g_p and g_n are zero in the first backward. The first term depends on
+    p and n, so differentiating it sends gradients to them, and the second backward collects those.
+    Left out, g_p and g_n would be the same silent mistake as a saved intermediate.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        p, n = torch.exp(x), torch.exp(-x)
+        return (p - n) / 2, p, n
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, ...]) -> None:
+        _, p, n = output
+        ctx.save_for_backward(p, n)
+        ctx.save_for_forward(p, n)
+
+    @staticmethod
+    def backward(ctx: Any, g_y: Tensor, g_p: Tensor, g_n: Tensor) -> Tensor:
+        p, n = (tensor.conj() for tensor in ctx.saved_tensors)
+        return g_y * (p + n) / 2 + g_p * p - g_n * n
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        p, n = ctx.saved_tensors
+        return t * (p + n) / 2, t * p, -t * n
+
+
+# === The gated linear unit, differentiable over forward mode too.
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    r"""Gated linear unit, as `torch.nn.functional.glu`.
+
+        y = a * sigmoid(b), with a and b the halves of the input along dim
+
+    Shapes: input [..., 2 n, ...]; y [..., n, ...]. Half precision is computed in float32. torch has no
+    derivative of the tangent of its own.
+    Raises ValueError for an odd size; TypeError for an integer or complex input.
+    Dauphin et al., Language Modeling with Gated Convolutional Networks, 2017.
+    """
+    validation.real("input", input)
+    if input.dim() == 0 or input.shape[dim] % 2:
+        raise ArgumentValueError(
+            f"input: expected an even size along dim {dim}, got {validation.describe(input)}."
+        )
+    a, b = upcast_half(input).chunk(2, dim)
+    return (a * torch.sigmoid(b)).to(input.dtype)
+
+
+GLU: dict[Callable[..., Any], Callable[..., Any]] = {F.glu: glu}

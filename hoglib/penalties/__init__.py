@@ -1,11 +1,11 @@
 """Gradient penalties of critics, Jacobians, parameters; forces; and an examiner of such penalties."""
 
-from hoglib.penalties._check import check
-from hoglib.penalties._options import Options
+from hoglib.penalties.checking.api import check
 from hoglib.penalties.critics import dragan, r1, r1_r2, r2, wgan_gp, zero_centred
 from hoglib.penalties.energies import forces
 from hoglib.penalties.jacobians import input_gradient, jacobian, lipschitz, sobolev
 from hoglib.penalties.module import GradientPenalty
+from hoglib.penalties.options import Options
 from hoglib.penalties.parameters import parameter_gradient
 
 __all__ = [

@@ -6,12 +6,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib.ops._norms_of_rows import root
-from hoglib.penalties._options import Options, settings
-from hoglib.penalties._point import Point
-from hoglib.penalties._terms import Rule, penalty
-from hoglib.penalties.interpolate import around, between
+from hoglib._core import validation
+from hoglib._core.norms import root
+from hoglib.errors import ArgumentValueError
+from hoglib.penalties.input_vjp import InputVJP
+from hoglib.penalties.interpolation import around, between
+from hoglib.penalties.options import Options, settings
+from hoglib.penalties.terms import Rule, penalty
 
 Critic = Callable[..., Any]
 
@@ -47,8 +48,8 @@ def wgan_gp(
     Source: Gulrajani et al., Improved Training of Wasserstein GANs, 2017, eq. 3; one-sided: Petzka,
     Fischer and Lukovnikov, On the Regularization of Wasserstein GANs, 2018, eq. 8.
     """
-    k = arguments.number("target", target, minimum=0.0)
-    arguments.flag("one_sided", one_sided)
+    k = validation.number("target", target, minimum=0.0)
+    validation.flag("one_sided", one_sided)
     x = _between("wgan_gp", real, fake, generator, options)
     return penalty("wgan_gp", critic, x, args, _distance_to(k, one_sided), options, generator)
 
@@ -112,7 +113,7 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
     if options.get("reduction") == "none":
         a, b = (at[0] if options.get("return_outputs") else at for at in (at_real, at_fake))
         if a.shape != b.shape:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"r1_r2(reduction='none'): expected as many fake samples as real ones, {len(a)}, got "
                 f"{len(b)}; use r1 and r2 for the terms of each."
             )
@@ -139,9 +140,9 @@ def dragan(
     Shapes, options, errors and warnings as for `wgan_gp`. generator: draws d.
     Source: Kodali et al., On Convergence and Stability of GANs, 2017, eq. 2 and algorithm 1.
     """
-    k = arguments.number("target", target, minimum=0.0)
-    c = None if noise is None else arguments.number("noise", noise, minimum=0.0)
-    x = around("dragan", real, c, arguments.generator(generator))
+    k = validation.number("target", target, minimum=0.0)
+    c = None if noise is None else validation.number("noise", noise, minimum=0.0)
+    x = around("dragan", real, c, validation.generator(generator))
     return penalty("dragan", critic, x, args, _distance_to(k, False), options, generator)
 
 
@@ -149,19 +150,19 @@ def _between(
     what: str, real: Any, fake: Any, generator: torch.Generator | None, options: Options
 ) -> Any:
     batch = settings(what, options).batch
-    return between(what, real, fake, batch, arguments.generator(generator))
+    return between(what, real, fake, batch, validation.generator(generator))
 
 
-def _square(point: Point) -> Tensor:
+def _square(point: InputVJP) -> Tensor:
     return point.squares(point.gradient())
 
 
-def _half_square(point: Point) -> Tensor:
+def _half_square(point: InputVJP) -> Tensor:
     return _square(point) / 2
 
 
 def _distance_to(target: float, one_sided: bool) -> Rule:
-    def rule(point: Point) -> Tensor:
+    def rule(point: InputVJP) -> Tensor:
         above = root(_square(point)) - target
         return (above.relu() if one_sided else above).square()
 

@@ -7,20 +7,18 @@ from typing import Any, Unpack, final
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib._explaining import explaining
-from hoglib._functorch import transforms_active
-from hoglib._guarding import guarded, unguarded
-from hoglib._leaves import Vector, filled
-from hoglib._warning import warn
-from hoglib.penalties import _coupling as coupling
-from hoglib.penalties import _effect as effect
-from hoglib.penalties._compiled import chosen, leaves_of, run
-from hoglib.penalties._distributed import averaged
-from hoglib.penalties._options import Options, Settings, settings
-from hoglib.penalties._point import Point, point_at
-from hoglib.penalties._samples import Samples
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import Vector, materialize_grads, translate_errors
+from hoglib._core.gradient_graph import value_checks_off, value_checks_on
+from hoglib._core.source_location import warn
+from hoglib._core.torch_internals import transforms_active
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.penalties import batch_dependence, gradient_flow
+from hoglib.penalties.compiled import chosen, leaves_of, run
+from hoglib.penalties.distributed import averaged
+from hoglib.penalties.input_vjp import InputVJP, input_vjp_at
+from hoglib.penalties.options import Options, Settings, settings
+from hoglib.penalties.samples import Samples
 
 
 def forces(
@@ -53,7 +51,7 @@ def forces(
     depend on positions, naming the cut. Warns where the forces reach no parameter that learns.
     Source: Behler and Parrinello, 2007; Schütt et al., SchNet, 2017, eq. 3.
     """
-    arguments.flag("hessian", hessian)
+    validation.flag("hessian", hessian)
     given = settings("forces", _only(options))
     at = Forces(energy, hessian, given._replace(batch=None))
     backend = chosen(given.compile)
@@ -63,7 +61,7 @@ def forces(
         "forces", at, (positions, args, given.batch), backend, None, False,
         lambda draws: _learn(at(positions, args, given.batch)),
     )  # fmt: skip
-    watched = _tree.map(lambda f: averaged("forces", f, leaves_of(f), found[0]), found[1])
+    watched = pytree.map(lambda f: averaged("forces", f, leaves_of(f), found[0]), found[1])
     return (found[0], watched, *found[2:])
 
 
@@ -78,23 +76,28 @@ class Forces:
         self, positions: Any, args: tuple[Any, ...], batch: Any, numbers: Any = None
     ) -> tuple[Any, ...]:
         """numbers: none are drawn; where they are given, what is computed was looked at before."""
-        with nullcontext() if numbers is None else unguarded():
+        with nullcontext() if numbers is None else value_checks_off():
             return self._computed(positions, args, batch)
 
     def _computed(self, positions: Any, args: tuple[Any, ...], batch: Any) -> tuple[Any, ...]:
         given = self.given._replace(batch=batch)
-        with point_at("forces", self.func, positions, args, given, per_sample=False) as point:
+        with input_vjp_at("forces", self.func, positions, args, given, per_sample=False) as point:
             functional = transforms_active()
             if not functional:
                 point.samples = _structures(point, batch)
                 look = point.wanted and point.samples is not None and not self.hessian
-                if look and guarded():
-                    coupling.look(point)
+                if look and value_checks_on():
+                    batch_dependence.check_batch_dependence(point)
             gradient = point.pull(None, graph=True if self.hessian else None)
             found: tuple[Any, ...] = (point.y, point.at([-g for g in gradient]))
             if self.hessian:
                 found = (*found, _hessian(point, gradient, batch))
-            if point.wanted and not functional and guarded() and not _reach(gradient, point):
+            if (
+                point.wanted
+                and not functional
+                and value_checks_on()
+                and not _reach(gradient, point)
+            ):
                 warn(
                     "forces: expected forces that depend on parameters that learn, got forces that do "
                     "not: a loss of them trains nothing. Look for detach() or no_grad in energy, and "
@@ -105,35 +108,37 @@ class Forces:
         if point.wanted:
             watched = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
             return (found[0], point.at(watched), *found[2:])
-        return tuple(_tree.map_tensors(Tensor.detach, part) for part in found)
+        return tuple(pytree.map_tensors(Tensor.detach, part) for part in found)
 
 
 def _learn(found: tuple[Any, ...]) -> bool:
-    return any(x.requires_grad for x in _tree.leaves(found) if isinstance(x, Tensor))
+    return any(x.requires_grad for x in pytree.leaves(found) if isinstance(x, Tensor))
 
 
 def _only(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("reduction", "micro_batch", "return_outputs"):
         if name in options:
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 "forces: expected options among output, batch, autocast, stand_ins, compile; got "
                 f"{name!r}, which belongs to penalties."
             )
     return dict(options)
 
 
-def _reach(gradient: Vector, point: Point) -> bool:
-    return any(g.requires_grad and effect.reaches(g, point.trainable) for g in gradient)
+def _reach(gradient: Vector, point: InputVJP) -> bool:
+    return any(
+        g.requires_grad and gradient_flow.gradient_reaches(g, point.trainable) for g in gradient
+    )
 
 
-def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
+def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
     if transforms_active():
-        raise arguments.NotSupported(
+        raise UnsupportedError(
             "forces(hessian=True): expected to run outside of torch.func transforms, got a call "
             "inside; use `torch.func.hessian(energy)` there."
         )
     if len(gradient) != 1:
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"forces(hessian=True): expected one tensor of positions, got a tree of {len(gradient)}; "
             "pass the others after it, as arguments of energy."
         )
@@ -154,21 +159,21 @@ def _hessian(point: Point, gradient: Vector, index: Any) -> Tensor | list[Tensor
     return (torch.stack(found) if found else x).reshape(*x.shape, *x.shape)
 
 
-def _structures(point: Point, index: Any) -> Samples | None:
+def _structures(point: InputVJP, index: Any) -> Samples | None:
     """Which rows are of which structure, as many as there are energies; None where all are of one."""
     y, count = point.y, len(point.own[0])
     if index is None:
         if not y.dim() or (y.numel() == 1 and count != 1):
             return None
         if y.numel() != count or len(y) != count:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"forces: expected one energy, or one for each of {count} structures, got "
-                f"{arguments.describe(y)}; add up energies of atoms, and where rows of positions are "
+                f"{validation.describe(y)}; add up energies of atoms, and where rows of positions are "
                 "atoms of several structures, pass batch=, the structure of each."
             )
     samples = Samples("forces", point.own, point.structure, index)
     if samples.count is not None and samples.count > y.numel():
-        raise arguments.WrongValue(
+        raise ArgumentValueError(
             f"forces: batch: expected numbers below that of the energies, {y.numel()}, got "
             f"{samples.count - 1}."
         )
@@ -176,17 +181,17 @@ def _structures(point: Point, index: Any) -> Samples | None:
     return samples
 
 
-def _apart(point: Point) -> None:
+def _apart(point: InputVJP) -> None:
     """Structures do not act on one another."""
-    if guarded() and coupling.coupled(point):
-        raise arguments.WrongValue(
+    if value_checks_on() and batch_dependence.is_batch_dependent(point):
+        raise ArgumentValueError(
             f"forces(hessian=True): expected {point.y.numel()} energies of structures that do not act "
             "on one another, got one that depends on the positions of others. Energies of atoms: add "
             "them up by structure, and pass batch= for several."
         )
 
 
-def _rows_by_structure(point: Point, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:
+def _rows_by_structure(point: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:
     """For each structure the rows of its Hessian, one of every structure in each pass."""
     structures = [(index == k).nonzero().reshape(-1) for k in range(point.y.numel())]
     width = x.shape[1:].numel()
@@ -203,12 +208,12 @@ def _rows_by_structure(point: Point, g: Tensor, x: Tensor, index: Tensor) -> lis
     return rows
 
 
-def _product(point: Point, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
+def _product(point: InputVJP, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
     """d <g, unit> / dx."""
     if not g.requires_grad:
         return torch.zeros_like(x)
-    with point.standing_in(), explaining("forces"):
+    with point.standing_in(), translate_errors("forces"):
         found = torch.autograd.grad(
             g, [x], unit, retain_graph=True, create_graph=point.wanted, allow_unused=True
         )
-    return filled(list(found), [x])[0]
+    return materialize_grads(list(found), [x])[0]

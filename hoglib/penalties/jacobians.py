@@ -6,16 +6,16 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib._functorch import uncompiled
-from hoglib._leaves import Vector
-from hoglib.ops._norms_of_rows import root
-from hoglib.penalties._options import Options
-from hoglib.penalties._point import Point
-from hoglib.penalties._samples import inputs
-from hoglib.penalties._terms import penalty
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import Vector
+from hoglib._core.norms import root
+from hoglib._core.torch_internals import uncompiled
+from hoglib.errors import ArgumentValueError
 from hoglib.penalties.critics import _half_square
+from hoglib.penalties.input_vjp import InputVJP
+from hoglib.penalties.options import Options
+from hoglib.penalties.samples import inputs
+from hoglib.penalties.terms import penalty
 
 Func = Callable[..., Any]
 
@@ -54,9 +54,9 @@ def jacobian(
     Source: Hoffman, Roberts and Yaida, Robust Learning with Jacobian Regularization, 2019, eq. 9, 12.
     """
     _projections(num_projections)
-    arguments.generator(generator)
+    validation.generator(generator)
 
-    def rule(point: Point) -> Tensor:
+    def rule(point: InputVJP) -> Tensor:
         y = point.rows()
         directions, factor = _directions(point, num_projections, generator)
         total = y.new_zeros(len(y))
@@ -89,12 +89,12 @@ def sobolev(
     Source: Czarnecki et al., Sobolev Training for Neural Networks, 2017, eq. 1, 4.
     """
     _projections(num_projections)
-    arguments.generator(generator)
+    validation.generator(generator)
     inputs("sobolev", "derivatives", derivatives)
-    if _tree.flatten(derivatives)[1] != _tree.flatten(x)[1]:
-        raise arguments.WrongValue(
-            f"sobolev: expected derivatives with the structure of x ({len(_tree.leaves(x))} tensors), "
-            f"got another one ({len(_tree.leaves(derivatives))})."
+    if pytree.flatten(derivatives)[1] != pytree.flatten(x)[1]:
+        raise ArgumentValueError(
+            f"sobolev: expected derivatives with the structure of x ({len(pytree.leaves(x))} tensors), "
+            f"got another one ({len(pytree.leaves(derivatives))})."
         )
 
     func = uncompiled(func)
@@ -105,9 +105,9 @@ def sobolev(
 
     without.__wrapped__ = func  # type: ignore[attr-defined]
 
-    def rule(point: Point) -> Tensor:
+    def rule(point: InputVJP) -> Tensor:
         y = point.rows()
-        wanted = _tree.leaves(point.args[0])
+        wanted = pytree.leaves(point.args[0])
         _like_jacobians(point, wanted)
         assert point.samples is not None
         indices = point.samples.index
@@ -147,12 +147,12 @@ def lipschitz(
     Source: Yoshida and Miyato, Spectral Norm Regularization, 2017, section 3; one-sided: Petzka,
     Fischer and Lukovnikov, On the Regularization of Wasserstein GANs, 2018, eq. 8.
     """
-    k = arguments.number("bound", bound, minimum=0.0)
+    k = validation.number("bound", bound, minimum=0.0)
     if num_iterations is not None:
-        arguments.at_least("num_iterations", num_iterations, 1)
-    arguments.generator(generator)
+        validation.at_least("num_iterations", num_iterations, 1)
+    validation.generator(generator)
 
-    def rule(point: Point) -> Tensor:
+    def rule(point: InputVJP) -> Tensor:
         y = point.rows()
         if y.shape[1] == 1:
             norms = root(point.squares(point.gradient()))
@@ -168,17 +168,17 @@ def lipschitz(
 
 def _projections(count: int | None) -> None:
     if count is not None:
-        arguments.at_least("num_projections", count, 1)
+        validation.at_least("num_projections", count, 1)
 
 
-def _like_jacobians(point: Point, wanted: Vector) -> None:
+def _like_jacobians(point: InputVJP, wanted: Vector) -> None:
     """Derivatives have the shape of x for one output a sample, else the outputs' shape in each row."""
     y = point.y
     single = y.numel() == len(y)
-    for name, leaf, d in zip(_tree.paths(point.at(point.own)), point.own, wanted, strict=True):
+    for name, leaf, d in zip(pytree.paths(point.at(point.own)), point.own, wanted, strict=True):
         shapes = [torch.Size((len(leaf), *y.shape[1:], *leaf.shape[1:]))] + [leaf.shape] * single
         if d.shape not in shapes:
-            raise arguments.WrongValue(
+            raise ArgumentValueError(
                 f"sobolev: derivatives{f'[{name!r}]' if name else ''}: expected shape "
                 f"{tuple(shapes[-1])}, got {tuple(d.shape)}."
             )
@@ -192,7 +192,7 @@ def _directed(derivative: Tensor, u: Tensor, like: Tensor) -> Tensor:
 
 
 def _directions(
-    point: Point, count: int | None, generator: torch.Generator | None
+    point: InputVJP, count: int | None, generator: torch.Generator | None
 ) -> tuple[Sequence[Tensor], float]:
     """Directions of the outputs [N, C], each of length one, and the weight of a square: C / P."""
     y = point.rows()
@@ -204,7 +204,7 @@ def _directions(
     return basis.to(y).unbind(2), outputs / count
 
 
-def _spectral_norms(point: Point) -> Tensor:
+def _spectral_norms(point: InputVJP) -> Tensor:
     """The largest singular value of each sample's Jacobian, from all of its rows."""
     rows: list[Vector] = [
         point.pull(e.expand_as(point.rows()).view_as(point.y), keep=True)
@@ -230,7 +230,7 @@ def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: Any) -> Ten
     return torch.where(finite, norms, matrices.abs().sum((1, 2)))
 
 
-def _leading(point: Point, steps: int, generator: torch.Generator | None) -> Tensor:
+def _leading(point: InputVJP, steps: int, generator: torch.Generator | None) -> Tensor:
     """The leading left singular vector of each sample's Jacobian, [N, C], by power iteration."""
     y = point.rows()
     u = point.drawn(torch.randn, tuple(y.shape), generator).to(y)

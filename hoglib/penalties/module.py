@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib.capture._capturing import runs_elsewhere
-from hoglib.penalties import critics, jacobians, parameters
-from hoglib.penalties._options import Settings, settings
+from hoglib._core import pytree, validation
+from hoglib.capture.capturing import runs_elsewhere
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.penalties import critics, jacobians
+from hoglib.penalties import parameters as parameter_penalties
+from hoglib.penalties.options import Settings, settings
 
 # Which of (real, fake) each kind is given before the other arguments.
 REAL, FAKE, BOTH = "real", "fake", "both"
@@ -27,7 +28,7 @@ KINDS: dict[str, tuple[Callable[..., Any], str]] = {
     "input_gradient": (jacobians.input_gradient, REAL),
     "jacobian": (jacobians.jacobian, REAL),
     "sobolev": (jacobians.sobolev, REAL),
-    "parameter_gradient": (parameters.parameter_gradient, REAL),
+    "parameter_gradient": (parameter_penalties.parameter_gradient, REAL),
 }
 
 
@@ -68,12 +69,13 @@ class GradientPenalty(nn.Module):
     ) -> None:
         super().__init__()
         name = str(kind).replace("-", "_")
-        self.kind = arguments.one_of("kind", name, KINDS)
-        self.weight = arguments.number("weight", weight, minimum=0.0)
-        self.every = arguments.at_least("every", every, 1)
+        self.kind = validation.one_of("kind", name, KINDS)
+        self.weight = validation.number("weight", weight, minimum=0.0)
+        self.every = validation.at_least("every", every, 1)
         if options is not None and not isinstance(options, Mapping):
-            raise arguments.WrongType(
-                f"options: expected a dict of the penalty's options, got {arguments.describe(options)}."
+            raise ArgumentTypeError(
+                f"options: expected a dict of the penalty's options, got "
+                f"{validation.describe(options)}."
             )
         chosen = {
             "micro_batch": micro_batch, "autocast": autocast or None, "output": output,
@@ -84,7 +86,7 @@ class GradientPenalty(nn.Module):
         known = _options_of(self.kind)
         for name in self.options:
             if name not in known:
-                raise arguments.WrongType(
+                raise ArgumentTypeError(
                     f"options: expected those of hoglib.penalties.{self.kind}, {', '.join(known)}, got "
                     f"{name!r}."
                 )
@@ -118,7 +120,7 @@ class GradientPenalty(nn.Module):
             runs_elsewhere()
         ):  # what is captured, and compared with that, is not a call of a training
             if self.every > 1:
-                raise arguments.NotSupported(
+                raise UnsupportedError(
                     f"GradientPenalty(every={self.every}): expected to run outside of what is "
                     "compiled, since a graph counts no calls: it would hold the penalty always, or "
                     "never. Call penalty.factor() outside, pass the number to what is compiled, where "
@@ -134,12 +136,12 @@ class GradientPenalty(nn.Module):
         """The penalty by itself, without weight and schedule."""
         function, given = KINDS[self.kind]
         if given != REAL and fake is None:
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 f"GradientPenalty(kind={self.kind!r}): expected real and fake samples, got no fake; "
                 "call it as penalty(critic, real, fake)."
             )
         if self.kind == "sobolev" and not args:
-            raise arguments.WrongType(
+            raise ArgumentTypeError(
                 "GradientPenalty(kind='sobolev'): expected the derivatives after fake, got none; call "
                 "it as penalty(func, x, None, derivatives)."
             )
@@ -150,7 +152,7 @@ class GradientPenalty(nn.Module):
     def _returns_a_scalar(self, options: Mapping[str, Any]) -> None:
         for name in ("return_outputs", "reduction"):
             if options.get(name, "mean") not in ("mean", "sum", False):
-                raise arguments.WrongValue(
+                raise ArgumentValueError(
                     f"options: expected none that changes what is returned, got {name}="
                     f"{options[name]!r}; call hoglib.penalties.{self.kind} for that."
                 )
@@ -176,6 +178,6 @@ def _options_of(kind: str) -> list[str]:
 
 def _zero(*trees: Any) -> Tensor:
     """A zero that can be added and that backward may be called on; it reaches no parameter."""
-    like = next(x for x in _tree.leaves(trees) if isinstance(x, Tensor))
+    like = next(x for x in pytree.leaves(trees) if isinstance(x, Tensor))
     dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
     return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)

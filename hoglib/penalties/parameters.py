@@ -7,21 +7,18 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib import _arguments as arguments
-from hoglib import _tree
-from hoglib._functorch import transforms_active
-from hoglib._gradient_graph import gradient_graph
-from hoglib._leaves import Vector
-from hoglib._recording import recordable, recording
-from hoglib._substitution import lingering
-from hoglib.ops._halves import widened
-from hoglib.ops._norms_of_rows import root
-from hoglib.penalties import _effect as effect
-from hoglib.penalties._around import as_parameters, autocast_on
-from hoglib.penalties._compiled import chosen, run
-from hoglib.penalties._distributed import averaged
-from hoglib.penalties._options import backend
-from hoglib.stand_ins import stand_ins_if
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, gradient_with_graph
+from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.norms import root
+from hoglib._core.swap import keep_swapped
+from hoglib._core.torch_internals import transforms_active
+from hoglib.penalties import gradient_flow
+from hoglib.penalties.compiled import chosen, run
+from hoglib.penalties.critic_state import as_parameters, autocast_on
+from hoglib.penalties.distributed import averaged
+from hoglib.penalties.options import backend
+from hoglib.stand_ins.mode import stand_ins_if
 
 WHAT = "parameter_gradient"
 Func = Callable[..., Tensor]
@@ -55,11 +52,11 @@ def parameter_gradient(
     Source: norm: Zhao, Zhang and Hu, Penalizing Gradient Norm for Efficiently Improving Generalization,
     2022, eq. 2; squared: Barrett and Dherin, Implicit Gradient Regularization, 2021, eq. 1.
     """
-    arguments.function("func", func)
-    arguments.parameters(params)
-    arguments.flag("squared", squared)
-    arguments.flag("autocast", autocast)
-    arguments.flag("return_outputs", return_outputs)
+    validation.function("func", func)
+    validation.parameters(params)
+    validation.flag("squared", squared)
+    validation.flag("autocast", autocast)
+    validation.flag("return_outputs", return_outputs)
     norm = Norm(func, squared, autocast, stand_ins, return_outputs)
     graph = chosen(backend(compile))
     if graph is None:
@@ -69,7 +66,7 @@ def parameter_gradient(
         lambda draws: _requires_grad(norm(params, args)),
     )  # fmt: skip
     value, *outputs = found if return_outputs else (found,)
-    value = averaged(WHAT, value, _tree.leaves(params), outputs)
+    value = averaged(WHAT, value, pytree.leaves(params), outputs)
     return (value, *outputs) if return_outputs else value
 
 
@@ -84,34 +81,34 @@ class Norm:
         self.stand_ins, self.return_outputs = stand_ins, return_outputs
 
     def __call__(self, params: Any, args: tuple[Any, ...], numbers: Any = None) -> Any:
-        leaves, structure = _tree.flatten(params)
+        leaves, structure = pytree.flatten(params)
         wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
         functional = transforms_active()
 
         def of_leaves(*own: Tensor) -> Tensor:
             with torch.enable_grad():
-                value = self.func(_tree.unflatten(own, structure), *args)
-                return arguments.scalar("func(params, *args)", value)
+                value = self.func(pytree.unflatten(own, structure), *args)
+                return validation.scalar("func(params, *args)", value)
 
         with ExitStack() as stack:
             for kind in () if self.autocast else autocast_on(leaves):
                 stack.enter_context(torch.autocast(kind, enabled=False))
                 args = as_parameters(leaves, args)
-            for context in (recording(), lingering(), stand_ins_if(self.stand_ins)):
+            for context in (grad_enabled(), keep_swapped(), stand_ins_if(self.stand_ins)):
                 stack.enter_context(context)
-            leaves, args = recordable((leaves, args))
+            leaves, args = clone_inference_tensors((leaves, args))
             if functional:
                 value, found = _by_transform(of_leaves, leaves)
             else:
-                value, _, grads = gradient_graph(of_leaves, leaves, WHAT, wanted)
+                value, _, grads = gradient_with_graph(of_leaves, leaves, WHAT, wanted)
                 found = [g for g in grads if g is not None]
-            norm = _tree.sum_scalars([(g * g.conj()).real.sum() for g in map(widened, found)])
+            norm = pytree.sum_scalars([(g * g.conj()).real.sum() for g in map(upcast_half, found)])
             norm = norm if self.squared else root(norm)
             if wanted and not functional and not norm.requires_grad:
-                raise effect.none(
+                raise gradient_flow.no_gradient_flow(
                     WHAT,
                     "the gradient of func does not depend on the parameters",
-                    lambda x: self.func(_tree.unflatten(x, structure), *args), leaves, (),
+                    lambda x: self.func(pytree.unflatten(x, structure), *args), leaves, (),
                 )  # fmt: skip
         if wanted:
             norm = averaged(WHAT, norm, leaves, value)
@@ -121,7 +118,7 @@ class Norm:
 
 
 def _requires_grad(found: Any) -> bool:
-    return any(x.requires_grad for x in _tree.leaves(found))
+    return any(x.requires_grad for x in pytree.leaves(found))
 
 
 def _by_transform(func: Callable[..., Tensor], leaves: Vector) -> tuple[Tensor, Vector]:

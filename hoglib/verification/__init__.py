@@ -1,8 +1,7 @@
-"""Verification: are the derivatives of a function right, and if not, what is at fault?"""
+"""Verification: whether the derivatives of a function are right, and what is at fault if not."""
 
-from hoglib.verification._verify import verify
-from hoglib.verification.auditing.run import audit
-from hoglib.verification.drawing.picture import Graph, graph
-from hoglib.verification.report import Report, Row, VerificationError
+from hoglib.errors import VerificationError
+from hoglib.verification.api import verify
+from hoglib.verification.report import Report, Row
 
-__all__ = ["Graph", "Report", "Row", "VerificationError", "audit", "graph", "verify"]
+__all__ = ["Report", "Row", "VerificationError", "verify"]

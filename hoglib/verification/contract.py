@@ -1,21 +1,190 @@
-"""What a custom Function must do, and not do, besides computing the right numbers."""
+"""Finds a hard-coded device, on a machine that may have only one.
 
-from collections.abc import Callable
+Tensors made from nothing, without a `device=` that came from a tensor, live on the default device. A
+call that mixes one of them with a tensor that came from the inputs fails on every other device.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
-from hoglib.verification import _plain as plain
-from hoglib.verification._application import Application
-from hoglib.verification._around import told
-from hoglib.verification._devices import Watch as DeviceWatch
-from hoglib.verification._gradients import gradients, linear
-from hoglib.verification._in_place import in_place
-from hoglib.verification._slots import kind_of
+from hoglib._core import pytree, source_location
+from hoglib._core.source_location import format_error
+from hoglib.verification import function_rules
+from hoglib.verification.call import same
+from hoglib.verification.function_rules import Run, kind_of
 from hoglib.verification.report import Row
+from hoglib.verification.returned_gradients import gradients, linear
+from hoglib.verification.subject import Application
+
+MOVES = ("cpu", "cuda")
+INDEXING = ("__getitem__", "__setitem__")  # takes indices from the CPU
+
+
+class DeviceWatch(TorchFunctionMode):
+    """`found` says, in words, where the first such call was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+        self._made: dict[
+            int, Tensor
+        ] = {}  # on the default device; held, so that an id stays its own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        device = kwargs.get("device")
+        spelled = device if isinstance(device, str) else None
+        if name == "to" and len(args) > 1 and isinstance(args[1], str):
+            spelled = args[1]
+        if given and (name in MOVES or spelled):
+            how = f'device="{spelled}"' if spelled else f".{name}()"
+            self._note(f"{how} is spelled out")
+        result = func(*args, **kwargs)
+        strange = [x for x in given if id(x) in self._made]
+        sized = [x for x in strange if x.dim()]  # tensors without dimensions mix with any device
+        if sized and len(strange) < len(given) and name not in INDEXING:
+            self._note("a tensor made on the default device is mixed with the inputs")
+        made_here = not given and (device is None or spelled is not None)
+        if made_here or (given and len(strange) == len(given)):
+            for y in pytree.leaves(result):
+                if isinstance(y, Tensor):
+                    self._made[id(y)] = y
+        return result
+
+    def _note(self, what: str) -> None:
+        if not self.found:
+            place = source_location.torch_call_line()
+            self.found = what + (f", at {place}" if place else "")
+
+
+# === Whether a Function changes what it was given: inputs, incoming gradients, saved tensors.
+
+IN_PLACE = (
+    "Work on a new tensor ({example}). What is changed belongs to the caller: to other branches of the "
+    "graph, and to the second backward pass."
+)
+
+
+class Mutation(NamedTuple):
+    """A tensor that was changed, and the call that did it, if that was seen."""
+
+    name: str
+    place: source_location.SourceLine | None
+
+
+class _InPlace(TorchFunctionMode):
+    """Notes where calls in place write, by the storage that they write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[int, source_location.SourceLine | None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        out = (kwargs or {}).get("out")
+        written = [x for x in pytree.leaves(out) if isinstance(x, Tensor)]
+        in_place = (name.endswith("_") and not name.startswith("__")) or name in (
+            "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
+        )  # fmt: skip
+        if in_place and args and isinstance(args[0], Tensor):
+            written.append(args[0])
+        for x in written:
+            self.places.setdefault(_storage(x), source_location.torch_call_line())
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
+
+
+class Snapshot:
+    """Tensors as they were, to tell later which of them were changed."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self._was = {
+            name: (x, x._version, x.detach().clone())
+            for name, x in tensors.items()
+            if isinstance(x, Tensor)
+        }
+
+    def changed(self, places: dict[int, source_location.SourceLine | None]) -> list[Mutation]:
+        return [
+            Mutation(name, places.get(_storage(x)))
+            for name, (x, version, value) in self._was.items()
+            if x._version != version or not same(x, value)
+        ]
+
+
+def in_place(app: Application) -> list[Row]:
+    torch.manual_seed(0)
+    args = app.fresh()
+    inputs = Snapshot({app.name(i): x for i, x in enumerate(args)})
+    with _InPlace() as watch:
+        run = app.run(args)
+    declared = {app.name(i) for i, x in enumerate(args) if _among(x, run.record.dirty)}
+    forward = [m for m in inputs.changed(watch.places) if m.name not in declared]
+    differentiated = {app.name(i) for i in app.by}
+
+    grads = run.incoming()
+    given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
+    saved = Snapshot(
+        {
+            f"{label} ({_name_of(app, run, value)})": value
+            for label, slot in run.record.slots().items()
+            for value in function_rules.tensors(slot)
+        }
+    )
+    again = Snapshot({app.name(i): x for i, x in enumerate(args)})
+    with _InPlace() as watch:
+        function_rules.backward(app.function, run.record, grads)
+    gradients, kept = given.changed(watch.places), saved.changed(watch.places)
+    late = again.changed(watch.places)
+    return [
+        _mutated("in-place: inputs", "forward", forward, differentiated, "`x.mul(2)`, not `x.mul_(2)`",
+                 " If it is meant, declare it with ctx.mark_dirty and return it."),
+        _mutated("in-place: grad_output", "backward", gradients, None, "`g * x`, not `g.mul_(x)`"),
+        _mutated("in-place: saved tensors", "backward", kept or late, None,
+                 "`x * 2`, not `x.mul_(2)`"),
+    ]  # fmt: skip
+
+
+def _mutated(
+    name: str, by: str, changes: list[Mutation], differentiated: set[str] | None, example: str,
+    also: str = "",
+) -> Row:  # fmt: skip
+    if not changes:
+        return Row(name, "pass")
+    what = name.removeprefix("in-place: ").removesuffix("s")
+    listed = "; ".join(m.name + (f", at {m.place}" if m.place else "") for m in changes)
+    text = f"{by} changes {_article(what)} in place (in-place): {listed}. "
+    text += IN_PLACE.format(example=example) + also
+    only_buffers = differentiated is not None and not any(m.name in differentiated for m in changes)
+    return Row(name, "warn" if only_buffers else "fail", None, text)
+
+
+def _article(what: str) -> str:
+    return {"input": "its input", "grad_output": "grad_output, the incoming gradient,"}.get(
+        what, f"a {what}"
+    )
+
+
+def _among(x: Any, others: Sequence[Any]) -> bool:
+    return any(x is other for other in others)
+
+
+def _name_of(app: Application, run: Run, value: Any) -> str:
+    return kind_of(value, run, tuple(app.name(i) for i in range(len(run.inputs))))[1]
+
+
+# === What a custom Function must do, and not do, besides computing the right numbers.
 
 SETUP = (
     "Its forward takes ctx, which torch.func (grad, vmap, jvp, hessian) refuses. Split it: "
@@ -39,7 +208,7 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
             with torch.no_grad():
                 rows += part(app)
         except Exception as error:  # the derivatives say what it means under autograd
-            problems.append(told(error))
+            problems.append(format_error(error))
     if problems:
         text = f"not run as plain functions: {'; '.join(dict.fromkeys(problems))}."
         rows.append(Row("contract", "skip", None, text))
@@ -47,7 +216,7 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
 
 
 def _setup_context(function: type[Function]) -> Row:
-    if plain.is_classic(function):
+    if function_rules.is_classic(function):
         return Row(
             "setup_context", "warn", None, f"{function.__name__} has no setup_context. {SETUP}"
         )
@@ -63,13 +232,13 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
             run = app.run(args)
         grads = run.incoming()
         with watch:
-            plain.backward(app.function, run.record, grads)
-        if plain.offers_jvp(app.function):
+            function_rules.backward(app.function, run.record, grads)
+        if function_rules.offers_jvp(app.function):
             tangents = [
                 torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
             ]
             with watch:
-                plain.jvp(app.function, run.record, tangents)
+                function_rules.jvp(app.function, run.record, tangents)
 
 
 def _needs_input_grad(app: Application) -> list[Row]:
@@ -81,7 +250,7 @@ def _needs_input_grad(app: Application) -> list[Row]:
         alone = app._replace(by=tuple(j for j in app.by if j != i))
         run = alone.seeded()
         grads = run.incoming()
-        returned = plain.backward(app.function, run.record, grads)
+        returned = function_rules.backward(app.function, run.record, grads)
         free = i < len(returned) and any(returned[i] is g for g in grads)
         if i < len(returned) and isinstance(returned[i], Tensor) and not free:
             idle.append(app.name(i))
@@ -100,7 +269,7 @@ def _context(app: Application) -> list[Row]:
     names = tuple(app.name(i) for i in range(len(run.inputs)))
     attributes = []
     for attribute, value in run.record.attributes.items():
-        for tensor in plain.tensors(value)[:1]:
+        for tensor in function_rules.tensors(value)[:1]:
             _, what = kind_of(tensor, run, names)
             place = run.record.noted(f"ctx.{attribute}").place
             attributes.append(f"ctx.{attribute} ({what}{f', {place}' if place else ''})")

@@ -10,15 +10,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hoglib.verification import _diagnosis as diagnosis
-from hoglib.verification import _maps as maps
-from hoglib.verification import _plain as plain
-from hoglib.verification._around import told
-from hoglib.verification._compare import Bounds, Found, Target, in_forward, in_reverse, sure, target
-from hoglib.verification._differences import uniform
-from hoglib.verification._subject import Subject
-from hoglib.verification._words import MODES, ORDINALS, Mode
-from hoglib.verification.report import Row
+from hoglib._core import element_differences
+from hoglib._core.element_differences import uniform
+from hoglib._core.source_location import format_error
+from hoglib.verification import call as calls
+from hoglib.verification import function_rules, wording
+from hoglib.verification.comparison import (
+    Bounds,
+    Found,
+    Target,
+    in_forward,
+    in_reverse,
+    sure,
+    target,
+)
+from hoglib.verification.report import MODES, ORDINALS, Mode, Row
+from hoglib.verification.subject import Subject
 
 JVP_TWICE = "jvp inside jvp: torch differentiates a custom Function's own jvp to zero there."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
@@ -27,7 +34,7 @@ NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 class Stage(NamedTuple):
     """A map whose derivative is the one in question, its arguments, and what to call both ends."""
 
-    map: maps.Map
+    map: element_differences.Map
     x: list[Tensor]
     rows: list[str]
     columns: list[str]
@@ -46,11 +53,11 @@ def stage(
     f, x, rows, columns = first
     count = len(x)
     if mode.inner == "r":
-        f, x = maps.gradient(first.map, count), [*x, *like(first.map(*x))]
+        f, x = calls.gradient(first.map, count), [*x, *like(first.map(*x))]
         columns = [*columns, *(f"the gradient of {row}" for row in rows)]
         rows = [f"the gradient by {name}" for name in first.columns]
     else:
-        make = maps.func_tangent if by_func or mode.outer == "f" else maps.tangent
+        make = calls.func_tangent if by_func or mode.outer == "f" else calls.tangent
         f, x = make(first.map, count), [*x, *like(x)]
         columns = [*columns, *(f"the tangent of {name}" for name in columns)]
         rows = [f"the tangent of {row}" for row in rows]
@@ -58,10 +65,10 @@ def stage(
         return Stage(f, x, rows, columns)
     second = Stage(f, x, rows, columns)
     if mode.key == "ff":
-        f, x = maps.func_tangent(second.map, len(x)), [*x, *like(x)]
+        f, x = calls.func_tangent(second.map, len(x)), [*x, *like(x)]
         columns = [*columns, *(f"the second tangent of {name}" for name in columns)]
         return Stage(f, x, [f"the derivative of {row}" for row in rows], columns)
-    f, x = maps.gradient(second.map, len(x)), [*x, *like(second.map(*x))]
+    f, x = calls.gradient(second.map, len(x)), [*x, *like(second.map(*x))]
     columns = [*columns, *(f"the gradient of {row}" for row in rows)]
     return Stage(f, x, [f"the second derivative by {name}" for name in second.columns], columns)
 
@@ -93,7 +100,7 @@ class Derivatives:
         yield row
         if self._wants("f"):
             row = self._forward_row("first derivative: forward", at, "f")
-            rules = sorted(f.__name__ for f in subject.functions if plain.offers_jvp(f))
+            rules = sorted(f.__name__ for f in subject.functions if function_rules.offers_jvp(f))
             if row.status == "fail" and rules:
                 text = f"the jvp of {', '.join(rules)} is wrong: {row.text}"
                 row = row._replace(text=text)
@@ -166,7 +173,7 @@ class Derivatives:
     def _compared(self, at: Target, key: str) -> Found:
         if key[0] == "r":
             return in_reverse(at, self._bounds, self._subject.random, full=self._full)
-        return in_forward(at, self._bounds, maps.func_push if key == "ff" else maps.push)
+        return in_forward(at, self._bounds, calls.func_push if key == "ff" else calls.push)
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
         self.found[name] = self._both(at, "r")
@@ -185,7 +192,7 @@ class Derivatives:
 
     def _not_there(self, name: str, error: Exception) -> Row:
         """Forward mode that raises: a fault where it was declared or asked for."""
-        text = f"it raised {told(error)}."
+        text = f"it raised {format_error(error)}."
         declared = self._subject.offers_forward or self._modes is not None
         if not declared:
             return Row(name, "skip", None, f"it is not offered: {text}")
@@ -194,7 +201,7 @@ class Derivatives:
 
     def _judged(self, name: str, found: Found) -> Row:
         if found.raised is not None:
-            text = f"{name.split(':')[0]} is missing: it raised {told(found.raised)}"
+            text = f"{name.split(':')[0]} is missing: it raised {format_error(found.raised)}"
             return Row(name, "fail", None, text)
         if found.wrong:
             others = self._labels(found.faulty - {found.column})
@@ -236,7 +243,9 @@ class Derivatives:
         if "f" not in mode.key:
             return ""
         if subject.offers_forward is False:
-            lacking = sorted(f.__name__ for f in subject.functions if not plain.offers_jvp(f))
+            lacking = sorted(
+                f.__name__ for f in subject.functions if not function_rules.offers_jvp(f)
+            )
             return NOT_OFFERED.format(which=", ".join(lacking))
         if mode.key == "ff" and subject.functions:
             return JVP_TWICE
@@ -265,7 +274,7 @@ class Derivatives:
         if found.raised is not None or found.row < 0:
             return ""
         try:
-            return diagnosis.of_gradient(self._subject, self._subject.x, found.row, found.column)
+            return wording.of_gradient(self._subject, self._subject.x, found.row, found.column)
         except Exception:  # words are not worth an error
             return ""
 

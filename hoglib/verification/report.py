@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
+from hoglib._core import validation
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, VerificationError
+
 STATUSES = ("pass", "fail", "warn", "skip")
 WIDTH = 100
 CULPRIT = "culprit: "
@@ -18,10 +21,6 @@ class Row(NamedTuple):
     status: str
     error: float | None = None
     text: str = ""
-
-
-class VerificationError(AssertionError):
-    """A report with a failed row, or one that judged nothing; its text is the report."""
 
 
 class Report:
@@ -183,3 +182,62 @@ def _wrapped(text: str, width: int) -> list[str]:
                 for part in textwrap.wrap(line, width - 6, break_long_words=False) or [""]
             ]
     return lines
+
+
+# === How a report names modes and derivatives.
+
+
+class Mode(NamedTuple):
+    """One way to a second derivative: the outer of two levels over the inner one."""
+
+    key: str  # "fr"
+    title: str  # "forward-over-reverse"
+
+    @property
+    def outer(self) -> str:
+        return self.key[0]
+
+    @property
+    def inner(self) -> str:
+        return self.key[1]
+
+
+MODES = {
+    key: Mode(key, title)
+    for key, title in {
+        "rr": "reverse-over-reverse",
+        "fr": "forward-over-reverse",
+        "rf": "reverse-over-forward",
+        "ff": "forward-over-forward",
+    }.items()
+}
+ORDINALS = {1: "first", 2: "second", 3: "third"}
+
+
+def modes(value: object) -> tuple[Mode, ...] | None:
+    """The modes that were asked for, by either name; None for all that are offered."""
+    if value is None:
+        return None
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list | tuple | set | frozenset) or not given:
+        raise ArgumentTypeError(
+            f"modes: expected some of {', '.join(MODES)}, got {validation.describe(value)}."
+        )
+    known = {mode.title: mode for mode in MODES.values()} | MODES
+    for name in given:
+        if name not in known:
+            raise ArgumentValueError(f"modes: expected some of {', '.join(known)}; got {name!r}.")
+    return tuple(mode for mode in MODES.values() if {mode.key, mode.title} & set(given))
+
+
+def orders(value: object) -> tuple[int, ...]:
+    """The orders that were asked for, first and second where nothing was."""
+    given = (1, 2) if value is None else (value,) if isinstance(value, int) else value
+    if not isinstance(given, list | tuple | range | set) or not given:
+        raise ArgumentTypeError(
+            f"orders: expected some of 1, 2, 3, got {validation.describe(value)}."
+        )
+    for order in given:
+        if isinstance(order, bool) or order not in ORDINALS:
+            raise ArgumentValueError(f"orders: expected some of 1, 2, 3, got {order!r}.")
+    return tuple(sorted(set(given)))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.capture import compiled
+from hoglib.capture import api
 from tests.capture.models import draw
 
 Pair = namedtuple("Pair", "left right")
@@ -336,7 +336,7 @@ def test_a_graph_can_be_looked_at():
     assert one.nodes == one.code.count("torch.ops") > 1
     assert one.seconds_to_trace > 0
     assert one.seconds_to_compile >= 0
-    assert repr(one).startswith("Captured(arguments='float64[3, 2], 3', nodes=")
+    assert repr(one).startswith("GraphEntry(arguments='float64[3, 2], 3', nodes=")
     assert len(repr(one)) < 200
     assert repr(fast).startswith("hoglib.compile(<lambda>, backend='eager'), 1 graph")
 
@@ -624,4 +624,4 @@ def test_a_prepared_graph_takes_tensors_alone():
 
 
 def test_how_many_operations_a_function_has():
-    assert compiled.captured(lambda x: (x * 2, x * 2, x.sin()), draw(3)).nodes == 2
+    assert api.captured(lambda x: (x * 2, x * 2, x.sin()), draw(3)).nodes == 2

@@ -10,7 +10,8 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.capture import _inductor as inductor
+from hoglib._core import cache as disk_cache
+from hoglib.capture import backend as backends
 from tests.capture.models import draw
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
@@ -25,14 +26,14 @@ def shared_cache(tmp_path_factory):
 def cache(shared_cache, monkeypatch):
     """A directory that one test fills and others read."""
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(shared_cache))
-    inductor.forget()
+    backends.forget()
     return shared_cache
 
 
 @pytest.fixture
 def other_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    inductor.forget()
+    backends.forget()
     return tmp_path
 
 
@@ -43,7 +44,7 @@ def no_compiler(monkeypatch):
     def fail(*args):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(inductor, "_compile", fail)
+    monkeypatch.setattr(backends, "_compile", fail)
 
 
 def function():
@@ -97,7 +98,7 @@ def test_a_graph_that_is_equal_is_found_in_memory_and_on_disk(compiled, cache, n
     again = hog.compile(function())
     assert_close(again(draw(3)), compiled[1])
     assert again.signatures[0].source == "memory"
-    inductor.forget()
+    backends.forget()
     later = hog.compile(function())
     assert_close(later(draw(3)), compiled[1])
     assert later.signatures[0].source == "disk"
@@ -123,7 +124,7 @@ def test_a_second_process_reads_what_the_first_wrote(compiled, cache):
     program = """
         import sys, torch
         import hoglib as hog
-        from hoglib.capture import _inductor as inductor
+        from hoglib.capture import backend as inductor
         from tests.capture.test_inductor import function
         from tests.capture.models import draw
         torch.set_num_threads(1)
@@ -144,10 +145,10 @@ def test_a_second_process_reads_what_the_first_wrote(compiled, cache):
 def test_a_file_that_cannot_be_read_is_compiled_anew(compiled, cache, monkeypatch, damage):
     (path,) = cache.glob("*.bin")
     whole = path.read_bytes()
-    inductor.forget()
+    backends.forget()
     made = []
     monkeypatch.setattr(
-        inductor, "_compile", lambda graph, *rest: (made.append(1), graph.forward)[1]
+        backends, "_compile", lambda graph, *rest: (made.append(1), graph.forward)[1]
     )
     try:
         if damage == "of another user":
@@ -181,43 +182,43 @@ class Artifact:
 def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, monkeypatch, error):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "new"))
     with pytest.warns(UserWarning, match=r"could not keep what it compiled.*set HOGLIB_CACHE_DIR"):
-        inductor._save(Artifact(error), "key")
+        backends._save(Artifact(error), "key")
     assert list((tmp_path / "new").iterdir()) == []  # nothing half written
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="could not keep"):
-        inductor._save(Artifact(), "key")
+        backends._save(Artifact(), "key")
 
 
 def test_what_torch_cannot_write_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    inductor._save(Artifact(AssertionError("no")), "key")
+    backends._save(Artifact(AssertionError("no")), "key")
     assert list(tmp_path.iterdir()) == []
-    inductor._save(Artifact(), "key")
+    backends._save(Artifact(), "key")
     assert [path.name for path in tmp_path.iterdir()] == ["key.bin"]
 
 
 def test_the_directory_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "a" / "b"))
-    inductor._save(Artifact(), "key")
+    backends._save(Artifact(), "key")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     monkeypatch.delenv("HOGLIB_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert inductor.cache_dir() == tmp_path / "hoglib"
+    assert disk_cache.cache_dir() == tmp_path / "hoglib"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert inductor.cache_dir() == tmp_path / ".cache" / "hoglib"
+    assert disk_cache.cache_dir() == tmp_path / ".cache" / "hoglib"
 
 
 def test_the_oldest_go_where_the_directory_grows_too_large(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(inductor, "LIMIT", 25)
+    monkeypatch.setattr(backends, "LIMIT", 25)
     for i, name in enumerate("abcd"):
-        inductor._save(Artifact(), name)
+        backends._save(Artifact(), name)
         os.utime(tmp_path / f"{name}.bin", (i, i))
-        inductor._prune(tmp_path)
+        backends._prune(tmp_path)
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["c", "d"]
-    inductor._save(Artifact(size=100), "e")
+    backends._save(Artifact(size=100), "e")
     assert [path.stem for path in tmp_path.iterdir()] == [
         "e"
     ]  # the newest stays, whatever its size
@@ -225,16 +226,16 @@ def test_the_oldest_go_where_the_directory_grows_too_large(tmp_path, monkeypatch
 
 def test_what_is_kept_in_memory_is_limited(monkeypatch):
     graph, inputs = graph_and_inputs()
-    monkeypatch.setattr(inductor, "MOST", 3)
-    monkeypatch.setattr(inductor, "_load", lambda key: None)
-    monkeypatch.setattr(inductor, "_compile", lambda *args: object())
+    monkeypatch.setattr(backends, "MOST", 3)
+    monkeypatch.setattr(backends, "_load", lambda key: None)
+    monkeypatch.setattr(backends, "_compile", lambda *args: object())
     keys = iter(range(10))
-    monkeypatch.setattr(inductor, "_key", lambda *args: str(next(keys)))
-    inductor.forget()
+    monkeypatch.setattr(backends, "_key", lambda *args: str(next(keys)))
+    backends.forget()
     for _ in range(5):
-        inductor.make(graph, inputs, False, lambda text: None)
-    assert list(inductor._IN_MEMORY) == ["2", "3", "4"]
-    inductor.forget()
+        backends.make(graph, inputs, False, lambda text: None)
+    assert list(backends._IN_MEMORY) == ["2", "3", "4"]
+    backends.forget()
 
 
 KEYS = {
@@ -245,20 +246,20 @@ KEYS = {
 
 def test_code_is_for_one_kind_of_input_and_number_of_threads(monkeypatch):
     graph, inputs = graph_and_inputs()
-    key = inductor._key(graph, inputs, False)
-    assert inductor._key(graph, [x.clone() for x in inputs], False) == key
+    key = backends._key(graph, inputs, False)
+    assert backends._key(graph, [x.clone() for x in inputs], False) == key
     for change in KEYS.values():
-        assert inductor._key(*change(graph, inputs), False) != key
-    assert inductor._key(graph, inputs, True) != key
+        assert backends._key(*change(graph, inputs), False) != key
+    assert backends._key(graph, inputs, True) != key
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
-    assert inductor._key(graph, inputs, False) != key
+    assert backends._key(graph, inputs, False) != key
 
 
 def test_without_a_compiler_it_runs_one_by_one_and_says_so(tmp_path, monkeypatch):
     import torch._inductor.config as config
 
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    inductor.forget()
+    backends.forget()
     fast = hog.compile(function())
     with config.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.warns(UserWarning, match=r"is not compiled, and runs its \d+ operations one by one: no C\+\+ compiler was found"):  # fmt: skip
         result = fast(draw(3))
@@ -272,7 +273,7 @@ def test_what_an_interrupted_compilation_left_is_compiled_anew(tmp_path, monkeyp
     import torch._inductor.config as config
 
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "ours"))
-    inductor.forget()
+    backends.forget()
     compile, seen = torchs.standalone_compile, []
 
     def tried(*args, **kwargs):
@@ -293,18 +294,18 @@ def test_what_an_interrupted_compilation_left_is_compiled_anew(tmp_path, monkeyp
 
 def test_an_error_of_the_compiler_leaves_no_graph(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    inductor.forget()
+    backends.forget()
 
     def fails(*args):
         raise RuntimeError("inductor is at fault")
 
-    monkeypatch.setattr(inductor, "_compile", fails)
+    monkeypatch.setattr(backends, "_compile", fails)
     fast = hog.compile(function(), progress=False)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="inductor is at fault"):
             fast(draw(3))
         assert fast.signatures == []
-    assert inductor._IN_MEMORY == {}
+    assert backends._IN_MEMORY == {}
 
 
 def test_random_numbers_and_layouts_in_one_compiled_graph(other_cache):
@@ -367,13 +368,13 @@ def test_factors_in_the_options_of_sums_are_heeded(other_cache, dynamic):
 
 
 def test_machine_code_goes_with_them_and_what_is_not_ours_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(inductor, "LIMIT", 25)
+    monkeypatch.setattr(backends, "LIMIT", 25)
     (tmp_path / "torch" / "a").mkdir(parents=True)
     files = ["torch/a/x.so", "a.bin", "torch/a/y.so", "b.bin", "mine.txt", "mine/of.so"]
     (tmp_path / "mine").mkdir()
     for i, name in enumerate(files):
         (tmp_path / name).write_bytes(b"x" * 10)
         os.utime(tmp_path / name, (i, i))
-    inductor._prune(tmp_path)
+    backends._prune(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"torch/a/y.so", "b.bin", "mine.txt", "mine/of.so"}

@@ -10,22 +10,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib import _matrix_products as products
-from hoglib import _onednn as onednn
-from hoglib.capture import _inductor as inductor
-from hoglib.capture._matrix_products import by_onednn, depends_on
+from hoglib._core import matrix_products, torch_internals
+from hoglib.capture import backend as backends
+from hoglib.capture.product_passes import by_onednn, depends_on
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
-    pytest.mark.skipif(not onednn.available(), reason="this torch has no oneDNN"),
+    pytest.mark.skipif(not torch_internals.onednn_available(), reason="this torch has no oneDNN"),
 ]
-N = 2 * products.SMALLEST
+N = 2 * matrix_products.SMALLEST
 aten = torch.ops.aten
 
 
 @pytest.fixture
 def always(monkeypatch):
-    monkeypatch.setenv(products.SWITCH, "on")
+    monkeypatch.setenv(matrix_products.SWITCH, "on")
 
 
 def traced(fn, *given, mode="fake") -> fx.GraphModule:
@@ -74,12 +73,12 @@ def test_sizes_that_are_not_known_yet_stay(always):
 
 
 def test_a_class_decides(monkeypatch):
-    monkeypatch.setenv(products.SWITCH, "auto")
-    monkeypatch.setattr(products, "faster", lambda gain: {(64, 64, 64, False)})
+    monkeypatch.setenv(matrix_products.SWITCH, "auto")
+    monkeypatch.setattr(matrix_products, "faster", lambda gain: {(64, 64, 64, False)})
     graph = traced(lambda a, b: (a @ b, a.t() @ b), a, b)
     by_onednn(graph)
     assert targets(graph) == ["oneDNN", "mm"]
-    monkeypatch.setenv(products.SWITCH, "off")
+    monkeypatch.setenv(matrix_products.SWITCH, "off")
     graph = traced(lambda a, b: (a @ b, a.t() @ b), a, b)
     by_onednn(graph)
     assert targets(graph) == ["mm", "mm"]
@@ -97,13 +96,13 @@ def test_a_graph_without_such_products_waits_for_no_timing(monkeypatch, name):
     def never():
         raise AssertionError("timed")
 
-    monkeypatch.setenv(products.SWITCH, "auto")
-    monkeypatch.setattr(products, "kept", never)
-    products.forget()
+    monkeypatch.setenv(matrix_products.SWITCH, "auto")
+    monkeypatch.setattr(matrix_products, "kept", never)
+    matrix_products.forget()
     assert depends_on(traced(NO_PRODUCTS[name], a)) == ""
     with pytest.raises(AssertionError, match="timed"):
         depends_on(traced(lambda x: x @ x, a))
-    products.forget()
+    matrix_products.forget()
 
 
 def product_of(dtype: torch.dtype):
@@ -133,8 +132,8 @@ def test_a_compiled_product(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
     exact = product_of(torch.float64)()
     for switch in ("on", "off", "on"):
-        monkeypatch.setenv(products.SWITCH, switch)
-        inductor.forget()
+        monkeypatch.setenv(matrix_products.SWITCH, switch)
+        backends.forget()
         product = product_of(torch.float32)
         product(compile=True)
         found, count = ran(lambda product=product: product(compile=True))

@@ -6,7 +6,7 @@ from torch import nn
 
 import hoglib as hog
 from hoglib.curvature import LinearOperator
-from hoglib.curvature._space import Space
+from hoglib.curvature.vector_space import Space
 
 F64 = torch.float64
 

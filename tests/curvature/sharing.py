@@ -303,14 +303,14 @@ def by_split_parameters(rank, world):
 MINE = "ValueError: the disk is full"
 # name -> (function, the error, words of it)
 REFUSED = {
-    "a process fails": (a_failing_process, "NotTogether", "error in process 1, which is to be mended there: ValueError: the disk is full"),
-    "other vectors": (other_vectors, "NotTogether", "expected the same vectors in all"),
-    "random vectors": (random_without_a_generator, "NotTogether", "generator=torch.Generator().manual_seed(0)"),
-    "other parameters": (other_parameters, "NotTogether", "expected the same params in all"),
-    "other statistics": (other_statistics, "NotTogether", "expected the same model in all"),
+    "a process fails": (a_failing_process, "DistributedError", "error in process 1, which is to be mended there: ValueError: the disk is full"),
+    "other vectors": (other_vectors, "DistributedError", "expected the same vectors in all"),
+    "random vectors": (random_without_a_generator, "DistributedError", "generator=torch.Generator().manual_seed(0)"),
+    "other parameters": (other_parameters, "DistributedError", "expected the same params in all"),
+    "other statistics": (other_statistics, "DistributedError", "expected the same model in all"),
     "statistics of batches": (norms_in_training, "WrongValue", "BatchNorm in train mode mixes examples"),
-    "other batches": (shuffled_otherwise, "NotTogether", "expected the same data in all"),
-    "other draws": (drawn_otherwise, "NotTogether", "expected the same seed in all"),
+    "other batches": (shuffled_otherwise, "DistributedError", "expected the same data in all"),
+    "other draws": (drawn_otherwise, "DistributedError", "expected the same seed in all"),
     "no data": (no_data, "WrongValue", "expected at least one batch"),
     "other data later": (other_data_later, "NotDeterministic", "expected the same loss at every pass"),
     "a batch without rows": (cannot_be_split, "WrongType", "processes: expected a batch of tensors that can be split"),

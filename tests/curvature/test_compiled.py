@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
-from hoglib.curvature import _compiled
+from hoglib.curvature import compiled
 from tests.curvature.problems import F64, MODELS, draw, flat, problem, relative
 
 CLOSE = 1e-10
@@ -52,7 +52,7 @@ def small():
 
 def graphs(func):
     """How many graphs a function has."""
-    products = _compiled._KNOWN.get(func, {})
+    products = compiled._KNOWN.get(func, {})
     return sum(len(product.signatures) for product in products.values())
 
 
@@ -102,13 +102,13 @@ def test_whole_matrices(blocks):
 
 def test_the_first_half_runs_once_for_a_block(monkeypatch):
     runs = []
-    make = _compiled.Halves._made
+    make = compiled.PartialEval._made
 
     def made(self, graph, inputs):
         run = make(self, graph, inputs)
         return lambda *given: (runs.append(len(given)), run(*given))[1]
 
-    monkeypatch.setattr(_compiled.Halves, "_made", made)
+    monkeypatch.setattr(compiled.PartialEval, "_made", made)
     _, loss, params = small()
     for _ in range(2):
         runs.clear()
@@ -403,7 +403,7 @@ def test_ignored_targets_are_counted_anew():
 
 
 def test_too_many_products_are_told_of(monkeypatch):
-    monkeypatch.setattr(_compiled, "MOST", 2)
+    monkeypatch.setattr(compiled, "MOST", 2)
     _, loss, params = small()
 
     def product():

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import hoglib as hog
-from hoglib._arguments import Explained
-from hoglib.curvature._processes import _as_parts, of_rows
+from hoglib.curvature.processes import _as_parts, of_rows
+from hoglib.errors import HoglibError
 from tests.curvature import sharing
 from tests.curvature.problems import draw
 from tests.several_processes import found_by_each
@@ -41,7 +41,7 @@ def run(rank, folder, found):
             refused(rank, world)
             found[name] = "", "nothing was raised"
         except Exception as error:
-            mine = isinstance(error, Explained) or str(error) in sharing.MINE
+            mine = isinstance(error, HoglibError) or str(error) in sharing.MINE
             found[name] = type(error).__name__, str(error) if mine else traceback.format_exc()
 
 

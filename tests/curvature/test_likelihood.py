@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature._fisher_metric import fisher_metric
-from hoglib.curvature._likelihood import CRITERIA, FAMILIES
+from hoglib.curvature.fisher_metric import fisher_metric
+from hoglib.curvature.likelihood import CRITERIA, FAMILIES
 
 leaves_of = torch.utils._pytree.tree_leaves
 DTYPES = [torch.float32, torch.float64]

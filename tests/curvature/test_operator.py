@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
-from hoglib.curvature import _determinism
+from hoglib.curvature import reproducibility
 from tests.curvature.problems import (
     F64,
     MODELS,
@@ -301,7 +301,7 @@ def test_a_kept_graph_through_a_checkpoint(kind):
         assert relative(operator @ v, A @ v) < 1e-7
         assert all(p is own[n] for n, p in here.named_parameters())
     if kind == "Gauss-Newton":
-        tree = operator._space.tree(v)
+        tree = operator.space.tree(v)
         assert relative(flat(hog.ggn_vp(loss, params, tree, batch)[1]), A @ v) < 1e-7
 
 
@@ -645,8 +645,8 @@ def test_a_bar_counts_products(capsys):
 
 
 def test_the_layers_that_draw_at_random_are_known_to_torch():
-    assert issubclass(nn.Dropout2d, _determinism.RANDOM)
-    assert issubclass(nn.AlphaDropout, _determinism.RANDOM)
+    assert issubclass(nn.Dropout2d, reproducibility.RANDOM)
+    assert issubclass(nn.AlphaDropout, reproducibility.RANDOM)
 
 
 def test_properties():

@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import _lanczos
-from hoglib.curvature._lanczos import Basis
+from hoglib.curvature import eigenvalues
+from hoglib.curvature.eigenvalues import Basis
 from tests.curvature.problems import F64, Given, draw, matrix, problem
 
 ENDS = ["LM", "LA", "SA", "BE", "SM"]
@@ -42,11 +42,11 @@ MATRICES = {
 EASY = {name: A for name, A in MATRICES.items() if name not in ("decaying", "of rank three")}
 
 
-@pytest.mark.parametrize("cached", [_lanczos.CACHED, 0], ids=["a larger basis", "SciPy's basis"])
+@pytest.mark.parametrize("cached", [eigenvalues.CACHED, 0], ids=["a larger basis", "SciPy's basis"])
 @pytest.mark.parametrize("which", ["LM", "LA", "SA", "BE"])
 @pytest.mark.parametrize("name", MATRICES)
 def test_eigenpairs_in_no_more_products_than_scipy(name, which, cached, monkeypatch):
-    monkeypatch.setattr(_lanczos, "CACHED", cached)
+    monkeypatch.setattr(eigenvalues, "CACHED", cached)
     A = MATRICES[name]
     which = {"SA": "LM", "BE": "LA"}.get(which, which) if name not in EASY else which
     true, size = torch.linalg.eigvalsh(A), float(torch.linalg.matrix_norm(A, 2))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib import _second_look
+from hoglib._core import finite_differences
 from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, relative
 
 BATCH = (draw(6, 3), torch.arange(6) % 2)
@@ -30,7 +30,7 @@ def made(model, criterion=F.cross_entropy, **options):
 
 @pytest.fixture(autouse=True)
 def _functions_are_new():
-    _second_look._SEEN.clear()
+    finite_differences._SEEN.clear()
 
 
 # Changes past pointers and version counters
@@ -531,5 +531,5 @@ def test_dropout_is_no_fault_of_a_function():
         {n: torch.randn_like(p) for n, p in params.items()},
         torch.randn(5, 3).double(),
     )
-    _second_look._SEEN.clear()
+    finite_differences._SEEN.clear()
     hog.hessian(loss, params, torch.randn(5, 3).double())

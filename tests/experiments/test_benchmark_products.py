@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from experiments.benchmarks import products
-from hoglib import _onednn as onednn
-from hoglib import _timed_products as timed
+from hoglib._core import timed_products, torch_internals
 
 
-@pytest.mark.skipif(not onednn.available(), reason="this torch has no oneDNN")
+@pytest.mark.skipif(not torch_internals.onednn_available(), reason="this torch has no oneDNN")
 def test_smoke(monkeypatch, capsys):
     threads = torch.get_num_threads()
-    monkeypatch.setattr(timed, "SIZES", timed.SIZES)  # put back afterwards
+    monkeypatch.setattr(timed_products, "SIZES", timed_products.SIZES)  # put back afterwards
     monkeypatch.setattr("sys.argv", ["products", "--smoke"])
     products.main()
     torch.set_num_threads(threads)
@@ -23,7 +22,7 @@ def test_smoke(monkeypatch, capsys):
     ("dnn", "taken"), [(1e-3, "everywhere"), (1.8e-3, "in graphs"), (2e-3, "")]
 )
 def test_a_row(dnn, taken):
-    times = {timed.Class(64, 256, 1024, True): timed.Times(2e-3, dnn)}
+    times = {timed_products.Class(64, 256, 1024, True): timed_products.Times(2e-3, dnn)}
     (row,) = products.rows(times)
     fast = f"{0.033554432 / dnn:.0f} | {2e-3 / dnn:.2f}"
     assert row == f"| 64 x 256 x 1024 | by columns | 17 | {fast} | {taken} |"

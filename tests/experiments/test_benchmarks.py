@@ -306,7 +306,7 @@ def test_a_call_is_timed_until_a_gpu_has_done_its_work(monkeypatch):
 
 def test_what_was_compiled_before_is_not_seen(tmp_path, monkeypatch):
     kept = {"a graph": None}
-    monkeypatch.setattr("hoglib.capture._inductor._IN_MEMORY", kept)
+    monkeypatch.setattr("hoglib.capture.backend._IN_MEMORY", kept)
     folders = set()
     for _ in range(2):
         timing.forget_compiled()

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from experiments import compiling
 from experiments.data.sinusoid import SinusoidTasks
 from experiments.maml import JointRegression, MAMLRegression
-from hoglib import stand_ins
+from hoglib.stand_ins import mode as stand_in_mode
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -234,13 +234,13 @@ def test_the_operations_of_a_graph_are_not_looked_up_among_the_stand_ins(monkeyp
     batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
     model.maml.loss(batch)
     looked_up = []
-    original = stand_ins._SecondOrder.__torch_function__
+    original = stand_in_mode._SecondOrder.__torch_function__
 
     def noting(self, func, *rest):
         looked_up.append(func)
         return original(self, func, *rest)
 
-    monkeypatch.setattr(stand_ins._SecondOrder, "__torch_function__", noting)
+    monkeypatch.setattr(stand_in_mode._SecondOrder, "__torch_function__", noting)
     model.maml.loss(batch)
     assert not looked_up
     model.maml.compiled = False

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature._whole_spectrum import spectrum_of
+from hoglib.curvature.whole_spectrum import spectrum_of
 from tests.experiments.command import COMMAND_LINE, ROOT, run
 
 MAML = ROOT / "configs/smoke/maml/sinusoid.yaml"

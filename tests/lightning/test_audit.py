@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib._arguments import Explained
+from hoglib.errors import HoglibError
 from hoglib.lightning import RNGState, SecondOrderAudit
 from tests.several_processes import found_by_each
 
@@ -107,7 +107,7 @@ def test_a_poisoned_training_stops_before_its_first_step(tmp_path):
     before = state(module)
     with pytest.raises(hog.VerificationError, match=r"culprit: (net\.)?1\.0") as caught:
         fit(tmp_path, [SecondOrderAudit()], module)
-    assert isinstance(caught.value, Explained)
+    assert isinstance(caught.value, HoglibError)
     text = str(caught.value)
     assert "Training.second_order_problem: expected right second derivatives" in text
     assert "RawSquare" in text
@@ -323,7 +323,7 @@ def test_what_is_no_problem_is_explained(case, action, tmp_path):
     module.second_order_problem = method
     with pytest.raises(kind, match=message) as caught:
         fit(tmp_path, [SecondOrderAudit(action=action)], module)
-    assert isinstance(caught.value, Explained)
+    assert isinstance(caught.value, HoglibError)
     assert module.stepped == 0
 
 
@@ -344,7 +344,7 @@ def raising_loss(params, batch):
 def test_errors(options):
     with pytest.raises((ValueError, TypeError), match=next(iter(options))) as caught:
         SecondOrderAudit(**options)
-    assert isinstance(caught.value, Explained)
+    assert isinstance(caught.value, HoglibError)
 
 
 # In two processes: what is wrong is only what the second one sees.
@@ -369,7 +369,7 @@ def in_a_process(rank, folder, found):
             fit(folder, [SecondOrderAudit()], module, devices=2, strategy="ddp", max_epochs=1)
             found[how] = "trained", "", module.stepped
         except Exception as error:
-            text = str(error) if isinstance(error, Explained) else traceback.format_exc()
+            text = str(error) if isinstance(error, HoglibError) else traceback.format_exc()
             found[how] = type(error).__name__, text, module.stepped
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib import _arguments as arguments
-from hoglib.curvature._whole_spectrum import spectrum_of
+from hoglib.curvature.whole_spectrum import spectrum_of
+from hoglib.errors import HoglibError
 from hoglib.lightning import CurvatureMonitor, RNGState
 from tests.several_processes import found_by_each
 
@@ -402,7 +402,7 @@ def test_a_checkpoint_with_other_batches_is_explained(tmp_path):
             tmp_path, [CurvatureMonitor(**SMALL)], Quiet(), path,
             loader(torch.float64, as_triple), max_epochs=2,
         )  # fmt: skip
-    assert isinstance(caught.value, arguments.Explained)
+    assert isinstance(caught.value, HoglibError)
 
 
 def test_batches_that_no_checkpoint_holds_are_explained(tmp_path):
@@ -475,7 +475,7 @@ def test_a_loss_at_random_is_refused_with_a_way_out(tmp_path):
     with pytest.raises(RuntimeError, match=r"3 \(Dropout\)") as caught:
         fit(tmp_path, [CurvatureMonitor(**SMALL)], module)
     assert module.losses == []
-    assert isinstance(caught.value, arguments.Explained)
+    assert isinstance(caught.value, HoglibError)
     text = str(caught.value)
     assert "CurvatureMonitor, Noisy.second_order_problem after 0 batches" in text
     _, _, example = text.partition("\n\n")
@@ -505,7 +505,7 @@ def test_what_does_not_converge_is_taken_from_the_density(tmp_path):
     problem = hog.functional_loss(net, F.mse_loss), hog.trainable_params(net), batch
     exact = torch.linalg.eigvalsh(hog.HessianOperator(*problem).to_dense())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hoglib.curvature._lanczos.CACHED", 0)
+        patch.setattr("hoglib.curvature.eigenvalues.CACHED", 0)
         with pytest.warns(UserWarning, match=r"eigsh: expected 4 .*taken from the Lanczos steps"):
             found = spectrum_of(*problem, 2, 3, 60, max_iter=1)
         with pytest.raises(RuntimeError, match="eigsh: expected 4 eigenvalues"):
@@ -542,7 +542,7 @@ def test_before_the_first_step(tmp_path):
 def test_errors(option):
     with pytest.raises((ValueError, TypeError), match=next(iter(option))) as caught:
         CurvatureMonitor(**option)
-    assert isinstance(caught.value, arguments.Explained)
+    assert isinstance(caught.value, HoglibError)
 
 
 # In two processes, with the mean over both of their batches

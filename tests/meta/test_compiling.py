@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib.capture import compiled
-from hoglib.meta.compiling import way_that_pays
+from hoglib.capture import api
+from hoglib.meta.compiled import way_that_pays
 from tests.meta.test_maml import as_list, stacks
 from tests.oracles import relative
 
@@ -68,9 +68,9 @@ CASES = {
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Graphs run operation by operation, in every way: compiling is another's test."""
-    make = compiled.Compiled.__init__
+    make = api.Compiled.__init__
     monkeypatch.setattr(
-        compiled.Compiled, "__init__", lambda self, fn, **given: make(self, fn, **given | {"backend": "eager"})
+        api.Compiled, "__init__", lambda self, fn, **given: make(self, fn, **given | {"backend": "eager"})
     )  # fmt: skip
 
 

@@ -532,11 +532,11 @@ ERRORS = {
         make(rule=hog.meta.sgd(0.1), learn_lr="model"), ValueError, "give the function that makes it",
     ),
     "unknown rule": (make(rule="lion"), ValueError, "sgd, momentum, adam, adamw, rmsprop"),
-    "rule that is none": (make(rule=lambda lr: lr), TypeError, "hoglib.meta.Rule"),
+    "rule that is none": (make(rule=lambda lr: lr), TypeError, "hoglib.meta.GradientTransformation"),
     "options of no name": (make(rule=hog.meta.adam, rule_options={"eps": 1}), ValueError, "functools.partial"),
     "an optimizer of torch": (make(rule=torch.optim.SGD), TypeError, "SGD of torch.optim"),
     "no such option": (make(rule="adam", rule_options={"ep": 1}), ValueError, "betas, eps.*got 'ep'"),
-    "half a rule": (make(rule=hog.meta.Rule(None, None)), TypeError, "rule: expected"),
+    "half a rule": (make(rule=hog.meta.GradientTransformation(None, None)), TypeError, "rule: expected"),
     "negative weight": (make(step_weights=[-1.0]), ValueError, "at least 0"),
     "weights of one number": (make(step_weights=1.0), TypeError, "a list of numbers"),
     "inner loss is a class": (make(inner_loss=nn.MSELoss), TypeError, "inner_loss: .*make one"),
@@ -775,7 +775,7 @@ def in_place(lr):
                 p.sub_(lr * grads[name])
         return params, state
 
-    return hog.meta.Rule(lambda params: (), update)
+    return hog.meta.GradientTransformation(lambda params: (), update)
 
 
 @pytest.mark.filterwarnings("ignore:.*loops over the tasks")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
 import hoglib as hog
+from hoglib._core.torch_modes import StandInMode
 from hoglib.meta import RULES, adam, adamw, momentum, rmsprop, sgd
-from hoglib.ops._modes import StandingIn
-from hoglib.stand_ins import second_order
+from hoglib.stand_ins.mode import second_order
 from tests.oracles import gradient, gradient_by_differences, random_like, relative
 
 OPTIMIZERS = {
@@ -423,7 +423,7 @@ def test_no_call_goes_by_the_stand_ins(case):
     kind, options, _ = case
     seen = []
 
-    class Seeing(StandingIn):
+    class Seeing(StandInMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             seen.append(func)
             return func(*args, **(kwargs or {}))

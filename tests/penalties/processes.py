@@ -1,7 +1,7 @@
 """Training steps with a penalty in two processes, beside the same steps in one process.
 
 What came of it is "mean", where the gradients of every step are those of one process with both shards;
-"refused", where NotAveraged was raised in both processes before an optimizer could take the first wrong
+"refused", where DistributedError was raised in both processes before an optimizer could take the first wrong
 gradient; or else what went wrong.
 """
 
@@ -116,7 +116,7 @@ def outcome(mine, expected, error=None):
         off = float((a - expected[step]).norm() / expected[step].norm())
         if not off < 1e-12:
             return f"step {step}: {off:.0e} from one process"
-    if all(e and e.startswith("NotAveraged") for e in all_errors):
+    if all(e and e.startswith("DistributedError") for e in all_errors):
         return "refused"
     if any(all_errors):
         return f"step {len(mine)}: {all_errors}"

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib import functional_loss, penalties, trainable_params
-from hoglib.penalties._distributed import averaged
+from hoglib.penalties.distributed import averaged
 from tests.penalties.processes import (
     HALF,
     LAYOUTS,

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import penalties
-from hoglib.capture import compiled as capturing
-from hoglib.penalties import _compiled as compiled
+from hoglib.capture import api, capturing
+from hoglib.penalties import compiled
 from tests.penalties.critics import build, draw, generator, plain
 
 X, FAKE = draw(5, 3), draw(5, 3, seed=1)
@@ -157,7 +157,7 @@ def calls(monkeypatch):
         captures.append(function.name)
         return capture(function, *args)
 
-    monkeypatch.setattr(capturing, "capture", counted)
+    monkeypatch.setattr(api, "capture", counted)
     return captures
 
 

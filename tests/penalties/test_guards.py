@@ -9,7 +9,8 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from hoglib import _second_look, penalties
+from hoglib import penalties
+from hoglib._core import finite_differences
 from tests.penalties.critics import build, draw, plain
 
 X, FAKE = draw(5, 3), draw(5, 3, seed=1)
@@ -17,7 +18,7 @@ X, FAKE = draw(5, 3), draw(5, 3, seed=1)
 
 @pytest.fixture(autouse=True)
 def _nothing_seen_before(monkeypatch):
-    monkeypatch.setattr(_second_look, "_SEEN", type(_second_look._SEEN)())
+    monkeypatch.setattr(finite_differences, "_SEEN", type(finite_differences._SEEN)())
 
 
 class Once(Function):
@@ -163,7 +164,7 @@ def test_a_right_function_is_not_accused(make):
     generator = torch.Generator().manual_seed(0)
     first = penalties.dragan(make(Right.apply), X, generator=generator.manual_seed(0))
     after = generator.get_state()
-    _second_look._SEEN.clear()
+    finite_differences._SEEN.clear()
     looked = penalties.dragan(make(Right.apply), X, generator=generator.manual_seed(0))
     assert looked == first
     assert torch.equal(after, generator.get_state())  # the look draws nothing

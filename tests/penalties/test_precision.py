@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import penalties
-from hoglib._tolerances import TOLERANCES
+from hoglib._core.tolerances import TOLERANCES
 
 HALVES = [torch.bfloat16, torch.float16]
 # Lightning, on torch 2.13: nothing here can change it

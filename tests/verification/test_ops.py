@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hoglib as hog
-from hoglib.ops.catalogue import CATALOGUE
+from hoglib.testing.opinfo.catalogue import CATALOGUE
 
 # What fails, and why that is as it should be.
 EXPECTED = {

@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd import Function
 
 import hoglib as hog
-from hoglib.verification import _differences as differences
-from hoglib.verification._exact import exact_products
+from hoglib._core import element_differences
+from hoglib.verification.rounding import exact_products
 from tests.functions import Cube
 
 x = torch.tensor([0.7, -1.3, 0.4])
@@ -456,7 +456,7 @@ def test_differences_know_their_error():
 
     at = torch.tensor([0.3, 1.2], dtype=torch.float64)
     v = torch.ones_like(at)
-    slope = differences.slope(f, [at], 0, v)
+    slope = element_differences.slope(f, [at], 0, v)
     for value, right, error in zip(
         slope.values, [at.cos(), 1e3 * (1e3 * at).cos(), v], slope.errors, strict=True
     ):
@@ -466,6 +466,6 @@ def test_differences_know_their_error():
 
 def test_differences_see_kinks():
     at = torch.zeros(2, dtype=torch.float64)
-    slope = differences.slope(lambda t: [t.abs(), t.sin()], [at], 0, torch.ones_like(at))
+    slope = element_differences.slope(lambda t: [t.abs(), t.sin()], [at], 0, torch.ones_like(at))
     assert slope.kinks[0].all()
     assert not slope.kinks[1].any()

@@ -1,0 +1,67 @@
+"""What autocast, and numbers in half precision, ask of a composite."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_half(x: Tensor) -> bool:
+    return x.dtype in HALF_DTYPES
+
+
+def upcast_half(x: Tensor) -> Tensor:
+    """In float32, if x is in half precision: what many small terms are summed in."""
+    return x.float() if is_half(x) else x
+
+
+def autocast_on(device: str) -> bool:
+    """Whether autocast is on for a type of device; meta has none.
+
+    (`torch.amp.is_autocast_available` would say so too, but torch 2.11 cannot compile it.)
+    """
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x, and would change the dtype of such a tensor."""
+    return autocast_on(x.device.type) and x.dtype != torch.float64
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Products of matrices in the dtype of x, whatever autocast says."""
+    return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
+
+
+def full_precision(widen: bool) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A function that autocast leaves alone, as torch runs some in float32; with `widen`, on float32
+    copies of tensors in half precision."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = (*args, *kwargs.values())
+            kind = next((x.device.type for x in given if isinstance(x, Tensor)), "cpu")
+            if not autocast_on(kind):
+                return function(*args, **kwargs)
+            with torch.autocast(kind, enabled=False):
+                if not widen:
+                    return function(*args, **kwargs)
+                values: Any = [_upcast(value) for value in args]
+                named: Any = {name: _upcast(value) for name, value in kwargs.items()}
+                return function(*values, **named)
+
+        return run
+
+    return decorate
+
+
+def _upcast(value: Any) -> Any:
+    return upcast_half(value) if isinstance(value, Tensor) else value

@@ -1,0 +1,346 @@
+"""The private torch API that hoglib reads, but for what tracing and torch's compiler take
+(`hoglib.capture`).
+
+torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
+differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
+private names. `tests/core/test_torch_internals.py` notices when a torch release changes them.
+"""
+
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, overrides
+from torch._C import _functorch
+from torch.autograd import Function, forward_ad
+from torch.autograd import function as torch_function
+from torch.autograd.function import _SingleLevelFunction
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+
+def transforms_active() -> bool:
+    """Whether the caller runs inside a `torch.func` transform."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def unwrap(tensor: Any) -> Any:
+    """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def forward_levels() -> int:
+    """How many `torch.func.jvp` transforms are active around the caller."""
+    stack = _functorch.get_interpreter_stack() or ()
+    return sum(level.key() == _functorch.TransformType.Jvp for level in stack)
+
+
+def forward_mode_active() -> bool:
+    """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
+    return forward_ad._current_level >= 0
+
+
+def checkpoint_frame() -> Any:
+    """What the innermost non-reentrant checkpoint around the caller keeps to run again, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
+        return None
+    pack: Any = hooks[0]
+    cells = zip(pack.__code__.co_freevars, pack.__closure__, strict=True)
+    return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """What is saved inside is saved for nobody else, such as a checkpoint around."""
+    hooks = torch._C._autograd
+    taken = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            hooks._push_saved_tensors_default_hooks(*pair)
+
+
+def tracing() -> bool:
+    """Whether torch.compile, torch.export or make_fx is recording the caller."""
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(proxy) is not None
+
+
+class Applying:
+    """How many custom Functions are running their forward."""
+
+    depth = 0
+
+
+@contextmanager
+def watching_functions(
+    seen: Callable[[type[Function], tuple[Any, ...]], None],
+) -> Iterator[Applying]:
+    """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
+    that was bound before; not for those that another one's forward applies, nor in other threads.
+
+    May stand inside of another one, and in several threads at once.
+    """
+    applying, here = Applying(), threading.get_ident()
+
+    def apply(function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        if threading.get_ident() != here:
+            return run()
+        applying.depth += 1
+        try:
+            if applying.depth == 1:
+                seen(function, args)
+            return run()
+        finally:
+            applying.depth -= 1
+
+    # Function.apply ends in super().apply: this class stands between it and the C++ base
+    place: Any = _SingleLevelFunction
+    with _PLACING:
+        _WATCHES.append(apply)
+        place.apply = classmethod(_watched)
+    try:
+        yield applying
+    finally:
+        with _PLACING:
+            _WATCHES.remove(apply)
+            if not _WATCHES:
+                del place.apply
+
+
+_WATCHES: list[Callable[..., Any]] = []
+_PLACING = threading.Lock()
+
+
+def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Function.apply, through all that watch it."""
+
+    def run() -> Any:
+        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+
+    for watch in tuple(_WATCHES):
+        run = partial(watch, function, args, run)
+    return run()
+
+
+def is_compiled(func: Any) -> bool:
+    """Whether it is a module that torch.compile made of another one."""
+    return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
+
+
+def has_dynamo() -> bool:
+    """Whether anything can have been compiled by torch.compile in this process."""
+    return "torch._dynamo" in sys.modules
+
+
+def has_compiled(module: torch.nn.Module) -> bool:
+    """Whether a part of it was compiled, as a new module or in place."""
+    return any(
+        is_compiled(part) or part._compiled_call_impl is not None for part in module.modules()
+    )
+
+
+def eagerly(wanted: bool) -> AbstractContextManager[Any]:
+    """Compiled modules run as they were before: compiled code has no second derivative."""
+    return torch.compiler.set_stance("force_eager") if wanted else nullcontext()
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Inside, autocast casts nothing, also where a region of it is entered."""
+    return torch._C._DisableAutocast()
+
+
+def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile was given: compiled code has no second derivative."""
+    if is_compiled(func):
+        return uncompiled(func._orig_mod)  # type: ignore[attr-defined]
+    if isinstance(func, torch.nn.Module):
+        return func if func._compiled_call_impl is None else func._call_impl
+    original: Callable[..., Any] = getattr(func, "_torchdynamo_orig_callable", func)
+    return original
+
+
+def custom_function(node: Any) -> type[Function] | None:
+    """The custom Function that a node of a graph belongs to, if to one."""
+    function = getattr(type(node), "_forward_cls", None)
+    while function is not None and function.__module__.startswith("torch._functorch"):
+        # made by torch.func for one level; what it stands for is in the closure of its rules
+        made_of = inspect.getclosurevars(function.backward).nonlocals
+        function = made_of.get("autograd_function")
+    return function
+
+
+def backward_rule(function: type[Function]) -> Any:
+    """Its backward, under either of the names that torch accepts."""
+    return function.backward if function.vjp is Function.vjp else function.vjp
+
+
+def is_once_differentiable(function: type[Function]) -> bool:
+    """Whether backward is decorated with @once_differentiable."""
+    rule = backward_rule(function)
+    made_by = getattr(getattr(rule, "__code__", None), "co_filename", "")
+    return hasattr(rule, "__wrapped__") and made_by == torch_function.__file__
+
+
+class SuspendedMode:
+    """Inside, the innermost mode that sees torch's functions is not there, if it is of this class.
+
+    The ops need no stand-ins for what they do themselves, and each call that a mode sees takes several
+    microseconds. A class, for it is entered often: contextlib takes longer than all it does.
+    """
+
+    __slots__ = ("_kind", "_mode")
+
+    def __init__(self, kind: type[TorchFunctionMode]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        mode = overrides._get_current_function_mode()
+        self._mode = overrides._pop_mode() if isinstance(mode, self._kind) else None
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is not None:
+            overrides._push_mode(self._mode)
+
+
+def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
+    """The mode of this class that sees torch's functions now."""
+    stack = overrides._get_current_function_mode_stack()
+    return next((mode for mode in reversed(stack) if isinstance(mode, kind)), None)
+
+
+@contextmanager
+def native_kernels() -> Iterator[None]:
+    """Without the kernels of oneDNN and cuDNN.
+
+    `torch.backends.mkldnn.flags` sets TF32 too, by an interface that torch warns of.
+    """
+    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+        torch._C._set_cudnn_enabled(cudnn)
+
+
+def output_bytes(node: Any) -> int:
+    """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
+    if not node.next_functions:
+        return 0
+    return sum(
+        math.prod(int(n) for n in out.shape) * out.dtype.itemsize for out in node._input_metadata
+    )
+
+
+def output_shapes(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of what the operation of a node put out."""
+    return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
+
+
+def sequence_number(node: Any = None) -> int:
+    """The place of a node among those that its thread made; of the next one to be made for None."""
+    return int(torch._C._autograd._get_sequence_nr() if node is None else node._sequence_nr())
+
+
+@contextmanager
+def record_backward_origins() -> Iterator[None]:
+    """Nodes made inside know by which node's backward; torch's anomaly mode notes it."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        yield
+
+
+def made_by(node: Any) -> Any:
+    """The node in whose backward a node was made; None for one of a forward."""
+    return node.metadata.get("parent_")
+
+
+def saved_names(node: Any) -> Iterator[str]:
+    """The names of what a node of torch's own keeps for its backward, `_saved_<name>`; not of what
+    saved-tensor hooks keep, for which a checkpoint would run again."""
+    for name in sorted(name for name in dir(node) if name.startswith("_saved_")):
+        raw = getattr(node, f"_raw{name}", None)
+        several = raw if isinstance(raw, list | tuple) else [raw]
+        if all(getattr(one, "unpack_hook", None) is None for one in several):
+            yield name.removeprefix("_saved_")
+
+
+def has_saved_by_hooks(node: Any) -> bool:
+    """Whether saved-tensor hooks keep what a custom Function saved."""
+    return any(getattr(one, "unpack_hook", None) is not None for one in node._raw_saved_tensors)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
+
+    What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
+    step late in the backward, so this waits until what was queued in it has been called.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
+
+
+def averages_otherwise(ddp: DistributedDataParallel) -> bool:
+    """Whether its gradients are averaged by a communication hook of the user's, or in `join()`."""
+    hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # which has a hook of its own
+    return hooked or bool(ddp._join_config.enable)
+
+
+# === oneDNN's matrix product, which torch has beside that of its BLAS but calls for half precision
+# only.
+#
+# The private torch API that this needs is here: `torch.ops.mkldnn._linear_pointwise`, which torch's
+# compiler puts in the place of linear layers with constant weights.
+
+
+def onednn_available() -> bool:
+    """Whether this build of torch has it, and torch's own switch for oneDNN is on."""
+    return _onednn_is_built() and bool(torch.backends.mkldnn.enabled)
+
+
+@cache
+def _onednn_is_built() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_full_precision() -> bool:
+    """Whether float32 is computed in float32: with less, torch calls oneDNN by itself."""
+    products: Any = torch.backends.mkldnn
+    return products.matmul.fp32_precision not in ("bf16", "tf32")
+
+
+def onednn_takes(tensor: Tensor) -> bool:
+    """Whether it is a matrix as oneDNN reads it: float32, on a processor, by rows or by columns."""
+    if tensor.dtype is not torch.float32 or tensor.dim() != 2 or tensor.device.type != "cpu":
+        return False
+    return tensor.layout is torch.strided and (by_rows(tensor) or by_columns(tensor))
+
+
+def by_rows(matrix: Tensor) -> bool:
+    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+
+
+def by_columns(matrix: Tensor) -> bool:
+    return matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0]
+
+
+def onednn_affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b of tensors that `takes` accepts, b [out] or None. Has no derivative."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return result

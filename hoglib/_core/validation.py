@@ -1,0 +1,307 @@
+"""Argument checks. Every message says what was expected, what came, and what to do next."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from math import isfinite
+from numbers import Integral, Number, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core import pytree
+from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NonFiniteError
+
+
+def describe(value: Any) -> str:
+    """A few words on what came: dtype and shape of a tensor, type and text of anything else."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"a {dtype} tensor of shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def tensor(what: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(
+            f"{what}: expected a torch.Tensor, got {describe(value)}; make one with `torch.as_tensor`."
+        )
+    return value
+
+
+def differentiable(what: str, value: Any) -> Tensor:
+    """A tensor of a floating or complex dtype."""
+    tensor(what, value)
+    if not (value.is_floating_point() or value.is_complex()):
+        raise ArgumentTypeError(
+            f"{what}: expected a floating-point or complex tensor, got {describe(value)}, which has "
+            f"no derivatives; convert it first, for instance with "
+            f"`{what if what.isidentifier() else ''}.float()`."
+        )
+    return value
+
+
+def real(what: str, value: Any) -> Tensor:
+    """A tensor of a real floating-point dtype, for functions that need an order."""
+    differentiable(what, value)
+    if value.is_complex():
+        raise ArgumentTypeError(
+            f"{what}: expected a real floating-point tensor, got {describe(value)}; complex numbers "
+            f"have no order. Apply it to the real and imaginary parts, `torch.view_as_real({what})`."
+        )
+    return value
+
+
+def number(what: str, value: Any, *, minimum: float | None = None) -> float:
+    """A real Python number, not NaN, and `minimum` or greater. An int stays an int."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        advice = "; take one out of a tensor with `.item()`" if isinstance(value, Tensor) else ""
+        raise ArgumentTypeError(
+            f"{what}: expected a real Python number, got {describe(value)}{advice}."
+        )
+    result = int(value) if isinstance(value, Integral) else float(value)
+    if result != result or (minimum is not None and result < minimum):
+        bound = "" if minimum is None else f" of at least {minimum:g}"
+        raise ArgumentValueError(f"{what}: expected a number{bound}, got {value}.")
+    return result
+
+
+def tensor_or_number(what: str, value: Any) -> Any:
+    """A differentiable tensor, or a Python number, which is a constant."""
+    if isinstance(value, Tensor):
+        return differentiable(what, value)
+    if isinstance(value, bool) or not isinstance(value, Number):
+        raise ArgumentTypeError(
+            f"{what}: expected a tensor or a Python number, got {describe(value)}; "
+            f"make it a tensor, for instance with `torch.as_tensor({what})`."
+        )
+    return value
+
+
+def dim(what: str, value: Any, rank: int) -> int:
+    """A dimension of a tensor of that rank, counted from 0; rank 0 has dimension 0, as in torch."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentTypeError(
+            f"{what}: expected a dimension, a whole number, got {describe(value)}."
+        )
+    extent = max(rank, 1)
+    number = int(value)
+    if not -extent <= number < extent:
+        raise ArgumentIndexError(
+            f"{what}: expected a dimension from {-extent} to {extent - 1}, got {number}; "
+            f"the tensor has {rank} dimensions."
+        )
+    return number % extent
+
+
+def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
+    """Dimensions from one or several, in order; None and an empty tuple mean all, as in torch."""
+    several = value is None or isinstance(value, tuple | list)
+    result = (
+        {dim(what, entry, rank) for entry in (value or ())} if several else {dim(what, value, rank)}
+    )
+    if several and value and len(result) < len(value):
+        raise ArgumentValueError(f"{what}: expected each dimension once, got {describe(value)}.")
+    return tuple(sorted(result)) if result else tuple(range(max(rank, 1)))
+
+
+def positive(what: str, value: Any) -> float:
+    """A finite real number greater than zero."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(f"{what}: expected a positive number, got {describe(value)}.")
+    number = float(value)
+    if not (isfinite(number) and number > 0):
+        raise ArgumentValueError(
+            f"{what}: expected a finite number greater than 0, got {value}; a step of that size "
+            f"cannot learn. Typical values are 0.001 to 0.1."
+        )
+    return number
+
+
+def at_least(what: str, value: Any, minimum: int) -> int:
+    """A whole number, `minimum` or greater."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ArgumentTypeError(f"{what}: expected a whole number, got {describe(value)}.")
+    if value < minimum:
+        raise ArgumentValueError(
+            f"{what}: expected a whole number of at least {minimum}, got {value}; "
+            f"set {what} to {minimum} or more."
+        )
+    return int(value)
+
+
+def one_of(what: str, value: Any, options: Iterable[str]) -> str:
+    known = list(options)
+    if value not in known:
+        raise ArgumentValueError(f"{what}: expected one of {', '.join(known)}; got {value!r}.")
+    return str(value)
+
+
+def flag(what: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{what}: expected True or False, got {describe(value)}.")
+    return value
+
+
+def generator(value: Any) -> torch.Generator | None:
+    """What random numbers are drawn by; None for torch's own."""
+    if value is not None and not isinstance(value, torch.Generator):
+        raise ArgumentTypeError(
+            f"generator: expected a torch.Generator or None, got {describe(value)}; make one with "
+            "`torch.Generator().manual_seed(0)`."
+        )
+    return value
+
+
+def function(what: str, value: Any) -> Any:
+    if not callable(value):
+        raise ArgumentTypeError(
+            f"{what}: expected a function, got {describe(value)}; pass the callable itself."
+        )
+    return value
+
+
+def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """At least one tensor, and none without elements."""
+    if not tensors:
+        raise ArgumentValueError(
+            "inputs: expected at least one floating-point or complex tensor, got none; there is "
+            "nothing to differentiate by."
+        )
+    for name, x in zip(names, tensors, strict=True):
+        if not x.numel():
+            raise ArgumentValueError(
+                f"{name}: expected at least one element, got shape {tuple(x.shape)}; there is "
+                "nothing to differentiate by. Give it a size."
+            )
+
+
+def parameters(params: Any, what: str = "params") -> Any:
+    """A pytree of floating-point tensors with at least one leaf."""
+    leaves = pytree.leaves(params)
+    if not leaves:
+        raise ArgumentValueError(
+            f"{what}: expected at least one tensor, got none; a model whose parameters are all "
+            "frozen has nothing to differentiate: call requires_grad_(True) on what should learn."
+        )
+    if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
+        for name, leaf in zip(pytree.paths(params), leaves, strict=True):  # names take time
+            differentiable(_leaf(what, name), leaf)
+    return params
+
+
+def other_structure(what: str, tree: Any, params: Any, leaf: str = "...") -> ArgumentValueError:
+    """What to raise for a tree that has not the structure of params; `leaf` makes one of its leaves."""
+    names, came = pytree.paths(params), pytree.paths(tree)
+    missing = [name for name in names if name not in set(came)]
+    extra = sorted(set(came) - set(names))
+    return ArgumentValueError(
+        f"{what}: expected the structure of params ({type(params).__name__} of {len(names)}), got "
+        f"another one ({type(tree).__name__} of {len(came)})"
+        + (f"; missing: {_listing(missing)}" if missing else "")
+        + (f"; not in params: {_listing(extra)}" if extra else "")
+        + f". Build {what} from params, for instance "
+        f"`{{name: {leaf} for name, p in params.items()}}`."
+    )
+
+
+def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
+    """The leaves of one vector like params, or of a block: of several along a trailing dimension."""
+    mappings = isinstance(tree, Mapping) and isinstance(params, Mapping)
+    if mappings and tree.keys() == params.keys() and _differ(tree, params):
+        same: Any = copy(params)  # the order of names is no matter, nor the kind of mapping
+        for name in params:
+            same[name] = tree[name]
+        tree = same
+    leaves, structure = pytree.flatten(tree)
+    expected, expected_structure = pytree.flatten(params)
+    if structure != expected_structure:
+        raise other_structure(what, tree, params, "torch.randn_like(p)")
+    names = [""] * len(leaves) if _all_like(leaves, expected) else pytree.paths(params)
+    first = tensor(_leaf(what, names[0]), leaves[0])
+    columns = first.shape[-1:] if first.dim() == expected[0].dim() + 1 else ()
+    for name, leaf, like in zip(names, leaves, expected, strict=True):
+        where = _leaf(what, name)
+        tensor(where, leaf)
+        if leaf.shape != (*like.shape, *columns):
+            hint = (
+                f"all leaves of a block have {columns[0]} columns, as the first."
+                if columns
+                else "it must have the shape of its parameter, or that and a trailing dimension for a "
+                "block."
+            )
+            raise ArgumentValueError(
+                f"{where}: expected {(*like.shape, *columns)}, got {tuple(leaf.shape)}; {hint}"
+            )
+        if leaf.dtype != like.dtype:
+            raise ArgumentTypeError(
+                f"{where}: expected {like.dtype} as in params, got {leaf.dtype}; "
+                f"convert it with `.to({like.dtype})`."
+            )
+        if leaf.device != like.device:
+            raise ArgumentValueError(
+                f"{where}: expected device {like.device} as in params, got {leaf.device}; "
+                f"move it with `.to({str(like.device)!r})`."
+            )
+    if columns and not columns[0]:
+        raise ArgumentValueError(f"{what}: expected at least one vector in the block, got none.")
+    return leaves, bool(columns)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return type(a) is not type(b) or list(a) != list(b)
+
+
+def _all_like(leaves: list[Any], expected: list[Tensor]) -> bool:
+    """Whether `vectors` has nothing to say of them, so that it need not know their names."""
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        return False
+    columns = leaves[0].shape[-1:] if leaves[0].dim() == expected[0].dim() + 1 else ()
+    return all(
+        leaf.shape == (*like.shape, *columns)
+        and leaf.dtype == like.dtype
+        and leaf.device == like.device
+        for leaf, like in zip(leaves, expected, strict=True)
+    )
+
+
+def scalar(what: str, value: Any) -> Tensor:
+    """A real floating-point tensor with no dimensions."""
+    tensor(what, value)
+    if value.dim() != 0:
+        how = (
+            "take its one number with `.squeeze()`"
+            if value.numel() == 1
+            else ("reduce it, for instance with `.mean()`")
+        )
+        raise ArgumentValueError(
+            f"{what}: expected a scalar, got {describe(value)}; {how}, or use a "
+            "criterion with reduction='mean'."
+        )
+    if not value.is_floating_point():
+        raise ArgumentTypeError(
+            f"{what}: expected a real floating-point scalar, got {describe(value)}."
+        )
+    return value
+
+
+def finite(what: str, values: Tensor, advice: str) -> Tensor:
+    """Values without NaN or infinity; the message names the first that are not finite."""
+    bad = (~torch.isfinite(values.detach())).reshape(-1).nonzero().reshape(-1).tolist()
+    if bad:
+        which = f" at {_listing([str(i) for i in bad])} of {values.numel()}" if values.dim() else ""
+        raise NonFiniteError(
+            f"{what}: expected a finite number, got {values.reshape(-1)[bad[0]].item()}{which}. "
+            f"{advice}"
+        )
+    return values
+
+
+def _leaf(what: str, name: str) -> str:
+    return f"{what}[{name!r}]" if name else what
+
+
+def _listing(names: Sequence[str], limit: int = 5) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

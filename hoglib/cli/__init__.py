@@ -1,0 +1,1 @@
+"""The command `hoglib`: verify, audit, graph, ops, env."""

@@ -1,0 +1,178 @@
+"""The data of an operator: what a batch is, how much it weighs, how it is split and moved."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import length_hint
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from hoglib._core import pytree, validation
+from hoglib._core.pytree import rows, tensors_in
+from hoglib.curvature.processes import Processes, mixed
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+
+Size = Callable[[Any], float]
+
+
+class Piece(NamedTuple):
+    """A batch, or a part of one, that goes through the model at once."""
+
+    batch: Any
+    weight: float
+    number: int  # among the pieces of all batches, in all processes
+
+
+class Portion(NamedTuple):
+    """What this process takes of a batch."""
+
+    batch: Any  # all of it
+    pieces: list[Piece]
+    parted: bool  # whether other processes take pieces too
+
+
+class Batches:
+    """One batch, or batches that can be gone through again and again, each with its weight.
+
+    A tensor, a mapping, a tuple, a list with a tensor in it, and what cannot be iterated is one batch;
+    any other re-iterable yields batches. Of several processes that are given the same, each takes
+    every so many-th batch, or piece of the one batch.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        device: torch.device,
+        batch_size: Size | None,
+        micro_batch: int | None,
+        processes: Processes,
+    ) -> None:
+        self._one = one = _is_batch(data)
+        self._processes = processes
+        self.seen = 0.0  # a number that changes with what all processes were given
+        self._data: Iterable[Any] = [data] if one else data
+        self._device = device
+        self._batch_size = (
+            leading if batch_size is None else validation.function("batch_size", batch_size)
+        )
+        if micro_batch is not None:
+            validation.at_least("micro_batch", micro_batch, 1)
+        self._micro_batch = micro_batch
+        self.whole = one and micro_batch is None  # all of the data at once
+
+    def __len__(self) -> int:
+        """How many batches this process takes of; 0 where that is not known."""
+        count = length_hint(self._data)
+        return count if self._one else self._processes.share(count)
+
+    def __iter__(self) -> Iterator[Portion]:
+        takes, index, seen = self._processes.takes, 0, 0.0
+        for number, batch in enumerate(self._data):
+            if self._processes.splitting:
+                seen += (number + 1) * mixed((*fingerprint(batch), 1.0))
+            if self._one or takes(number):
+                moved = _to(batch, self._device)
+                pieces = self._pieces(moved, index)
+                index += len(pieces)
+                parted = self._one and self._processes.splitting
+                yield Portion(moved, [p for p in pieces if not parted or takes(p.number)], parted)
+            else:
+                index += len(self._split(batch))
+        self.seen = seen
+
+    def at_hand(self) -> list[Any]:
+        """The one batch that there is."""
+        return list(self._data)
+
+    def _pieces(self, batch: Any, index: int) -> list[Piece]:
+        """The pieces of a batch, the first of which has that index in this process' data."""
+        parts, number = self._split(batch), self._processes.number
+        return [Piece(part, self._weight(part), number(index + j)) for j, part in enumerate(parts)]
+
+    def _weight(self, batch: Any) -> float:
+        try:
+            weight = float(self._batch_size(batch))
+        except ArgumentTypeError:
+            if self.whole and self._processes.alone:  # it is all that there is, whatever it weighs
+                return 1.0
+            raise
+        if not weight > 0:
+            raise ArgumentValueError(
+                f"data: expected batches with at least one example, got one of size {weight:g}; "
+                "leave empty batches out."
+            )
+        return weight
+
+    def _split(self, batch: Any) -> list[Any]:
+        """The batch, or what it is split into along its leading dimension."""
+        shared = self._one and self._processes.splitting
+        if self._micro_batch is None and not shared:
+            return [batch]
+        sizes = [len(x) for x in pytree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
+        if not sizes:
+            raise ArgumentTypeError(
+                f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of "
+                f"tensors that can be split, got {validation.describe(batch)}; pass smaller batches in "
+                "its place."
+            )
+        count = sizes[0]
+        size = self._micro_batch or -(-count // self._processes.world)  # the larger half
+        if count <= size:
+            return [batch]
+        return [rows(batch, count, start, start + size) for start in range(0, count, size)]
+
+
+def leading(batch: Any) -> float:
+    """The leading dimension of the first tensor of a batch."""
+    for x in pytree.leaves(batch):
+        if isinstance(x, Tensor):
+            if not x.dim():
+                break
+            return len(x)
+    raise ArgumentTypeError(
+        f"data: expected batches whose first tensor counts the examples, got "
+        f"{validation.describe(batch)}; say what a batch weighs by batch_size=, a "
+        "function of the batch."
+    )
+
+
+def fingerprint(batch: Any) -> tuple[float, ...]:
+    """For each tensor in a batch its sum, and a sum that changes with the order of the examples too."""
+    numbers = []
+    for _, x in tensors_in("", batch):
+        if x.layout is torch.strided and x.numel() and x.device.type != "meta":
+            x = torch.view_as_real(x) if x.is_complex() else x
+            rows = x.detach().reshape(len(x) if x.dim() else 1, -1).sum(1, dtype=torch.float64)
+            numbers += [rows.sum(), rows @ torch.arange(1.0, len(rows) + 1).to(rows)]
+    return tuple(torch.stack(numbers).tolist()) if numbers else ()
+
+
+def _is_batch(data: Any) -> bool:
+    if isinstance(data, Tensor | Mapping | tuple):
+        return True
+    if isinstance(data, list):
+        return any(isinstance(x, Tensor) for x in data)
+    if isinstance(data, str | bytes | int | float | None):
+        raise ArgumentTypeError(
+            f"data: expected a batch, or a DataLoader or list of batches, got "
+            f"{validation.describe(data)}."
+        )
+    if isinstance(data, Iterator):
+        raise ArgumentTypeError(
+            f"data: expected what can be gone through again for every product, got a "
+            f"{type(data).__name__}, which is used up after once; pass list(...) of it, or the loader."
+        )
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise ArgumentTypeError(
+            f"data: expected batches, got the dataset {type(data).__name__}, whose elements are single "
+            "examples; wrap it, torch.utils.data.DataLoader(dataset, batch_size=...)."
+        )
+    return not isinstance(data, Iterable)
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    tensors = [x for x in pytree.leaves(batch) if isinstance(x, Tensor)]
+    if tensors:
+        return pytree.map_tensors(lambda x: x.to(device), batch)
+    return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs

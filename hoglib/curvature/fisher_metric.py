@@ -1,0 +1,250 @@
+"""The output-space half of Fisher-vector products: F v = J^T M J v, and here is M.
+
+    exact       M = w sum_t  E[s_t s_t^T] over y_t ~ p(. | outputs)
+    mc          M = w / S  sum over S draws and examples n of  s_n s_n^T,  s_n = sum of s_t, t in n
+    empirical   M = W sum_n d_n d_n^T,  d_n = dloss / doutputs_n at the actual targets
+
+with s_t = d(-log p(y_t)) / doutputs the score of a term, w = 1/T for the mean over T terms, and W = N
+for the mean over N examples; both are 1 for a sum.
+Sources: Amari, Natural Gradient Works Efficiently in Learning, 1998; Martens, New Insights and
+Perspectives on the Natural Gradient Method, 2020, sections 8 and 9 (exact, mc) and 11 (empirical).
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch import distributions as D
+
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.gradient_graph import value_checks_on
+from hoglib._core.mixed_precision import upcast_half
+from hoglib.curvature import likelihood as likelihoods
+from hoglib.curvature.likelihood import Likelihood, Weight
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.stand_ins.mode import stand_ins_if
+
+Tree = Any
+Metric = Callable[[list[Tensor]], list[Tensor]]
+
+
+def fisher_metric(
+    kind: str,
+    loss: Any,
+    outputs: Tree,
+    batch: Any,
+    *,
+    likelihood: Any,
+    reduction: str,
+    num_samples: int,
+    generator: Generator | None,
+) -> Metric:
+    """M, as a function of a list of tensors like the floating-point leaves of outputs.
+
+    kind: "exact", "mc" or "empirical". likelihood: outputs -> torch.distributions.Distribution whose
+    terms are the elements of its batch_shape; or "categorical" (logits, the classes in dimension 1,
+    or in the only one), "bernoulli" (logits), "gaussian" (unit variance), "poisson" (log rates); or
+    None, to take it from the criterion of the loss. reduction: "mean" or "sum". num_samples, generator:
+    of "mc", whose samples are drawn here, once; without a generator from torch's own.
+
+    M is linear, symmetric and positive semi-definite, holds nothing larger than num_samples times the
+    outputs, and may be called any number of times, also under vmap. It computes in float32 where
+    outputs are in half precision. Products carry no graph.
+    Raises ValueError for a likelihood that cannot be told or has no Fisher matrix, FloatingPointError
+    for outputs that are not finite, NotImplementedError for "exact" where torch has no KL divergence,
+    or one whose second derivative is not the Fisher matrix.
+    """
+    validation.one_of("kind", kind, ("exact", "mc", "empirical"))
+    validation.one_of("reduction", reduction, ("mean", "sum"))
+    leaves, structure = pytree.flatten(outputs)
+    names = pytree.paths(outputs)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+    for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            where = f"outputs[{name!r}]" if name else "outputs"
+            advice = "The Fisher matrix does not exist there; look for what overflows in the model."
+            validation.real(where, leaf)
+            if value_checks_on():
+                validation.finite(where, leaf, advice)
+    if not places:
+        raise ArgumentTypeError(
+            f"outputs: expected a floating-point tensor among them, got {validation.describe(outputs)}."
+        )
+    dtypes = [leaves[i].dtype for i in places]
+
+    def rebuild(values: list[Tensor]) -> Tree:
+        whole = list(leaves)
+        for i, value in zip(places, values, strict=True):
+            whole[i] = value
+        return pytree.unflatten(whole, structure)
+
+    with _surroundings(leaves[places[0]]):
+        leaves, batch = clone_inference_tensors((leaves, batch))
+        own = [upcast_half(leaves[i].detach()).requires_grad_() for i in places]
+        constant = rebuild([leaf.detach() for leaf in own])
+        if kind == "empirical":
+            metric = _empirical(loss, rebuild, own, batch, likelihood, reduction)
+        else:
+            if likelihood is None:
+                chosen = likelihoods.inferred(loss, constant, batch, reduction)
+            else:
+                chosen = likelihoods.given(likelihood, constant)
+            p = likelihoods.distribution(chosen, constant)
+            weight = likelihoods.weight(chosen, p, reduction)
+            if kind == "mc":
+                count = validation.at_least("num_samples", num_samples, 1)
+                metric = _mc(chosen, p, rebuild, own, weight, count, generator)
+            elif chosen.family is not None:
+                metric = _closed_form(chosen, own, weight)
+            else:
+                metric = _exact(chosen, p, rebuild, own, weight)
+
+    def product(vector: list[Tensor]) -> list[Tensor]:
+        with _surroundings(own[0]), torch.no_grad():
+            wide = [upcast_half(u) for u in clone_inference_tensors(vector)]
+            return [x.to(dtype) for x, dtype in zip(metric(wide), dtypes, strict=True)]
+
+    return product
+
+
+def _surroundings(like: Tensor) -> ExitStack:
+    """Gradients on, autocast off, and torch calls that lack a second derivative replaced."""
+    stack = ExitStack()
+    stack.enter_context(grad_enabled())
+    stack.enter_context(stand_ins_if(True))
+    if like.device.type != "meta":
+        stack.enter_context(torch.autocast(like.device.type, enabled=False))
+    return stack
+
+
+def _closed_form(likelihood: Likelihood, own: list[Tensor], weight: Weight) -> Metric:
+    family, f = likelihood.family, own[0].detach()
+    assert family is not None
+    mask = likelihoods.mask(likelihood, f)
+
+    def metric(vector: list[Tensor]) -> list[Tensor]:
+        return [weight * mask * family.information(f, vector[0])]
+
+    return metric
+
+
+def _exact(
+    likelihood: Likelihood,
+    p: D.Distribution,
+    rebuild: Callable[[list[Tensor]], Tree],
+    own: list[Tensor],
+    weight: Weight,
+) -> Metric:
+    """M u by differentiating the gradient of w sum_t KL(p_t(outputs0) || p_t(outputs)) once more."""
+    q = likelihoods.distribution(likelihood, rebuild(own))
+    likelihoods.refuse_moving_support(q)
+    likelihoods.refuse_wrong_divergence(q)
+    with likelihoods.no_second_derivative(q):
+        divergence = weight * D.kl_divergence(p, q).sum()
+        if not divergence.requires_grad:
+            likelihoods.refuse_constant()
+        gradient = torch.autograd.grad(divergence, own, create_graph=True, allow_unused=True)
+    pairs = [(i, g) for i, g in enumerate(gradient) if g is not None]
+
+    def metric(vector: list[Tensor]) -> list[Tensor]:
+        product = torch.autograd.grad(
+            [g for _, g in pairs], own, [vector[i] for i, _ in pairs],
+            retain_graph=True, allow_unused=True,
+        )  # fmt: skip
+        return [
+            torch.zeros_like(u) if x is None else x for x, u in zip(product, vector, strict=True)
+        ]
+
+    if not value_checks_on():
+        return metric
+    with likelihoods.no_second_derivative(q):  # it shows when it is used
+        for part in (*(g for _, g in pairs), *metric([torch.ones_like(leaf) for leaf in own])):
+            validation.finite("KL(p || p)", part, "Its derivatives are not finite at p.")
+    return metric
+
+
+def _mc(
+    likelihood: Likelihood,
+    p: D.Distribution,
+    rebuild: Callable[[list[Tensor]], Tree],
+    own: list[Tensor],
+    weight: Weight,
+    count: int,
+    generator: Generator | None,
+) -> Metric:
+    """The terms are independent and their scores have mean zero, so that the square of the sum of the
+    scores of any group of them is, on average, the sum of their squares."""
+    family = likelihood.family
+    if family is not None:
+        f = own[0].detach()
+        y = likelihoods.sample(p, count, f, generator)
+        scores = [family.score(f, y).mul_(likelihoods.mask(likelihood, f))]
+        by_example = f.dim() > (1 if family.classes else 0)
+    else:
+        q = likelihoods.distribution(likelihood, rebuild(own))
+        likelihoods.refuse_moving_support(q)
+        y = likelihoods.sample(p, count, own[0], generator)
+        scores, by_example = likelihoods.scores(q, y, own)
+    return _outer_products(scores, weight / count, by_example)
+
+
+def _empirical(
+    loss: Any,
+    rebuild: Callable[[list[Tensor]], Tree],
+    own: list[Tensor],
+    batch: Any,
+    likelihood: Any,
+    reduction: str,
+) -> Metric:
+    if likelihood is not None:
+        raise ArgumentValueError(
+            "kind='empirical': expected likelihood=None, got one; it takes the gradients of the "
+            "criterion at the actual targets. Use kind='mc' or 'exact' for a likelihood."
+        )
+    # batchmean is the sum over examples by their number, which is what "mean" means here
+    likelihoods.check_reduction(loss, reduction, besides={"batchmean": "mean"})
+    row = likelihoods.row_of(loss)
+    one = row is not None and row.family.classes and own[0].dim() == 1  # logits [C] of one example
+    sizes = {leaf.shape[:1] for leaf in own}
+    if not one and (len(sizes) > 1 or not all(sizes)):
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in own)
+        raise ArgumentValueError(
+            "kind='empirical': expected outputs with one leading dimension, that of the examples, got "
+            f"{shapes}; expand what all examples share, for instance `log_std.expand_as(mean)`."
+        )
+    value = validation.scalar("criterion(outputs, batch)", loss.criterion(rebuild(own), batch))
+    if not value.requires_grad:
+        raise ArgumentValueError(
+            "criterion(outputs, batch): expected a value that depends on the outputs, got one that "
+            "does not; look for .detach(), .item() or a torch.no_grad() in it."
+        )
+    gradient = torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
+    for part in gradient if value_checks_on() else ():
+        advice = "The criterion's gradient has to exist at the outputs and targets of the batch."
+        validation.finite("dloss/doutputs", part, advice)
+    examples = 1 if one else own[0].shape[0]
+    scores = [part.unsqueeze(0) for part in gradient]
+    return _outer_products(scores, examples if reduction == "mean" else 1.0, not one)
+
+
+def _outer_products(scores: list[Tensor], weight: Weight, by_example: bool) -> Metric:
+    """M u = weight sum_sn s_sn (s_sn . u_n), of scores [S, *leaf]; n are the examples, or one group."""
+    samples = scores[0].shape[0]
+    groups = scores[0].shape[1] if by_example else 1
+    flat = [s.reshape(samples, groups, s[0].numel() // max(groups, 1)) for s in scores]
+
+    def metric(vector: list[Tensor]) -> list[Tensor]:
+        parts = [
+            torch.einsum("snd,nd->sn", s, u.reshape(groups, s.shape[2]))
+            for s, u in zip(flat, vector, strict=True)
+        ]
+        along = weight * sum(parts[1:], parts[0])
+        return [
+            torch.einsum("sn,snd->nd", along.to(s), s).reshape(u.shape)
+            for s, u in zip(flat, vector, strict=True)
+        ]
+
+    return metric

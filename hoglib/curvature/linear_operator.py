@@ -1,0 +1,308 @@
+"""A progress bar that counts products, where one was asked for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core import validation
+from hoglib._core.autograd import clone_inference_tensors
+from hoglib.curvature import density, eigenvalues, linear_systems, traces
+from hoglib.curvature.traces import xtrace
+from hoglib.curvature.vector_space import Blocks, Space, groups_of
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, MissingDependencyError
+
+
+class Bar:
+    """Counts the products of an operator; whoever opens it first says what for and of how many."""
+
+    def __init__(self, name: str, enabled: bool) -> None:
+        self._name, self._enabled = name, enabled
+        self._open: Any = None
+        self._done = 0.0
+
+    @contextmanager
+    def over(self, what: str, total: int | None = None) -> Iterator[None]:
+        if not self._enabled or self._open is not None:
+            yield
+            return
+        self._done = 0.0
+        self._open = _tqdm()(total=total, desc=f"{self._name} {what}", unit="product", leave=False)
+        try:
+            yield
+        finally:
+            self._open.close()
+            self._open = None
+
+    def advance(self, products: float) -> None:
+        """Some products more, or a part of one."""
+        if self._open is not None:
+            self._done += products
+            self._open.update(round(self._done, 2) - self._open.n)
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise MissingDependencyError(
+            "progress=True: expected the package tqdm to be installed, and it is not; `pip install "
+            "tqdm`, or leave progress at False."
+        ) from error
+    return tqdm
+
+
+# === Symmetric linear operators on the space of parameters, and their algebra.
+
+Tree = Any
+TRACES = {"hutchinson": traces.hutchinson_trace, "xtrace": xtrace}
+
+
+class LinearOperator(ABC):
+    """A symmetric matrix A [P, P] that is known by its products with vectors.
+
+    A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
+                 the product has the form of v
+    A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again
+    """
+
+    def __init__(self, space: Space, progress: bool = False) -> None:
+        self.space = space
+        self.count = 0  # products with one vector so far
+        self._bar = Bar(type(self).__name__, validation.flag("progress", progress))
+
+    @abstractmethod
+    def _products(self, rows: Tensor) -> Tensor:
+        """A times each row of [k, P], as rows."""
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """A times each row of [k, P], as rows; counted."""
+        self.count += len(rows)
+        with torch.inference_mode(False), torch.no_grad():
+            rows = clone_inference_tensors(rows)
+            return self._products(rows) if len(rows) else rows
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, whose structure vectors have."""
+        return self.space.params
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.space.size, self.space.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.space.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.space.device
+
+    @property
+    def T(self) -> "LinearOperator":
+        """The transpose: itself, because it is symmetric."""
+        return self
+
+    def __matmul__(self, v: Tree) -> Tree:
+        if isinstance(v, LinearOperator):
+            raise ArgumentTypeError(
+                "A @ v: expected a vector or a block of vectors, got an operator; a product of "
+                "symmetric operators is not symmetric. Apply them in turn: A @ (B @ v)."
+            )
+        rows, rebuild = self.space.rows(v)
+        return rebuild(self.apply(rows))
+
+    def ravel(self, tree: Tree) -> Tensor:
+        """A vector in the structure of params as a flat one [P], or a block as [P, k]."""
+        rows, _ = self.space.rows(tree, "tree")
+        return rows.T if self.space.is_block(tree) else rows[0]
+
+    def unravel(self, vector: Tensor) -> Tree:
+        """A flat vector [P] in the structure of params, or [P, k] with a trailing dimension of k."""
+        rows, _ = self.space.rows(vector, "vector")
+        return self.space.block(rows) if self.space.is_block(vector) else self.space.tree(rows[0])
+
+    def __add__(self, other: Any) -> "LinearOperator":
+        if not isinstance(other, LinearOperator):
+            raise ArgumentTypeError(
+                f"A + B: expected an operator, got {validation.describe(other)}; a multiple of the "
+                "identity is added by A.damped(number)."
+            )
+        if not self.space.same(other.space):
+            raise ArgumentValueError(
+                "A + B: expected operators on parameters of the same names, shapes and dtypes, got "
+                f"{self.shape} and {other.shape}."
+            )
+        return Sum([(1.0, self), (1.0, other)])
+
+    def __sub__(self, other: Any) -> "LinearOperator":
+        return self + (-other) if isinstance(other, LinearOperator) else self + other
+
+    def __mul__(self, factor: Any) -> "LinearOperator":
+        return Sum([(_factor(factor), self)])
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "LinearOperator":
+        factor = _factor(divisor)
+        if factor == 0:
+            raise ArgumentValueError("A / c: expected a number other than 0, got 0.")
+        return Sum([(1 / factor, self)])
+
+    def __neg__(self) -> "LinearOperator":
+        return Sum([(-1.0, self)])
+
+    def damped(self, damping: float) -> "LinearOperator":
+        """A + damping I."""
+        return Sum([(1.0, self)], _factor(damping))
+
+    def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
+        """The blocks on the diagonal alone, one product of A for each; `blocks` as in `hessian`."""
+        groups = groups_of(blocks, self.params)
+        owners = torch.cat([
+            torch.full((leaf.numel(),), next(g for g, group in enumerate(groups) if i in group))
+            for i, leaf in enumerate(self.space.leaves())
+        ]).to(self.device)  # fmt: skip
+        return Blocked(self, [(owners == g).to(self.dtype) for g in range(len(groups))])
+
+    def to_dense(self) -> Tensor:
+        """The matrix [P, P], one product a column."""
+        eye = torch.eye(self.space.size, dtype=self.dtype, device=self.device)
+        with self._bar.over("to_dense", self.space.size):
+            return self.apply(eye)
+
+    def to_scipy(self, dtype: Any = None) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors; needs SciPy.
+
+        dtype: of those vectors, by default the operator's own; products are computed in that one.
+        """
+        return eigenvalues.to_scipy(self, dtype)
+
+    def solve(
+        self,
+        b: Tree,
+        *,
+        damping: float = 0.0,
+        tol: float | None = None,
+        atol: float = 0.0,
+        max_iter: int | None = None,
+        preconditioner: Any = None,
+        x0: Tree | None = None,
+        progress: float = 0.0,
+        return_info: bool = False,
+    ) -> Any:
+        """x with (A + damping I) x = b, by conjugate gradients; see `hoglib.curvature.cg`."""
+        operator = self.damped(damping) if damping else self
+        with self._bar.over("solve"):
+            return linear_systems.cg(
+                operator, b, tol=tol, atol=atol, max_iter=max_iter,
+                preconditioner=preconditioner, x0=x0, progress=progress, return_info=return_info,
+            )  # fmt: skip
+
+    def eigsh(
+        self,
+        k: int = 6,
+        *,
+        which: str = "LM",
+        tol: float | None = None,
+        max_iter: int | None = None,
+        block: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> eigenvalues.Eigenpairs:
+        """k eigenvalues and eigenvectors, with residuals; see `hoglib.curvature.eigsh`."""
+        with self._bar.over("eigsh"):
+            return eigenvalues.eigsh(
+                self, k, which=which, tol=tol, max_iter=max_iter, block=block, generator=generator
+            )
+
+    def spectral_density(
+        self,
+        num_samples: int = 10,
+        *,
+        steps: int = 80,
+        grid: Tensor | None = None,
+        width: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> density.SpectralDensity:
+        """The density of the eigenvalues; see `hoglib.curvature.spectral_density`."""
+        with self._bar.over("spectral_density", num_samples * min(steps, self.shape[0])):
+            return density.spectral_density(
+                self, num_samples, steps=steps, grid=grid, width=width, generator=generator
+            )
+
+    def trace(
+        self,
+        num_samples: int = 64,
+        *,
+        method: str = "hutchinson",
+        generator: torch.Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        """The trace, estimated; see `hutchinson_trace` and `xtrace` of `hoglib.curvature`."""
+        estimate = TRACES[validation.one_of("method", method, list(TRACES))]
+        with self._bar.over("trace", num_samples):
+            return estimate(self, num_samples, generator=generator, return_error=return_error)
+
+    def diagonal(
+        self,
+        num_samples: int = 64,
+        *,
+        generator: torch.Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        """The diagonal [P], estimated; see `hoglib.curvature.hutchinson_diagonal`."""
+        with self._bar.over("diagonal", num_samples):
+            return traces.hutchinson_diagonal(
+                self, num_samples, generator=generator, return_error=return_error
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype})"
+
+
+class Sum(LinearOperator):
+    """A sum of multiples of operators and of the identity: sum of c_i A_i + damping I."""
+
+    def __init__(self, terms: list[tuple[float, LinearOperator]], damping: float = 0.0) -> None:
+        super().__init__(terms[0][1].space)
+        self._terms: list[tuple[float, LinearOperator]] = []
+        self._damping = damping
+        for factor, term in terms:
+            if isinstance(term, Sum):
+                self._terms += [(factor * c, inner) for c, inner in term._terms]
+                self._damping += factor * term._damping
+            else:
+                self._terms.append((factor, term))
+        self._bar = terms[0][1]._bar
+
+    def _products(self, rows: Tensor) -> Tensor:
+        total = self._damping * rows
+        for factor, term in self._terms:
+            total.add_(term.apply(rows), alpha=factor)
+        return total
+
+
+class Blocked(LinearOperator):
+    """The blocks on the diagonal of an operator, one product of it for each block."""
+
+    def __init__(self, operator: LinearOperator, masks: list[Tensor]) -> None:
+        super().__init__(operator.space)
+        self._operator, self._masks = operator, masks
+        self._bar = operator._bar
+
+    def _products(self, rows: Tensor) -> Tensor:
+        parts = self._operator.apply(torch.cat([rows * mask for mask in self._masks]))
+        total = torch.zeros_like(rows)
+        for mask, part in zip(self._masks, parts.split(len(rows)), strict=True):
+            total += part * mask
+        return total
+
+
+def _factor(value: Any) -> float:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        value = value.item()
+    return float(validation.number("factor", value))

@@ -1,0 +1,194 @@
+"""Linear systems with an operator, by conjugate gradients."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib._core import validation
+from hoglib.curvature.symmetric_matrix import SymmetricMatrix
+from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
+
+RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
+
+
+class Solution(NamedTuple):
+    """How well a system was solved; a tensor [k] each where b is a block of k."""
+
+    residual: Tensor  # |b - A x| / |b|, computed from x itself
+    converged: Tensor  # whether it is within the tolerance
+    iterations: int
+    products: int  # products of A with one vector
+
+
+def cg(
+    operator: SymmetricMatrix,
+    b: Any,
+    *,
+    tol: float | None = None,
+    atol: float = 0.0,
+    max_iter: int | None = None,
+    preconditioner: Any = None,
+    x0: Any = None,
+    progress: float = 0.0,
+    return_info: bool = False,
+) -> Any:
+    r"""x with A x = b, for a symmetric positive definite operator, by conjugate gradients.
+
+        |b - A x| <= max(tol |b|, atol)
+
+    b: a vector or a block, flat or in the structure of the operator's params; x has its form. The
+    columns of a block are solved side by side, each by its own coefficients. What ends the iteration
+    is the true residual, computed once more from x where the recurrence says that it is small enough;
+    where the two differ, the iteration starts again from the true one.
+    tol: 1e-8 in float64, 1e-5 in float32 by default. max_iter: by default 10 P, at most 1000.
+    preconditioner: a vector that approximates the diagonal of A (the residual is divided by it), an
+    operator or a function that is applied to residuals of the form of b and approximates A^-1.
+    progress: ends a column also where x^T A x / 2 - b^T x, which the iteration lowers, is negative and
+    fell in the last k = max(10, i / 10) of its i iterations by less than k progress times itself; for
+    Newton steps, which need no more.
+    return_info: (x, `Solution`) instead of x; without it a warning says where the tolerance was missed.
+    Raises ArithmeticError at a direction p with p^T A p <= 0, with its curvature.
+    Source: Hestenes & Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952; of
+    progress, Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.4.
+    """
+    rows, rebuild = operator.space.rows(b, "b")
+    tol = (
+        RTOL.get(operator.dtype, 1e-2) if tol is None else validation.number("tol", tol, minimum=0)
+    )
+    limit = min(10 * operator.shape[0], 1000)
+    limit = limit if max_iter is None else validation.at_least("max_iter", max_iter, 0)
+    precondition = _preconditioner(operator, preconditioner, rebuild)
+    before = operator.count
+    target = (tol * rows.norm(dim=1)).clamp(min=validation.number("atol", atol, minimum=0))
+    x, start = torch.zeros_like(rows), rows
+    if x0 is not None:
+        x = operator.space.rows(x0, "x0")[0].clone()
+        if x.shape != rows.shape:
+            raise ArgumentValueError("x0: expected as many vectors as in b, got another number.")
+        x *= rows.norm(dim=1, keepdim=True) > 0  # where b is 0, so is x
+        start = rows - operator.apply(x)
+    lowering = _Lowering(validation.number("progress", progress, minimum=0))
+    residual, iterations = _iterate(
+        operator.apply, precondition, rows, x, start, target, limit, lowering
+    )
+    size = rows.norm(dim=1)
+    relative = residual / torch.where(size > 0, size, torch.ones_like(size))
+    converged = residual <= target
+    if not return_info:
+        if not progress and not bool(converged.all()):
+            warnings.warn(
+                f"solve: expected a residual |b - A x| of {tol:g} |b|, got {float(relative.max()):.2g} "
+                f"|b| after {iterations} iterations; give more damping, a preconditioner, a larger "
+                "max_iter or tol, or take the residual from return_info=True.",
+                stacklevel=3,
+            )
+        return rebuild(x)
+    if not operator.space.is_block(b):
+        relative, converged = relative[0], converged[0]
+    return rebuild(x), Solution(relative, converged, iterations, operator.count - before)
+
+
+def _iterate(
+    product: Callable[[Tensor], Tensor],
+    precondition: Callable[[Tensor], Tensor],
+    b: Tensor,
+    x: Tensor,
+    r: Tensor,
+    target: Tensor,
+    limit: int,
+    lowering: "_Lowering",
+) -> tuple[Tensor, int]:
+    """Improves x in place; the true residuals' norms, and the iterations."""
+    true = r.norm(dim=1)
+    active = (true > target).nonzero().reshape(-1)
+    r = r.clone()
+    z = precondition(r)
+    p, rz = z.clone(), (r * z).sum(1)
+    iterations = 0
+    while len(active) and iterations < limit:
+        iterations += 1
+        Ap = product(p[active])
+        curvature = (p[active] * Ap).sum(1)
+        _positive(curvature, p[active], iterations)
+        alpha = (rz[active] / curvature)[:, None]
+        x[active] += alpha * p[active]
+        r[active] -= alpha * Ap
+        slow = lowering.slow(b, x, r)[active]
+        small = (r[active].norm(dim=1) <= target[active]) | (iterations == limit) | slow
+        if bool(small.any()):
+            done = active[small]
+            before = true[done]
+            r[done] = b[done] - product(x[done])
+            true[done] = r[done].norm(dim=1)
+            # rounding may keep the true residual up: going on helps while it still shrinks
+            helps = (true[done] > target[done]) & (true[done] < 0.5 * before) & ~slow[small]
+            active = torch.cat([active[~small], done[helps]]).sort().values
+            p[done] = 0  # starts again
+        z = precondition(r)
+        new = (r * z).sum(1)
+        p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
+        rz = new
+    return true, iterations
+
+
+class _Lowering:
+    """Whether x^T A x / 2 - b^T x still falls, of each row."""
+
+    def __init__(self, least: float) -> None:
+        self._least = least
+        self._values: list[Tensor] = []
+
+    def slow(self, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
+        """After an iteration that came to x with the residual r."""
+        if not self._least:
+            return b.new_zeros(len(b), dtype=torch.bool)
+        self._values.append(-0.5 * (x * (b + r)).sum(1))
+        iterations = len(self._values)
+        k = max(10, iterations // 10)
+        if iterations <= k:
+            return b.new_zeros(len(b), dtype=torch.bool)
+        now, before = self._values[-1], self._values[-1 - k]
+        return (now < 0) & (before - now < -now * k * self._least)
+
+
+def _positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
+    lowest, at = curvature.min(0)
+    length = float(p[at].square().sum())
+    if length == 0:
+        raise ArgumentValueError(
+            "preconditioner: expected a positive definite one, got one that maps a residual to zero."
+        )
+    if float(lowest) <= 0:
+        rayleigh = float(lowest) / length
+        error = NotPositiveDefiniteError(
+            f"solve: expected a positive definite matrix, got a direction p with p^T A p = "
+            f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Use damping larger than "
+            f"{abs(rayleigh):.3g}, or a GGNOperator, which has no negative curvature."
+        )
+        error.iterations = iterations
+        raise error
+
+
+def _preconditioner(
+    operator: SymmetricMatrix, given: Any, rebuild: Callable[[Tensor], Any]
+) -> Callable[[Tensor], Tensor]:
+    if given is None:
+        return lambda rows: rows
+    if hasattr(given, "apply") and hasattr(given, "shape"):
+        if given.shape != operator.shape:
+            raise ArgumentValueError(
+                f"preconditioner: expected an operator of shape {operator.shape}, got {given.shape}."
+            )
+        return given.apply
+    if callable(given):
+        return lambda rows: operator.space.rows(given(rebuild(rows)), "preconditioner(r)")[0]
+    diagonal = operator.space.rows(given, "preconditioner")[0]
+    if len(diagonal) != 1 or not bool((diagonal > 0).all()):
+        raise ArgumentValueError(
+            "preconditioner: expected a vector of positive numbers, an operator or a function, got "
+            f"{validation.describe(given)}; take A.diagonal().clamp(min=...) for instance."
+        )
+    return lambda rows: rows / diagonal

@@ -1,0 +1,185 @@
+"""Vectors on the parameters: flat, like params, or blocks of either."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core import pytree, validation
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+
+Tree = Any
+Rebuild = Callable[[Tensor], Tree]
+
+
+class Space:
+    """The space of vectors like params.
+
+    Inside, one or k vectors are the rows of a tensor [k, P]; outside they are flat, [P] or [P, k], or
+    have the structure of params, with a trailing dimension of k for a block.
+    """
+
+    def __init__(self, params: Tree) -> None:
+        validation.parameters(params)
+        self.params = params
+        leaves = pytree.leaves(params)
+        for name, leaf in zip(pytree.paths(params), leaves, strict=True):
+            where = f"params[{name!r}]" if name else "params"
+            validation.real(where, leaf)
+            if leaf.device != leaves[0].device:
+                raise ArgumentValueError(
+                    f"{where}: expected device {leaves[0].device} as the first, got {leaf.device}; an "
+                    "operator's vectors live on one device. Move the model to one."
+                )
+        self.size = pytree.size(params)
+        if not self.size:
+            raise ArgumentValueError(
+                "params: expected at least one number, got tensors without elements; leave them out."
+            )
+        self.device = leaves[0].device
+        self.dtype = leaves[0].dtype
+        for leaf in leaves:
+            self.dtype = torch.promote_types(self.dtype, leaf.dtype)
+        self._like = [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def leaves(self) -> list[Tensor]:
+        """The parameters as they are now."""
+        leaves = pytree.leaves(self.params)
+        now = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if now != self._like:
+            raise ArgumentValueError(
+                f"params: expected the shapes and dtypes that the operator was made with, "
+                f"{[tuple(s) for s, _ in self._like]}, got {[tuple(s) for s, _ in now]}; make another."
+            )
+        return leaves
+
+    def params_of(self, leaves: list[Tensor]) -> Tree:
+        """Leaves in the structure of params, which is not kept because it cannot be pickled."""
+        return pytree.unflatten(leaves, pytree.flatten(self.params)[1])
+
+    def is_block(self, v: Any) -> bool:
+        """Whether what `rows` took is several vectors."""
+        dims: int = pytree.leaves(v)[0].dim()
+        if isinstance(v, Tensor) and not self._like_params(v):
+            return dims > 1
+        return dims > len(self._like[0][0])
+
+    def same(self, other: "Space") -> bool:
+        return self._like == other._like and pytree.paths(self.params) == pytree.paths(other.params)
+
+    def rows(self, v: Any, what: str = "v") -> tuple[Tensor, Rebuild]:
+        """Vectors as rows [k, P], and the function that gives such rows the form of v."""
+        if isinstance(v, Tensor) and not self._like_params(v):
+            return self._flat_rows(v, what)
+        leaves, block = validation.vectors(what, v, self.params)
+        columns = leaves[0].shape[-1] if block else 1
+        rows = torch.cat(
+            [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
+        ).T.contiguous()
+        return rows, self.block if block else lambda rows: self.tree(rows[0])
+
+    def _like_params(self, v: Tensor) -> bool:
+        """Whether v has the form of params that are one tensor of several dimensions, or of a block."""
+        shape = getattr(self.params, "shape", None)
+        return shape is not None and (
+            v.shape == shape
+            or (len(shape) > 1 and v.shape[:-1] == shape and v.dim() == len(shape) + 1)
+        )
+
+    def _flat_rows(self, v: Tensor, what: str) -> tuple[Tensor, Rebuild]:
+        if v.dim() not in (1, 2) or v.shape[0] != self.size:
+            raise ArgumentValueError(
+                f"{what}: expected ({self.size},), ({self.size}, k) for k vectors, or the structure of "
+                f"params, got {tuple(v.shape)}."
+            )
+        if v.dtype != self.dtype:
+            raise ArgumentTypeError(
+                f"{what}: expected {self.dtype}, got {v.dtype}; convert it with `.to({self.dtype})`."
+            )
+        if v.device != self.device:
+            raise ArgumentValueError(
+                f"{what}: expected device {self.device}, got {v.device}; move it with "
+                f"`.to({str(self.device)!r})`."
+            )
+        v = v.detach()
+        if v.dim() == 1:
+            return v[None], lambda rows: rows[0]
+        return v.T, lambda rows: rows.T
+
+    def split(self, row: Tensor) -> list[Tensor]:
+        """The leaves of a flat vector of any stride, in their own dtypes; views where those agree."""
+        parts = row.split([shape.numel() for shape, _ in self._like])
+        return [
+            part.view(shape).to(dtype)
+            for part, (shape, dtype) in zip(parts, self._like, strict=True)
+        ]
+
+    def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
+        """row += factor leaves; or the `first` of them, into memory that holds nothing yet."""
+        parts = row.split([shape.numel() for shape, _ in self._like])
+        for part, leaf in zip(parts, leaves, strict=True):
+            flat = leaf.detach().reshape(-1)
+            if not first:
+                part.add_(flat, alpha=factor)
+            elif factor == 1:
+                part.copy_(flat)
+            else:
+                part.copy_(flat * factor)
+
+    def tree(self, row: Tensor) -> Tree:
+        """A flat vector in the structure of params."""
+        return self.params_of(self.split(row))
+
+    def block(self, rows: Tensor) -> Tree:
+        """Rows in the structure of params, with a trailing dimension."""
+        columns = [self.split(row) for row in rows]
+        stacked = [torch.stack(parts, -1) for parts in zip(*columns, strict=True)]
+        return self.params_of(stacked)
+
+    def first_not_finite(self, rows: Tensor) -> str:
+        """The name of a leaf in which rows are NaN or infinite; empty where they are finite."""
+        if bool(rows.sum().isfinite()) or bool(rows.isfinite().all()):  # a sum takes a tenth
+            return ""
+        for name, *parts in zip(
+            pytree.paths(self.params), *(self.split(row) for row in rows), strict=True
+        ):
+            if not all(bool(part.isfinite().all()) for part in parts):
+                return name or "params"
+        return "params"
+
+
+# === Which parameters stand in one block of a block-diagonal matrix.
+Blocks = str | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
+
+
+def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
+    """Which leaves stand in one block, for each block."""
+    names = pytree.paths(params)
+    if blocks is None:
+        return [list(range(len(names)))]
+    if not (isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values())):
+        raise ArgumentTypeError(
+            "params: expected a dict of tensors by qualified name where blocks are asked for, got "
+            f"{type(params).__name__}; make one with `hoglib.trainable_params(model)`."
+        )
+    if isinstance(blocks, str):
+        by_name = {"parameter": lambda name: name, "module": lambda name: name.rpartition(".")[0]}
+        blocks = by_name[validation.one_of("blocks", blocks, by_name)]
+    if not callable(blocks) and not isinstance(blocks, Iterable):
+        raise ArgumentTypeError(
+            "blocks: expected 'parameter', 'module', a function of a name or lists of names, got "
+            f"{validation.describe(blocks)}."
+        )
+    if callable(blocks):
+        groups: dict[Hashable, list[int]] = {}
+        for i, name in enumerate(names):
+            groups.setdefault(blocks(name), []).append(i)
+        return list(groups.values())
+    listed = [list(group) for group in blocks]
+    if sorted(name for group in listed for name in group) != sorted(names):
+        raise ArgumentValueError(
+            f"blocks: expected every name of params in exactly one block, got {listed}; the names "
+            f"are {', '.join(names)}."
+        )
+    return [[names.index(name) for name in group] for group in listed]

@@ -1,0 +1,268 @@
+"""Pointwise ops with kinks: masks decide which gradients pass, and second derivatives are piecewise.
+
+A mask is applied with `where`, not by multiplication, so that an infinite gradient that arrives at a
+closed gate is zero behind it, not NaN.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib._core import torch_errors, validation
+from hoglib._core.mixed_precision import upcast_half
+from hoglib.errors import ArgumentValueError
+from hoglib.ops._define import Saved, call, define, make_function, vmap_broadcasting
+
+
+def relu(x: Tensor) -> Tensor:
+    r"""Rectifier.
+
+        y = max(x, 0)        dy/dx = 1 where y > 0, else 0
+
+    The derivative at 0 is 0, and every second derivative is 0. Shapes: x any; y like x, which is what
+    is kept. In reverse and forward mode, under vmap.
+    Raises TypeError for an integer or complex x.
+    """
+    validation.real("x", x)
+    return _relu(x)
+
+
+def clamp(
+    x: Tensor,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    straight_through: bool = False,
+) -> Tensor:
+    r"""Clamp to an interval, with the gradient masked or passed straight through.
+
+        y = min(max(x, lo), hi)        dy/dx = 1 where lo <= x <= hi, else 0
+        straight_through: dy/dx = 1, by definition and not by calculus
+
+    min is lo and max is hi, Python numbers; None is no bound. As in torch, y = max where min > max.
+    Every second derivative is 0. Shapes: x any; y like x. In reverse and forward mode, under vmap.
+    Raises TypeError for an integer or complex x or bounds that are not Python numbers, ValueError
+    for a NaN bound, or without either bound.
+    """
+    validation.real("x", x)
+    validation.flag("straight_through", straight_through)
+    if min is None and max is None:
+        raise ArgumentValueError("clamp: expected min, max or both, got neither; give one bound.")
+    low = None if min is None else validation.number("min", min)
+    high = None if max is None else validation.number("max", max)
+    return (_clamp_straight_through if straight_through else _clamp)(x, low, high)
+
+
+def smooth_l1(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
+    r"""Smooth L1 distance, element by element.
+
+        d = input - target
+        y = d^2 / (2 beta) where |d| < beta, else |d| - beta / 2
+        dy/dinput = d / beta where |d| < beta, else sign(d)        dy/dtarget = -dy/dinput
+
+    As in torch, the second derivative at the seam |d| = beta is 0, and beta = 0 is the distance |d|.
+    Shapes: input and target broadcast to y; `y.mean()` is `torch.nn.SmoothL1Loss`. Differentiable in
+    both, in reverse and forward mode, under vmap.
+    Raises TypeError for integer or complex tensors or a beta that is not a Python number, ValueError
+    for a negative beta.
+    Source: Girshick, Fast R-CNN, 2015, eq. 3, with the beta of torch.
+    """
+    validation.real("input", input)
+    validation.real("target", target)
+    return _smooth_l1(input, target, validation.number("beta", beta, minimum=0))
+
+
+def scaled_activation(x: Tensor, *, scale: float, kind: str) -> Tensor:
+    r"""A scaled activation.
+
+        y = a max(x, 0)    dy/dx = a where x > 0, else 0        for kind "relu"
+        y = a tanh(x)      dy/dx = a (1 - tanh(x)^2)            for kind "tanh"
+
+    scale is a, a Python number and a constant; one that is learnt is a matter of `mul`. Shapes: x any;
+    y like x; x is kept. Differentiable to any order, in reverse and forward mode, under vmap.
+    Raises TypeError for an integer or complex x or a scale that is not a Python number, ValueError
+    for an unknown kind.
+    """
+    validation.real("x", x)
+    validation.one_of("kind", kind, _SCALED)
+    scale = validation.number("scale", scale)
+    function, reference = _SCALED[kind]
+    result: Tensor = call(function, reference, x, scale)
+    return result
+
+
+def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Positive and negative part.
+
+        pos = max(x, 0)    neg = max(-x, 0)        x = pos - neg
+        (g, h) -> g where x > 0, -h where x < 0, and 0 where x = 0
+
+    Every second derivative is 0. Shapes: x any; pos and neg like x; x is kept. In reverse and forward
+    mode, under vmap.
+    Raises TypeError for an integer or complex x.
+    """
+    validation.real("x", x)
+    pos, neg = call(_SPLIT_SIGNS, _split_reference, x)
+    return pos, neg
+
+
+def _straight_through_clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    return torch.clamp(x.detach(), low, high) + zero_with_slope_one(x)
+
+
+def zero_with_slope_one(x: Tensor) -> Tensor:
+    """Zeros whose derivative by x is one: it carries a surrogate gradient in plain torch.
+
+    Where x is not finite, x - x would be NaN, so there the derivative is given up for the value.
+    """
+    finite = torch.where(x.isfinite(), x, 0)
+    return finite - finite.detach()
+
+
+def _inside(x: Tensor, low: float | None, high: float | None, _: None) -> Tensor:
+    above = None if low is None else x >= low
+    if high is None:
+        assert above is not None
+        return above
+    return x <= high if above is None else above & (x <= high)
+
+
+def _smooth_l1_forward(input: Tensor, target: Tensor, beta: float) -> Tensor:
+    if input.shape != target.shape:  # torch's own warns of it
+        input, target = torch.broadcast_tensors(input, target)
+    return F.smooth_l1_loss(input, target, reduction="none", beta=beta)
+
+
+def _smooth_l1_reference(input: Tensor, target: Tensor, beta: float) -> Tensor:
+    d = input - target
+    if beta == 0:
+        return d.abs()
+    far = d.abs() >= beta
+    return torch.where(far, d.abs() - beta / 2, d * d / (2 * beta))
+
+
+def _smooth_l1_by_input(input: Tensor, target: Tensor, beta: float, _: None) -> Tensor:
+    d = input - target
+    if beta == 0:
+        return d.sign()
+    return torch.where(d.abs() >= beta, d.sign(), d / beta)
+
+
+_relu = define(torch.relu, [lambda _, y: ~(y <= 0)], reference=torch.relu, keep="output")
+_clamp = define(torch.clamp, [_inside, None, None], reference=torch.clamp, keep="inputs")
+_clamp_straight_through = define(
+    torch.clamp,
+    [lambda *_: 1, None, None],
+    reference=_straight_through_clamp,
+    surrogate=True,
+    keep="none",
+)
+_smooth_l1 = define(
+    _smooth_l1_forward,
+    [_smooth_l1_by_input, lambda *inputs: -_smooth_l1_by_input(*inputs), None],
+    reference=_smooth_l1_reference,
+    keep="inputs",
+)
+
+
+class _Scaled(NamedTuple):
+    function: type[torch.autograd.Function]
+    reference: Callable[[Tensor, float], Tensor]
+
+
+def _make_scaled(
+    act: Callable[[Tensor], Tensor], slope: Callable[[Tensor, Tensor], Tensor]
+) -> _Scaled:
+    """slope(x, g) is act'(x) g: linear in g, so that it serves gradients and tangents alike."""
+
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return scale * act(x)
+
+    def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
+        x, scale = saved.inputs
+        return [slope(x, scale * grad), None]
+
+    def jvp(saved: Saved, tangent: Tensor, _: None) -> Tensor:
+        x, scale = saved.inputs
+        return slope(x, scale * tangent)
+
+    function = make_function(
+        f"Scaled{act.__name__.capitalize()}",
+        2,
+        forward=forward,
+        backward=backward,
+        jvp=jvp,
+        vmap=vmap_broadcasting,
+        keep_outputs=(),
+    )
+    return _Scaled(function, forward)
+
+
+def _tanh_slope(x: Tensor, g: Tensor) -> Tensor:
+    y = torch.tanh(x)
+    return (1 - y * y) * g
+
+
+_SCALED = {
+    "relu": _make_scaled(torch.relu, lambda x, g: torch.where(x <= 0, 0, g)),
+    "tanh": _make_scaled(torch.tanh, _tanh_slope),
+}
+
+
+def _split_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.relu(x), torch.relu(-x)
+
+
+def _split_backward(saved: Saved, g: Tensor | None, h: Tensor | None) -> list[Tensor]:
+    (x,) = saved.inputs
+    if h is None:
+        assert g is not None
+        return [torch.where(x > 0, g, 0)]
+    to_neg = torch.where(x < 0, -h, 0)
+    return [to_neg if g is None else torch.where(x > 0, g, to_neg)]
+
+
+def _split_jvp(saved: Saved, tangent: Tensor) -> tuple[Tensor, Tensor]:
+    (x,) = saved.inputs
+    return torch.where(x > 0, tangent, 0), torch.where(x < 0, -tangent, 0)
+
+
+def _split_vmap(
+    function: type[torch.autograd.Function], _: int, in_dims: tuple[int | None], x: Tensor
+) -> tuple[Any, tuple[int | None, ...]]:
+    return function.apply(x), in_dims * 2
+
+
+_SPLIT_SIGNS = make_function(
+    "SplitSigns",
+    1,
+    forward=_split_reference,
+    backward=_split_backward,
+    jvp=_split_jvp,
+    vmap=_split_vmap,
+    keep_outputs=(),
+)
+
+
+# === torch's hardsigmoid, whose own derivative cannot be differentiated, not even to 0.
+
+
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    r"""A sigmoid of three straight lines.
+
+        y = min(max(x + 3, 0), 6) / 6        dy/dx = 1/6 for -3 < x < 3, else 0
+
+    Shapes: any. The derivative is 0 at the kinks, as in torch; the second is 0. Half precision is
+    computed in float32. inplace puts the result in input too. Raises RuntimeError for an input that
+    is not real.
+    """
+    torch_errors.real("input", input)
+    x = upcast_half(input.clone() if inplace else input)
+    y = (F.hardtanh(x, -3.0, 3.0) / 6 + 0.5).to(input.dtype)
+    return input.copy_(y) if inplace else y
+
+
+HARDSIGMOID: dict[Callable[..., Any], Callable[..., Any]] = {F.hardsigmoid: hardsigmoid}

@@ -1,0 +1,300 @@
+"""The catalogue of losses that torch cannot differentiate in every mode."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from itertools import groupby, product
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import ops
+from hoglib.testing.opinfo.entry import ONE_TENSOR, Op, same_shapes, sample
+
+WARNS = {
+    "broadcasting": "torch warns of it, which is an error here; in tests/ops/test_regression.py"
+}
+
+
+def _reduced(loss: Tensor, reduction: str) -> Tensor:
+    return loss if reduction == "none" else getattr(torch, reduction)(loss)
+
+
+def _mse(
+    input: Tensor, target: Tensor, *args: Any, reduction: str = "mean", weight: Any = None
+) -> Tensor:
+    return _reduced((input - target) ** 2, reduction)
+
+
+def _huber(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    delta: float = 1.0,
+    weight: Tensor | None = None,
+) -> Tensor:
+    d = input - target
+    loss = torch.where(d.abs() < delta, d**2 / 2, delta * (d.abs() - delta / 2))
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+def _multi_margin(
+    input: Tensor,
+    target: Tensor,
+    p: int = 1,
+    margin: float = 1.0,
+    weight: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+) -> Tensor:
+    x, t = torch.atleast_2d(input), target.reshape(-1)
+    rows = [x[:0, 0]]
+    for n in range(len(t)):
+        others = [j for j in range(x.shape[1]) if j != t[n]]
+        loss = torch.relu(margin - x[n, t[n], None] + x[n, others]) ** p
+        loss = loss.sum(0, True) / x.shape[1]
+        rows.append(loss if weight is None else loss * weight[t[n]])
+    return _reduced(torch.cat(rows).reshape(target.shape), reduction)
+
+
+def _multilabel_margin(input: Tensor, target: Tensor, *, reduction: str = "mean") -> Tensor:
+    x, t = torch.atleast_2d(input), torch.atleast_2d(target)
+    rows = [x[:0, 0]]
+    for n in range(len(t)):
+        listed = t[n].tolist()
+        listed = listed[: listed.index(-1)] if -1 in listed else listed
+        others = [j for j in range(x.shape[1]) if j not in listed]
+        losses = [torch.relu(1 - x[n, i, None] + x[n, others]).sum() for i in listed]
+        rows.append(torch.stack([0 * x[n].sum(), *losses]).sum(0, True) / x.shape[1])
+    return _reduced(torch.cat(rows).reshape(input.shape[:-1]), reduction)
+
+
+def _linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """By rows of probabilities; a position of several loses the dimensions that it has."""
+    classes = linear_weight.shape[0]
+    z = torch.tensordot(torch.atleast_2d(input), linear_weight, ([1], [-1]))  # (N, C, *)
+    z = z.movedim(1, -1).reshape(-1, classes)
+    if target.is_floating_point():
+        q = target if target.dim() < 3 else target.movedim(1, -1)
+        q, counts = q.reshape(-1, classes), torch.ones(len(z))
+    else:
+        t = target.reshape(-1)
+        counts = (t != ignore_index).to(torch.float32)
+        q = torch.eye(classes)[torch.where(t == ignore_index, 0, t)]
+    q = (1 - label_smoothing) * q.to(z.dtype) + label_smoothing / classes
+    loss = -(q * (z - z.exp().sum(1, True).log())).sum(1) * counts.to(z.dtype)
+    if reduction == "none":
+        return loss.reshape(target.shape[:-1] if target.is_floating_point() else target.shape)
+    return loss.sum() / counts.sum().to(z.dtype) if reduction == "mean" else loss.sum()
+
+
+_CLASSES = torch.tensor([1, 3, 0])
+_MARGIN_CORNERS = {
+    "zero size": sample(
+        "no rows", lambda n: (n(0, 3), torch.zeros(0, dtype=torch.long)), reduction="none"
+    ),
+    "no dimensions": sample("one class", lambda n: (n(), torch.tensor(0)), reduction="none"),
+}
+
+REGRESSION = (
+    Op(
+        "mse_loss",
+        "missing",
+        "mean of (input - target)^2",
+        ops.mse_loss,
+        _mse,
+        (
+            sample("mean", lambda n: (n(2, 3), n(2, 3))),
+            sample("sum", lambda n: (n(2, 3) / 4, n(2, 3) / 4), reduction="sum"),
+            sample("none", lambda n: (n(2, 3), n(2, 3)), reduction="none"),
+        ),
+        corners=same_shapes(2),
+        skips=WARNS,
+    ),
+    Op(
+        "huber_loss",
+        "missing",
+        "mean of d^2 / 2 or delta (|d| - delta / 2), d = input - target",
+        ops.huber_loss,
+        _huber,
+        (
+            sample("mean", lambda n: (n(2, 3), n(2, 3))),
+            sample("narrow", lambda n: (n(2, 3), n(2, 3)), delta=0.5, reduction="sum"),
+            sample("weighted", lambda n: (n(2, 3), n(2, 3), "mean", 0.8, n(2, 3) ** 2 + 1)),
+        ),
+        corners=same_shapes(2),
+        smooth=False,
+        skips=WARNS,
+    ),
+    Op(
+        "multi_margin_loss",
+        "missing",
+        "sum over j != t of w_t max(0, margin - x_t + x_j)^p / C",
+        ops.multi_margin_loss,
+        _multi_margin,
+        (
+            sample("rows", lambda n: (n(3, 4), _CLASSES)),
+            sample("squared", lambda n: (n(3, 4), _CLASSES), p=2, margin=0.7, reduction="none"),
+            sample("weighted", lambda n: (n(3, 4), _CLASSES, 2, 1.0, n(4) ** 2), reduction="sum"),
+        ),
+        corners=_MARGIN_CORNERS,
+        smooth=False,
+        skips={"broadcasting": "input has a row for each class of target"},
+    ),
+    Op(
+        "multilabel_margin_loss",
+        "missing",
+        "sum over i in t, j not in t of max(0, 1 - x_i + x_j) / C",
+        ops.multilabel_margin_loss,
+        _multilabel_margin,
+        (
+            sample("rows", lambda n: (n(2, 3), torch.tensor([[1, -1, 0], [2, 0, -1]]))),
+            sample("one row", lambda n: (n(4), torch.tensor([3, 0, -1, 2])), reduction="sum"),
+            sample(
+                "twice the same",
+                lambda n: (n(2, 3), torch.tensor([[1, 1, -1], [-1, 0, 1]])),
+                reduction="none",
+            ),
+        ),
+        corners={
+            "zero size": sample(
+                "no rows",
+                lambda n: (n(0, 3), torch.zeros(0, 3, dtype=torch.long)),
+                reduction="none",
+            ),
+        },
+        smooth=False,
+        skips={**ONE_TENSOR, "no dimensions": "torch takes it, and its one class loses nothing"},
+    ),
+    Op(
+        "linear_cross_entropy",
+        "missing",
+        "sum_c w_c q_c (log sum_d e^z_d - z_c), z = x W^T + b",
+        ops.linear_cross_entropy,
+        _linear_cross_entropy,
+        (
+            sample("rows", lambda n: (n(3, 2), n(4, 2), _CLASSES)),
+            sample(
+                "positions",
+                lambda n: (n(2, 3), n(4, 2, 3), torch.tensor([[0, 3], [1, -100]])),
+                label_smoothing=0.1,
+            ),
+            sample(
+                "probabilities",
+                lambda n: (n(2, 3), n(4, 3), n(2, 4) ** 2),
+                reduction="sum",
+                label_smoothing=0.2,
+            ),
+            sample(
+                "ignored",
+                lambda n: (n(3, 2), n(4, 2), _CLASSES),
+                reduction="none",
+                ignore_index=3,
+            ),
+        ),
+        corners={
+            "zero size": sample(
+                "no rows",
+                lambda n: (n(0, 2), n(4, 2), torch.zeros(0, dtype=torch.long)),
+                reduction="sum",
+            )
+        },
+        skips={
+            "no dimensions": "needs a dimension of features",
+            "broadcasting": "input has a row for each target",
+        },
+    ),
+)
+
+
+# === The catalogue entry of ctc_loss.
+
+
+def _of_scores(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function after a log softmax: the gradient by log_probs alone is torch's convention."""
+
+    @wraps(function)
+    def normalised(scores: Tensor, *others: object, **options: object) -> Tensor:
+        return function(scores - scores.exp().sum(-1, True).log(), *others, **options)
+
+    return normalised
+
+
+def _sum_over_paths(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Every sequence of classes that collapses to the target, one by one."""
+    p = log_probs.exp() if log_probs.dim() == 3 else log_probs.exp().unsqueeze(1)
+    rows, start = [], 0
+    for n, (steps, size) in enumerate(zip(input_lengths, target_lengths, strict=True)):
+        row = targets[n][:size] if targets.dim() == 2 else targets[start : start + size]
+        unit = torch.ones_like(p[0, n, 0])
+        label, start, terms = row.tolist(), start + size, []
+        for path in product(range(p.shape[2]), repeat=steps):
+            if [c for c, _ in groupby(path) if c != blank] == label:
+                terms.append(prod([p[t, n, c] for t, c in enumerate(path)], start=unit))
+        nothing = 0.0 * unit + (0.0 if zero_infinity else torch.inf)
+        rows.append(-torch.stack(terms).sum().log() if terms else nothing)
+    losses = torch.stack(rows)
+    if reduction == "mean":
+        return (losses / torch.tensor(target_lengths).clamp(min=1).to(losses.dtype)).mean()
+    if reduction == "sum":
+        return losses.sum()
+    return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+
+_PAIRS = torch.tensor([[1, 2], [2, 2]])
+
+CTC = (
+    Op(
+        "ctc_loss",
+        "missing",
+        "-log P(target | log_softmax(x))",
+        _of_scores(ops.ctc_loss),
+        _of_scores(_sum_over_paths),
+        (
+            sample("padded targets", lambda n: (n(3, 2, 3), _PAIRS, (3, 3), (2, 2))),
+            sample(
+                "concatenated targets of several lengths",
+                lambda n: (n(3, 2, 3), torch.tensor([1, 2, 1]), (3, 2), (2, 1)),
+                reduction="none",
+            ),
+            sample(
+                "last class blank",
+                lambda n: (n(3, 1, 3), torch.tensor([[0, 1]]), (3,), (2,)),
+                blank=2,
+                reduction="sum",
+            ),
+            sample(
+                "impossible and empty",
+                lambda n: (n(2, 3, 3), _PAIRS[[1, 0, 1]], (2, 1, 0), (2, 0, 0)),
+                reduction="none",
+                zero_infinity=True,
+            ),
+            sample("no batch", lambda n: (n(3, 3), torch.tensor([1, 1]), (3,), (2,))),
+        ),
+        corners={
+            "zero size": sample("no labels", lambda n: (n(2, 2, 3), _PAIRS[:, :0], (2, 1), (0, 0)))
+        },
+        skips={
+            "no dimensions": "needs dimensions of time and classes",
+            "broadcasting": "one differentiable tensor, nothing to broadcast with",
+            "bfloat16": "torch's own refuses it too, outside of autocast",
+        },
+    ),
+)

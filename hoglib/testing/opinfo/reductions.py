@@ -1,0 +1,194 @@
+"""The catalogue of the theme reduce."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib import ops
+from hoglib.testing.opinfo import references
+from hoglib.testing.opinfo.entry import ONE_TENSOR, WITH_COMPLEX, Op, sample
+
+
+def _reduction(
+    name: str,
+    formula: str,
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    **others: Any,
+) -> Op:
+    return Op(
+        name,
+        "reduce",
+        formula,
+        function,
+        reference,
+        (
+            sample("rows of a matrix", lambda n: (n(2, 3), 1)),
+            sample("two dimensions kept", lambda n: (n(2, 3, 2), (0, -1)), keepdim=True),
+            sample("all dimensions", lambda n: (n(2, 2), None)),
+        ),
+        corners={
+            "zero size": sample("zero size", lambda n: (n(2, 0), 0)),
+            "no dimensions": sample("no dimensions", lambda n: (n(), -1)),
+        },
+        skips=ONE_TENSOR,
+        **others,
+    )
+
+
+_SAMPLES_OF_CLASSES = (
+    sample("rows", lambda n: (n(3, 4), torch.tensor([1, 3, 0]))),
+    sample("one row", lambda n: (n(4), torch.tensor(2)), reduction="sum"),
+    sample("pixels", lambda n: (n(2, 3, 2), torch.tensor([[0, 2], [1, 1]])), reduction="none"),
+    sample(
+        "ignored row and smoothing",
+        lambda n: (n(3, 4), torch.tensor([1, -100, 0])),
+        label_smoothing=0.2,
+    ),
+    sample("ignored class", lambda n: (n(3, 4), torch.tensor([1, 2, 0])), ignore_index=2),
+    sample("probabilities", lambda n: (n(2, 3), n(2, 3) ** 2), label_smoothing=0.1),
+)
+
+REDUCE = (
+    _reduction("sum", "sum_i x_i", ops.sum, torch.sum, dtypes=WITH_COMPLEX),
+    _reduction("mean", "sum_i x_i / n", ops.mean, torch.mean, dtypes=WITH_COMPLEX),
+    _reduction("amax", "max_i x_i", ops.amax, references.amax, smooth=False),
+    _reduction(
+        "logsumexp", "log sum_i e^x_i", ops.logsumexp, references.logsumexp, dtypes=WITH_COMPLEX
+    ),
+    Op(
+        "softmax_cross_entropy",
+        "reduce",
+        "sum_c q_c (log sum_d e^z_d - z_c)",
+        ops.softmax_cross_entropy,
+        F.cross_entropy,
+        _SAMPLES_OF_CLASSES,
+        corners={
+            "zero size": sample(
+                "no rows", lambda n: (n(0, 3), torch.zeros(0, dtype=torch.long)), reduction="sum"
+            )
+        },
+        skips={
+            "no dimensions": "needs a dimension of classes",
+            "broadcasting": "logits and target have one shape for the rows",
+        },
+    ),
+)
+
+
+# === The catalogue of distances between rows.
+
+INFINITY = float("inf")
+_NEEDS_ROWS = {"no dimensions": "needs a dimension of rows and one of entries"}
+
+
+def _norm(d: Tensor, p: float) -> Tensor:
+    """By the definition, a row at a time; no row of the samples has an entry of 0."""
+    if p == INFINITY:
+        return d.abs().max(-1).values
+    return (d.abs() ** p).sum(-1) ** (1 / p)
+
+
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str = "") -> Tensor:
+    rows = [_norm(x1 - x2[..., j : j + 1, :], p) for j in range(x2.shape[-2])]
+    if not rows:
+        return (x1 @ x2.mT).sum(-1, keepdim=True) * x1.new_zeros(0)
+    return torch.stack(rows, -1)
+
+
+def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
+    n = input.shape[0]
+    pairs = [_norm(input[i] - input[j], p) for i in range(n) for j in range(i + 1, n)]
+    return torch.stack(pairs) if pairs else input.sum(-1)[:0]
+
+
+def _pairwise_distance(
+    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Tensor:
+    y = _norm(x1 - x2 + eps, p)
+    return y[..., None] if keepdim else y
+
+
+def _two(name: str, **options: Any) -> Any:
+    return sample(name, lambda n: (n(3, 2), n(2, 2)), **options)
+
+
+def _one(name: str, **options: Any) -> Any:
+    return sample(name, lambda n: (n(3, 2),), **options)
+
+
+def _same(name: str, **options: Any) -> Any:
+    return sample(name, lambda n: (n(2, 3), n(2, 3)), **options)
+
+
+DISTANCE = (
+    Op(
+        "cdist",
+        "missing",
+        "(sum_k |a_ik - b_jk|^p)^(1/p)",
+        ops.cdist,
+        _cdist,
+        (
+            _two("Euclidean"),
+            _two("Euclidean, by products", compute_mode="use_mm_for_euclid_dist"),
+            sample("batches", lambda n: (n(2, 1, 3, 2), n(2, 2, 2))),
+            _two("cubes", p=3.0),
+            _two("fourth powers", p=4.0),
+            _two("powers of one and a half", p=1.5),
+        ),
+        corners={"zero size": sample("no rows", lambda n: (n(2, 0, 2), n(2, 3, 2)))},
+        skips={
+            **_NEEDS_ROWS,
+            "broadcasting": "the sample of batches broadcasts in every cell",
+        },
+    ),
+    Op(
+        "cdist, with kinks",
+        "missing",
+        "sum_k |a_ik - b_jk|, or their maximum",
+        ops.cdist,
+        _cdist,
+        (_two("sums", p=1.0), _two("maxima", p=INFINITY)),
+        corners={"zero size": sample("no rows", lambda n: (n(0, 2), n(3, 2)), p=1.0)},
+        smooth=False,
+        skips={**_NEEDS_ROWS, "broadcasting": "the entry cdist has a sample that broadcasts"},
+    ),
+    Op(
+        "pdist",
+        "missing",
+        "(sum_k |x_ik - x_jk|^p)^(1/p), i < j",
+        ops.pdist,
+        _pdist,
+        (_one("Euclidean"), _one("cubes", p=3.0), _one("powers of one and a half", p=1.5)),
+        corners={"zero size": sample("one row", lambda n: (n(1, 2),))},
+        skips={
+            **ONE_TENSOR,
+            **_NEEDS_ROWS,
+            "stride 0": "its rows are equal, and their distance has a kink",
+        },
+    ),
+    Op(
+        "pairwise_distance",
+        "wrong",
+        "(sum_k |a_ik - b_ik + eps|^p)^(1/p)",
+        ops.pairwise_distance,
+        _pairwise_distance,
+        (
+            _same("Euclidean"),
+            _same("sums", p=1.0, keepdim=True),
+            _same("maxima", p=INFINITY),
+            _same("cubes", p=3.0, eps=0.1),
+            sample("broadcast", lambda n: (n(2, 1, 3), n(2, 3))),
+        ),
+        corners={"zero size": sample("no rows", lambda n: (n(0, 3), n(0, 3)))},
+        smooth=False,
+        skips={
+            "no dimensions": "needs a dimension of entries",
+            "broadcasting": "a sample that broadcasts is in every cell",
+        },
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.complex128),
+    ),
+)

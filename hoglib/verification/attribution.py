@@ -1,0 +1,304 @@
+r"""Names the saved slot, or the graph cut, that loses a Function's second derivative.
+
+A backward is a function B(S_1, ..., S_n, g) of what is on its context and of the incoming gradients.
+Along a direction v of the inputs its derivative is a sum over the slots,
+
+    d/dv B(S(x), g) = sum_k  dB/dS_k  dS_k/dv
+
+of which autograd sees the terms of slots that are inputs or outputs of the Function, unless backward
+itself cuts the graph. Each term is had by differences, by running forward and backward as plain
+functions with one slot taken from x +- h v; what autograd sees of it, from the graph of backward as
+a plain function. The rest is what the slot loses. The same holds of a jvp.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hoglib._core import pytree
+from hoglib._core.detachment import DetachedGradient, DetachmentWatch
+from hoglib._core.element_differences import scales, uniform
+from hoglib._core.pytree import is_float
+from hoglib._core.torch_internals import backward_rule, is_once_differentiable, watching_functions
+from hoglib.verification import function_rules
+from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
+from hoglib.verification.subject import Application, application
+
+STEP = 1e-5
+LOST = 1e-5  # of the whole term: less is rounding
+WORTH_SAYING = 1e-3  # of what is lost
+DRAWS = 4
+
+Moves = dict[int, Tensor]  # by argument
+
+
+class Diagnosis(NamedTuple):
+    """What of the second-order term is lost, where, and by which slots."""
+
+    lost: float  # relative to the whole term
+    slots: list[Slot]
+    cuts: list[DetachedGradient]  # those that do harm, or might
+    once: bool  # @once_differentiable
+    error: Exception | None  # what backward raised when its graph was asked for
+    inner: list[Application]  # Functions that backward applies
+    only_backward: bool = False  # a jvp, and nothing was saved for it
+    kept: bool = True  # anything on the context
+
+
+def examine(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
+    """Measure what each slot of a Function loses; its arguments must not lie on a kink.
+
+    moves: how the arguments move along some direction, (above - below) / 2h; by default each on its
+    own, which some Functions do not allow (a symmetric matrix, probabilities).
+    """
+    return _Examination(app, in_jvp, moves).diagnosis()
+
+
+class _Examination:
+    def __init__(self, app: Application, in_jvp: bool, moves: Moves | None) -> None:
+        self._app, self._in_jvp = app, in_jvp
+        self._random = torch.Generator().manual_seed(1)
+        self._once = not in_jvp and is_once_differentiable(app.function)
+        rule: Any = app.function.jvp if in_jvp else backward_rule(app.function)
+        self._rule: Callable[..., Any] = rule.__wrapped__ if self._once else rule
+        self._v = moves or {
+            i: uniform(app.args[i], self._random) * scales(app.args[i]) for i in app.by
+        }
+        self._inner: list[Application] = []
+        base = self._run(0.0)
+        self._arguments = self._incoming(base)
+
+    # Running forward and backward.
+
+    def _run(self, h: float) -> Run:
+        torch.manual_seed(0)
+        args = self._app.fresh()
+        for i, v in self._v.items():
+            args[i] = args[i] + h * v
+        return self._app.run(args)
+
+    def _incoming(self, run: Run) -> list[Tensor | None]:
+        if not self._in_jvp:
+            return run.incoming(self._random)
+        return [
+            uniform(x, self._random) if i in self._app.by else None
+            for i, x in enumerate(run.inputs)
+        ]
+
+    def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        context = Context(record, in_jvp=self._in_jvp)
+        returned = function_rules.as_tuple(self._rule(context, *incoming))
+        if self._in_jvp:
+            return [r for r in returned if is_float(r)]
+        kept = [r for i, r in enumerate(returned) if i in self._app.by]
+        return [r for r in kept if is_float(r)]
+
+    # What each slot contributes, by differences.
+
+    def _swapped(self, labels: Sequence[str], h: float) -> list[Tensor]:
+        record = self._run(0.0).record
+        slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, self._run(h).record))
+        slots |= {label: moved[label] for label in labels}
+        return self._results(record.with_slots(slots, in_jvp=self._in_jvp), self._arguments)
+
+    def _terms(self, labels: Sequence[str]) -> dict[str, list[Tensor]]:
+        """By slot; those that cannot be taken from another run alone, such as a tensor and the leaf of
+        its graph, are taken together, to equal shares."""
+        terms, alone = {}, []
+        for label in labels:
+            try:
+                terms[label] = self._term([label])
+            except Exception:
+                alone.append(label)
+        with suppress(Exception):
+            together = self._term(alone) if alone else []
+            terms |= {label: [t / len(alone) for t in together] for label in alone}
+        return terms
+
+    def _term(self, labels: Sequence[str]) -> list[Tensor]:
+        above, below = self._swapped(labels, STEP), self._swapped(labels, -STEP)
+        return [
+            ((a - b) / (2 * STEP)).detach() if torch.is_tensor(a) else a
+            for a, b in zip(above, below, strict=True)
+        ]
+
+    # What autograd sees of it.
+
+    def _seen(
+        self, watch: DetachmentWatch
+    ) -> tuple[list[Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
+        """Backward's results with their graph; for each slot its leaves and how they move."""
+        run, ends = self._run(0.0), (self._run(STEP), self._run(-STEP))
+        slots = run.record.slots(in_jvp=self._in_jvp)
+        moved = [end.record.slots(in_jvp=self._in_jvp) for end in ends]
+        owned = {id(t) for t in (*run.inputs, *run.outputs) if not run.record.is_silent(t)}
+        leaves: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        held = {}
+        for label, value in slots.items():
+            flat, structure = pytree.flatten(value)
+            ends_flat = [pytree.leaves(m.get(label)) for m in moved]
+            for n, leaf in enumerate(flat):
+                if is_float(leaf) and id(leaf) in owned:
+                    above, below = (f[n] for f in ends_flat)
+                    flat[n] = leaf.detach().clone().requires_grad_()
+                    move = ((above - below) / (2 * STEP)).detach()
+                    leaves.setdefault(label, []).append((flat[n], move))
+            held[label] = pytree.unflatten(flat, structure)
+        record = run.record.with_slots(held, in_jvp=self._in_jvp)
+        incoming = [None if g is None else g.clone().requires_grad_() for g in self._arguments]
+        for k, g in enumerate(incoming):
+            if g is not None:
+                leaves[self._gradient_name(k)] = [(g, uniform(g, self._random))]
+        with watching_functions(self._apply) as watch.applying, torch.enable_grad(), watch:
+            results = self._results(record, incoming)
+        return results, leaves
+
+    def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
+        """Note a Function that backward applies."""
+        app = application(function, args)
+        if app is not None and function not in [other.function for other in self._inner]:
+            self._inner.append(app)
+
+    def _gradient_name(self, k: int) -> str:
+        return f"{'tangent' if self._in_jvp else 'grad_output'} {k}"
+
+    def _lost(
+        self, mend: Iterable[DetachedGradient] = ()
+    ) -> tuple[dict[str, float], float, DetachmentWatch]:
+        """By slot, the root mean square of what is lost along random covectors; and of the whole."""
+        watch = DetachmentWatch([(cut.how, cut.place) for cut in mend])
+        seen, leaves = self._seen(watch)
+        labels = list(self._run(0.0).record.slots(in_jvp=self._in_jvp))
+        terms = self._terms(labels)
+        for label, pairs in leaves.items():
+            if label not in labels:
+                terms[label] = self._linear_term(label, pairs[0][1])
+        lost = dict.fromkeys(terms, 0.0)
+        whole = 0.0
+        for _ in range(DRAWS):
+            w = [uniform(r, self._random) for r in seen]
+            carried = self._carried(seen, w, leaves)
+            for label, term in terms.items():
+                expected = _dot(w, term)
+                lost[label] += (expected - carried.get(label, 0.0)) ** 2
+                whole += expected**2
+        return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5, watch
+
+    def _linear_term(self, label: str, direction: Tensor) -> list[Tensor]:
+        """The part of an incoming gradient."""
+        k = int(label.rsplit(" ", 1)[1])
+
+        def at(sign: float) -> list[Tensor]:
+            incoming = list(self._arguments)
+            g = incoming[k]
+            assert g is not None
+            incoming[k] = g + sign * STEP * direction
+            return self._results(self._run(0.0).record, incoming)
+
+        ends = zip(at(1.0), at(-1.0), strict=True)
+        return [((a - b) / (2 * STEP)).detach() for a, b in ends]
+
+    def _carried(
+        self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]
+    ) -> dict[str, float]:
+        pairs = [pair for part in leaves.values() for pair in part]
+        scalars = [(c * r).sum().real for c, r in zip(w, seen, strict=True) if r.requires_grad]
+        if not scalars or not pairs:
+            return {}
+        grads = torch.autograd.grad(
+            sum(scalars[1:], scalars[0]), [leaf for leaf, _ in pairs], retain_graph=True,
+            allow_unused=True,
+        )  # fmt: skip
+        by_leaf = {id(leaf): g for (leaf, _), g in zip(pairs, grads, strict=True)}
+        return {
+            label: sum(
+                float((g.conj() * move).sum().real)
+                for leaf, move in part
+                if (g := by_leaf[id(leaf)]) is not None
+            )
+            for label, part in leaves.items()
+        }
+
+    # Blame.
+
+    def diagnosis(self) -> Diagnosis:
+        inner = self._inner
+        try:
+            lost, whole, watch = self._lost()
+        except Exception as error:
+            record = self._run(0.0).record
+            lacking = self._in_jvp and bool(record.saved) and not record.for_forward
+            kept = bool(record.slots(in_jvp=self._in_jvp))
+            return Diagnosis(1.0, [], self._cuts_before(), self._once, error, [], lacking, kept)
+        size = max(whole, 1e-300)
+        total = sum(lost.values())
+        if total <= LOST * size:
+            return Diagnosis(0.0, [], [], self._once, None, inner)
+        cuts = self._blamed(watch.cuts, total, size)
+        slots = [slot for slot in self._described() if lost.get(slot.label, 0.0) > LOST * size]
+        for slot in slots:
+            slot.lost = lost[slot.label]
+            slot.share = slot.lost / total
+        return Diagnosis(
+            total / size,
+            [s for s in slots if s.share > WORTH_SAYING],
+            cuts, self._once, None, inner,
+        )  # fmt: skip
+
+    def _cuts_before(self) -> list[DetachedGradient]:
+        """The cuts until backward raised."""
+        watch = DetachmentWatch()
+        with suppress(Exception):
+            self._seen(watch)
+        return watch.cuts
+
+    def _blamed(
+        self, cuts: list[DetachedGradient], total: float, size: float
+    ) -> list[DetachedGradient]:
+        """The cuts without whose mending more is lost; what cannot be mended answers for the rest."""
+        mendable = [cut for cut in cuts if cut.mendable]
+        least = self._left(mendable)
+        guilty = []
+        for cut in mendable:
+            without = self._left([other for other in mendable if other is not cut])
+            if without > least + max(0.01 * total, LOST * size):
+                guilty.append(cut)
+        others = [cut for cut in cuts if not cut.mendable]
+        if others and least > LOST * size:
+            guilty += others
+        return guilty or (cuts if self._left([]) > LOST * size else [])
+
+    def _left(self, mend: list[DetachedGradient]) -> float:
+        """What slots with a graph lose still when some cuts are mended."""
+        kinds = {slot.label: slot.kind for slot in self._described()}
+        try:
+            lost, _, _ = self._lost(mend)
+        except Exception:  # what was mended does not run
+            return 0.0
+        graphed = ("input", "output", "gradient")
+        return sum(value for label, value in lost.items() if kinds.get(label) in graphed)
+
+    def _described(self) -> list[Slot]:
+        run = self._run(0.0)
+        slots = []
+        for label, value in run.record.slots(in_jvp=self._in_jvp).items():
+            noted = run.record.noted(label)
+            kind, what = kind_of(value, run, self._app.names)
+            kept = type(value).__name__
+            slot = Slot(label, kind, what, noted.name, noted.place, kept)
+            slot.graphed = any(t.requires_grad for t in function_rules.tensors(value))
+            slots.append(slot)
+        for k, g in enumerate(self._arguments):
+            if g is not None:
+                name = self._gradient_name(k)
+                slots.append(Slot(name, "gradient", name))
+        return slots
+
+
+def _dot(w: list[Tensor], term: list[Tensor]) -> float:
+    return sum(float((a.conj() * b).sum().real) for a, b in zip(w, term, strict=True))

@@ -1,1 +1,0 @@
-"""The audit of a whole loss: `hog.audit`, and what it is made of."""

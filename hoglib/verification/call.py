@@ -1,0 +1,316 @@
+"""Copies of what a function is given, and whether two tensors are the same."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import isbuiltin
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.element_differences import Map
+from hoglib._core.gradient_graph import nodes
+from hoglib._core.pytree import is_float
+from hoglib._core.swap import call_with
+from hoglib._core.torch_internals import custom_function, transforms_active
+
+
+def fresh(value: Any) -> Any:
+    """A copy of what a run may change: a tensor's values, the state of a random generator."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.clone_state() if isinstance(value, torch.Generator) else value
+
+
+def same(a: Tensor, b: Any) -> bool:
+    """The same values of one shape, dtype, layout and device; NaN is the same as NaN."""
+    if not isinstance(b, Tensor) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+        return False
+    if a.layout is not b.layout:
+        return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    floating = a.is_floating_point() or a.is_complex()
+    return bool(torch.equal(a.nan_to_num(), b.nan_to_num()) if floating else torch.equal(a, b))
+
+
+# === Maps between lists of real tensors, and their derivatives in reverse and in forward mode.
+#
+# The gradient of a map is a map again, and so is its tangent: a second derivative is a derivative
+# of
+# one of them, and is had by the same functions as a first one. Everything but `func_push` is built
+# on
+# `torch.autograd`, because the transforms of torch.func are wrong through some of torch's own
+# layers.
+
+
+def gradient(function: Map, count: int, wanted: Sequence[int] | None = None) -> Map:
+    """(x, u) -> J(x)^T u, the gradient by the wanted of the first `count` arguments.
+
+    Backward gets copies of u, so that one that works in place spoils no other check.
+    """
+    wanted = range(count) if wanted is None else wanted
+
+    def map_(*given: Tensor) -> list[Tensor]:
+        inputs = [
+            x.view_as(x).requires_grad_() if j in wanted and not x.requires_grad else x
+            for j, x in enumerate(given[:count])
+        ]
+        by = [inputs[j] for j in wanted]
+        pairs = zip(function(*inputs), given[count:], strict=True)
+        outputs = [(y, u) for y, u in pairs if y.requires_grad]
+        if not outputs:
+            return [torch.zeros_like(x) for x in by]
+        return list(
+            torch.autograd.grad(
+                [y for y, _ in outputs], by, [u.clone() for _, u in outputs], create_graph=True,
+                materialize_grads=True,
+            )
+        )  # fmt: skip
+
+    return map_
+
+
+def tangent(function: Map, count: int) -> Map:
+    """(x, t) -> J(x) t, in forward mode."""
+
+    def map_(*given: Tensor) -> list[Tensor]:
+        with forward_ad.dual_level():
+            pairs = zip(given[:count], given[count:], strict=True)
+            return [_tangent(y) for y in function(*[forward_ad.make_dual(x, t) for x, t in pairs])]
+
+    return map_
+
+
+def func_tangent(function: Map, count: int) -> Map:
+    """The same by torch.func, which can do it twice."""
+
+    def map_(*given: Tensor) -> list[Tensor]:
+        return list(torch.func.jvp(function, given[:count], given[count:])[1])
+
+    return map_
+
+
+def pull(
+    function: Map,
+    x: Sequence[Tensor],
+    covectors: Sequence[tuple[int, Tensor]],
+    wanted: Sequence[int] | None = None,
+    *,
+    batched: bool = False,
+) -> list[list[Tensor]]:
+    """For each covector (i, w), J_i(x)^T w by every wanted input; by vmap if batched.
+
+    Only the wanted inputs require grad. The graph is kept from one covector to the next, unless the
+    function allows one backward pass only.
+    """
+    wanted = range(len(x)) if wanted is None else wanted
+
+    def forward() -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [y.detach().clone().requires_grad_(j in wanted) for j, y in enumerate(x)]
+        return function(*leaves), [leaves[j] for j in wanted]
+
+    results: list[list[Tensor]] = []
+    outputs, by = forward()
+    for i, w in covectors:
+        try:
+            results.append(_pulled(outputs[i], by, w, batched=batched))
+        except Exception:
+            if not results:
+                raise
+            outputs, by = forward()
+            results.append(_pulled(outputs[i], by, w, batched=batched))
+    return results
+
+
+def _pulled(y: Tensor, by: Sequence[Tensor], w: Tensor, *, batched: bool) -> list[Tensor]:
+    if not y.requires_grad:
+        return [torch.zeros_like(x) for x in by]
+    if not batched:
+        grads = torch.autograd.grad(y, by, w.clone(), retain_graph=True, materialize_grads=True)
+        return [g.detach() for g in grads]
+    both = torch.stack([w, -w])
+    grads = torch.autograd.grad(
+        y, by, both, retain_graph=True, allow_unused=True, is_grads_batched=True
+    )
+    pairs = zip(grads, by, strict=True)
+    return [torch.zeros_like(x) if g is None else g[0].detach() for g, x in pairs]
+
+
+def push(function: Map, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
+    """J(x) v, with v a direction of input j, in forward mode."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x[j].detach().clone(), v)
+        return [_tangent(y).detach() for y in function(*x[:j], dual, *x[j + 1 :])]
+
+
+def func_push(function: Map, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
+    """The same by torch.func."""
+
+    def moved(y: Tensor) -> list[Tensor]:
+        return function(*x[:j], y, *x[j + 1 :])
+
+    return [t.detach() for t in torch.func.jvp(moved, (x[j].detach(),), (v,))[1]]
+
+
+def _tangent(y: Tensor) -> Tensor:
+    found = forward_ad.unpack_dual(y).tangent
+    return torch.zeros_like(y) if found is None else torch.zeros_like(y) + found
+
+
+# === One call of a function as a map between lists of real tensors.
+
+Arrange = Callable[[Tensor], Tensor]
+
+
+class Call:
+    """fn(*inputs), with fn a function, a Function class or its `apply`, or a module.
+
+    The variables are the floating-point tensors among the leaves of the inputs (only those that
+    require grad, if any does) and the trainable parameters of a module, as copies of the given real
+    dtype, or of their own; a complex one counts as its real and imaginary parts. `point` are their
+    values, `names` what to call them, `num_inputs` how many come from the inputs
+    (and `slots` their places among the leaves). Everything else is
+    constant, in such copies too, and so is a tensor that is not strided. With `reseed` each call
+    draws the same random numbers; with `clone` it gets copies, for a function that changes its inputs
+    and says so. The variables in `symmetric` are symmetrised on their way in, for a function that
+    reads one triangle only.
+    """
+
+    reseed = False
+    clone = False
+    symmetric: frozenset[int] = frozenset()
+
+    def __init__(
+        self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = torch.float64
+    ) -> None:
+        self.name, self.dtype = name_of(fn), dtype
+        self._function = fn.apply if _is_function_class(fn) else validation.function("fn", fn)
+        leaves, self._structure = pytree.flatten(tuple(clone_inference_tensors(list(inputs))))
+        marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
+        free = [
+            is_float(x) and x.layout is torch.strided and (not any(marked) or mark)
+            for x, mark in zip(leaves, marked, strict=True)
+        ]
+        names = ["inputs" + path for path in pytree.paths(tuple(inputs))]
+        values: list[Any] = [_copy(x, dtype) for x in leaves]
+        state: dict[str, Any] = {}
+        if isinstance(fn, nn.Module):
+            parameters = dict(fn.named_parameters())
+            state = {
+                name: _copy(x, dtype)
+                for name, x in {**parameters, **dict(fn.named_buffers())}.items()
+            }
+            names += [f"the parameter {name}" for name in state]
+            free += [name in parameters and parameters[name].requires_grad for name in state]
+        self._keys = list(state)
+        self._values = [*values, *state.values()]
+        self.slots = [i for i, is_free in enumerate(free) if is_free]
+        self._num_leaves = len(leaves)
+        self.num_inputs = sum(free[: len(leaves)])
+        self._names = names
+        self.names = [names[i] for i in self.slots]
+        self.point = [real(self._values[i]) for i in self.slots]
+        self.complex_variables = [self._values[i].is_complex() for i in self.slots]
+
+    def treated_like(self, other: "Call") -> "Call":
+        self.reseed, self.clone, self.symmetric = other.reseed, other.clone, other.symmetric
+        return self
+
+    def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
+        """All leaves of what fn returns; before rearranges the variables on their way in."""
+        if self.reseed:
+            torch.manual_seed(0)
+        values = [fresh(x) for x in self._values]
+        variables_in = zip(self.slots, variables, self.complex_variables, strict=True)
+        for j, (slot, x, parts) in enumerate(variables_in):
+            value = torch.complex(*x.unbind(-1)) if parts else x
+            value = (value + value.mH) / 2 if j in self.symmetric else value
+            value = value if before is None else before(value)
+            if not (value.requires_grad or transforms_active()):
+                value = value.view_as(value)  # fn may ask for a gradient of its own
+            values[slot] = value.clone() if self.clone else value
+        return self._run(values)
+
+    def from_leaves(self) -> tuple[list[Tensor], dict[str, Any], list[Any]]:
+        """A leaf for each variable, as fn gets it; the constants that fn gets, by name; and all leaves
+        of what it returns for them."""
+        values = [fresh(x) for x in self._values]
+        own = [self.value(j).clone().requires_grad_() for j in range(len(self.slots))]
+        for slot, x in zip(self.slots, own, strict=True):
+            values[slot] = x.clone() if self.clone else x
+        constants = {n: values[i] for i, n in enumerate(self._names) if i not in self.slots}
+        return own, constants, self._run(values)
+
+    def _run(self, values: list[Any]) -> list[Any]:
+        inputs = pytree.unflatten(values[: self._num_leaves], self._structure)
+        if isinstance(self._function, nn.Module):
+            state = dict(zip(self._keys, values[self._num_leaves :], strict=True))
+            return pytree.leaves(call_with(self._function, state, *inputs))
+        return pytree.leaves(self._function(*inputs))
+
+    def map(
+        self,
+        which: Sequence[int],
+        *,
+        before: Arrange | None = None,
+        after: Arrange | None = None,
+    ) -> Map:
+        """The map to some of the leaves; after rearranges them on their way out."""
+
+        def map_(*variables: Tensor) -> list[Tensor]:
+            found = self.leaves(*variables, before=before)
+            chosen = [found[i] for i in which]
+            return [real(y if after is None else after(y)) for y in chosen]
+
+        return map_
+
+    def value(self, j: int) -> Tensor:
+        """What fn gets for the variable j."""
+        return torch.view_as_complex(self.point[j]) if self.complex_variables[j] else self.point[j]
+
+    def recorded(self) -> list[Any]:
+        """All leaves of what fn returns when each variable requires grad."""
+        return self.leaves(*(x.clone().requires_grad_() for x in self.point))
+
+
+def name_of(fn: Any) -> str:
+    if isinstance(fn, partial):
+        return name_of(fn.func)
+    owner: Any = getattr(fn, "__self__", None)
+    if _is_function_class(owner):  # Function.apply
+        return str(owner.__qualname__)
+    if isbuiltin(fn):  # torch.sort and its like, whose owner is private to torch
+        return str(fn.__name__)
+    return str(getattr(fn, "__qualname__", type(fn).__name__))
+
+
+def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:
+    """The custom Functions in the graphs of the outputs."""
+    found = (custom_function(node) for node in nodes(outputs))
+    return {function for function in found if function is not None and not is_part(function)}
+
+
+def is_part(function: type[torch.autograd.Function]) -> bool:
+    """Whether it is a part of one of hoglib's ops, right inside of that alone, for it keeps what the op
+    made of its inputs: the derivatives of the op are judged, not its own."""
+    return bool(getattr(function, "part_of_an_op", False))
+
+
+def _is_function_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
+
+
+def _copy(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None or not is_float(value):
+        return fresh(value)
+    return value.detach().to(dtype.to_complex() if value.is_complex() else dtype).clone()
+
+
+def real(value: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, a sparse one as a dense one."""
+    value = value if value.layout is torch.strided else value.to_dense()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value

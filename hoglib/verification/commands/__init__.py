@@ -1,1 +1,0 @@
-"""The commands `hoglib verify`, `audit` and `graph`."""

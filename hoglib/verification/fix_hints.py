@@ -1,0 +1,429 @@
+"""What a report says of a slot, a cut or an error, and how to mend it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core import pytree, source_location
+from hoglib._core.detachment import DetachedGradient, DetachmentWatch
+from hoglib._core.element_differences import scales, uniform
+from hoglib._core.pytree import is_float
+from hoglib._core.source_location import format_error
+from hoglib._core.torch_internals import watching_functions
+from hoglib.verification import attribution, function_rules, wording
+from hoglib.verification import call as calls
+from hoglib.verification.attribution import Diagnosis
+from hoglib.verification.call import Call
+from hoglib.verification.comparison import Bounds, Found, in_forward, in_reverse, target
+from hoglib.verification.derivatives import Stage, stage
+from hoglib.verification.function_rules import Slot
+from hoglib.verification.report import MODES, Mode, Row
+from hoglib.verification.subject import Application, Subject, applications, one_triangle
+
+ONCE = (
+    "Remove the decorator, and build backward of differentiable torch operations: what it does is to "
+    "run backward without a graph."
+)
+
+
+MENDS = {
+    "alias": "Use the tensor itself: where no second derivative is asked for, backward runs without a "
+    "graph anyway, and keeping it costs nothing.",
+    "escape": "A number or an array outside of torch has no graph. Stay in torch operations; or, for "
+    "NumPy, SciPy or C++ code, give it derivatives of its own with hog.ops.external.",
+    "off": "Leave gradients on in backward: autograd turns them off by itself where no second "
+    "derivative is asked for.",
+    "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors "
+    "themselves, not detached copies of them.",
+    "write": "What is written there has no graph. Return a new tensor, computed by torch operations.",
+    "kernel": "Write it in differentiable torch operations, or wrap it in a Function of its own, whose "
+    "backward is its derivative.",
+}
+
+
+def title(cut: DetachedGradient) -> str:
+    return cut.how.split(" under ")[-1].split(",")[0].strip("`")
+
+
+def cut_row(
+    name: str, function: str, rule: str, cuts: Sequence[DetachedGradient], found: Diagnosis
+) -> Row:
+    through = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
+    lost = sum(s.share for s in through)
+    share = ""
+    if through:
+        what = " and ".join(map(called, through))
+        share = f" It loses {percent(lost)} of the missing second-order term, that of {what}."
+    shown = "; ".join(map(str, cuts[:3])) + (f"; and {len(cuts) - 3} more" if len(cuts) > 3 else "")
+    kind = "escape" if cuts[0].then else cuts[0].kind
+    text = f"{function}.{rule} leaves the graph by {shown}.{share} {MENDS[kind]}"
+    return Row(name, "fail", lost or None, text)
+
+
+def called(slot: Slot) -> str:
+    return slot.what if slot.label == slot.what else f"{slot.what} ({slot.label})"
+
+
+def raised_row(prefix: str, function: str, rule: str, found: Diagnosis, *, always: bool) -> Row:
+    """Of a rule that raises with a graph, or always."""
+    error = found.error
+    assert error is not None
+    name = f"{prefix}culprit: {rule}" if always else f"{prefix}graph cut: in {rule}"
+    how = "" if always else "cannot be differentiated: with a graph it "
+    text = f"{function}.{rule} {how}raised {format_error(error)}."
+    if found.cuts:
+        text += " It leaves the graph by " + "; by ".join(map(str, found.cuts)) + "."
+    if not found.kept and rule == "backward":
+        text += " Nothing is saved: ctx.save_for_backward is never called."
+    return Row(name, "fail", None, f"{text} {_advice(rule, error, found)}".rstrip())
+
+
+def _advice(rule: str, error: Exception, found: Diagnosis) -> str:
+    """What to do about an error of a rule that runs with a graph."""
+    message = str(error)
+    if rule == "jvp" and found.only_backward:
+        return (
+            "In a jvp ctx.saved_tensors are those of ctx.save_for_forward: call it in setup_context "
+            "too, with the same tensors."
+        )
+    if "in-place" in message or "inplace" in message:
+        return "Work on new tensors, not in place."
+    if "numpy" in message:
+        return MENDS["escape"]
+    return MENDS["kernel"] if "not implemented" in message or "formula" in message else ""
+
+
+def saved_row(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> Row:
+    """The slots that have no graph, and the two ways to give them one."""
+    name = f"{prefix}saved: {', '.join(slot.label for slot in slots)}"
+    lines = [_slot(slot) for slot in slots]
+    made = [slot for slot in slots if slot.kind == "intermediate" and not slot.graphed]
+    if made:
+        inputs = ", ".join(app.names[i] for i in app.by if i < len(app.names))
+        which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
+        lines.append(
+            f"Forward runs without a graph, so {rule} cannot be differentiated through what forward "
+            f"made. Two ways to mend it:\n"
+            f"1. save the inputs instead ({inputs}), and compute {which} from them again in {rule};\n"
+            f"2. or return {which} from forward as one more output, and save that: then it has a "
+            f"gradient of its own, which backward gets as one more argument, and adds times the "
+            f"derivative of {which} by the inputs."
+        )
+    return Row(name, "fail", sum(slot.share for slot in slots), "\n".join(lines))
+
+
+def _slot(slot: Slot) -> str:
+    place = f", saved at {slot.place}" if slot.place else ""
+    called = f"`{slot.name}`, " if slot.name else ""
+    share = f"It carries {percent(slot.share)} of the missing second-order term."
+    if slot.graphed:
+        return (
+            f"{slot.label} is {called}part of a graph that forward built itself{place}, and that ends "
+            f"at detached copies of its inputs. {share} Save the inputs, and build that graph in "
+            "backward from them: under torch.enable_grad(), and with torch.autograd.grad(..., "
+            "create_graph=torch.is_grad_enabled())."
+        )
+    if slot.kind == "copy":
+        original = slot.what.removeprefix("a copy of ")
+        return (
+            f"{slot.label} is {called}a copy (a clone, or detached) of {original}{place}. A copy made "
+            f"in forward has no graph. {share} Save {original} itself."
+        )
+    what = slot.what.replace("an intermediate", f"an intermediate ({slot.type})")
+    return f"{slot.label} is {called}{what}{place}. {share}"
+
+
+def percent(share: float) -> str:
+    return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+
+
+# === Which of torch's own operations is at fault, where no custom Function is.
+
+BOUNDS = Bounds(1e-6, 1e-4)
+MOST = 200  # calls
+OWN = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
+
+
+class _Calls(TorchFunctionMode):
+    """The torch calls that something with a graph goes through, outermost only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[
+            tuple[Any, tuple[Any, ...], dict[str, Any], source_location.SourceLine | None]
+        ] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        graphed = any(is_float(x) and x.requires_grad for x in pytree.leaves((args, kwargs)))
+        made = any(is_float(y) and y.requires_grad for y in pytree.leaves(result))
+        if graphed and made and len(self.calls) < MOST:
+            self.calls.append(
+                (func, _detached(args), _detached(kwargs), source_location.torch_call_line())
+            )
+        return result
+
+
+def _detached(tree: Any) -> Any:
+    return pytree.map_tensors(
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
+    )
+
+
+def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
+    """A row for each torch operation that is wrong by itself in a mode that is wrong."""
+    with _Calls() as watch:
+        subject.map(*(y.clone().requires_grad_() for y in x))
+    seen: set[str] = set()
+    for name in wrong:
+        mode = next(mode for mode in MODES.values() if name.endswith(mode.title))
+        for func, args, kwargs, place in watch.calls:
+            called = getattr(func, "__name__", str(func))
+            if f"{called} {mode.key}" in seen:
+                continue
+            seen.add(f"{called} {mode.key}")
+            fault = _fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
+            if fault:
+                at = f" at {place}" if place else ""
+                library = _library(func)
+                whose, mend = ("torch's own", "Use another mode, or another operation.")
+                if library:
+                    whose = f"the custom op {library}::"
+                    mend = (
+                        "See what its torch.library.register_autograd gets: setup_context must save "
+                        "inputs and outputs themselves, not intermediates or detached copies, and "
+                        "backward must be of differentiable torch operations."
+                    )
+                yield Row(
+                    f"culprit: {called} in {mode.title}", "fail", None,
+                    f"{whose} {called}{at} is at fault: its derivative in {mode.title} is wrong or "
+                    f"missing: {fault}. {mend}".replace(":: ", "::"),
+                )  # fmt: skip
+
+
+def _library(func: Any) -> str:
+    """The namespace of an op that is not torch's."""
+    namespace = getattr(func, "namespace", "aten")
+    return "" if namespace in OWN else str(namespace)
+
+
+def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
+    try:
+        call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
+        call.reseed, call.symmetric = True, one_triangle(call)
+        which = [i for i, y in enumerate(call.recorded()) if is_float(y) and y.requires_grad]
+        random = torch.Generator().manual_seed(5)
+        f, x = call.map(which), call.point
+        names = [f"argument {j}" for j in range(len(x))]
+        first = Stage(f, x, [f"result {i}" for i in which], names)
+        inner = stage(first, mode, order, lambda tensors: [uniform(t, random) for t in tensors])
+        at = target(*inner, random)
+    except Exception:  # judged by the mode below only
+        return ""
+    if mode.outer == "r":
+        return in_reverse(at, BOUNDS, random).wrong
+    return in_forward(at, BOUNDS, calls.func_push if mode.key == "ff" else calls.push).wrong
+
+
+# === From a wrong second derivative to the Function, slot or cut at fault, and how to mend it.
+
+
+def attribution_rows(
+    subject: Subject, x: list[Tensor], found: Mapping[str, Found]
+) -> Iterator[Row]:
+    """A row for each culprit, if a second or third derivative is wrong."""
+    wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
+    if not wrong:
+        return
+    apps = _moving(subject, x)
+    right_once = not found.get("first derivative: reverse", Found()).wrong
+    raises = found.get("first derivative: reverse", Found()).raised is not None
+    over_forward = [name for name in wrong if name.endswith("over-forward")]
+    named = False
+    for app, moves in apps:
+        for in_jvp in (False, True):
+            if in_jvp and (not over_forward or not function_rules.offers_jvp(app.function)):
+                continue
+            if not in_jvp and over_forward == wrong:
+                continue
+            several = len(apps) > 1
+            for row in _of(
+                app, moves, in_jvp, several=several, right_once=right_once, raises=raises
+            ):
+                named = True
+                yield row
+    if not named and right_once:
+        yield from culprit_rows(subject, x, wrong)
+
+
+def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
+    """Where the function itself leaves the graph, when its first derivative is wrong."""
+    watch = DetachmentWatch()
+
+    def ignore(function: type[Function], args: tuple[Any, ...]) -> None: ...
+
+    with watching_functions(ignore) as watch.applying, watch:
+        subject.map(*(y.clone().requires_grad_() for y in x))
+    for cuts in _together(watch.cuts):
+        shown = "; ".join(map(str, cuts[:3]))
+        yield Row(
+            f"graph cut: {title(cuts[0])}", "fail", None,
+            f"{subject.name} leaves the graph by {shown}, so that its derivative lacks what goes "
+            "through there. Use the tensor itself; what is constant on purpose is to be an input that "
+            "does not require grad.",
+        )  # fmt: skip
+
+
+def value_rows(subject: Subject) -> Iterator[Row]:
+    """Which of several Functions has a wrong gradient."""
+    if len({app.function for app in subject.applications}) < 2:
+        return
+    for app in subject.applications:
+        name = app.function.__name__
+        for text in _wrong_alone(app):
+            yield Row(
+                f"{name}: culprit: backward", "fail", None,
+                f"the gradient of {name} itself is wrong: {text}Verify {name} by itself.",
+            )  # fmt: skip
+
+
+def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
+    """The culprits when only some of a Function's inputs require grad."""
+    for app, moves in _moving(subject, x):
+        if len(app.by) == len(x):
+            by = tuple(app.by[j] for j in subset)
+            moves = {i: move for i, move in (moves or {}).items() if i in by}
+            yield from _of(app._replace(by=by), moves, False, several=False, right_once=True)
+
+
+def _moving(
+    subject: Subject, x: list[Tensor]
+) -> list[tuple[Application, attribution.Moves | None]]:
+    """The Functions that the subject applies beside its inputs, and how their arguments move there."""
+    v = [uniform(y, subject.random) * scales(y) for y in x]
+
+    def at(h: float) -> list[Application]:
+        point = [(y + h * d).requires_grad_() for y, d in zip(x, v, strict=True)]
+        return applications(lambda: subject.map(*point))
+
+    here, above, below = at(0.0), at(attribution.STEP), at(-attribution.STEP)
+    if not len(here) == len(above) == len(below):
+        return [(app, None) for app in here]
+    ends = zip(here, above, below, strict=True)
+    return [
+        (
+            app,
+            {i: (p.args[i] - m.args[i]) / (2 * attribution.STEP) for i in app.by}
+            if p.by == m.by == app.by
+            else None,
+        )
+        for app, p, m in ends
+    ]
+
+
+def _of(
+    app: Application,
+    moves: attribution.Moves | None,
+    in_jvp: bool,
+    *,
+    several: bool,
+    right_once: bool,
+    raises: bool = False,
+) -> Iterator[Row]:
+    function = app.function.__name__
+    rule = "jvp" if in_jvp else "backward"
+    prefix = f"{function}: " if several else ""
+    try:
+        found = attribution.examine(app, moves, in_jvp=in_jvp)
+    except Exception as error:
+        text = f"{rule} was not run as a plain function: {format_error(error)}."
+        yield Row(f"{prefix}doctor", "skip", None, text)
+        return
+    if found.once:
+        text = (
+            f"{function}.{rule} is decorated with @once_differentiable, which cuts the graph: a second "
+            f"derivative raises, or is silently zero. {ONCE}"
+        )
+        text += (
+            " Without it the second derivative would be wrong still, see below."
+            if found.lost or found.error
+            else " Without it the second derivative is right."
+        )
+        yield Row(f"{prefix}graph cut: @once_differentiable", "fail", None, text)
+    if found.error is not None:
+        yield raised_row(prefix, function, rule, found, always=raises and not in_jvp)
+        return
+    for cuts in _together(found.cuts):
+        yield cut_row(f"{prefix}graph cut: {title(cuts[0])}", function, rule, cuts, found)
+    made = [slot for slot in found.slots if slot.kind in ("copy", "intermediate")]
+    if made:
+        yield saved_row(prefix, rule, made, app)
+    inner = list(_inner(prefix, function, rule, found)) if right_once else []
+    yield from inner
+    unseen = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
+    if unseen and right_once and not (inner or found.cuts or made):
+        what = ", ".join(called(s) for s in unseen)
+        lost = sum(s.share for s in unseen)
+        yield Row(
+            f"{prefix}graph cut: unseen", "fail", lost,
+            f"{function}.{rule} loses {percent(lost)} of the missing second-order term, that of "
+            f"{what}, in a way that leaves no trace on ctx: a kernel of another library, memory that "
+            f"is written directly, or something that forward left on the class or in a global? "
+            f"{MENDS['kernel']}",
+        )  # fmt: skip
+
+
+def _together(cuts: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
+    """Each cut, but what happens while gradients are off as one."""
+    off = [cut for cut in cuts if cut.kind == "off"]
+    groups = [[cut] for cut in cuts if cut.kind != "off"]
+    return [off, *groups] if off else groups
+
+
+def _inner(prefix: str, function: str, rule: str, found: attribution.Diagnosis) -> Iterator[Row]:
+    """Functions that backward applies, of which the gradient itself is wrong."""
+    for app in found.inner:
+        name = app.function.__name__
+        for text in _wrong_alone(app):
+            yield Row(
+                f"{prefix}{rule} applies {name}", "fail", None,
+                f"{function}.{rule} applies {name}, whose own gradient is wrong: {text}Verify "
+                f"{name} by itself.",
+            )  # fmt: skip
+
+
+def _wrong_alone(app: Application) -> Iterator[str]:
+    """What is wrong with the gradient of a Function by itself, in words, if anything."""
+    try:
+        inputs = [
+            x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
+        ]
+        subject = Subject(app.function, inputs)
+        subject.look()
+        at = target(subject.map, subject.x, subject.rows, subject.names, subject.random)
+        one = in_reverse(at, Bounds(1e-6, 1e-4), subject.random)
+    except Exception:
+        return
+    if one.wrong:
+        yield f"{one.wrong}. {_words(subject, one)}"
+
+
+def _words(subject: Subject, found: Found) -> str:
+    try:
+        words = wording.of_gradient(subject, subject.x, found.row, found.column)
+        return f"{words} " if words else ""
+    except Exception:  # words are not worth an error
+        return ""
+
+
+def is_culprit(row: Row) -> bool:
+    """Whether it names what other rows suffer from; cuts before slots."""
+    return row.status == "fail" and any(
+        word in row.name
+        for word in ("graph cut: ", "saved: ", "culprit: ", " applies ", "deterministic")
+    )

@@ -1,0 +1,119 @@
+"""Matrix products at full precision: TF32 and reduced-precision sums off, and on again afterwards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core import pytree, source_location, validation
+from hoglib._core.pytree import is_float
+
+_BACKENDS: Any = torch.backends  # its members are made at run time
+_PRECISIONS: tuple[Any, ...] = (
+    _BACKENDS.cuda.matmul,
+    _BACKENDS.cudnn.conv,
+    _BACKENDS.cudnn.rnn,
+    _BACKENDS.mkldnn.matmul,
+    _BACKENDS.mkldnn.conv,
+    _BACKENDS.mkldnn.rnn,
+)
+_REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """float32 matrix products and convolutions are computed in float32 inside."""
+    settings: list[tuple[Any, str, Any]] = [
+        (backend, "fp32_precision", "ieee") for backend in _PRECISIONS
+    ]
+    settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
+    before = [(backend, name, getattr(backend, name)) for backend, name, _ in settings]
+    try:
+        for backend, name, value in settings:
+            setattr(backend, name, value)
+        yield
+    finally:
+        for backend, name, value in before:
+            setattr(backend, name, value)
+
+
+# === Sees where numbers of lower precision enter float64 maths.
+
+WIDE = (torch.float64, torch.complex128)
+CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
+RANDOM = ("rand", "normal", "bernoulli", "empty", "uniform", "exponential")
+ONLY_SHAPE = ("view_as", "expand_as", "reshape_as", "type_as")
+
+
+class PrecisionWatch(TorchFunctionMode):
+    """Describes the first call that rounded float64 numbers (`rounded`; `cast` if by conversion), the
+    first that met a number of lower precision which was made inside (`met`), and one that came from
+    elsewhere (`foreign`).
+
+    A constant whose digits fit into half precision (1, 0.5, a mask) lost nothing; a Python number has
+    no precision to judge.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded = self.cast = self.met = self.foreign = ""
+        self._made: list[Tensor] = []
+        self._drawn: list[Tensor] = []  # random numbers: their last digits say nothing
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        given = [x for x in pytree.leaves((args, kwargs)) if is_float(x)]
+        results = [y for y in pytree.leaves(result) if is_float(y)]
+        if name.startswith(RANDOM):
+            self._drawn += results
+        elif not given or any(self._is_made(x) for x in given):
+            self._made += [y for y in results if y.dtype not in WIDE]
+        given = [x for x in given if not any(x is y for y in self._drawn)]
+        if name in ONLY_SHAPE:
+            given = given[:1]
+        if any(y.dtype in WIDE for y in results):
+            narrow = [x for x in given if _loses_digits(x)]
+            made = [x for x in narrow if x.ndim == 0 or self._is_made(x)]
+            self.met = self.met or _described(name, "met", made)
+            self.foreign = self.foreign or _described(name, "met", narrow)
+        elif any(x.dtype in WIDE for x in given):
+            lossy = [y for y in results if _loses_digits(y) or _cast(name, args, y)]
+            self.rounded = self.rounded or _described(name, "rounded float64 numbers to", lossy)
+            self.cast = self.cast or (self.rounded if name in CASTS else "")
+        return result
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        return any(tensor is other for other in self._made)
+
+
+def _described(name: str, did: str, culprits: list[Tensor]) -> str:
+    if not culprits:
+        return ""
+    place = source_location.torch_call_line()
+    at = f" at {place}" if place else ""
+    return f"`{name}` {did} {validation.describe(culprits[0])}{at}"
+
+
+def _cast(name: str, args: Any, result: Tensor) -> bool:
+    """Whether it is a conversion that lost digits, also to half precision."""
+    if name not in CASTS or result.dtype in WIDE:
+        return False
+    before = args[0].detach()
+    return before.shape == result.shape and not torch.equal(
+        result.detach().to(before.dtype), before
+    )
+
+
+def _loses_digits(tensor: Tensor) -> bool:
+    """Whether a narrow tensor has digits that half precision would lose: it is no mask or count."""
+    if tensor.dtype in WIDE or tensor.layout is not torch.strided:
+        return False
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    mantissa, _ = torch.frexp(values.detach().double())
+    digits = (mantissa * 2**11).frac()
+    return bool((values.isfinite() & (digits != 0)).any())

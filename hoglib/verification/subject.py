@@ -1,0 +1,400 @@
+"""A custom Function with the arguments that it was applied to."""
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hoglib._core import pytree, validation
+from hoglib._core.pytree import is_float
+from hoglib._core.torch_internals import watching_functions
+from hoglib.verification import call as calls
+from hoglib.verification import function_rules
+from hoglib.verification.call import Call, custom_functions, fresh, is_part, real
+from hoglib.verification.report import Row
+from hoglib.verification.rounding import WIDE, PrecisionWatch
+
+
+class Application(NamedTuple):
+    """A custom Function with the arguments that it was applied to, detached."""
+
+    function: type[Function]
+    args: tuple[Any, ...]
+    by: tuple[int, ...]  # which arguments it is differentiated by
+    names: tuple[str, ...]  # of the arguments
+
+    @property
+    def needed(self) -> tuple[bool, ...]:
+        return tuple(i in self.by for i in range(len(self.args)))
+
+    def run(self, args: Sequence[Any] | None = None) -> function_rules.Run:
+        return function_rules.forward(
+            self.function, self.args if args is None else args, self.needed
+        )
+
+    def seeded(self) -> function_rules.Run:
+        """A run on copies of the arguments, the same each time."""
+        torch.manual_seed(0)
+        return self.run(self.fresh())
+
+    def name(self, i: int) -> str:
+        return self.names[i] if i < len(self.names) else f"input {i}"
+
+    def declares_changes(self) -> bool:
+        """Whether it marks inputs as changed in place."""
+        try:
+            return bool(self.seeded().record.dirty)
+        except Exception:  # judged elsewhere
+            return False
+
+    def fresh(self) -> list[Any]:
+        """Copies of the arguments, with their layouts."""
+        return [fresh(x) for x in self.args]
+
+
+def applications(run: Callable[[], Any]) -> list[Application]:
+    """The custom Functions that a run applies to something that requires grad, each kind once."""
+    found: dict[Any, Application] = {}
+
+    def seen(function: type[Function], args: tuple[Any, ...]) -> None:
+        app = application(function, args)
+        if app is not None:
+            found.setdefault((function, tuple(_kind(x) for x in args)), app)
+
+    with watching_functions(seen):
+        run()
+    return list(found.values())
+
+
+def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
+    """A call of a Function, if it is differentiated by anything."""
+    if is_part(function) or function.__module__.startswith("torch."):  # a checkpoint, compiled code
+        return None
+    by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
+    values = tuple(map(fresh, args))
+    return Application(function, values, by, parameters(function, len(args))) if by else None
+
+
+def parameters(function: type[Function], count: int) -> tuple[str, ...]:
+    """What forward calls its inputs."""
+    try:
+        given = list(signature(function.forward).parameters.values())
+    except (TypeError, ValueError):  # it is written in C++, or is no function
+        given = []
+    given = given[1:] if function_rules.is_classic(function) else given
+    names = [f"`{p.name}`" for p in given if p.kind is not p.VAR_POSITIONAL]
+    rest = next((p.name for p in given if p.kind is p.VAR_POSITIONAL), "inputs")
+    names += [f"`{rest}[{i}]`" for i in range(count - len(names))]
+    return tuple(names[:count])
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype, value.requires_grad)
+    return repr(value) if not pytree.leaves(value) else type(value)
+
+
+# === Matrices of which a function reads one triangle only, or that it wants symmetric.
+#
+# The gradient by such a matrix is a convention: torch spreads what one triangle gets over both,
+# others
+# leave it where it was read. Along symmetric matrices all of them agree, and differences too.
+
+
+def one_triangle(call: Call) -> frozenset[int]:
+    """The variables that are symmetric (Hermitian) matrices, with one triangle that nothing reads, or
+    that may not be anything else."""
+    found = set()
+    for j in range(len(call.point)):
+        x = call.value(j)
+        if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
+            noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
+            here = _values(call, j, x)
+            sides = [_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
+            unread = any(_same_values(here, side) for side in sides)
+            small = 1e-3 * noise
+            near = [_values(call, j, x + part) for part in (small.tril(-1), small.triu(1))]
+            symmetric_only = near == [None, None] and _values(call, j, x + small + small.mH)
+            if unread or symmetric_only:
+                found.add(j)
+    return frozenset(found)
+
+
+def _values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
+    """What fn returns for another value of the variable j; None if it refuses that."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    try:
+        leaves = call.leaves(*call.point[:j], x, *call.point[j + 1 :])
+        return [y for y in leaves if is_float(y)]
+    except Exception:  # whatever fn says of inputs it was not given
+        return None
+
+
+def _same_values(a: list[Tensor] | None, b: list[Tensor] | None) -> bool:
+    return bool(a and b) and all(map(torch.equal, a or [], b or []))
+
+
+# === By what a function is differentiated, and in which dtype.
+
+# What authors call tensors that a loss or a layer is not differentiated by.
+CONSTANTS = (
+    "target", "targets", "label", "labels", "y_true", "ground_truth", "gt", "mask", "masks", "index",
+    "indices", "idx", "ids", "lengths",
+)  # fmt: skip
+
+
+def given_wide(inputs: Sequence[Any]) -> bool:
+    """Whether any tensor came in double precision."""
+    leaves = pytree.leaves(tuple(inputs))
+    return any(isinstance(x, Tensor) and x.dtype in WIDE for x in leaves)
+
+
+def call_of(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
+    """The call in float64, or in its own dtypes and why; raises what it raises if neither runs."""
+    call = Call(fn, inputs)
+    validation.something_to_differentiate_by(call.names, call.point)
+    try:
+        _try(call)
+    except Exception as error:
+        own = Call(fn, inputs, None)
+        if all(x.dtype == torch.float64 for x in own.point):
+            raise
+        try:
+            _try(own)
+        except Exception:
+            raise error from None
+        return own, f"{type(error).__name__}: {error}".splitlines()[0]
+    return _as_it_computes(call, fn, inputs)
+
+
+def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
+    """The call in float32 and why, if forward converts to that and back, whatever it is given."""
+    if given_wide(inputs):
+        return call, ""
+    watch = PrecisionWatch()
+    narrow = Call(fn, inputs, torch.float32)
+    narrow.clone = call.clone
+    try:
+        with watch:
+            call.leaves(*call.point)
+        if "float32" not in watch.cast:
+            return call, ""
+        outputs = [(c.dtype, c.leaves(*c.point)) for c in (call, narrow)]
+    except Exception:  # judged later
+        return call, ""
+    if any(y.dtype != dtype for dtype, leaves in outputs for y in leaves if is_float(y)):
+        return call, ""
+    return narrow, f"it computes in float32: {watch.cast}"
+
+
+def _try(call: Call) -> None:
+    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf."""
+    try:
+        call.recorded()
+    except RuntimeError as error:
+        if "in-place" not in str(error):
+            raise
+        call.clone = True
+        call.recorded()
+
+
+def constants_of(call: Call, names: Sequence[str]) -> list[int]:
+    """Inputs without a gradient that are called a target or a mask, or have whole numbers, not all the
+    same; names are those of the arguments."""
+    variables = [x.clone().requires_grad_() for x in call.point]
+    try:
+        found = [y for y in call.leaves(*variables) if is_float(y) and y.requires_grad]
+        total = torch.stack([real(y).sum() for y in found]).sum()
+        grads = torch.autograd.grad(total, variables, allow_unused=True)
+    except Exception:  # judged with the derivatives
+        return []
+    without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
+    constants = [j for j in without if _whole(call.point[j]) or _is_named(names, call.names[j])]
+    return constants if len(constants) < len(grads) else []
+
+
+def _is_named(names: Sequence[str], name: str) -> bool:
+    """Whether inputs[i] is called what a constant is."""
+    place = name.removeprefix("inputs[").removesuffix("]")
+    return place.isdigit() and int(place) < len(names) and names[int(place)].strip("`") in CONSTANTS
+
+
+def _whole(x: Tensor) -> bool:
+    return bool((x == x.round()).all()) and x.numel() > 1 and bool((x != x.reshape(-1)[0]).any())
+
+
+def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
+    """The inputs, where every tensor but some requires grad; leaves are counted as the call does."""
+    leaves, structure = pytree.flatten(tuple(inputs))
+    chosen = [
+        x.detach().clone().requires_grad_(i not in constants) if is_float(x) else x
+        for i, x in enumerate(leaves)
+    ]
+    return list(pytree.unflatten(chosen, structure))
+
+
+# === What is verified: a call, its map, and the custom Functions that it runs.
+
+
+class Subject:
+    """A call in float64, or in its own dtype if it refuses that, with what it is made of."""
+
+    def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
+        self.fn, self.inputs = fn, list(inputs)
+        self.given_wide = given_wide(inputs)
+        self.call, self.refused = call_of(fn, inputs)
+        self.name = self.call.name
+        asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
+        function = as_function(fn)
+        own_names = () if function is None else parameters(function, len(inputs))
+        constants = [] if asked else constants_of(self.call, own_names)
+        self.constants = [self.call.names[j] for j in constants]
+        if constants:
+            self.inputs = marked(inputs, [self.call.slots[j] for j in constants])
+            clone = self.call.clone
+            self.call = Call(fn, self.inputs, self.call.dtype)
+            self.call.clone = clone
+        named = dict(zip(self.call.names, self.call.names, strict=True))
+        for i, name in enumerate(own_names):
+            named[f"inputs[{i}]"] = f"inputs[{i}] ({name})"
+        self.call.symmetric = one_triangle(self.call)
+        self.names = [named[name] for name in self.call.names]
+        self.num_parameters = len(self.names) - self.call.num_inputs
+        self.x = self.call.point
+        self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
+        self.applications = applications(self.call.recorded)
+        self.functions = custom_functions(self.call.recorded())
+        self.random = torch.Generator().manual_seed(0)
+
+    def look(self) -> None:
+        """Find the outputs to differentiate; to be done again when the call was changed."""
+        self.outputs = self.call.recorded()
+        self.which = [
+            i for i, y in enumerate(self.outputs) if is_float(y) and y.requires_grad and y.numel()
+        ]
+        self.map = self.call.map(self.which)
+        self.rows = [f"output {i}" for i in self.which]
+
+    def settle(self) -> Row | None:
+        """Find out whether the call draws random numbers and changes its inputs, and allow for it."""
+        call = self.call
+        before = [x.clone() for x in self.x]
+        call.leaves(*self.x)  # it may change its inputs, whether it says so or not
+        pairs = zip(before, self.x, strict=True)
+        call.clone |= any(not torch.equal(a, b) for a, b in pairs) or any(
+            app.declares_changes() for app in self.applications
+        )
+        for x, value in zip(self.x, before, strict=True):
+            x.copy_(value)
+        self.look()
+        if not self.which:
+            return Row(
+                "first derivative: reverse", "fail", None,
+                "the first derivative is missing: no output with elements requires grad. Is it a "
+                "constant, detached, marked non-differentiable, in a list or dict that a Function's "
+                "forward returns, or in an object that is no tuple, list or dict?",
+            )  # fmt: skip
+        gradient = calls.gradient(self.map, len(self.x))
+
+        def drawn(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+            torch.manual_seed(seed)
+            values = self.map(*self.x)
+            try:
+                grads = gradient(*self.x, *(torch.ones_like(y) for y in values))
+            except Exception:  # judged with the derivatives
+                grads = []
+            return [y.detach() for y in values], [g.detach() for g in grads]
+
+        (a, da), (b, db) = drawn(1), drawn(2)
+        generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(tuple(self.inputs)))
+        self.draws = generators or not _same(a, b)
+        call.reseed = self.draws or not _same(da, db)
+        if self.draws and not _same(self.map(*self.x), self.map(*self.x)):
+            return Row(
+                "deterministic", "fail", None,
+                "the value is not the same twice, with the same seed of torch (hidden "
+                "nondeterminism): does it count its calls, or draw numbers from NumPy or random? "
+                "Nothing can be compared. Pass random numbers as inputs.",
+            )  # fmt: skip
+        again = self._again()
+        return Row("deterministic", "fail", None, again) if again else None
+
+    def _again(self) -> str:
+        """What is wrong with a second backward pass through one graph, with the same seed."""
+        leaves = [x.clone().requires_grad_() for x in self.x]
+        values = self.map(*leaves)
+
+        def once() -> list[Tensor]:
+            torch.manual_seed(0)
+            u = [torch.ones_like(y) for y in values]
+            grads = torch.autograd.grad(
+                values, leaves, u, retain_graph=True, materialize_grads=True
+            )
+            return [g.detach().clone() for g in grads]
+
+        try:
+            first = once()
+        except Exception:  # judged with the derivatives
+            return ""
+        try:
+            second, did = once(), "gives another gradient"
+        except RuntimeError:  # a graph that allows one pass only says so
+            return ""
+        except Exception as error:
+            second, did = [], f"raises {type(error).__name__}: {error}".splitlines()[0]
+        if _same(first, second, 1e-6):
+            return ""
+        changed = {
+            name for app in self.applications for name in function_rules.changed_by_backward(app)
+        }
+        why = (
+            f"backward changes {', '.join(sorted(changed))}, which it must leave as it is."
+            if changed
+            else "it draws numbers from NumPy or random, counts its calls, or uses up what it reads."
+        )
+        return (
+            f"a second backward pass through the same graph {did}: {why} Nothing can be compared."
+        )
+
+    def beside(self) -> list[Tensor]:
+        """A point near the inputs, without their zeros; the inputs where fn is not defined there."""
+        moved = []
+        for x in self.x:
+            part = torch.rand(x.shape, dtype=torch.float64, generator=self.random)
+            part = part.to(x.device, x.dtype)
+            moved.append(torch.where(x == 0, 0.005 * (1 + part), x * (1 - 0.02 * part)))
+        try:
+            pairs = zip(self.map(*moved), self.map(*self.x), strict=True)
+            defined = all(bool((a.isfinite() | ~b.isfinite()).all()) for a, b in pairs)
+        except Exception:  # whatever fn says of inputs it was not given
+            defined = False
+        return moved if defined else self.x
+
+    @property
+    def offers_forward(self) -> bool | None:
+        """Whether forward mode is declared by every custom Function; None for torch's own functions."""
+        if not self.functions:
+            return None
+        return all(map(function_rules.offers_jvp, self.functions))
+
+    @property
+    def offers_vmap(self) -> bool | None:
+        if not self.functions:
+            return None
+        return all(map(function_rules.offers_vmap, self.functions))
+
+
+def as_function(fn: Any) -> type[Function] | None:
+    """The Function class that fn is, or is the `apply` of."""
+    owner = fn if isinstance(fn, type) else getattr(fn, "__self__", None)
+    return owner if isinstance(owner, type) and issubclass(owner, Function) else None
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) -> bool:
+    if len(a) != len(b):
+        return False
+    pairs = zip(a, b, strict=True)
+    return all(torch.allclose(p, q, rtol=rtol, atol=0.0, equal_nan=True) for p, q in pairs)

@@ -1,0 +1,171 @@
+"""Values and derivatives under vmap and in torch.func's own second derivatives."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hoglib._core.element_differences import Map, largest, uniform
+from hoglib._core.source_location import format_error
+from hoglib.verification import call as calls
+from hoglib.verification.comparison import Bounds, Target, in_reverse, sure
+from hoglib.verification.report import Row
+from hoglib.verification.subject import Subject
+
+TORCH = (
+    "torch.func batches by rules of its own, which are wrong for some of torch's operations; loop over "
+    "the batch, or over the columns."
+)
+
+OWN_RULE = (
+    "Its vmap staticmethod gets in_dims, the batch dimension of each input (None where there is none), "
+    "and returns (outputs, out_dims): move batch dimensions by what they say. Or have the rule made: "
+    "generate_vmap_rule = True."
+)
+GENERATED = (
+    "Remove generate_vmap_rule, or make forward and backward of torch operations that depend on no "
+    "values, and on no number of dimensions."
+)
+
+
+def values(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) -> str:
+    """What is wrong with values and gradients under vmap, in words; raises what vmap raises."""
+    f, n = subject.map, len(subject.x)
+    here = points[0]
+    batch = [torch.stack(parts) for parts in zip(*points, strict=True)]
+    fault = _differs(
+        "the value under vmap over all inputs", _vmap(f, (0,) * n, batch), [f(*x) for x in points]
+    )
+    for j, name in enumerate(subject.names):
+        mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
+        dims = tuple(-1 if k == j else None for k in range(n))
+        loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
+        fault = fault or _differs(f"the value under vmap over {name}", _vmap(f, dims, mixed), loop)
+
+    def pulled(*given: Tensor) -> list[Tensor]:
+        return list(torch.func.vjp(f, *given[:n])[1](list(given[n:])))
+
+    dims = (*(0 for _ in range(n)), *(None for _ in u))
+    loop = [calls.gradient(f, n)(*x, *u) for x in points]
+    return fault or _differs("the gradient under vmap", _vmap(pulled, dims, [*batch, *u]), loop)
+
+
+def _vmap(f: Map, dims: tuple[int | None, ...], batch: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.func.vmap(f, dims, randomness="same")(*batch))
+
+
+def _differs(what: str, found: Sequence[Tensor], loop: Sequence[Sequence[Tensor]]) -> str:
+    for i, (y, parts) in enumerate(zip(found, zip(*loop, strict=True), strict=True)):
+        right = torch.stack(list(parts))
+        if y.shape != right.shape:
+            return f"{what} has shape {tuple(y.shape)}, in a loop {tuple(right.shape)} (result {i})"
+        off = torch.where((y == right) | (y.isnan() & right.isnan()), 0.0, (y - right).abs())
+        if largest(off) > torch.finfo(y.dtype).eps ** 0.5 * max(largest(right), 1e-6):
+            text = f"{what} is another one than in a loop, by {largest(off):.2g} (result {i})"
+            if any(_close(y.movedim(0, k), right) for k in range(1, y.ndim)):
+                text += "; with its batch dimension at another place it is right: see out_dims"
+            return text
+    return ""
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b)
+
+
+def batched_gradients(at: Target, bounds: Bounds, random: torch.Generator) -> str:
+    """What is wrong with autograd.grad(is_grads_batched=True), as gradcheck's check_batched_grad."""
+    found = in_reverse(at, bounds, random, draws=1, batched=True)
+    if found.wrong and found.raised is None:
+        found = in_reverse(sure(at, random), bounds, random, draws=1, batched=True)
+    if found.raised is not None:  # torch's older vmap, which has rules for fewer operations
+        return ""
+    return f"with is_grads_batched, {found.wrong}" if found.wrong else ""
+
+
+def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
+    """torch.func.hessian and jacrev(jacrev) in a plane through x, against looped double backward."""
+    name = "torch.func.hessian"
+    spans = [[uniform(y, subject.random) for y in x] for _ in range(2)]
+
+    def scalar(z: Tensor) -> Tensor:
+        point = [y + z[0] * a + z[1] * b for y, a, b in zip(x, *spans, strict=True)]
+        terms = [(a * y).sum() for a, y in zip(u, subject.map(*point), strict=True)]
+        return sum(terms[1:], terms[0])
+
+    zero = torch.zeros(2, dtype=x[0].dtype, device=x[0].device)
+    try:
+        looped = torch.autograd.functional.hessian(scalar, zero)
+    except Exception:  # the derivative checks say it
+        return Row(name, "skip", None, "double backward does not run.")
+    if not bool(looped.isfinite().all()):
+        return Row(name, "skip", None, "it is not finite.")
+    error, wrong = 0.0, ""
+    ways = {"torch.func.jacrev(jacrev)": lambda f: torch.func.jacrev(torch.func.jacrev(f))}
+    if subject.offers_forward is not False:
+        ways["torch.func.hessian"] = torch.func.hessian
+    for way, transform in ways.items():
+        found = transform(scalar)(zero)
+        size = max(largest(looped), 1e-6 * max(map(largest, u)))
+        off = largest(found - looped) / size if bool(found.isfinite().all()) else float("inf")
+        if off > torch.finfo(zero.dtype).eps ** 0.5 and not wrong:
+            wrong = f"{way} is off double backward in a loop, by {off:.2g} of the largest. {TORCH}"
+        error = max(error, off)
+    return Row(name, "fail" if wrong else "pass", error, wrong)
+
+
+def rows(
+    subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor], targets: Sequence[Target],
+    bounds: Bounds, *, chosen: bool,
+) -> list[Row]:  # fmt: skip
+    """vmap where it is offered; where it was not declared, only a wrong number is a fault."""
+    declared = subject.offers_vmap
+    if declared is False:
+        why = (
+            "it is not offered: set `generate_vmap_rule = True` in a Function with setup_context, or "
+            "give it a vmap staticmethod."
+        )
+        return [
+            Row("vmap", "skip", None, why),
+            Row("torch.func.hessian", "skip", None, "no vmap rule."),
+        ]
+    mend = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
+    mend = mend if subject.functions else ""
+    if subject.draws:
+        why = "it draws random numbers, which vmap does not draw as a loop does."
+        return [Row(name, "skip", None, why) for name in ("vmap", "torch.func.hessian")]
+    try:
+        fault = values(subject, points, u)
+        for at in targets:
+            fault = fault or batched_gradients(at, bounds, subject.random)
+        found = [
+            Row("vmap", "fail" if fault else "pass", None, fault and f"{fault}. {mend}".strip())
+        ]
+    except Exception as error:
+        found = [_raised("vmap", declared, error, mend)]
+    if chosen:
+        why = "the modes to check were chosen, and it mixes two."
+        return [*found, Row("torch.func.hessian", "skip", None, why)]
+    try:
+        found.append(hessian(subject, points[0], u))
+    except Exception as error:
+        if found[0].status == "pass" and (
+            missing := re.search(r"Batching rule not implemented for (\S+?)[;,]", str(error))
+        ):
+            # vmap itself served fn: the op is one that torch's own derivatives take on the way
+            why = f"torch has no vmap rule for {missing[1]}, which its own derivatives take here."
+            return [*found, Row("torch.func.hessian", "skip", None, why)]
+        found.append(_raised("torch.func.hessian", declared, error, mend))
+    return found
+
+
+def _raised(name: str, declared: bool | None, error: Exception, mend: str) -> Row:
+    if "randomness" in str(error):
+        return Row(name, "skip", None, "it draws random numbers, which this transform refuses.")
+    if declared:
+        return Row(
+            name, "fail", None,
+            f"a vmap rule is declared, and it raised {format_error(error)}. {mend}",
+        )  # fmt: skip
+    return Row(name, "skip", None, f"it is not offered: {format_error(error)}")

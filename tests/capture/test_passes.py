@@ -1,0 +1,55 @@
+"""A captured graph has no node that is not needed, and computes the same to the bit."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.capture.api import captured
+from tests.capture.models import draw
+
+WEIGHT = draw(3)
+
+
+def written(x):
+    y = torch.zeros(3, dtype=x.dtype)
+    a = y + 1
+    y.add_(x)
+    return a, y + 1
+
+
+# a function, and how many operations its graph has
+GRAPHS = {
+    "what nothing uses goes": (lambda x: (x.exp(), x * 2)[1], 1),
+    "what is computed twice is computed once": (lambda x: (x.sin() + 1, x.sin() + 1), 2),
+    "numbers of another kind are other numbers": (lambda x: (x * 2, x * 2.0, x * True), 3),
+    "reshapes of reshapes": (lambda x: x.reshape(3, 1).reshape(1, 3).reshape(3, 1, 1).sin(), 2),
+    "views that come back": (lambda x: x[None].transpose(0, 1).t()[0:1].squeeze(0).unsqueeze(0).squeeze(0).sin(), None),
+    "detached": (lambda x: x.detach().view_as(x).sin(), 1),
+    "random numbers are drawn each": (lambda x: (torch.rand(3), torch.rand(3)), 2),
+    "random numbers that nothing uses are drawn": (lambda x: (torch.rand(3), x * 2)[1], 2),
+    "what is written to is not what it was": (written, None),
+    "a weight that is used twice": (lambda x: (x * WEIGHT, WEIGHT * 2, x * WEIGHT), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "count"), GRAPHS.values(), ids=GRAPHS)
+def test_a_graph_is_small(fn, count):
+    fast = hog.compile(fn, backend="eager")
+    for seed in range(2):
+        x = draw(3, seed=seed)
+        torch.manual_seed(seed)
+        ours = fast(x), torch.rand(2)
+        torch.manual_seed(seed)
+        assert_close(ours, (fn(x), torch.rand(2)), rtol=0, atol=0)
+    assert count is None or fast.signatures[0].nodes == count
+    assert fast.signatures[0].nodes == captured(fn, draw(3)).nodes
+
+
+def test_a_gradient_shares_what_it_shares_with_its_value():
+    def fn(x):
+        return torch.func.grad_and_value(lambda x: x.exp().sum())(x)
+
+    fast = hog.compile(fn, backend="eager")
+    fast(draw(3))
+    assert fast.signatures[0].code.count("aten.exp.default") == 1

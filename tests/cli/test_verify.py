@@ -1,0 +1,279 @@
+"""`hoglib verify`: targets, exit status, JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hoglib.cli.main import main
+
+GOOD = '''
+import torch
+
+
+class Good(torch.autograd.Function):
+    """x^3."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x**2
+
+    @staticmethod
+    def sample_inputs():
+        return (torch.randn(3),)
+'''
+BAD = """
+
+class Bad(Good):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x.detach() ** 2
+"""
+BARE = """
+
+class Bare(torch.autograd.Function):
+    pass
+"""
+CASES = """
+
+class Cases(Good):
+    reference = staticmethod(lambda x: x**3)
+
+    @staticmethod
+    def sample_inputs():
+        return [(torch.randn(3),), (torch.randn(2, 2),)]
+"""
+STRAIGHT = """
+
+class Straight(Good):
+    surrogate = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+"""
+BOOM = """
+
+class Boom(Good):
+    @staticmethod
+    def forward(ctx, x):
+        raise RuntimeError("boom")
+"""
+NO_SAMPLES = """
+
+class NoSamples(Good):
+    @staticmethod
+    def sample_inputs():
+        raise RuntimeError("no samples today")
+"""
+
+
+LOUD = """
+
+class Loud(Good):
+    @staticmethod
+    def forward(ctx, x):
+        print("loud")
+        return Good.forward(ctx, x)
+"""
+ONLY_THERE = """
+
+class OnlyThere(Good):
+    @staticmethod
+    def forward(ctx, x):
+        if not torch.equal(x, torch.ones_like(x)):
+            raise ValueError("ones only")
+        return Good.forward(ctx, x)
+
+    @staticmethod
+    def sample_inputs():
+        return (torch.ones(3),)
+"""
+
+
+def run(capsys, *args):
+    status = main(["verify", *args])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_right_file(write, capsys):
+    status, out, _ = run(capsys, write(GOOD, CASES, STRAIGHT))
+    assert status == 0
+    for name in ("Good", "Cases[0]", "Cases[1]", "Straight"):
+        assert f"{name}: right, by " in out
+    assert out.rstrip().endswith("4 right")
+
+
+def test_a_wrong_file(write, capsys):
+    status, out, _ = run(capsys, write(GOOD, BAD, BARE))
+    assert status == 1
+    assert "Bad: WRONG" in out
+    assert "mine.py:" in out
+    assert "`return 3 * g * x.detach() ** 2`" in " ".join(out.split())
+    assert out.rstrip().endswith("1 right, 1 WRONG (Bad), 1 without sample_inputs() (Bare)")
+
+
+@pytest.mark.parametrize("part", [BOOM, NO_SAMPLES])
+def test_what_cannot_run_is_2(write, capsys, part):
+    status, _, _ = run(capsys, write(GOOD, part))
+    assert status == 2
+    status, _, _ = run(capsys, write(GOOD, part, BAD, name="other.py"))
+    assert status == 1
+
+
+def test_what_could_not_be_judged_is_2(write, capsys):
+    status, out, _ = run(capsys, write(GOOD, ONLY_THERE))
+    assert status == 2
+    assert "OnlyThere: NOT JUDGED" in out
+    assert out.rstrip().endswith("1 right, 1 not judged (OnlyThere)")
+
+
+def test_what_does_not_run_is_not_called_wrong(write, capsys):
+    _, out, _ = run(capsys, write(GOOD, BOOM))
+    assert "Boom: NOT RUN." in out
+    assert out.rstrip().endswith("1 right, 1 not run (Boom)")
+
+
+def test_what_a_function_prints_is_not_repeated(write, capsys):
+    status, out, err = run(capsys, write(GOOD, LOUD))
+    assert status == 0
+    assert "loud" not in out + err
+
+
+def test_a_narrow_terminal(write, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    _, out, _ = run(capsys, write(GOOD, BAD))
+    sentences = out[out.index("FAIL") : out.index("check  ")]
+    assert max(map(len, sentences.splitlines())) <= 70
+
+
+def test_one_function_of_a_module(write, capsys):
+    write(GOOD, BAD)
+    status, out, _ = run(capsys, "mine:Good", "--input", "randn(3, 4)")
+    assert status == 0
+    assert "check  " in out  # the table too
+    assert run(capsys, "mine:Bad", "--input", "rand(2) + 1", "--modes", "rr")[0] == 1
+    assert run(capsys, "mine.py:Bad")[0] == 1  # by its own samples
+    assert (
+        run(capsys, "torch.nn.functional:linear", "--input", "randn(3, 4)", "--input=-randn(2, 4)")[
+            0
+        ]
+        == 0
+    )
+
+
+def test_options(write, capsys):
+    write(GOOD, STRAIGHT.replace("surrogate = True", "pass"))
+    assert run(capsys, "mine:Straight", "--input", "randn(3)")[0] == 1
+    assert run(capsys, "mine:Straight", "--input", "randn(3)", "--surrogate")[0] == 0
+    status, out, _ = run(
+        capsys, "mine:Good", "--input", "randn(3)", "--orders", "1,2,3", "--modes", "rr", "--full",
+        "--reference", "torch:square",
+    )  # fmt: skip
+    assert status == 1
+    assert "third derivative: reverse-over-reverse" in out
+    assert "FAIL  reference: value" in out
+
+
+def test_json(write, capsys):
+    noise = "\n\nprint('noise')\n"
+    status, out, _ = run(capsys, write(GOOD, BAD, BARE, NO_SAMPLES, noise), "--json")
+    assert status == 1
+    table = json.loads(out)
+    assert table["ok"] is False
+    assert [report["name"] for report in table["reports"]] == ["Good", "Bad"]
+    assert [report["ok"] for report in table["reports"]] == [True, False]
+    assert table["without_samples"] == ["Bare"]
+    assert table["not_run"][0]["name"] == "NoSamples"
+    assert {"seed", "hoglib", "torch"} <= table.keys()
+
+
+def test_a_file_inside_a_package(write, capsys):
+    write("", name="pack/__init__.py")
+    write(GOOD, name="pack/base.py")
+    inside = "from .base import Good\n\n\nclass Heir(Good):\n    pass\n"
+    status, out, _ = run(capsys, write(inside, name="pack/heirs.py"))
+    assert status == 0
+    assert "Heir: right" in out
+    assert "Good: right" not in out  # imported, not defined there
+
+
+def test_seeds(write, capsys):
+    write(GOOD, BAD)
+    outs = [run(capsys, "mine:Bad", "--json", *seed)[1] for seed in ((), (), ("--seed", "1"))]
+    assert outs[0] == outs[1] != outs[2]
+
+
+# fmt: off
+NOT_RUN = {
+    "no file": (("nothing.py",), "expected a file, there is none"),
+    "no module": (("nothing:Good",), "could not be imported"),
+    "no name": (("mine.py:Other",), "expected a name in mine.py, got 'Other'; there are Good, Thing"),
+    "a bare module": (("mine",), "expected package.module:Function or path/to/file.py"),
+    "an input for a file": (("mine.py", "--input", "randn(3)"), "--input is for one Function"),
+    "an input that is no expression": (("mine:Good", "--input", "randn(3"), "--input 'randn(3'"),
+    "a file that exits": (("exits.py",), "could not be imported: SystemExit"),
+    "an input that exits": (("mine:Good", "--input", "exit(0)"), "SystemExit"),
+    "a class": (("mine.py:Thing",), "name an instance of it"),
+    "no inputs": (("torch:sin",), "expected inputs, got none"),
+    "a file without Functions": (("empty.py",), "expected at least one Function"),
+    "a file that does not parse": (("broken.py",), "could not be imported: SyntaxError"),
+    "an unknown mode": (("mine:Good", "--modes", "xy"), "modes: expected some of"),
+    "a reference that is not there": (("mine:Good", "--reference", "mine:Nothing"), "--reference: expected a name"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("case", NOT_RUN)
+def test_not_run(write, capsys, case):
+    write(GOOD, "\n\nclass Thing:\n    pass\n")
+    write("x = 1\n", name="empty.py")
+    write("import sys\n\nsys.exit(0)\n", name="exits.py")
+    write("def (\n", name="broken.py")
+    args, message = NOT_RUN[case]
+    status, _, err = run(capsys, *args)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_bad_option(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["verify", "--nothing"])
+    assert stopped.value.code == 2
+
+
+def test_the_command_itself(write):
+    path = Path(write(GOOD, BAD)).resolve()
+    done = subprocess.run(
+        [sys.executable, "-m", "hoglib", "verify", str(path)], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Bad: WRONG" in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk(write):
+    write(GOOD)
+    command = [sys.executable, "-m", "hoglib", "verify", "mine.py"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert "could not be written" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,324 @@
+"""The private torch API that hoglib reads: these fail when a torch release changes it."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
+
+from hoglib._core import pytree, torch_internals
+
+
+def _levels(transform):
+    seen = []
+
+    def probe(x):
+        seen.append((torch_internals.transforms_active(), torch_internals.forward_levels()))
+        return x.sin()
+
+    transform(probe)
+    return seen[-1]
+
+
+x = torch.tensor(0.3)
+
+
+def test_outside_of_transforms():
+    assert _levels(lambda f: f(x)) == (False, 0)
+
+
+def test_grad_is_active_and_no_forward_level():
+    assert _levels(lambda f: torch.func.grad(f)(x)) == (True, 0)
+
+
+def test_vmap_is_active_and_no_forward_level():
+    assert _levels(lambda f: torch.func.vmap(f)(x[None])) == (True, 0)
+
+
+def test_one_forward_level_under_grad_and_vmap():
+    hessian = torch.func.hessian
+    assert _levels(lambda f: torch.func.vmap(hessian(f))(x[None])) == (True, 1)
+
+
+def test_two_forward_levels():
+    jacfwd = torch.func.jacfwd
+    assert _levels(lambda f: jacfwd(jacfwd(f))(x)) == (True, 2)
+
+
+def test_levels_are_gone_afterwards():
+    torch.func.jvp(torch.sin, (x,), (x,))
+    assert not torch_internals.transforms_active()
+    assert torch_internals.forward_levels() == 0
+
+
+def test_forward_mode_by_torch_func_and_by_dual_numbers():
+    seen = []
+
+    def probe(x):
+        seen.append(torch_internals.forward_mode_active())
+        return x.sin()
+
+    torch.func.grad(probe)(x)
+    torch.func.jacfwd(probe)(x)
+    with torch.autograd.forward_ad.dual_level():
+        probe(x)
+    probe(x)
+    assert seen == [False, True, True, False]
+
+
+def test_tracing_by_make_fx_and_by_the_compiler():
+    seen = []
+
+    def probe(x):
+        seen.append(torch_internals.tracing())
+        return x.sin()
+
+    make_fx(torch.func.grad(probe))(x)
+    probe(x)
+    assert seen == [True, False]
+    compiled = torch.compile(
+        lambda x: x.sin() if torch_internals.tracing() else x.cos(), fullgraph=True, backend="eager"
+    )
+    torch.testing.assert_close(compiled(x), x.sin())
+
+
+def test_pytree_paths_read_aloud():
+    tree = {"layer1.weight": x, "more": [x, (x, {"b": x})]}
+    assert pytree.paths(tree) == ["layer1.weight", "more[0]", "more[1][0]", "more[1][1].b"]
+    assert pytree.paths(x) == [""]
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + g
+
+
+class FourTimes(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return Twice.apply(Twice.apply(x))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return 4 * g
+
+
+bound = Twice.apply
+
+
+def test_functions_are_seen_as_they_are_applied_but_not_inside_one_another():
+    seen = []
+    with torch_internals.watching_functions(lambda f, args: seen.append((f, args))) as applying:
+        y = FourTimes.apply(bound(x))
+        assert applying.depth == 0
+        other = threading.Thread(target=lambda: seen.append(float(bound(x))))
+        other.start()
+        other.join()
+    assert seen == [(Twice, (x,)), (FourTimes, (Twice.apply(x),)), float(2 * x)]
+    assert float(y) == float(8 * x)
+    Twice.apply(x)
+    assert len(seen) == 3
+
+
+def test_functions_are_seen_no_more_after_one_that_raised():
+    seen = []
+    try:
+        with torch_internals.watching_functions(lambda f, args: seen.append(f)) as applying:
+            Twice.apply("no tensor", 1, 2)
+    except TypeError:
+        pass
+    Twice.apply(x)
+    assert seen == [Twice]
+    assert applying.depth == 0
+
+
+def test_the_function_of_a_node():
+    w = torch.ones((), requires_grad=True)
+    assert torch_internals.custom_function(Twice.apply(w).grad_fn) is Twice
+    assert torch_internals.custom_function(FourTimes.apply(w).grad_fn) is FourTimes
+    assert torch_internals.custom_function(w.sin().grad_fn) is None
+    assert torch_internals.custom_function(None) is None
+
+
+def test_own_kernels_are_those_of_torch():
+    lstm, x = torch.nn.LSTM(3, 2), torch.randn(4, 1, 3)
+    before = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
+    with torch_internals.native_kernels():
+        assert not torch.backends.mkldnn.enabled
+        assert not torch.backends.cudnn.enabled
+        torch.func.jvp(lambda x: lstm(x)[0], (x,), (x,))  # which oneDNN has not
+    assert (torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled) == before
+
+
+def test_the_function_behind_those_that_transforms_make():
+    seen = []
+
+    def look(w):
+        y = FourTimes.apply(w)
+        seen.append(torch_internals.custom_function(y.grad_fn))
+        return y
+
+    torch.func.grad(look)(x)
+    torch.func.grad(torch.func.grad(look))(x)
+    assert seen == [FourTimes, FourTimes]
+
+
+def test_once_differentiable_is_known_by_its_wrapper():
+    class Once(Twice):
+        backward = staticmethod(torch.autograd.function.once_differentiable(lambda ctx, g: g + g))
+
+    assert torch_internals.is_once_differentiable(Once)
+    assert not torch_internals.is_once_differentiable(Twice)
+
+
+def test_bytes_of_what_a_graph_put_out():
+    w = torch.randn(4, 3, requires_grad=True)
+    y = (torch.randn(5, 4) @ w).double()
+    assert torch_internals.output_bytes(y.grad_fn) == 5 * 3 * 8
+    product = y.grad_fn.next_functions[0][0]
+    assert torch_internals.output_bytes(product) == 5 * 3 * 4
+    leaf = next(f for f, _ in product.next_functions if f is not None)
+    assert torch_internals.output_bytes(leaf) == 0
+
+
+def test_the_tensor_beneath_the_wrappers():
+    x, seen = torch.arange(6.0).reshape(3, 2), []
+
+    def f(row):
+        seen.append(torch_internals.unwrap(row))
+        return row.square().sum()
+
+    torch.func.vmap(torch.func.grad(f))(x)
+    assert torch.equal(seen[0], x)
+    assert torch_internals.unwrap(x) is x
+
+
+def test_after_a_backward_and_what_others_queued_in_it():
+    seen, w = [], torch.ones(2, requires_grad=True)
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def look(grad):
+        torch_internals.after_backward(lambda: seen.append((w.grad.tolist(), len(seen))))
+        queue(lambda: seen.append("queued"))
+
+    y = 2 * w
+    y.register_hook(look)
+    y.sum().backward()
+    assert seen == ["queued", ([2.0, 2.0], 1)]
+
+
+def test_an_error_after_a_backward_is_that_of_the_backward():
+    class Own(Exception):
+        pass
+
+    def fail():
+        raise Own
+
+    y = 2 * torch.ones((), requires_grad=True)
+    y.register_hook(lambda grad: torch_internals.after_backward(fail))
+    with pytest.raises(Own):
+        y.backward()
+
+
+def test_who_averages_gradients_otherwise():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
+        assert not torch_internals.averages_otherwise(ddp)
+        with ddp.join():
+            assert torch_internals.averages_otherwise(ddp)
+        ddp.register_comm_hook(None, allreduce_hook)
+        assert torch_internals.averages_otherwise(ddp)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_mode_steps_aside_and_comes_back():
+    class Seeing(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Seeing.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    class Other(Seeing):
+        pass
+
+    with Seeing():
+        with torch_internals.SuspendedMode(Seeing):
+            torch.sin(x)
+        assert Seeing.calls == 0
+        with torch_internals.SuspendedMode(Other):  # another one is let be
+            torch.sin(x)
+        assert Seeing.calls == 1
+        with pytest.raises(ValueError, match="through"), torch_internals.SuspendedMode(Seeing):
+            raise ValueError("through")
+        torch.sin(x)
+        assert Seeing.calls == 2
+    with torch_internals.SuspendedMode(Seeing):
+        torch.sin(x)
+
+
+def test_what_was_compiled_is_found_again():
+    layer, function = torch.nn.Linear(2, 2), torch.sin
+    assert torch_internals.uncompiled(torch.compile(layer)) is layer
+    assert torch_internals.is_compiled(torch.compile(layer))
+    assert not torch_internals.is_compiled(layer)
+    assert torch_internals.uncompiled(layer) is layer
+    assert torch_internals.uncompiled(torch.compile(lambda x: function(x)))(x) == function(x)
+    layer.compile()
+    assert torch_internals.uncompiled(layer)(torch.ones(2)).shape == (2,)
+    seen = []
+
+    def twice(x):
+        seen.append(torch_internals.checkpoint_frame())
+        return x.sin()
+
+    torch.utils.checkpoint.checkpoint(twice, x.clone().requires_grad_(), use_reentrant=False)
+    assert callable(seen[0].recompute_fn)
+    twice(x)
+    assert seen[1] is None
+
+
+def test_what_is_known_of_a_node():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * g
+
+    leaf = torch.ones(2, 3, requires_grad=True)
+    first = torch_internals.sequence_number()
+    with torch_internals.record_backward_origins():
+        product = leaf * leaf.sin()
+        (grad,) = torch.autograd.grad(product.sum(), leaf, create_graph=True)
+    assert not torch.is_anomaly_enabled()
+    assert (
+        first
+        <= torch_internals.sequence_number(product.grad_fn)
+        < torch_internals.sequence_number()
+    )
+    assert torch_internals.output_shapes(product.grad_fn) == [(2, 3)]
+    assert torch_internals.made_by(product.grad_fn) is None
+    assert torch_internals.made_by(grad.grad_fn) is not None
+    assert list(torch_internals.saved_names(product.grad_fn)) == ["other", "self"]
+    assert not torch_internals.has_saved_by_hooks(Double.apply(leaf).grad_fn)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert list(torch_internals.saved_names((leaf * leaf).grad_fn)) == []
+        assert torch_internals.has_saved_by_hooks(Double.apply(leaf).grad_fn)

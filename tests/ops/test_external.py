@@ -1,0 +1,414 @@
+"""external: SciPy functions that torch lacks, against finite differences and closed forms."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.special as sp
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import hoglib as hog
+from hoglib.ops import external
+from hoglib.ops._external import cube as cube_by_hand
+
+DOUBLE = torch.float64
+
+
+def ellipk_slope(m):
+    return (sp.ellipe(m) / (1 - m) - sp.ellipk(m)) / (2 * m)
+
+
+def ellipk_bend(m):
+    slope_of_e = (sp.ellipe(m) - sp.ellipk(m)) / (2 * m)
+    return (
+        (slope_of_e * (1 - m) + sp.ellipe(m)) / (1 - m) ** 2 - ellipk_slope(m)
+    ) / (2 * m) - ellipk_slope(m) / m  # fmt: skip
+
+
+def lambertw_slope(x):
+    w = sp.lambertw(x).real
+    return np.exp(-w) / (1 + w)
+
+
+def lambertw_bend(x):
+    w = sp.lambertw(x).real
+    return -np.exp(-2 * w) * (w + 2) / (1 + w) ** 3
+
+
+def beta_density(a, b, x):
+    return x ** (a - 1) * (1 - x) ** (b - 1) / sp.beta(a, b)
+
+
+cube = external(lambda x: x**3, lambda x: 3 * x**2, lambda x: 6 * x, lambda x: 6.0)
+tanh = external(
+    np.tanh,
+    lambda x: 1 - np.tanh(x) ** 2,
+    lambda x: -2 * np.tanh(x) * (1 - np.tanh(x) ** 2),
+)
+power = external(
+    np.power,
+    lambda x, n: (n * x ** (n - 1), x**n * np.log(x)),
+    lambda x, n: (
+        (n * (n - 1) * x ** (n - 2), x ** (n - 1) * (1 + n * np.log(x))),
+        (x ** (n - 1) * (1 + n * np.log(x)), x**n * np.log(x) ** 2),
+    ),
+)
+kv = external(
+    sp.kv,
+    lambda v, x: (None, sp.kvp(v, x)),
+    lambda v, x: ((None, None), (None, sp.kvp(v, x, 2))),
+    lambda v, x: (None, ((None, None), (None, sp.kvp(v, x, 3)))),
+)
+
+
+def positive(*shape: int, low: float = 0.2, high: float = 0.8) -> Tensor:
+    generator = torch.Generator().manual_seed(len(shape) + 1)
+    return (
+        low + (high - low) * torch.rand(shape, dtype=DOUBLE, generator=generator)
+    ).requires_grad_()
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "cube": (cube, (positive(2, 3),)),
+    "cube by hand": (cube_by_hand, (positive(2, 3),)),
+    "cube by hand, complex": (
+        cube_by_hand,
+        (torch.complex(positive(3).detach(), positive(3).detach() + 1).requires_grad_(),),
+    ),
+    "tanh of a scalar": (tanh, (positive(),)),
+    "power, broadcast": (power, (positive(2, 1), positive(3))),
+    "Bessel K of a fixed order": (lambda x: kv(1.5, x), (positive(4, high=3.0),)),
+    "Bessel J, orders in a tensor": (
+        lambda x: external(
+            sp.jv,
+            lambda v, x: (None, sp.jvp(v, x)),
+            lambda v, x: ((None, None), (None, sp.jvp(v, x, 2))),
+        )(torch.tensor([0.0, 1.0, 2.5], dtype=DOUBLE), x),
+        (positive(2, 1, high=3.0),),
+    ),
+    "elliptic K": (external(sp.ellipk, ellipk_slope, ellipk_bend), (positive(4),)),
+    "Lambert W": (
+        external(lambda x: sp.lambertw(x).real, lambertw_slope, lambertw_bend),
+        (positive(4, high=4.0),),
+    ),
+    "incomplete beta": (
+        lambda x: external(
+            sp.betainc,
+            lambda a, b, x: (None, None, beta_density(a, b, x)),
+            lambda a, b, x: (
+                None,
+                None,
+                (None, None, beta_density(a, b, x) * ((a - 1) / x - (b - 1) / (1 - x))),
+            ),
+        )(2.5, 1.5, x),
+        (positive(4),),
+    ),
+    "complex error function": (
+        external(
+            sp.wofz,
+            lambda z: -2 * z * sp.wofz(z) + 2j / math.sqrt(math.pi),
+            lambda z: (4 * z**2 - 2) * sp.wofz(z) - 4j * z / math.sqrt(math.pi),
+        ),
+        (torch.complex(positive(3).detach(), positive(3).detach() + 1).requires_grad_(),),
+    ),
+    "a Python function": (
+        external(
+            np.vectorize(math.erf),
+            lambda x: 2 / math.sqrt(math.pi) * np.exp(-(x**2)),
+            lambda x: -4 * x / math.sqrt(math.pi) * np.exp(-(x**2)),
+        ),
+        (positive(3),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "inputs"), CASES.values(), ids=CASES.keys())
+def test_derivatives_agree_with_finite_differences(op, inputs) -> None:
+    batched = inputs[0].dim() > 0
+    assert gradcheck(op, inputs, check_forward_ad=True, check_batched_grad=batched)
+    assert gradgradcheck(op, inputs, check_fwd_over_rev=True, check_batched_grad=batched)
+
+
+@pytest.mark.parametrize(
+    "op", [cube, cube_by_hand, lambda x: kv(0.5, x)], ids=["cube", "by hand", "kv"]
+)
+def test_third_order(op: Callable[[Tensor], Tensor]) -> None:
+    x = positive(3)
+
+    def gradient(x: Tensor) -> Tensor:
+        return torch.autograd.grad(op(x).sin().sum(), x, create_graph=True)[0]
+
+    assert gradgradcheck(gradient, x)
+
+
+ROUTES = {
+    "rr": lambda f, x: jacrev(jacrev(f))(x),
+    "fr": lambda f, x: jacfwd(jacrev(f))(x),
+    "rf": lambda f, x: jacrev(jacfwd(f))(x),
+    "vmap of fr": lambda f, x: vmap(hessian(f))(torch.stack([x, 2 * x])),
+    "vmap of rr": lambda f, x: vmap(jacrev(jacrev(f)), in_dims=1)(torch.stack([x, 2 * x], 1)),
+    "grad of vmap": lambda f, x: grad(lambda x: vmap(grad(f))(torch.stack([x, x])).sin().sum())(x),
+    "vmap of vmap": lambda f, x: vmap(vmap(lambda y: jvp(f, (y[None],), (y[None],))))(
+        torch.stack([x, 2 * x])
+    ),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES.keys())
+@pytest.mark.parametrize(
+    ("op", "reference"),
+    [
+        (cube, lambda x: x**3),
+        (cube_by_hand, lambda x: x**3),
+        (tanh, torch.tanh),
+        (lambda x: power(x, x + 1), lambda x: x ** (x + 1)),
+        (lambda x: power(2.0, x) * power(x, 3), lambda x: 2**x * x**3),
+    ],
+    ids=["cube", "cube by hand", "tanh", "power of both", "power of one"],
+)
+def test_torch_func_agrees_with_the_function_of_torch(route, op, reference) -> None:
+    x = positive(3).detach()
+    got = route(lambda x: (op(x) * x.sum()).sum(), x)
+    torch.testing.assert_close(got, route(lambda x: (reference(x) * x.sum()).sum(), x))
+
+
+def test_forward_over_forward_is_refused_and_says_what_to_do() -> None:
+    with pytest.raises(NotImplementedError, match=r"at most one level .* torch\.func\.hessian"):
+        jacfwd(jacfwd(lambda x: cube(x).sum()))(positive(3))
+
+
+# How far the chain goes.
+
+
+def test_an_order_beyond_the_given_names_what_to_add() -> None:
+    op, x = external(np.sin, np.cos), positive(3)
+    (slope,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(slope, x.cos())
+    message = r"external\(sin\): expected a derivative of order 2.*add d2f, as in `external\(f, df, d2f\)`"
+    with pytest.raises(RuntimeError, match=message):
+        torch.autograd.grad(slope.sum(), x)
+    for route in ("rr", "fr", "rf"):
+        with pytest.raises(RuntimeError, match="add d2f"):
+            ROUTES[route](lambda x: op(x).sum(), x.detach())
+    with pytest.raises(RuntimeError, match="add d3f"):
+        grad(grad(grad(external(np.sin, np.cos, lambda x: -np.sin(x)))))(x[0].detach())
+
+
+def test_an_unknown_derivative_is_an_error_only_for_who_needs_it() -> None:
+    v, x = torch.tensor(1.5, dtype=DOUBLE, requires_grad=True), positive(2)
+    (slope,) = torch.autograd.grad(kv(v.detach(), x).sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), x)
+    assert bend.isfinite().all()
+    with pytest.raises(RuntimeError, match=r"known derivative df\[0\], got None"):
+        torch.autograd.grad(kv(v, x).sum(), v)
+    mixed = external(
+        sp.kv, lambda v, x: (x * 0, sp.kvp(v, x)), lambda v, x: ((None, None), (None, x))
+    )
+    (slope,) = torch.autograd.grad(mixed(v, x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"known derivative d2f\[1\]\[0\], got None"):
+        torch.autograd.grad(slope.sum(), v)
+
+
+def test_only_what_is_needed_is_computed() -> None:
+    calls = []
+
+    def slopes(x, y):
+        calls.append("df")
+        return y, x
+
+    x, y = positive(3), positive(3).detach()
+    product = external(lambda x, y: calls.append("f") or x * y, slopes)(x, y)
+    assert calls == ["f"]
+    torch.autograd.grad(product.sum(), x)
+    assert calls == ["f", "df"]
+
+
+# Inputs and outputs.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, DOUBLE], ids=str)
+def test_the_dtype_is_kept(dtype: torch.dtype) -> None:
+    x = positive(5).detach().to(dtype).requires_grad_()
+    y = tanh(x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    assert y.dtype == slope.dtype == dtype
+    torch.testing.assert_close(y, x.tanh())
+    torch.testing.assert_close(slope, 1 - x.double().tanh().to(dtype) ** 2, atol=0.02, rtol=0.02)
+
+
+def test_mixed_dtypes_are_promoted_and_gradients_come_back_in_their_own() -> None:
+    x, n = positive(3), positive(3).detach().float().requires_grad_()
+    y = power(x, n)
+    assert y.dtype == DOUBLE
+    assert [g.dtype for g in torch.autograd.grad(y.sum(), [x, n])] == [DOUBLE, torch.float32]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.sampled_from(
+        [((), ()), ((0,), ()), ((3,), (1,)), ((2, 0), (1, 1)), ((2, 1), (3,)), ((2, 3), (2, 3)), ((4,), (2, 1, 4))]
+    ),
+    layout=st.sampled_from(["contiguous", "strided", "transposed", "expanded"]),
+    wanted=st.sampled_from([(True, True), (True, False), (False, True)]),
+)  # fmt: skip
+def test_any_shape_layout_and_subset(shapes: Any, layout: str, wanted: Any) -> None:
+    inputs = []
+    for shape, needs in zip(shapes, wanted, strict=True):
+        x = positive(*shape).detach()
+        if layout == "strided" and shape:
+            x = x.repeat_interleave(2, -1)[..., ::2]
+        elif layout == "transposed":
+            x = x.permute(list(reversed(range(x.dim()))))
+            x = x.contiguous().permute(list(reversed(range(x.dim()))))
+        elif layout == "expanded":
+            x = x.sum().expand(shape)
+        inputs.append(x.requires_grad_(needs))
+    chosen = [x for x, needs in zip(inputs, wanted, strict=True) if needs]
+
+    def both(op: Callable[..., Tensor]) -> Any:
+        y = op(*inputs)
+        first = torch.autograd.grad(y.sin().sum(), chosen, create_graph=True)
+        return y, first, torch.autograd.grad(sum(g.sin().sum() for g in first), chosen)
+
+    torch.testing.assert_close(both(power), both(torch.pow))
+
+
+def test_conjugate_views_and_work_in_place_inside_harm_nobody() -> None:
+    def doubles(x):
+        x *= 2
+        return x
+
+    op, x = external(doubles, lambda x: 2.0), positive(3)
+    before = x.detach().clone()
+    torch.testing.assert_close(op(x), 2 * x)
+    torch.testing.assert_close(x.detach(), before)
+    z = torch.complex(before, before)
+    torch.testing.assert_close(op(z.conj()), 2 * z.conj())
+    torch.testing.assert_close(op(z.imag), 2 * before)
+
+
+def test_an_output_buffer_that_is_used_again() -> None:
+    buffer = np.empty(3)
+    op = external(lambda x: np.multiply(x, 2, out=buffer), lambda x: 2.0)
+    first = op(torch.ones(3, dtype=DOUBLE))
+    op(torch.zeros(3, dtype=DOUBLE))
+    torch.testing.assert_close(first, torch.full((3,), 2.0, dtype=DOUBLE))
+
+
+def test_a_constant_in_python_keeps_its_digits() -> None:
+    third = external(lambda x: x / 3, lambda x: 1 / 3)
+    assert grad(third)(torch.tensor(1.0, dtype=DOUBLE)).item() == 1 / 3
+
+
+@pytest.mark.gpu
+def test_a_round_trip_from_the_device() -> None:
+    x = positive(4).detach().cuda().requires_grad_()
+    y = cube(x)
+    assert y.device == x.device
+    assert gradgradcheck(cube, x)
+
+
+def test_the_meta_device_has_shapes_only() -> None:
+    assert cube(torch.empty(2, 3, device="meta")).shape == (2, 3)
+
+
+# Tracers record a call, and not the numbers it gave.
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_bakes_nothing_in(mode: str) -> None:
+    x = positive(3).detach()
+    gradient = grad(lambda x: grad(lambda x: cube(x).sum())(x).sin().sum())
+    graph = make_fx(gradient, tracing_mode=mode)(x)
+    other = torch.linspace(0.1, 0.9, 7 if mode == "symbolic" else 3, dtype=DOUBLE)
+    torch.testing.assert_close(graph(other), gradient(other))
+    assert "hoglib.external" in graph.code
+
+
+def test_torch_compile_in_one_graph() -> None:
+    def fn(x: Tensor, n: Tensor) -> Tensor:
+        return power(x, n).sin()
+
+    fast = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in (3, 5):
+        x, n = positive(size), positive(size)
+        torch.testing.assert_close(
+            torch.autograd.grad(fast(x, n).sum(), [x, n]),
+            torch.autograd.grad(fn(x, n).sum(), [x, n]),
+        )
+
+
+# The compiler itself, when it looks at a custom Function from the inside.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("transform", [grad, vmap], ids=["grad", "vmap"])
+def test_torch_compile_over_a_transform(transform: Any) -> None:
+    x = positive(3).detach()
+
+    def fn(x: Tensor) -> Tensor:
+        return vmap(transform(tanh) if transform is grad else tanh)(x)
+
+    fast = torch.compile(fn, backend="aot_eager")
+    for point in (x, x + 1):
+        torch.testing.assert_close(fast(point), fn(point))
+
+
+def test_the_operator_passes_the_checks_of_torch() -> None:
+    from hoglib.ops._external import _CHAINS, _external
+
+    number = next(i for i, chain in enumerate(_CHAINS) if chain.name == "power")
+    for which in ("", "0 1", "0,1"):
+        inputs = [positive(3), positive(3)]
+        tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+        torch.library.opcheck(_external, (inputs, number, which), test_utils=tests)
+
+
+# What is refused.
+
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "integers": (TypeError, "input 0: expected a floating", lambda: cube(torch.ones(3, dtype=int))),
+    "numbers alone": (TypeError, "at least one tensor", lambda: power(1.0, 2.0)),
+    "no function": (TypeError, "df: expected a function, got int 3", lambda: external(np.sin, 3)),
+    "d3f without d2f": (ValueError, "d2f: expected", lambda: external(np.sin, np.cos, None, np.sin)),
+    "another shape": (
+        ValueError,
+        r"external\(sum\): expected f to give an array of the shape of its inputs, \(4,\), got \(2,\)",
+        lambda: external(lambda x: x[:2], np.cos)(positive(4)),
+    ),
+    "complex numbers": (ValueError, r"got complex128; take `\.real`", lambda: external(sp.lambertw, np.cos)(positive(3))),
+    "text": (TypeError, "f to give numbers, got str 'a'", lambda: external(lambda x: "a", np.cos)(positive(3))),
+    "one array for two inputs": (
+        ValueError,
+        r"expected df to be a tuple of 2 arrays, .* got ndarray",
+        lambda: external(np.multiply, lambda x, y: y)(positive(3), positive(3)).sum().backward(),
+    ),
+    "three arrays for two inputs": (
+        ValueError,
+        r"expected df to be a tuple of 2 arrays, .* got 3",
+        lambda: external(np.multiply, lambda x, y: (y, x, x))(positive(3), positive(3)).sum().backward(),
+    ),
+    "a tuple for one input": (
+        ValueError,
+        "the shape of its inputs",
+        lambda: external(np.sin, lambda x: (x, x))(positive(3)).sum().backward(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "run"), REFUSED.values(), ids=REFUSED.keys())
+def test_errors_say_what_to_do(error, message, run) -> None:
+    with pytest.raises(error, match=message.replace(r"\(sum\)", r"\(<lambda>\)")):
+        run()
+
+
+def test_the_op_has_the_name_and_the_text_of_the_function() -> None:
+    assert power.__name__ == "power"
+    assert "power" in power.__doc__.lower()
+    assert hog.ops.external is external

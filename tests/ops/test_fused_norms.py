@@ -1,0 +1,223 @@
+"""Batch and layer norm in plain reverse mode, where their own Functions run torch's kernels."""
+
+import gc
+import weakref
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import hoglib as hog
+from hoglib import ops
+from hoglib.ops import _batch_norm
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+def randn(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)  # fmt: skip
+
+
+def norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    y = ops.batch_norm(x, None, None, weight, bias, True)
+    assert not y.requires_grad or type(y.grad_fn).__name__ == "_ForwardBackward"
+    return y
+
+
+INPUTS = {
+    "features": randn(5, 3),
+    "signals": randn(3, 2, 4),
+    "images": randn(2, 3, 2, 3),
+    "channels last": randn(2, 3, 2, 3).contiguous(memory_format=torch.channels_last),
+    "transposed": randn(3, 5).t(),
+    "every second": randn(2, 3, 4, 2)[:, :, ::2],
+    "volumes": randn(2, 2, 2, 1, 2),
+}
+each_input = pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
+SUBSETS = [s for n in (1, 2, 3) for s in combinations(("x", "weight", "bias"), n)]
+
+
+def leaves(x: Tensor, wanted: Any = ("x", "weight", "bias")) -> dict[str, Tensor]:
+    given = {"x": x.clone(), "weight": randn(x.shape[1]), "bias": randn(x.shape[1]) + 1}
+    return {name: value.requires_grad_(name in wanted) for name, value in given.items()}
+
+
+@each_input
+@pytest.mark.parametrize("wanted", SUBSETS, ids="+".join)
+def test_second_derivatives_by_any_of_them(x: Tensor, wanted: tuple[str, ...]) -> None:
+    given = leaves(x, wanted)
+    free = [given[name] for name in wanted]
+
+    def slopes(*values: Tensor) -> tuple[Tensor, ...]:
+        now = {**given, **dict(zip(wanted, values, strict=True))}
+        return torch.autograd.grad(norm(**now).sin().sum(), values, create_graph=True)
+
+    assert torch.autograd.gradcheck(slopes, free)
+
+
+@each_input
+@pytest.mark.parametrize("absent", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
+def test_third_derivatives(x: Tensor, absent: tuple[str, ...]) -> None:
+    names = [name for name in ("x", "weight", "bias") if name not in absent]
+    free = [leaves(x)[name] for name in names]
+
+    def curvature(*values: Tensor) -> tuple[Tensor, ...]:
+        y = norm(**dict(zip(names, values, strict=True)))
+        grads = torch.autograd.grad(y.sin().sum(), values, create_graph=True)
+        return torch.autograd.grad(sum(g.sin().sum() for g in grads), values, create_graph=True)
+
+    assert torch.autograd.gradcheck(curvature, free)
+
+
+@pytest.mark.parametrize("output", [0, 1, 2])
+def test_one_of_the_gradients_alone(output: int) -> None:
+    """Where only some of the three flow on, the others are no input of the second pass."""
+    for x in (INPUTS["features"], INPUTS["images"]):
+        given = leaves(x)
+
+        def slope(*values: Tensor) -> Tensor:
+            y = norm(*values)
+            return torch.autograd.grad(y.sin().sum(), values, create_graph=True)[output]
+
+        assert torch.autograd.gradcheck(slope, tuple(given.values()))
+        assert torch.autograd.gradgradcheck(slope, tuple(given.values()))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [F64, F32, BF16])
+@pytest.mark.parametrize("shape", [(6, 4, 2, 3), (4, 8, 17, 18)], ids=["small", "large"])
+def test_it_is_as_right_as_torchs_at_second_order(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: torch.memory_format
+) -> None:
+    """Large images have statistics of their own making."""
+
+    given = [value.to(dtype) for value in (randn(*shape), randn(shape[1]), randn(shape[1]) + 1)]
+
+    def twice(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        x, w, b = (value.to(dtype).requires_grad_() for value in given)
+        x = x.contiguous(memory_format=layout)
+        running = [torch.zeros(shape[1], dtype=dtype), torch.ones(shape[1], dtype=dtype)]
+        y = function(x, *running, w, b, True)
+        grads = torch.autograd.grad(y.sin().sum(), (x, w, b), create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().sum() for g in grads), (x, w, b))
+        return [value.detach() for value in (y, *grads, *second, *running)]
+
+    exact = twice(F.batch_norm, F64)
+    results = zip(twice(ops.batch_norm, dtype), twice(F.batch_norm, dtype), exact, strict=True)
+    for ours, theirs, truth in results:
+        assert ours.dtype == dtype
+        errors = [float((value - truth).norm() / truth.norm()) for value in (ours, theirs)]
+        assert errors[0] <= 2 * errors[1] + max(8 * torch.finfo(dtype).eps, 1e-9)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 60, 60)], ids=["features", "large"])
+@pytest.mark.parametrize("form", ["double", "a view"])
+def test_running_statistics_of_any_form(shape: tuple[int, ...], form: str) -> None:
+    x = randn(*shape, dtype=F32)
+    theirs = [torch.zeros(3), torch.ones(3)]
+    ours = [value.repeat_interleave(2)[::2] for value in theirs]
+    if form == "double":
+        x, theirs = x.double(), [value.double() for value in theirs]
+        ours = [value.double().reshape(1, 3) for value in theirs]
+    F.batch_norm(x, *theirs, training=True)
+    ops.batch_norm(x, *ours, training=True)
+    assert_close([value.reshape(3) for value in ours], theirs)
+
+
+# What may look on while a backward runs whose forward ran plainly.
+
+
+def test_a_batch_of_gradients() -> None:
+    given = list(leaves(INPUTS["images"]).values())
+    y, many = norm(*given), randn(4, 2, 3, 2, 3)
+    batched = torch.autograd.grad(y, given, many, is_grads_batched=True, retain_graph=True)
+    loop = [torch.autograd.grad(y, given, g, retain_graph=True) for g in many]
+    assert_close(batched, tuple(torch.stack(parts) for parts in zip(*loop, strict=True)))
+
+
+def test_a_batch_of_second_gradients() -> None:
+    given = list(leaves(INPUTS["images"]).values())
+    grads = torch.autograd.grad(norm(*given).sin().sum(), given, create_graph=True)
+    many = [randn(4, *g.shape) for g in grads]
+    batched = torch.autograd.grad(grads, given, many, is_grads_batched=True, retain_graph=True)
+    loop = [
+        torch.autograd.grad(grads, given, [m[i] for m in many], retain_graph=True) for i in range(4)
+    ]
+    assert_close(batched, tuple(torch.stack(parts) for parts in zip(*loop, strict=True)))
+
+
+def test_tangents_of_incoming_gradients() -> None:
+    """A backward is linear in what comes in."""
+    given = list(leaves(INPUTS["images"]).values())
+    y = norm(*given)
+    g, t = randn(*y.shape), randn(*y.shape).cos()
+    with forward_ad.dual_level():
+        dual = torch.autograd.grad(y, given, forward_ad.make_dual(g, t), retain_graph=True)
+        tangents = tuple(forward_ad.unpack_dual(value).tangent for value in dual)
+    assert_close(tangents, torch.autograd.grad(y, given, t))
+
+
+def test_a_checkpoint_runs_it_again() -> None:
+    def slopes(run: Any) -> tuple[Tensor, ...]:
+        given = tuple(leaves(INPUTS["images"]).values())
+        with hog.second_order():
+            y = run(lambda *v: F.batch_norm(v[0], None, None, *v[1:], True).sin(), *given)
+            grads = torch.autograd.grad(y.sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(g.sin().sum() for g in grads), given)
+
+    again = slopes(lambda f, *v: checkpoint(f, *v, use_reentrant=False))
+    assert_close(again, slopes(lambda f, *v: f(*v)))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_no_graph_outlives_its_results(order: int) -> None:
+    given = tuple(leaves(INPUTS["images"]).values())
+    gc.disable()  # reference counts alone must do
+    try:
+        x = given[0] * 1
+        values: list[Tensor] = [norm(x, *given[1:])]
+        for _ in range(order - 1):
+            total = sum(value.sin().sum() for value in values)
+            values = list(torch.autograd.grad(total, given, create_graph=True))
+            del total
+        seen = weakref.ref(x)
+        del x
+        assert seen() is not None
+        del values
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_the_first_gradient_alone_makes_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_batch_norm._Backward, "apply", None)
+    given = tuple(leaves(INPUTS["images"]).values())
+    assert len(torch.autograd.grad(norm(*given).sum(), given)) == 3
+
+
+def test_zero_weights() -> None:
+    x, w = INPUTS["features"].clone().requires_grad_(), torch.zeros(3, dtype=F64).requires_grad_()
+    assert torch.autograd.gradgradcheck(norm, (x, w))
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 4, 3)], ids=str)
+@pytest.mark.parametrize("absent", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
+def test_layer_norm_to_third_order(shape: tuple[int, ...], absent: tuple[str, ...]) -> None:
+    given = {"x": randn(*shape), "weight": randn(3), "bias": randn(3) + 1}
+    names = [name for name in given if name not in absent]
+    free = [given[name].requires_grad_() for name in names]
+
+    def curvature(*values: Tensor) -> tuple[Tensor, ...]:
+        now = dict(zip(names, values, strict=True))
+        y = ops.layer_norm(now.pop("x"), (3,), **now)
+        assert type(y.grad_fn).__name__ == "_ForwardBackward"
+        grads = torch.autograd.grad(y.sin().sum(), values, create_graph=True)
+        return torch.autograd.grad(sum(g.sin().sum() for g in grads), values, create_graph=True)
+
+    assert torch.autograd.gradcheck(curvature, free)

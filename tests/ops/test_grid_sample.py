@@ -1,0 +1,293 @@
+"""grid_sample against torch's own, and its derivatives where torch has none."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib import ops
+from hoglib.ops._grid_sample import MODES, PADDINGS, REPLACEMENTS
+
+F64 = torch.float64
+NAN, INF = torch.nan, torch.inf
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_padding = pytest.mark.parametrize("padding", PADDINGS)
+both_alignments = pytest.mark.parametrize("align", [False, True], ids=["edges", "centres"])
+
+
+def normal(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(dtype)
+
+
+def at(pixels: Tensor, sizes: tuple[int, ...], align: bool) -> Tensor:
+    """The grid of given places in pixels."""
+    size = torch.tensor(sizes[::-1], dtype=pixels.dtype)
+    if align:
+        return pixels / (size - 1).clamp(min=1) * 2 - 1
+    return (pixels * 2 + 1) / size - 1
+
+
+def value_and_grads(
+    function: Callable[..., Tensor], input: Tensor, grid: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in (input, grid)]
+    y = function(*leaves, *options)
+    return (y, *torch.autograd.grad(y.cos().sum(), leaves))
+
+
+@every_mode
+@every_padding
+@both_alignments
+@pytest.mark.parametrize("sizes", [(4, 5), (1, 1), (3, 1)], ids=["image", "pixel", "column"])
+def test_values_and_gradients_are_torchs(
+    mode: str, padding: str, align: bool, sizes: tuple[int, int]
+) -> None:
+    image = normal(2, 3, *sizes)
+    # on pixels, halfway between them, on the border and far beyond it: every tie there is
+    halves = torch.cartesian_prod(*[torch.arange(-9, 18, dtype=F64) / 2] * 2)
+    ties = at(halves, sizes, align).reshape(1, 27, 27, 2).expand(2, -1, -1, -1)
+    for grid in (ties, 2 * normal(2, 7, 9, 2)):
+        options = (mode, padding, align)
+        ours, theirs = (
+            value_and_grads(f, image, grid, *options) for f in (ops.grid_sample, F.grid_sample)
+        )
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+@every_padding
+@both_alignments
+@pytest.mark.parametrize("sizes", [(3, 4, 2), (1, 1, 1)], ids=["volume", "voxel"])
+def test_volumes_are_torchs(
+    mode: str, padding: str, align: bool, sizes: tuple[int, int, int]
+) -> None:
+    halves = torch.cartesian_prod(*[torch.arange(-3, 9, dtype=F64) / 2] * 3)
+    grid = at(halves, sizes, align).reshape(1, 12, 12, 12, 3).expand(2, -1, -1, -1, -1)
+    options = (mode, padding, align)
+    ours, theirs = (
+        value_and_grads(f, normal(2, 2, *sizes), grid, *options)
+        for f in (ops.grid_sample, F.grid_sample)
+    )
+    assert_close(ours, theirs)
+
+
+SMOOTH = [
+    ("bilinear", "zeros", False),
+    ("bilinear", "border", True),
+    ("bilinear", "reflection", False),
+    ("nearest", "border", False),
+    ("bicubic", "zeros", True),
+    ("bicubic", "reflection", True),
+]
+
+
+@pytest.mark.parametrize("options", SMOOTH, ids=lambda o: f"{o[0]}, {o[1]}")
+def test_derivatives_in_every_mode(options: tuple[str, str, bool]) -> None:
+    def sampled(input: Tensor, grid: Tensor) -> Tensor:
+        return ops.grid_sample(input, grid, *options)
+
+    report = hog.verify(
+        sampled, (normal(1, 2, 3, 4), 0.7 * normal(1, 2, 2, 2)),
+        orders=(1, 2, 3), modes=("rr", "fr", "rf", "ff"),
+    )  # fmt: skip
+    assert report.ok, report
+
+
+def test_a_volume_in_every_mode() -> None:
+    def sampled(input: Tensor, grid: Tensor) -> Tensor:
+        return ops.grid_sample(input, grid, align_corners=False)
+
+    report = hog.verify(
+        sampled, (normal(1, 1, 2, 3, 2), 0.7 * normal(1, 1, 2, 1, 3)),
+        modes=("rr", "fr", "rf", "ff"),
+    )  # fmt: skip
+    assert report.ok, report
+
+
+@every_padding
+@pytest.mark.parametrize("place", [0.0, 3.0, 1.0], ids=["first", "last", "middle"])
+def test_derivatives_on_a_pixel_are_one_sided_at_every_order(padding: str, place: float) -> None:
+    """d2y/dgrid dinput on a pixel: the derivative of torch's first, by the image, which is linear."""
+    image, grid = normal(1, 1, 4, 4), at(torch.tensor([[[[place, 1.5]]]]).to(F64), (4, 4), True)
+
+    def slope(function: Callable[..., Tensor], image: Tensor) -> Tensor:
+        leaf = grid.clone().requires_grad_()
+        y = function(image, leaf, "bilinear", padding, True).sum()
+        return torch.autograd.grad(y, leaf, create_graph=True)[0]
+
+    pixel = image.clone().requires_grad_()
+    (mixed,) = torch.autograd.grad(slope(ops.grid_sample, pixel)[..., 0].sum(), pixel)
+    expected = torch.zeros_like(image)
+    for k in range(16):
+        unit = torch.zeros(16, dtype=F64)
+        unit[k] = 1
+        expected.view(-1)[k] = slope(F.grid_sample, unit.view_as(image))[..., 0].sum()
+    assert_close(mixed, expected)
+
+
+# What is no number or far away.
+
+
+@every_mode
+@every_padding
+@pytest.mark.parametrize("far", [1e6, -1e6, 1e18, -1e30])
+def test_far_away(mode: str, padding: str, far: float) -> None:
+    image = normal(1, 2, 4, 5, dtype=torch.float32)
+    grid = torch.tensor([[[[far, 0.1], [0.1, far]]]])
+    ours, theirs = (f(image, grid, mode, padding, False) for f in (ops.grid_sample, F.grid_sample))
+    if padding == "reflection" and mode != "nearest":
+        # nothing is left of where in its period such a place is
+        assert ours.isfinite().all()
+    elif padding != "reflection":
+        assert_close(ours, theirs)
+
+
+@every_mode
+@every_padding
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_place_that_is_no_number_harms_no_other(mode: str, padding: str, value: float) -> None:
+    """Torch's own may end the process there, so that it cannot be asked."""
+    image = normal(1, 2, 4, 5)
+    grid = torch.tensor([[[[value, 0.0], [0.1, 0.2]]]], dtype=F64)
+    alone = ops.grid_sample(image, grid[:, :, 1:], mode, padding, False)
+    y, _, slope = value_and_grads(ops.grid_sample, image, grid, mode, padding, False)
+    assert_close(y[..., 1:], alone)
+    assert slope[0, 0, 1].isfinite().all()
+    if mode == "nearest":
+        assert y.isfinite().all()
+        assert padding != "zeros" or not y[..., 0].any()
+    elif value is NAN:
+        assert y[..., 0].isnan().all()
+
+
+# Dtypes, sizes, transforms.
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@every_mode
+def test_narrow_dtypes(dtype: torch.dtype, mode: str) -> None:
+    image, grid = normal(2, 3, 4, 5, dtype=dtype), (0.4 * normal(2, 3, 3, 2)).to(dtype)
+    ours = value_and_grads(ops.grid_sample, image, grid, mode, "zeros", False)
+    wide = value_and_grads(F.grid_sample, image.float(), grid.float(), mode, "zeros", False)
+    assert ours[0].dtype == F.grid_sample(image, grid, mode, align_corners=False).dtype == dtype
+    assert_close(ours, tuple(x.to(dtype) for x in wide), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.product([torch.bfloat16, torch.float32], repeat=2)), ids=str
+)
+def test_autocast_gives_torchs_dtype(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    image, grid = normal(1, 2, 3, 4, dtype=dtypes[0]), normal(1, 2, 2, 2, dtype=dtypes[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (
+            f(image, grid, align_corners=False) for f in (ops.grid_sample, F.grid_sample)
+        )
+    assert_close(ours, theirs)
+
+
+EMPTY = {
+    "no images": ((0, 2, 3, 4), (0, 2, 2, 2)),
+    "no channels": ((1, 0, 3, 4), (1, 2, 2, 2)),
+    "no places": ((1, 2, 3, 4), (1, 0, 2, 2)),
+    "no places in a volume": ((1, 2, 3, 4, 2), (1, 2, 2, 0, 3)),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_nothing_to_sample(name: str) -> None:
+    image, grid = (normal(*shape) for shape in EMPTY[name])
+    ours, theirs = (
+        value_and_grads(f, image, grid, "bilinear", "zeros", True)
+        for f in (ops.grid_sample, F.grid_sample)
+    )
+    assert_close(ours, theirs)
+
+
+@every_mode
+def test_vmap(mode: str) -> None:
+    images, grids = normal(3, 2, 1, 4, 5), normal(3, 2, 2, 3, 2)
+
+    def gradients(image: Tensor, grid: Tensor) -> Any:
+        return torch.func.grad(
+            lambda x, g: ops.grid_sample(x, g, mode, "border", True).cos().sum(), (0, 1)
+        )(image, grid)
+
+    together = torch.func.vmap(gradients)(images, grids)
+    for k in range(3):
+        expected = value_and_grads(F.grid_sample, images[k], grids[k], mode, "border", True)[1:]
+        assert_close(tuple(g[k] for g in together), expected)
+    shared = torch.func.vmap(lambda g: ops.grid_sample(images[0], g, mode, align_corners=True))
+    assert_close(shared(grids)[1], F.grid_sample(images[0], grids[1], mode, align_corners=True))
+
+
+def test_nearest_has_a_gradient_zero_by_grid() -> None:
+    grid = normal(1, 2, 2, 2).requires_grad_()
+    y = ops.grid_sample(normal(1, 2, 3, 4), grid, "nearest", align_corners=False)
+    (grad,) = torch.autograd.grad(y.sum(), grid)
+    assert not grad.any()
+
+
+# Arguments.
+
+
+def test_what_replaces_torchs_own_has_its_signature() -> None:
+    image, grid = normal(1, 2, 3, 4), normal(1, 2, 2, 2)
+    for numbers in itertools.product((0, 1, 2), (0, 1, 2), (False, True)):
+        expected = torch.grid_sampler(image, grid, *numbers)
+        for torchs in (torch.grid_sampler, torch.grid_sampler_2d):
+            assert_close(REPLACEMENTS[torchs](image, grid, *numbers), expected)
+    volume, places = normal(1, 2, 3, 4, 2), normal(1, 2, 2, 2, 3)
+    assert_close(
+        REPLACEMENTS[torch.grid_sampler_3d](volume, places, 0, 1, True),
+        torch.grid_sampler_3d(volume, places, 0, 1, True),
+    )
+    assert REPLACEMENTS[F.grid_sample] is ops.grid_sample
+
+
+def test_the_default_of_align_corners_warns_as_torch() -> None:
+    image, grid = normal(1, 2, 3, 4), normal(1, 2, 2, 2)
+    results = []
+    for function in (ops.grid_sample, F.grid_sample):
+        with pytest.warns(UserWarning, match="align_corners=False since 1.3.0"):
+            results.append(function(image, grid))
+    assert_close(*results)
+
+
+X, G = normal(1, 2, 3, 4), normal(1, 2, 2, 2)
+VOLUME = (normal(1, 2, 3, 4, 2), normal(1, 2, 2, 2, 3))
+WRONG: dict[str, tuple[tuple[Any, ...], str]] = {
+    "an unknown mode": ((X, G, "linear"), "mode"),
+    "an unknown padding": ((X, G, "nearest", "wrap"), "padding_mode"),
+    "bicubic in a volume": ((*VOLUME, "bicubic", "zeros", True), "only supports 4D"),
+    "another batch size": ((X, G.repeat(2, 1, 1, 1), "nearest", "zeros", True), "same batch size"),
+    "one coordinate": ((X, G[..., :1], "nearest", "zeros", True), "size 2 in last dimension"),
+    "a grid without rows": ((X, G[:, 0], "nearest", "zeros", True), "4D or 5D|same number"),
+    "no batch": ((X[0], G, "nearest", "zeros", True), "batch size"),
+    "no pixels": ((X[:, :, :0], G, "nearest", "zeros", True), "non-empty"),
+    "two dtypes": ((X, G.float(), "nearest", "zeros", True), "expected"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_are_torchs(name: str) -> None:
+    arguments, message = WRONG[name]
+    with pytest.raises(Exception, match=message) as theirs:
+        F.grid_sample(*arguments)
+    with pytest.raises(theirs.type, match=message):
+        ops.grid_sample(*arguments)
+
+
+def test_a_number_that_is_no_option() -> None:
+    with pytest.raises(ValueError, match="interpolation_mode 0, 1 or 2"):
+        REPLACEMENTS[torch.grid_sampler](X, G, 3, 0, True)
+
+
+def test_complex_images() -> None:
+    with pytest.raises(TypeError, match="input: expected"):
+        ops.grid_sample(X.to(torch.complex128), G, align_corners=True)

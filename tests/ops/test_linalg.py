@@ -1,0 +1,375 @@
+"""Stand-ins for linear algebra: torch's values, errors and first gradients, and derivatives that torch has wrong."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import grad
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.ops import _linalg
+
+F64, C128 = torch.float64, torch.complex128
+MODES = ("rr", "fr", "rf", "ff")
+
+
+def regular(*shape: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(shape, dtype=dtype) + 3 * torch.eye(shape[-1], dtype=dtype)
+
+
+def leibniz(A: Tensor) -> Tensor:
+    """The determinant as a polynomial, which has all its derivatives everywhere."""
+    n = A.shape[-1]
+    terms = []
+    for order in itertools.permutations(range(n)):
+        parity = sum(a > b for a, b in itertools.combinations(order, 2)) % 2
+        product = 1 - 2 * parity
+        for i, j in enumerate(order):
+            product = product * A[..., i, j]
+        terms.append(product)
+    return torch.stack(terms).sum(0)
+
+
+def right_in_every_mode(function: Callable[..., Any], *inputs: Tensor) -> None:
+    report = hog.verify(function, inputs, orders=(1, 2, 3), modes=MODES)
+    assert report.ok, str(report)
+
+
+def as_torch(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tensor) -> None:
+    """Values and first gradients, plain and with a graph, agree to rounding."""
+    results = []
+    for function in (ours, theirs):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        values = function(*leaves)
+        values = values if isinstance(values, tuple) else (values,)
+        total = sum((v * v.detach().cos()).real.sum() for v in values if v.requires_grad)
+        results.append(
+            [
+                *(v.detach() for v in values),
+                *grad(total, leaves, create_graph=True, materialize_grads=True),
+            ]
+        )
+    narrow = values[0].dtype in (torch.float32, torch.complex64)
+    bounds = {"atol": 1e-4, "rtol": 1e-4} if narrow else {}
+    assert_close(*results, equal_nan=True, **bounds)
+
+
+SOLVES = {
+    "matrix": ((3, 3), (3, 2), {}),
+    "vector": ((3, 3), (3,), {}),
+    "batch of vectors": ((2, 3, 3), (2, 3), {}),
+    "one vector for a batch": ((2, 3, 3), (3,), {}),
+    "from the right": ((2, 3, 3), (2, 4, 3), {"left": False}),
+    "broadcast": ((2, 1, 2, 2), (3, 2, 1), {}),
+    "one matrix for a batch": ((2, 2), (3, 2, 2), {}),
+    "no unknowns": ((0, 0), (0, 2), {}),
+    "no right-hand sides": ((2, 2), (2, 0), {}),
+}
+
+
+@pytest.mark.parametrize("name", SOLVES)
+@pytest.mark.parametrize("dtype", [F64, torch.float32, C128, torch.complex64], ids=str)
+def test_solve_gives_what_torch_gives(name: str, dtype: torch.dtype) -> None:
+    a, b, options = SOLVES[name]
+    A, B = regular(*a, dtype=dtype), torch.randn(b, dtype=dtype)
+    as_torch(
+        lambda A, B: hog.ops.solve(A, B, **options),
+        lambda A, B: torch.linalg.solve(A, B, **options),
+        A,
+        B,
+    )
+    tangents = (torch.randn_like(A), torch.randn_like(B))
+    both = [
+        torch.func.jvp(lambda A, B, f=f: f(A, B, **options), (A, B), tangents)
+        for f in (hog.ops.solve, torch.linalg.solve)
+    ]
+    assert_close(*both)
+
+
+@pytest.mark.parametrize(
+    "name", ["matrix", "vector", "batch of vectors", "from the right", "broadcast"]
+)
+@pytest.mark.parametrize("dtype", [F64, C128], ids=str)
+def test_solve_is_right_in_every_mode(name: str, dtype: torch.dtype) -> None:
+    a, b, options = SOLVES[name]
+    A, B = regular(*a, dtype=dtype), torch.randn(b, dtype=dtype)
+    right_in_every_mode(lambda A, B: hog.ops.solve(A, B, **options), A, B)
+
+
+def test_solve_keeps_its_digits_where_the_matrix_is_ill_conditioned() -> None:
+    i = torch.arange(1.0, 9.0, dtype=F64)
+    A = 1 / (i + i[:, None] - 1)  # Hilbert's, of condition 1e10
+    B, tangents = A.sum(1, True), (torch.zeros_like(A), A @ torch.ones(8, 1, dtype=F64))
+    X, tangent = torch.func.jvp(hog.ops.solve, (A, B), tangents)
+    residual = (A @ X - B).abs().max()
+    assert residual <= 4 * (A @ torch.linalg.solve(A, B) - B).abs().max() + 1e-15
+    assert_close(tangent, torch.ones(8, 1, dtype=F64), atol=1e-5, rtol=0)
+
+
+def test_solve_ex_tells_of_singular_matrices() -> None:
+    A, B = torch.zeros(2, 2), torch.ones(2, 1)
+    info = hog.ops.solve_ex(A, B).info
+    assert info.item() == torch.linalg.solve_ex(A, B).info.item() == 1
+    with pytest.raises(torch.linalg.LinAlgError):
+        hog.ops.solve_ex(A, B, check_errors=True)
+    result = torch.func.jvp(lambda A: hog.ops.solve_ex(A, B).result, (torch.eye(2),), (A,))
+    assert_close(result, (B, 0 * B))
+    assert type(hog.ops.solve_ex(torch.eye(2), B)) is type(torch.linalg.solve_ex(torch.eye(2), B))
+
+
+@pytest.mark.parametrize("dims", [None, (1,), (-2,)], ids=str)
+def test_tensorsolve(dims: Any) -> None:
+    shape, b = ((2, 3, 6), (2, 3)) if dims is None else ((2, 6, 3), (2, 3))
+    A = regular(6, 6).reshape(2, 3, 6)
+    A = A if dims is None else A.transpose(1, 2)
+    assert A.shape == shape
+    B = torch.randn(b, dtype=F64)
+    as_torch(
+        lambda A, B: hog.ops.tensorsolve(A, B, dims),
+        lambda A, B: torch.linalg.tensorsolve(A, B, dims),
+        A,
+        B,
+    )
+    right_in_every_mode(lambda A, B: hog.ops.tensorsolve(A, B, dims), A, B)
+
+
+DETS = {
+    "det": (hog.ops.det, torch.linalg.det),
+    "slogdet": (hog.ops.slogdet, torch.linalg.slogdet),
+    "logdet": (hog.ops.logdet, torch.logdet),
+}
+
+
+@pytest.mark.parametrize("name", DETS)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (2, 2), (3, 3), (5, 5), (2, 4, 4), (0, 3, 3), (2, 0, 0)], ids=str
+)
+@pytest.mark.parametrize("dtype", [F64, torch.float32, C128, torch.complex64], ids=str)
+def test_determinants_are_what_torch_gives(name: str, shape: Any, dtype: torch.dtype) -> None:
+    ours, theirs = DETS[name]
+    A = regular(*shape, dtype=dtype)
+    as_torch(ours, theirs, A)
+    tangents = [
+        torch.func.jvp(lambda A, f=f: tuple_of(f(A)), (A,), (A.cos(),)) for f in (ours, theirs)
+    ]
+    narrow = dtype in (torch.float32, torch.complex64)
+    assert_close(*tangents, equal_nan=True, atol=1e-4, rtol=1e-4 if narrow else 1e-7)
+
+
+def tuple_of(value: Any) -> Any:
+    return tuple(value) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("name", DETS)
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("dtype", [F64, C128], ids=str)
+def test_determinants_are_right_in_every_mode(name: str, n: int, dtype: torch.dtype) -> None:
+    right_in_every_mode(lambda A: tuple_of(DETS[name][0](A)), regular(2, n, n, dtype=dtype))
+
+
+def test_a_negative_determinant() -> None:
+    A = -torch.eye(3, dtype=F64)
+    assert hog.ops.det(A) == -1
+    assert tuple(hog.ops.slogdet(A)) == (-1, 0)
+    assert hog.ops.logdet(A).isnan()
+    value, tangent = torch.func.jvp(hog.ops.logdet, (A,), (A,))
+    assert value.isnan()
+    assert tangent == torch.func.jvp(torch.logdet, (A,), (A,))[1] == 0
+
+
+def of_rank(n: int, rank: int) -> Tensor:
+    return torch.randn(n, rank, dtype=F64) @ torch.randn(rank, n, dtype=F64)
+
+
+SINGULAR = {
+    "zero 2": lambda: torch.zeros(2, 2),
+    "ones 3": lambda: torch.ones(3, 3),
+    "counting": lambda: torch.arange(1.0, 17.0).reshape(4, 4),
+    "zero 4": lambda: torch.zeros(4, 4),
+    "ones 4": lambda: torch.ones(4, 4),
+    "zero column": lambda: torch.randn(4, 4) * torch.tensor([1, 0, 1, 1]),
+    "zeros on the diagonal": lambda: torch.diag(torch.tensor([0.0, 2, 0, 1])),
+    "rank 4 of 5": lambda: of_rank(5, 4),
+    "rank 3 of 5": lambda: of_rank(5, 3),
+    "rank 2 of 5": lambda: of_rank(5, 2),
+    "rank 1 of 5": lambda: torch.ones(5, 5),
+    "zero 5": lambda: torch.zeros(5, 5),
+    "equal rows": lambda: torch.randn(4, 4)[[0, 1, 1, 2]],
+    "small": lambda: 1e-5 * torch.eye(4),
+    "nearly singular": lambda: of_rank(4, 3) + 1e-9 * torch.randn(4, 4),
+    "graded": lambda: torch.diag(torch.tensor([1e3, 1, 1, 1e-3])) + 1e-4 * torch.ones(4, 4),
+}
+
+
+@pytest.mark.parametrize("name", SINGULAR)
+def test_det_of_a_singular_matrix_has_the_derivatives_of_the_polynomial(name: str) -> None:
+    """To the third order, reverse over reverse and forward over forward, alone and in a batch."""
+    A = SINGULAR[name]().to(F64)
+    A = torch.stack([A, regular(*A.shape)])
+    v = torch.randn_like(A)
+    results = []
+    for function in (hog.ops.det, leibniz):
+
+        def along(f: Any) -> Any:
+            return lambda A: torch.func.jvp(f, (A,), (v,))[1]
+
+        leaf = A.clone().requires_grad_()
+        orders = [function(leaf)]
+        for _ in range(3):
+            (g,) = grad(orders[-1].sum(), leaf, create_graph=True)
+            orders.append((g * v + 0 * leaf).sum((-1, -2)))
+        forward = [along(function)(A), along(along(function))(A), along(along(along(function)))(A)]
+        mixed = [along(torch.func.grad(lambda A, f=function: f(A).sum()))(A)]
+        mixed.append(torch.func.grad(lambda A, f=function: along(f)(A).sum())(A))
+        results.append([*(o.detach() for o in orders), *forward, *mixed])
+    size = max(1.0, A.abs().amax().item())
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        assert_close(ours, theirs, atol=1e-10 * size, rtol=1e-9)
+
+
+def test_every_mode_at_a_singular_matrix() -> None:
+    right_in_every_mode(hog.ops.det, of_rank(4, 3))
+    right_in_every_mode(hog.ops.det, of_rank(4, 2).to(C128) * (1 + 1j))
+
+
+def test_det_beyond_the_deficiency_that_it_can_do_is_zero_and_never_nan() -> None:
+    A = torch.zeros(6, 6, dtype=F64, requires_grad=True)
+    (g,) = grad(hog.ops.det(A), A, create_graph=True)
+    (h,) = grad((g * torch.randn_like(g)).sum(), A)
+    assert not g.any()
+    assert not h.any()
+
+
+def test_slogdet_of_a_singular_matrix() -> None:
+    assert tuple(hog.ops.slogdet(torch.ones(2, 2))) == (0, -torch.inf)
+    (value, _) = torch.func.jvp(hog.ops.logdet, (torch.ones(2, 2),), (torch.ones(2, 2),))
+    assert value == -torch.inf
+
+
+@pytest.mark.parametrize("upper", [False, True], ids=["lower", "upper"])
+@pytest.mark.parametrize("shape", [(3, 3), (2, 4, 4), (0, 2, 2), (0, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [F64, torch.float32, C128], ids=str)
+def test_cholesky_inverse(upper: bool, shape: Any, dtype: torch.dtype) -> None:
+    L = regular(*shape, dtype=dtype)
+    L.diagonal(dim1=-2, dim2=-1).imag.zero_() if dtype.is_complex else None
+    # torch's gradient is right if the matrix is known to be a triangle
+    triangle = torch.triu if upper else torch.tril
+    as_torch(
+        lambda L: hog.ops.cholesky_inverse(L, upper),
+        lambda L: torch.cholesky_inverse(triangle(L), upper),
+        L,
+    )
+    if L.numel() and dtype == F64:
+        right_in_every_mode(lambda L: hog.ops.cholesky_inverse(L, upper), L)
+
+
+CALLS = {
+    "not square": lambda f, *more: f(torch.zeros(2, 3), *more),
+    "a vector": lambda f, *more: f(torch.zeros(3), *more),
+    "integers": lambda f, *more: f(torch.eye(2, dtype=torch.long), *more),
+    "half": lambda f, *more: f(torch.eye(2, dtype=torch.bfloat16), *more),
+}
+PAIRS = {
+    "solve": (hog.ops.solve, torch.linalg.solve, (torch.ones(2, 1),)),
+    "cholesky inverse": (hog.ops.cholesky_inverse, torch.cholesky_inverse, ()),
+    **{name: (*pair, ()) for name, pair in DETS.items()},
+}
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["plain", "in forward mode"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_errors_are_those_of_torch(pair: str, call: str, forward: bool) -> None:
+    ours, theirs, more = PAIRS[pair]
+    with pytest.raises(RuntimeError) as expected:
+        CALLS[call](theirs, *more)
+    with (
+        pytest.raises(type(expected.value)) as got,
+        torch.autograd.forward_ad.dual_level() if forward else torch.enable_grad(),
+    ):
+        CALLS[call](ours, *more)
+    assert str(got.value) == str(expected.value)
+
+
+SINGULAR_CALLS = {
+    "solve": (hog.ops.solve, torch.linalg.solve, torch.ones(2, 1)),
+    "solve from the right": (
+        lambda A, B: hog.ops.solve(A, B, left=False),
+        lambda A, B: torch.linalg.solve(A, B, left=False),
+        torch.ones(1, 2),
+    ),
+    "cholesky inverse": (hog.ops.cholesky_inverse, torch.cholesky_inverse, False),
+}
+
+
+@pytest.mark.parametrize("name", SINGULAR_CALLS)
+def test_singular_matrices_are_refused_as_by_torch(name: str) -> None:
+    ours, theirs, more = SINGULAR_CALLS[name]
+    with pytest.raises(torch.linalg.LinAlgError) as expected:
+        theirs(torch.zeros(2, 2), more)
+    for context in (torch.enable_grad(), torch.autograd.forward_ad.dual_level()):
+        with context, pytest.raises(torch.linalg.LinAlgError) as got:
+            ours(torch.zeros(2, 2), more)
+        assert str(got.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("forward", [False, True], ids=["plain", "in forward mode"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PAIRS)
+def test_autocast_changes_what_it_changes_for_torch(
+    name: str, dtype: torch.dtype, forward: bool
+) -> None:
+    ours, theirs, more = PAIRS[name]
+    A = regular(4, 4).to(dtype)
+    more = tuple(torch.ones(4, 1, dtype=dtype) for _ in more)
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            expected = theirs(A, *more)
+        except RuntimeError as refused:
+            with pytest.raises(RuntimeError, match=str(refused)[:20]):
+                ours(A, *more)
+            return
+        run = (
+            (lambda: torch.func.jvp(lambda A: tuple_of(ours(A, *more)), (A,), (A,))[0])
+            if forward
+            else (lambda: tuple_of(ours(A, *more)))
+        )
+        assert_close(run(), tuple_of(expected))
+
+
+def test_vmap_aligns_batches() -> None:
+    A, B = regular(3, 2, 1, 2, 2), torch.randn(3, 4, 2, 1, dtype=F64)
+    got = torch.func.vmap(hog.ops.solve)(A, B)
+    assert_close(got, torch.stack([torch.linalg.solve(a, b) for a, b in zip(A, B, strict=True)]))
+
+
+@pytest.mark.parametrize(
+    "replacements",
+    [_linalg.DETERMINANT, _linalg.SOLVE, _linalg.CHOLESKY_INVERSE],
+    ids=["determinant", "solve", "cholesky_inverse"],
+)
+def test_replacements_take_what_the_replaced_take(replacements: Any) -> None:
+    A, B = regular(2, 2), torch.ones(2, 2, dtype=F64)
+    for theirs, ours in replacements.items():
+        name = theirs.__name__
+        if "solve" in name:
+            b = B[0] if name == "linalg_tensorsolve" else B
+            assert_close(tuple_of(ours(A, b)), tuple_of(theirs(A, b)))
+            continue
+        named = (
+            "L"
+            if False
+            else "input"
+            if theirs in (torch.det, torch.slogdet, torch.logdet, torch.cholesky_inverse)
+            else None
+        )
+        assert_close(tuple_of(ours(A)), tuple_of(theirs(A)))
+        if named:
+            assert_close(tuple_of(ours(**{named: A})), tuple_of(theirs(**{named: A})))
+        elif "linalg" in name:
+            assert_close(tuple_of(ours(A=A)), tuple_of(theirs(A=A)))

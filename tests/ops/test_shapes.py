@@ -1,0 +1,201 @@
+"""Ops with shapes, layouts and options that hypothesis chooses, against their references."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from hoglib import ops
+from hoglib._core.tolerances import TOLERANCES
+from hoglib.testing.opinfo import references
+from tests.ops.matrix import F64, close, orders, weights
+
+few = settings(max_examples=25, deadline=None, derandomize=True)
+sizes = st.integers(0, 3)
+shapes = st.lists(sizes, max_size=3).map(tuple)
+positive_shapes = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def tensors(draw: Any, shape: tuple[int, ...]) -> Tensor:
+    """Distinct numbers of that shape, in one of several layouts."""
+    seed = draw(st.integers(0, 99))
+    layout = draw(st.sampled_from(["contiguous", "reversed", "strided", "stretched"]))
+    x = 1.5 * weights(torch.empty(shape, dtype=F64), seed)
+    if layout == "reversed":
+        order = tuple(reversed(range(x.dim())))
+        x = x.permute(order).contiguous().permute(order)
+    elif layout == "strided":
+        x = torch.stack([x, x + 1], -1)[..., 0]
+    elif layout == "stretched" and x.dim() and x.shape[0]:
+        x = x[:1].expand(shape)
+    return x
+
+
+@st.composite
+def broadcastable(draw: Any, count: int) -> list[Tensor]:
+    """Tensors whose shapes broadcast together: some dimensions of one shape dropped or made 1."""
+    shape = draw(shapes)
+    result = []
+    for _ in range(count):
+        own = [draw(st.sampled_from([size, 1])) for size in shape]
+        result.append(draw(tensors(tuple(own[draw(st.integers(0, len(own))) :]))))
+    return result
+
+
+def same(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tensor) -> None:
+    a, b = ([x.detach().requires_grad_() for x in inputs] for _ in range(2))
+    close(orders(ours, a), orders(theirs, b))
+
+
+ELEMENTWISE = {
+    "mul": (2, ops.mul, torch.mul),
+    "swish": (2, ops.swish, references.swish),
+    "smooth_l1": (2, ops.smooth_l1, references.smooth_l1),
+    "quadratic": (4, ops.quadratic, references.quadratic),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@few
+@given(data=st.data())
+def test_broadcasting(name: str, data: Any) -> None:
+    count, ours, theirs = ELEMENTWISE[name]
+    same(ours, theirs, *data.draw(broadcastable(count)))
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@few
+@given(data=st.data())
+def test_vmap_of_broadcasting(name: str, data: Any) -> None:
+    count, ours, theirs = ELEMENTWISE[name]
+    inputs = data.draw(broadcastable(count))
+    mapped = data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
+    dims = [data.draw(st.integers(-x.dim() - 1, x.dim())) if m else None
+            for x, m in zip(inputs, mapped, strict=True)]  # fmt: skip
+    batched = [
+        x if d is None else torch.stack([x, x - 1], d) for x, d in zip(inputs, dims, strict=True)
+    ]
+    a, b = (torch.func.vmap(f, tuple(dims))(*batched) for f in (ours, theirs))
+    close(a, b)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    "dtypes",
+    list(itertools.product([torch.float32, F64, torch.bfloat16], repeat=2)),
+    ids=lambda pair: " and ".join(str(dtype).removeprefix("torch.") for dtype in pair),
+)
+@pytest.mark.parametrize(
+    "batched",
+    [(False, False), (True, True), (False, True), (True, False)],
+    ids=["no vmap", "both mapped", "second mapped", "first mapped"],
+)
+@pytest.mark.parametrize("shape", [(), (2,)], ids=["second without dimensions", "second a vector"])
+def test_promotion_is_that_of_torch(
+    name: str,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    batched: tuple[bool, bool],
+    shape: tuple[int, ...],
+) -> None:
+    count, ours, theirs = ELEMENTWISE[name]
+    x, p = torch.ones(2, dtype=dtypes[0]), torch.ones(shape, dtype=dtypes[1])
+    dims = tuple(0 if b else None for b in batched)
+    inputs = [t.expand(3, *t.shape) if b else t for t, b in zip((x, p), batched, strict=True)]
+    inputs, dims = inputs + [1.0] * (count - 2), dims + (None,) * (count - 2)
+    if not any(batched):
+        assert ours(*inputs).dtype == theirs(*inputs).dtype
+        return
+    mapped = [torch.func.vmap(f, dims)(*inputs) for f in (ours, theirs)]
+    assert mapped[0].dtype == theirs(x, p, *inputs[2:]).dtype
+    places = (0, 1)
+    grads = torch.func.vmap(torch.func.grad(lambda *v: ours(*v).sum(), places), dims)(*inputs)
+    assert [g.dtype for g in grads] == list(dtypes)
+
+
+@few
+@given(data=st.data())
+def test_matmul(data: Any) -> None:
+    n, k, m = (data.draw(sizes) for _ in range(3))
+    batch = data.draw(st.lists(st.integers(1, 2), max_size=2).map(tuple))
+    rows = data.draw(st.sampled_from([(k,), (n, k), (*batch, n, k)]))
+    ones = tuple(data.draw(st.sampled_from([size, 1])) for size in batch)
+    columns = data.draw(st.sampled_from([(k,), (k, m), (*ones, k, m)]))
+    same(ops.matmul, torch.matmul, data.draw(tensors(rows)), data.draw(tensors(columns)))
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "amax", "logsumexp"])
+@few
+@given(data=st.data())
+def test_reductions(name: str, data: Any) -> None:
+    x = data.draw(tensors(data.draw(positive_shapes)))
+    dims = data.draw(st.sets(st.integers(0, x.dim() - 1), min_size=1))
+    signed = tuple(d - x.dim() * data.draw(st.booleans()) for d in dims)
+    dim = signed[0] if len(signed) == 1 and data.draw(st.booleans()) else signed
+    keepdim = data.draw(st.booleans())
+    ours, theirs = getattr(ops, name), getattr(torch, name)
+    same(lambda x: ours(x, dim, keepdim=keepdim), lambda x: theirs(x, dim, keepdim=keepdim), x)
+    at = data.draw(st.integers(0, x.dim()))
+    stacked = torch.stack([x, -x], at)
+    a, b = (torch.func.vmap(lambda x, f=f: f(x, dim, keepdim=keepdim), at)(stacked)
+            for f in (ours, theirs))  # fmt: skip
+    close(a, b)
+
+
+@few
+@given(data=st.data())
+def test_bias_add(data: Any) -> None:
+    x = data.draw(tensors(data.draw(positive_shapes)))
+    dim = data.draw(st.integers(-x.dim(), x.dim() - 1))
+    bias = data.draw(tensors((x.shape[dim],)))
+    same(
+        lambda x, b: ops.bias_add(x, b, dim=dim),
+        lambda x, b: references.bias_add(x, b, dim=dim),
+        x,
+        bias,
+    )
+
+
+@few
+@given(data=st.data())
+def test_cross_entropy(data: Any) -> None:
+    rows, classes = data.draw(st.lists(sizes, max_size=3)), data.draw(st.integers(1, 4))
+    shape = (*rows[:1], classes, *rows[1:])
+    logits = data.draw(tensors(shape))
+    options = {
+        "reduction": data.draw(st.sampled_from(["mean", "sum", "none"])),
+        "label_smoothing": data.draw(st.sampled_from([0.0, 0.3, 1.0])),
+    }
+    if data.draw(st.booleans()):
+        target = torch.randint(classes, rows, generator=torch.Generator().manual_seed(len(shape)))
+        options["ignore_index"] = data.draw(st.sampled_from([-100, 0, 1]))
+        same(
+            lambda x: ops.softmax_cross_entropy(x, target, **options),
+            lambda x: F.cross_entropy(x, target, **options),
+            logits,
+        )
+    else:
+        same(
+            lambda x, q: ops.softmax_cross_entropy(x, q, **options),
+            lambda x, q: F.cross_entropy(x, q, **options),
+            logits,
+            data.draw(tensors(shape)),
+        )
+
+
+def test_vmap_over_targets() -> None:
+    logits, targets = torch.randn(4, 3, 5, dtype=F64), torch.randint(5, (4, 3))
+
+    def losses(f: Callable[..., Tensor]) -> Any:
+        return torch.func.vmap(torch.func.hessian(f), (0, 0))(logits, targets)
+
+    assert_close(
+        losses(ops.softmax_cross_entropy), losses(F.cross_entropy), **TOLERANCES[F64]._asdict()
+    )

@@ -1,0 +1,280 @@
+"""The context: what it sees, where it stops, and what it costs nothing to."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import hoglib as hog
+from hoglib.stand_ins import mode as stand_in_mode
+
+F64 = torch.float64
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def attend(x):
+    x = x[
+        :, None
+    ]  # with three dimensions torch takes its MATH backend, which has a double backward
+    return F.scaled_dot_product_attention(x, x, x)[:, 0]
+
+
+X = draw(1, 3, 4)
+
+
+def twice(function, x, v):
+    """H v by double backward."""
+    leaf = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
+    return torch.autograd.grad((g * v).sum(), leaf)[0]
+
+
+def differences(function, x, v, h=1e-5):
+    def gradient(x):
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(function(leaf).square().sum(), leaf)[0]
+
+    return (gradient(x + h * v) - gradient(x - h * v)) / (2 * h)
+
+
+V = draw(1, 3, 4, seed=1)
+RIGHT = differences(attend, X, V)
+
+
+def test_without_it_torch_raises_and_with_it_the_product_is_right():
+    with pytest.raises(RuntimeError, match="not implemented"):
+        twice(attend, X, V)
+    with hog.second_order():
+        torch.testing.assert_close(twice(attend, X, V), RIGHT, rtol=1e-6, atol=1e-8)
+
+
+def test_as_a_decorator():
+    torch.testing.assert_close(hog.second_order()(twice)(attend, X, V), RIGHT, rtol=1e-6, atol=1e-8)
+
+
+def test_entering_it_twice_is_entering_it_once():
+    with hog.second_order():
+        with hog.second_order():
+            assert stand_in_mode.active()
+        assert stand_in_mode.active()
+        torch.testing.assert_close(twice(attend, X, V), RIGHT, rtol=1e-6, atol=1e-8)
+    assert not stand_in_mode.active()
+
+
+def test_it_is_left_after_an_error():
+    with pytest.raises(ZeroDivisionError), hog.second_order():
+        _ = 1 / 0
+    assert not stand_in_mode.active()
+    with pytest.raises(RuntimeError, match="not implemented"):
+        twice(attend, X, V)
+
+
+def test_another_thread_enters_it_itself():
+    found = {}
+
+    def work():
+        found["outside"] = stand_in_mode.active()
+        try:
+            twice(attend, X, V)
+        except RuntimeError as error:
+            found["error"] = str(error)
+        with hog.second_order():
+            found["inside"] = twice(attend, X, V)
+
+    with hog.second_order():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert not found["outside"]
+    assert "not implemented" in found["error"]
+    torch.testing.assert_close(found["inside"], RIGHT, rtol=1e-6, atol=1e-8)
+
+
+def scalar(x):
+    return attend(x).square().sum()
+
+
+def test_around_and_inside_of_transforms():
+    def hvp(x):
+        return jvp(grad(scalar), (x,), (V,))[1]
+
+    with hog.second_order():
+        outside = hvp(X)
+        many = vmap(hvp)(X.expand(2, 1, 3, 4))
+        whole = hessian(scalar)(X)
+
+    def entering(x):
+        with hog.second_order():
+            return scalar(x)
+
+    inside = jvp(grad(entering), (X,), (V,))[1]
+    for found in (outside, inside, many[1], torch.tensordot(whole, V, 3)):
+        torch.testing.assert_close(found, RIGHT, rtol=1e-6, atol=1e-8)
+
+
+def test_make_fx_traces_the_stand_in():
+    with hog.second_order():
+        traced = make_fx(lambda x: jvp(grad(scalar), (x,), (V,))[1])(X)
+    torch.testing.assert_close(traced(X), RIGHT, rtol=1e-6, atol=1e-8)
+
+
+def test_autocast():
+    x = draw(1, 3, 4).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = attend(x)
+        with hog.second_order():
+            ours = attend(x)
+            product = twice(attend, x, V.float())
+    assert ours.dtype == plain.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(product.double(), RIGHT, rtol=0.2, atol=0.05)
+
+
+class Attention(nn.Module):
+    def __init__(self, need_weights=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.need_weights = nn.MultiheadAttention(4, 2, batch_first=True), need_weights
+
+    def forward(self, x):
+        return self.heads(x, x, x, need_weights=self.need_weights)[0]
+
+
+def test_it_sees_inside_of_multi_head_attention():
+    model = Attention().double()
+    with hog.second_order():
+        found = twice(model, X, V)
+    torch.testing.assert_close(found, differences(model, X, V), rtol=1e-6, atol=1e-8)
+
+
+def test_it_sees_what_backward_runs_again():
+    def recomputing(x):
+        return checkpoint(attend, x, use_reentrant=False)
+
+    with hog.second_order():
+        found = twice(recomputing, X, V)
+        leaf = X.clone().requires_grad_()
+        recomputing(leaf).square().sum().backward()  # Tensor.backward
+    torch.testing.assert_close(found, RIGHT, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(leaf.grad, grad(lambda x: scalar(x))(X), rtol=1e-6, atol=1e-8)
+
+
+def test_everything_else_goes_straight_through():
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Conv1d(3, 3, 1), nn.Softmax(-1)).double()
+    plain = model(X)
+    with hog.second_order():
+        inside = model(X)
+    assert torch.equal(plain, inside)
+
+
+def test_another_mode_beside_it_sees_its_calls():
+    class Counting(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Counting.calls += func is F.scaled_dot_product_attention
+            return func(*args, **(kwargs or {}))
+
+    with hog.second_order(), Counting():
+        torch.testing.assert_close(twice(attend, X, V), RIGHT, rtol=1e-6, atol=1e-8)
+    assert Counting.calls == 1
+    with Counting(), hog.second_order():
+        torch.testing.assert_close(twice(attend, X, V), RIGHT, rtol=1e-6, atol=1e-8)
+
+
+def test_verify_judges_torchs_own():
+    assert not hog.verify(attend, X, modes="rr").ok
+    model = Attention().double()
+    assert not hog.verify(model, X, modes="rr").ok
+
+
+def loss_of(model):
+    return hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+
+
+def test_hvp_and_hessian_enter_it_themselves_unless_told_not_to():
+    model, batch = Attention().double(), (X, torch.zeros_like(X))
+    loss, params = loss_of(model)
+    v = {name: torch.ones_like(p) for name, p in params.items()}
+    for mode in ("reverse-over-reverse", "forward-over-reverse"):
+        _, product = hog.hvp(loss, params, v, batch, mode=mode)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            hog.hvp(loss, params, v, batch, mode=mode, stand_ins=False)
+    whole = hog.hessian(loss, params, batch)
+    row = sum(
+        whole["heads.out_proj.bias"][name].flatten(1).sum(1) for name in params
+    )  # against ones
+    torch.testing.assert_close(row, product["heads.out_proj.bias"])
+    with pytest.raises(NotImplementedError, match="not implemented"):
+        hog.hessian(loss, params, batch, stand_ins=False)
+
+
+def test_maml_enters_it_itself_unless_told_not_to():
+    model = Attention().double()
+    tasks = ((draw(2, 5, 3, 4), draw(2, 5, 3, 4)), (draw(2, 5, 3, 4, seed=1), draw(2, 5, 3, 4)))
+    hog.MAML(model, F.mse_loss, inner_lr=0.1, over_tasks="loop").loss(tasks).backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    assert all(g.any() for g in grads)
+    off = hog.MAML(model, F.mse_loss, inner_lr=0.1, over_tasks="loop", stand_ins=False)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        off.loss(tasks).backward()
+
+
+def test_parameters_by_functional_call():
+    model = Attention().double()
+    params = dict(model.named_parameters())
+
+    def loss(params):
+        return functional_call(model, params, (X,)).square().sum()
+
+    v = {name: torch.ones_like(p) for name, p in params.items()}
+    plain = hog.hvp(loss, params, v)[1]
+    with hog.second_order():
+        by_torch = jvp(grad(loss), (params,), (v,))[1]
+    torch.testing.assert_close(plain, by_torch)
+
+
+NORMS = {
+    "layer norm": nn.LayerNorm(4),
+    "batch norm": nn.BatchNorm1d(3, track_running_stats=False),
+    "instance norm": nn.InstanceNorm1d(3, affine=True),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_what_torch_has_wrong_through_norms_is_right_inside(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), NORMS[name], nn.Tanh()).double()
+    params = {key: p.detach() for key, p in model.named_parameters()}
+    batches = draw(2, 5, 3, 4)
+
+    def task(params, x):
+        return functional_call(model, params, (x,)).square().mean()
+
+    def adapted(params, x):
+        g = grad(task)(params, x)
+        return task({key: p - 0.5 * g[key] for key, p in params.items()}, x.flip(0))
+
+    def mean(params):
+        return vmap(adapted, (None, 0))(params, batches).mean()
+
+    v = {key: draw(*p.shape, seed=3) for key, p in params.items()}
+
+    def along(h):
+        return {key: p + h * v[key] for key, p in params.items()}
+
+    with hog.second_order():
+        found = grad(mean)(params)  # silently wrong without
+        whole = hessian(task)(params, batches[0])
+    expected = (float(mean(along(1e-5))) - float(mean(along(-1e-5)))) / 2e-5
+    assert sum(float((found[key] * v[key]).sum()) for key in v) == pytest.approx(expected, rel=1e-6)
+    right = hog.hessian(lambda p: task(p, batches[0]), params)
+    torch.testing.assert_close(whole, right)

@@ -1,0 +1,158 @@
+"""The table of what torch lacks: the installed torch needs each row still, and its stand-in has it."""
+
+import json
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hoglib as hog
+from hoglib.cli.main import main
+from hoglib.stand_ins import mode as stand_in_mode
+from hoglib.stand_ins.table import INSTALLED, STAND_INS, version_of
+
+F64 = torch.float64
+
+
+def draw(*shape, seed=0, dtype=F64):
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+X, Y, SQUARE = draw(2, 3), draw(4, 3, seed=1), draw(3, 3)
+HEADS = draw(1, 1, 3, 4)
+SPD = SQUARE @ SQUARE.T + torch.eye(3, dtype=F64)
+WORDS, LABELS = torch.tensor([[0, 2], [1, 1]]), torch.tensor([0, 2])
+SPARSE = X.to_sparse()
+PLACES, VALUES = torch.tensor([[0, 1, 2], [1, 2, 0]]), draw(3)
+LENGTHS = torch.tensor([1, 1])
+IMAGE, GRID = draw(1, 1, 3, 3), 0.5 * draw(1, 2, 2, 2)
+
+
+def recurrent(cls):
+    """In float32, which is what oneDNN takes."""
+    torch.manual_seed(0)
+    layer = cls(3, 2)
+    return lambda x: layer.to(x.device)(x.float())[0].to(x.dtype)
+
+
+# name of the row -> calls of torch's own that show it, with inputs
+# fmt: off
+SAMPLES = {
+    "scaled_dot_product_attention": [(lambda x: F.scaled_dot_product_attention(x, x, x), HEADS)],
+    "cdist, pdist, pairwise_distance": [(lambda x: torch.cdist(x, Y), X), (F.pdist, Y)],
+    "embedding_bag": [(lambda w: F.embedding_bag(WORDS, w), Y)],
+    "ctc_loss": [(lambda x: F.ctc_loss(x.log_softmax(-1)[:, None], torch.tensor([[1]]), (4,), (1,)), Y)],
+    "segment_reduce": [(lambda x: torch.segment_reduce(x, "max", lengths=LENGTHS, axis=0), X)],
+    "multi_margin_loss": [(lambda x: F.multi_margin_loss(x, LABELS), X), (lambda x: F.multilabel_margin_loss(x, torch.tensor([[0, -1, -1], [2, 1, -1]])), X)],
+    "hardsigmoid": [(lambda x: F.hardsigmoid(x).square(), X)],
+    "weight_norm": [(lambda v, g: torch._weight_norm(v, g, 0), (X, draw(2, 1)))],
+    "layer_norm": [(lambda x: F.layer_norm(x, (3,)), X)],
+    "batch_norm": [(lambda x: F.batch_norm(x, None, None, training=True), Y)],
+    "instance_norm": [(lambda x: F.instance_norm(x), IMAGE)],
+    "linalg.solve": [(torch.linalg.solve, (SQUARE, Y.T))],
+    "det, slogdet, logdet": [(torch.linalg.det, SQUARE), (torch.logdet, SPD), (lambda a: torch.linalg.slogdet(a)[1], SQUARE)],
+    "cholesky_inverse": [(lambda a: torch.cholesky_inverse(a.tril()), SPD)],
+    "mse_loss, huber_loss": [(lambda x: F.huber_loss(x, torch.zeros_like(x)), X)],
+    "soft_margin_loss": [(lambda x: F.soft_margin_loss(x, torch.ones_like(X)), X)],
+    "glu": [(F.glu, draw(2, 4))],
+    "grid_sample": [(lambda x, g: F.grid_sample(x, g, align_corners=False), (IMAGE, GRID))],
+    "scatter_reduce, index_reduce": [(lambda x: torch.ones(2, 3, dtype=F64).scatter_reduce(0, torch.zeros(2, 3, dtype=torch.long), x, "prod"), X)],
+    "sparse.mm": [(lambda y: torch.sparse.mm(SPARSE, y), Y[:3])],
+    "sparse_coo_tensor": [(lambda w: torch.sparse_coo_tensor(PLACES, w, (3, 3)).to_dense().square().sum(), VALUES)],
+    "triangular_solve": [(lambda b, a: torch.triangular_solve(b, a)[0], (Y.T, SQUARE + 3 * torch.eye(3)))],
+    "lstm": [(recurrent(torch.nn.LSTM), X.float())],
+    "gru": [(recurrent(torch.nn.GRU), X.float())],
+    "rnn_tanh": [(recurrent(torch.nn.RNN), X.float())],
+    "rnn_relu": [(recurrent(lambda *sizes: torch.nn.RNN(*sizes, nonlinearity="relu")), X.float())],
+}
+if INSTALLED >= (2, 13):
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
+
+    SAMPLES["linear_cross_entropy"] = [(lambda x, w: F.linear_cross_entropy(x, w, LABELS, options=LinearCrossEntropyOptions()), (X, Y))]
+# fmt: on
+
+CASES = [
+    pytest.param(
+        need,
+        fn,
+        inputs,
+        mode,
+        id=f"{need.name} {i} {mode}",
+        marks=[pytest.mark.gpu] if need.device == "cuda" else [],
+    )
+    for need in stand_in_mode.rows()
+    for i, (fn, inputs) in enumerate(SAMPLES[need.name])
+    for mode in need.modes
+]
+
+
+def report(fn, inputs, mode):
+    return hog.verify(fn, inputs, modes=mode)
+
+
+def test_every_row_has_a_sample():
+    assert {need.name for need in STAND_INS if need.applies} == set(SAMPLES)
+
+
+@pytest.mark.parametrize(("need", "fn", "inputs", "mode"), CASES)
+def test_torch_needs_it_still_and_the_stand_in_is_right(need, fn, inputs, mode):
+    if need.device == "cuda":
+        inputs = inputs.cuda()
+    alone = report(fn, inputs, mode)
+    assert not alone.ok, f"torch {torch.__version__} no longer needs {need.name} in {mode}"
+
+    def replaced(*given):
+        with hog.second_order():
+            return fn(*given)
+
+    if need.refuses:
+        with pytest.raises(NotImplementedError, match=f"{need.name}: expected an operation with a"):
+            replaced(*(x.clone().requires_grad_() for x in (inputs,)))
+    else:
+        assert report(replaced, inputs, mode).ok
+
+
+# torch says so once a process, at the first sparse tensor
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_a_refused_call_is_named_with_its_module_and_runs_where_nothing_is_differentiated():
+    class Graph(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(VALUES.clone())
+
+        def forward(self, x):
+            return torch.sparse_coo_tensor(PLACES, self.weight, (3, 3)).to_dense() @ x
+
+    model = Graph()
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    for mode in ("reverse-over-reverse", "forward-over-reverse"):
+        with pytest.raises(
+            NotImplementedError, match=r"sparse_coo_tensor in Graph: .*index_select"
+        ):
+            hog.hvp(loss, params, params, (Y.T, Y.T), mode=mode)
+    with hog.second_order(), torch.no_grad():
+        model(Y.T)
+    with hog.second_order():
+        torch.sparse_coo_tensor(PLACES, VALUES, (3, 3))
+
+
+def test_versions():
+    assert version_of("2.13.0+cpu") == (2, 13)
+    assert version_of("2.14.0a0+git1234") == (2, 14)
+    gone = STAND_INS[0]._replace(until=(2, 9))
+    assert not gone.applies
+    assert not STAND_INS[0]._replace(since=(9, 0)).applies
+
+
+def test_env_lists_them(capsys):
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert torch.__version__ in out
+    for need in stand_in_mode.rows():
+        assert need.name in out
+    assert main(["env", "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in known["stand_ins"]] == [
+        need.name for need in stand_in_mode.rows()
+    ]
+    assert all(row["lacks"] for row in known["stand_ins"])
