@@ -37,7 +37,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 def _objects():
     """Every public function and class, by its name; one that several modules export stands here once."""
     found = {}
-    for module in PUBLIC:
+    for module in [name for name in PUBLIC if name == "hoglib" or name not in PENDING]:
         module_object = importlib.import_module(module)
         for name in module_object.__all__:
             value = getattr(module_object, name)
