@@ -140,7 +140,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def refuse_outer_graphs(what: str) -> None:
-    """Raises NotSupported where what is traced uses a tensor that has a graph from before, by which its
+    """Raises UnsupportedError where what is traced uses a tensor that has a graph from before, by which its
     gradient would go on to what that was computed from."""
     mode = _get_current_dispatch_mode()
     if isinstance(mode, OfOperations) and mode.outer:

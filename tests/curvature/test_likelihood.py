@@ -525,7 +525,7 @@ def test_errors_say_what_to_do(name):
     options, kind, message = ERRORS[name]
     with pytest.raises(kind, match=message) as raised:
         metric(**{"kind": "exact", "outputs": LOGITS, "targets": TARGETS, **options})
-    assert isinstance(raised.value, hog._arguments.Explained)
+    assert isinstance(raised.value, hog.errors.HoglibError)
 
 
 def test_batchmean_is_a_mean_over_examples():

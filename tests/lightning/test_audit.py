@@ -381,7 +381,7 @@ def test_two_processes_raise_alike(tmp_path):
         assert (name, stepped) == ("WrongSecondDerivative", 0)
         assert "OfProcess.second_order_problem in process 1: expected right" in text
         assert "RawSquare" in text
-        assert found["raises"][0] == "WrongValue"
+        assert found["raises"][0] == "ArgumentValueError"
         assert "no problem today" in found["raises"][1]
         assert found["raises"][2] == 0
     assert first["wrong"] == second["wrong"]

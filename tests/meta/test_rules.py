@@ -548,7 +548,7 @@ ERRORS = {
 def test_errors_say_what_was_expected_and_what_came(call, kind, message):
     with pytest.raises(kind, match=message) as caught:
         call()
-    assert isinstance(caught.value, hog._arguments.Explained)
+    assert isinstance(caught.value, hog.errors.HoglibError)
 
 
 def test_the_rules_by_name_are_those_of_the_module():

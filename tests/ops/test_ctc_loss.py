@@ -231,7 +231,7 @@ def test_what_replaces_torchs_own_has_its_signature() -> None:
     assert_close(REPLACEMENTS[F.ctc_loss](x, *PADDED), F.ctc_loss(x, *PADDED))
 
 
-# Errors: torch's own types, or WrongType where that is one.
+# Errors: torch's own types, or ArgumentTypeError where that is one.
 
 
 X = scores(4, 2, 5).log_softmax(-1)
