@@ -140,8 +140,8 @@ def _memory(tensor: Tensor) -> int:
 
 
 def refuse_outer_graphs(what: str) -> None:
-    """Raises UnsupportedError where what is traced uses a tensor that has a graph from before, by which its
-    gradient would go on to what that was computed from."""
+    """Raises UnsupportedError where what is traced uses a tensor that already has a graph, by which its
+    gradient would go on to what that tensor was computed from."""
     mode = _get_current_dispatch_mode()
     if isinstance(mode, OfOperations) and mode.outer:
         raise UnsupportedError(

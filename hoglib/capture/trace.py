@@ -141,8 +141,10 @@ class Of:
 def trace(
     what: str, of_tensors: Callable[..., Any], tensors: list[Tensor], dynamic: bool
 ) -> Traced:
-    """The graph of a function at tensors of these shapes. Raises UnsupportedError, saying where, for what
-    a graph cannot hold."""
+    """The graph of a function at tensors of these shapes.
+
+    Raises UnsupportedError, saying where, for what a graph cannot hold.
+    """
     out: dict[str, Any] = {}
     modules: list[nn.Module] = []
 
