@@ -8,215 +8,6 @@ from torch import Tensor, nn
 
 from hoglib import ops
 from hoglib._core import validation
-from hoglib.ops._linear import activations
-
-
-class Tanh(nn.Module):
-    """`hoglib.ops.tanh` as a module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.tanh(x)
-
-
-class Sigmoid(nn.Module):
-    """`hoglib.ops.sigmoid` as a module."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.sigmoid(x)
-
-
-class Swish(nn.Module):
-    """`hoglib.ops.swish` as a module: y = x s(beta x).
-
-    beta is a parameter of shape [num_parameters], 1 for all channels or one for each entry of the
-    last dimension; with learnable=False it is a buffer.
-    """
-
-    beta: Tensor
-
-    def __init__(
-        self, num_parameters: int = 1, *, beta: float = 1.0, learnable: bool = True
-    ) -> None:
-        super().__init__()
-        self.num_parameters = validation.at_least("num_parameters", num_parameters, 1)
-        start = torch.full((num_parameters,), float(beta))
-        if learnable:
-            self.beta = nn.Parameter(start)
-        else:
-            self.register_buffer("beta", start)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.swish(x, self.beta)
-
-    def extra_repr(self) -> str:
-        return f"num_parameters={self.num_parameters}"
-
-
-class Linear(nn.Linear):
-    """`torch.nn.Linear` whose product is `hoglib.ops.linear`."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return ops.linear(input, self.weight, self.bias)
-
-
-class LinearAct(nn.Linear):
-    """Linear layer and activation in one Function: y = act(x W^T + b), as `hoglib.ops.linear_act`.
-
-    Parameters, initialisation and state dict are those of `torch.nn.Linear`.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        act: str = "tanh",
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.act = validation.one_of("act", act, activations())
-
-    def forward(self, input: Tensor) -> Tensor:
-        return ops.linear_act(input, self.weight, self.bias, act=self.act)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, act={self.act!r}"
-
-
-class SmoothL1Loss(nn.Module):
-    """`torch.nn.SmoothL1Loss` on `hoglib.ops.smooth_l1`: reduction is "mean", "sum" or "none"."""
-
-    def __init__(self, reduction: str = "mean", beta: float = 1.0) -> None:
-        super().__init__()
-        self.reduction = validation.one_of("reduction", reduction, ("mean", "sum", "none"))
-        self.beta = beta
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        values = ops.smooth_l1(input, target, beta=self.beta)
-        if self.reduction == "none":
-            return values
-        return values.mean() if self.reduction == "mean" else values.sum()
-
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, beta={self.beta}"
-
-
-class CrossEntropyLoss(nn.Module):
-    """`torch.nn.CrossEntropyLoss` without class weights, on `hoglib.ops.softmax_cross_entropy`."""
-
-    def __init__(
-        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.ignore_index = ignore_index
-        self.reduction = validation.one_of("reduction", reduction, ("mean", "sum", "none"))
-        self.label_smoothing = label_smoothing
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return ops.softmax_cross_entropy(
-            input,
-            target,
-            reduction=self.reduction,
-            ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
-            f"label_smoothing={self.label_smoothing}"
-        )
-
-
-class LogSumExp(nn.Module):
-    """Pooling by `hoglib.ops.logsumexp`: a maximum with a derivative to every entry."""
-
-    def __init__(self, dim: int | Sequence[int] = -1, *, keepdim: bool = False) -> None:
-        super().__init__()
-        self.dim = dim if isinstance(dim, int) else tuple(dim)
-        self.keepdim = keepdim
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.logsumexp(x, self.dim, keepdim=self.keepdim)
-
-    def extra_repr(self) -> str:
-        return f"dim={self.dim}, keepdim={self.keepdim}"
-
-
-class StraightThrough(nn.Module):
-    """`hoglib.ops.straight_through`: kind is "sign", "heaviside" or "round", with the gradient of x."""
-
-    def __init__(self, kind: str = "sign") -> None:
-        super().__init__()
-        self.kind = validation.one_of("kind", kind, ("sign", "heaviside", "round"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.straight_through(x, kind=self.kind)
-
-    def extra_repr(self) -> str:
-        return f"kind={self.kind!r}"
-
-
-class ScaleGradient(nn.Module):
-    """`hoglib.ops.scale_gradient`: x, with its gradient times scale."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.scale_gradient(x, scale=self.scale)
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}"
-
-
-class GradientReversal(nn.Module):
-    """`hoglib.ops.reverse_gradient`: x, with its gradient times -scale.
-
-    Source: Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, 2015, eq. 10.
-    """
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.reverse_gradient(x, scale=self.scale)
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}"
-
-
-class ClipGradient(nn.Module):
-    """`hoglib.ops.clip_gradient`: x, with its gradient clamped to [-bound, bound]."""
-
-    def __init__(self, bound: float) -> None:
-        super().__init__()
-        self.bound = validation.positive("bound", bound)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.clip_gradient(x, bound=self.bound)
-
-    def extra_repr(self) -> str:
-        return f"bound={self.bound}"
-
-
-class Remat(nn.Module):
-    """A module whose intermediate values are recomputed in backward, by `hoglib.ops.remat`.
-
-    The state dict is that of the module under the name `module`.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return ops.remat(self.module)(*args, **kwargs)
-
 
 __all__ = [
     "ClipGradient",
@@ -233,3 +24,463 @@ __all__ = [
     "Swish",
     "Tanh",
 ]
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+class Tanh(nn.Module):
+    r"""Hyperbolic tangent, by :func:`hoglib.ops.tanh`.
+
+        y = tanh(x)
+
+    Example:
+        >>> hog.nn.Tanh()(torch.tensor([0.5]))
+        tensor([0.4621])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation.
+
+        Args:
+            x: A floating-point or complex tensor.
+        Returns:
+            y, like x.
+        """
+        return ops.tanh(x)
+
+
+class Sigmoid(nn.Module):
+    r"""Logistic function, by :func:`hoglib.ops.sigmoid`.
+
+        y = 1 / (1 + exp(-x))
+
+    Example:
+        >>> hog.nn.Sigmoid()(torch.tensor([1.0]))
+        tensor([0.7311])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation.
+
+        Args:
+            x: A floating-point or complex tensor.
+        Returns:
+            y, like x.
+        """
+        return ops.sigmoid(x)
+
+
+class Swish(nn.Module):
+    r"""Swish with a learnable slope, by :func:`hoglib.ops.swish`.
+
+        y = x s(beta x)        s(z) = 1 / (1 + exp(-z))
+
+    Args:
+        num_parameters: The size of beta: 1 for all channels, or one for each entry of the last
+            dimension. Default: 1.
+        beta: The slope to start from. Default: 1, the SiLU.
+        learnable: Whether beta is a parameter; otherwise it is a buffer. Default: True.
+    Raises:
+        ValueError: for a num_parameters below 1.
+    Shape:
+        - beta: [num_parameters]
+    References:
+        Ramachandran, Zoph and Le, Searching for Activation Functions, 2017, equation 1.
+    Example:
+        >>> act = hog.nn.Swish(2, beta=0.5)
+        >>> act(torch.ones(1, 2)).sum().backward()
+        >>> act.beta.grad
+        tensor([0.2350, 0.2350])
+    """
+
+    beta: Tensor
+
+    def __init__(
+        self, num_parameters: int = 1, *, beta: float = 1.0, learnable: bool = True
+    ) -> None:
+        super().__init__()
+        self.num_parameters = validation.at_least("num_parameters", num_parameters, 1)
+        start = torch.full((num_parameters,), float(beta))
+        if learnable:
+            self.beta = nn.Parameter(start)
+        else:
+            self.register_buffer("beta", start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation.
+
+        Args:
+            x: A floating-point or complex tensor.
+        Returns:
+            y, like x.
+        """
+        return ops.swish(x, self.beta)
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return f"num_parameters={self.num_parameters}"
+
+
+class Linear(nn.Linear):
+    r"""`torch.nn.Linear` whose product is :func:`hoglib.ops.linear`.
+
+        y = x W^T + b
+
+    Constructor, parameters, initialisation and state dict are those of `torch.nn.Linear`.
+
+    Example:
+        >>> layer = hog.nn.Linear(2, 3)
+        >>> layer(torch.ones(4, 2)).shape
+        torch.Size([4, 3])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the affine map.
+
+        Args:
+            input: x.
+        Returns:
+            y.
+        """
+        return ops.linear(input, self.weight, self.bias)
+
+
+class LinearAct(nn.Linear):
+    r"""Linear layer and activation in one Function, by :func:`hoglib.ops.linear_act`.
+
+        y = act(x W^T + b)
+
+    Parameters, initialisation and state dict are those of `torch.nn.Linear`.
+
+    Args:
+        in_features: The size of the last dimension of the input.
+        out_features: The size of the last dimension of the output.
+        bias: Whether there is a b. Default: True.
+        device: The device of the parameters. Default: torch's.
+        dtype: The dtype of the parameters. Default: torch's.
+        act: "relu", "tanh", "sigmoid", "softplus" or "swish". Default: "tanh".
+    Raises:
+        ValueError: for an unknown act.
+    Example:
+        >>> layer = hog.nn.LinearAct(2, 3, act="softplus")
+        >>> layer(torch.ones(4, 2)).shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str = "tanh",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        known = ("relu", "tanh", "sigmoid", "softplus", "swish")
+        self.act = validation.one_of("act", act, known)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            input: x.
+        Returns:
+            y.
+        """
+        return ops.linear_act(input, self.weight, self.bias, act=self.act)
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return f"{super().extra_repr()}, act={self.act!r}"
+
+
+class SmoothL1Loss(nn.Module):
+    r"""`torch.nn.SmoothL1Loss` by :func:`hoglib.ops.smooth_l1`.
+
+        d^2 / (2 beta) where |d| < beta, else |d| - beta / 2,        d = input - target
+
+    Args:
+        reduction: "mean", "sum" or "none". Default: "mean".
+        beta: Where the quadratic piece ends. Default: 1.
+    Raises:
+        ValueError: for an unknown reduction.
+    Example:
+        >>> hog.nn.SmoothL1Loss()(torch.tensor([0.5, 2.0]), torch.zeros(2))
+        tensor(0.8125)
+    """
+
+    def __init__(self, reduction: str = "mean", beta: float = 1.0) -> None:
+        super().__init__()
+        self.reduction = validation.one_of("reduction", reduction, _REDUCTIONS)
+        self.beta = beta
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            input: A real floating-point tensor.
+            target: A real floating-point tensor; the two broadcast.
+        Returns:
+            The loss: a scalar, or with reduction "none" one for each element.
+        """
+        values = ops.smooth_l1(input, target, beta=self.beta)
+        if self.reduction == "none":
+            return values
+        return values.mean() if self.reduction == "mean" else values.sum()
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return f"reduction={self.reduction!r}, beta={self.beta}"
+
+
+class CrossEntropyLoss(nn.Module):
+    r"""`torch.nn.CrossEntropyLoss` without class weights, by :func:`hoglib.ops.softmax_cross_entropy`.
+
+        sum_c q_c (log sum_d exp(z_d) - z_c) for logits z and q = (1 - e) (c = target) + e / C
+
+    Args:
+        ignore_index: The class of rows that do not count. Default: -100.
+        reduction: "mean", "sum" or "none". Default: "mean".
+        label_smoothing: e, from 0 to 1. Default: 0.
+    Raises:
+        ValueError: for an unknown reduction.
+    Example:
+        >>> hog.nn.CrossEntropyLoss()(torch.zeros(1, 2), torch.tensor([0]))
+        tensor(0.6931)
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.reduction = validation.one_of("reduction", reduction, _REDUCTIONS)
+        self.label_smoothing = label_smoothing
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            input: Logits z, [C], [N, C] or [N, C, d1, ...].
+            target: The class of each row, or class probabilities shaped like input.
+        Returns:
+            The loss: a scalar, or with reduction "none" one for each row.
+        """
+        return ops.softmax_cross_entropy(
+            input,
+            target,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}"
+        )
+
+
+class LogSumExp(nn.Module):
+    r"""Pooling by :func:`hoglib.ops.logsumexp`: a smooth maximum, with a gradient to every entry.
+
+        y = log sum_i exp(x_i)
+
+    Args:
+        dim: The dimensions to reduce, an int or several. Default: the last.
+        keepdim: Whether the reduced dimensions stay, with size 1. Default: False.
+    Example:
+        >>> hog.nn.LogSumExp()(torch.zeros(3, 2))
+        tensor([0.6931, 0.6931, 0.6931])
+    """
+
+    def __init__(self, dim: int | Sequence[int] = -1, *, keepdim: bool = False) -> None:
+        super().__init__()
+        self.dim = dim if isinstance(dim, int) else tuple(dim)
+        self.keepdim = keepdim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Reduce.
+
+        Args:
+            x: A floating-point or complex tensor.
+        Returns:
+            y, of the dtype of x.
+        """
+        return ops.logsumexp(x, self.dim, keepdim=self.keepdim)
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return f"dim={self.dim}, keepdim={self.keepdim}"
+
+
+class StraightThrough(nn.Module):
+    r"""A step function with the gradient of the identity, by :func:`hoglib.ops.straight_through`.
+
+        y = sign(x), heaviside(x) or round(x)        g -> g
+
+    Args:
+        kind: "sign", "heaviside" or "round". Default: "sign".
+    Raises:
+        ValueError: for an unknown kind.
+    References:
+        Bengio, Léonard and Courville, Estimating or Propagating Gradients Through Stochastic Neurons,
+        2013, section 4.
+    Example:
+        >>> x = torch.tensor([-0.3, 1.7], requires_grad=True)
+        >>> y = hog.nn.StraightThrough("round")(x)
+        >>> torch.autograd.grad(y.sum(), x)
+        (tensor([1., 1.]),)
+    """
+
+    def __init__(self, kind: str = "sign") -> None:
+        super().__init__()
+        self.kind = validation.one_of("kind", kind, ("sign", "heaviside", "round"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the step function.
+
+        Args:
+            x: A real floating-point tensor.
+        Returns:
+            y, like x.
+        """
+        return ops.straight_through(x, kind=self.kind)
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return f"kind={self.kind!r}"
+
+
+class ScaleGradient(nn.Module):
+    r"""The identity, with its gradient scaled, by :func:`hoglib.ops.scale_gradient`.
+
+        y = x        g -> a g
+
+    Args:
+        scale: a, a Python number.
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> torch.autograd.grad(hog.nn.ScaleGradient(0.5)(x).sum(), x)
+        (tensor([0.5000, 0.5000]),)
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Copy x.
+
+        Args:
+            x: A floating-point or complex tensor.
+        Returns:
+            y, a copy of x.
+        """
+        return ops.scale_gradient(x, scale=self.scale)
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return f"scale={self.scale}"
+
+
+class GradientReversal(nn.Module):
+    r"""The identity, with its gradient reversed, by :func:`hoglib.ops.reverse_gradient`.
+
+        y = x        g -> -a g
+
+    Args:
+        scale: a, a Python number. Default: 1.
+    References:
+        Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, 2015, equation 10.
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> torch.autograd.grad(hog.nn.GradientReversal()(x).sum(), x)
+        (tensor([-1., -1.]),)
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Copy x.
+
+        Args:
+            x: A floating-point or complex tensor.
+        Returns:
+            y, a copy of x.
+        """
+        return ops.reverse_gradient(x, scale=self.scale)
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return f"scale={self.scale}"
+
+
+class ClipGradient(nn.Module):
+    r"""The identity, with its gradient clipped, by :func:`hoglib.ops.clip_gradient`.
+
+        y = x        g -> min(max(g, -c), c)
+
+    Args:
+        bound: c, a number greater than 0.
+    Raises:
+        ValueError: for a bound that is not positive.
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> torch.autograd.grad(hog.nn.ClipGradient(0.25)(x).sum(), x)
+        (tensor([0.2500, 0.2500]),)
+    """
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = validation.positive("bound", bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Copy x.
+
+        Args:
+            x: A real floating-point tensor.
+        Returns:
+            y, a copy of x.
+        """
+        return ops.clip_gradient(x, bound=self.bound)
+
+    def extra_repr(self) -> str:
+        """The options, for the repr."""
+        return f"bound={self.bound}"
+
+
+class Remat(nn.Module):
+    r"""A module whose intermediate values are recomputed in backward, by :func:`hoglib.ops.remat`.
+
+        y = module(x)
+
+    The state dict is that of the module under the name `module`.
+
+    Args:
+        module: The module.
+    Example:
+        >>> block = hog.nn.Remat(nn.Sequential(nn.Linear(2, 3), nn.Tanh()))
+        >>> block(torch.ones(4, 2)).shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Args:
+            args: The module's arguments.
+            kwargs: The module's keyword arguments.
+        Returns:
+            What the module returns.
+        """
+        return ops.remat(self.module)(*args, **kwargs)

@@ -151,7 +151,7 @@ def graph_summary(value: Tensor) -> GraphSummary:
     leaves, users, runs_python = {}, False, False
     for node in nodes([value]):
         if hasattr(type(node), "_forward_cls"):
-            if getattr(torch_internals.custom_function(node), "watched", True):
+            if getattr(torch_internals.custom_function(node), "runs_user_code", True):
                 runs_python = True
                 users = users or user_function(node) is not None or is_compiled_node(node)
         elif hasattr(node, "variable"):

@@ -22,6 +22,11 @@ def upcast_half(x: Tensor) -> Tensor:
     return x.float() if is_half(x) else x
 
 
+def upcast_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half precision, else the dtype itself."""
+    return torch.float32 if dtype in HALF_DTYPES else dtype
+
+
 def autocast_on(device: str) -> bool:
     """Whether autocast is on for a type of device; meta has none.
 

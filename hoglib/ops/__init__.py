@@ -1,4 +1,4 @@
-"""Verified custom Functions: tensors first, options keyword-only, differentiable to any order."""
+"""Custom Functions with verified derivatives: tensors first, differentiable to any order."""
 
 from hoglib._core.recomputation import remat
 from hoglib.ops._attention import scaled_dot_product_attention
@@ -7,6 +7,7 @@ from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import linear_cross_entropy, softmax_cross_entropy
 from hoglib.ops._ctc_loss import ctc_loss
 from hoglib.ops._define import define
+from hoglib.ops._determinants import det, logdet, slogdet
 from hoglib.ops._distance import cdist, pairwise_distance, pdist
 from hoglib.ops._embedding_bag import embedding_bag
 from hoglib.ops._external import external
@@ -21,17 +22,7 @@ from hoglib.ops._gradient_ops import (
 from hoglib.ops._grid_sample import grid_sample
 from hoglib.ops._indexing import index_reduce, scatter_reduce, segment_reduce
 from hoglib.ops._layer_norm import layer_norm
-from hoglib.ops._linalg import (
-    cholesky_inverse,
-    det,
-    logdet,
-    slogdet,
-    solve,
-    solve_ex,
-    sparse_mm,
-    tensorsolve,
-)
-from hoglib.ops._linear import bias_add, linear, linear_act, matmul, mul
+from hoglib.ops._linear import linear, linear_act
 from hoglib.ops._losses import (
     huber_loss,
     mse_loss,
@@ -39,7 +30,6 @@ from hoglib.ops._losses import (
     multilabel_margin_loss,
     soft_margin_loss,
 )
-from hoglib.ops._normalization import weight_norm
 from hoglib.ops._piecewise import (
     clamp,
     hardsigmoid,
@@ -49,7 +39,10 @@ from hoglib.ops._piecewise import (
     split_signs,
 )
 from hoglib.ops._pointwise import exp, glu, power, quadratic, sigmoid, sinh, square, swish, tanh
+from hoglib.ops._products import bias_add, matmul, mul, sparse_mm
 from hoglib.ops._reductions import amax, logsumexp, mean, sum
+from hoglib.ops._solve import cholesky_inverse, solve, solve_ex, tensorsolve
+from hoglib.ops._weight_norm import weight_norm
 
 __all__ = [
     "amax",

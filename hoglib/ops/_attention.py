@@ -1,4 +1,4 @@
-"""Scaled dot-product attention of plain operations: the fused kernels have no double backward."""
+"""Scaled dot-product attention by plain operations: the fused kernels have no double backward."""
 
 import math
 
@@ -24,22 +24,47 @@ def scaled_dot_product_attention(
 
         P = softmax(scale Q K^T + B)        Y = dropout(P) V        scale = 1 / sqrt(E)
 
-    Shapes: query [..., L, E], key [..., S, E], value [..., S, Ev], leading dimensions broadcast;
-    Y [..., L, Ev]. attn_mask broadcasts to [..., L, S]: boolean, True for what takes part, or B itself,
-    by which it is differentiable too. is_causal: position l sees positions up to l. enable_gqa: fewer
-    heads in key and value (dimension -3), each for several of query. A row that sees nothing gives
-    zero, and so do its derivatives. Dropout draws from torch's generator, as `F.dropout`.
+    A composite of torch operations: torch's fused kernels have no double backward. A row that attends
+    to nothing gives zero, and so do its derivatives. O(L S) memory, as torch's MATH backend. Half
+    precision is computed in float32 and rounded once. Differentiable to any order, in every mode,
+    under vmap.
 
-    Right in every mode and at every order; O(L S) memory, as torch's MATH backend. Half precision is
-    computed in float32 and rounded once.
-    Raises ValueError for a mask together with is_causal, TypeError for tensors of different
-    dtypes, or that are not real and floating-point.
-    Source: Vaswani et al., Attention Is All You Need, 2017, equation 1.
+    Args:
+        query: Q, a real floating-point tensor.
+        key: K, of the dtype of query.
+        value: V, of the dtype of query.
+        attn_mask: A boolean mask, True for what takes part; or B itself, by which it is differentiable
+            too. Default: none.
+        dropout_p: The probability of dropout, drawn from torch's generator as by `F.dropout`.
+            Default: 0.
+        is_causal: Whether position l attends to positions up to l only. Default: False.
+        scale: The factor of the scores. Default: 1 / sqrt(E).
+        enable_gqa: Whether key and value may have fewer heads (dimension -3) than query, each for
+            several of its heads. Default: False.
+    Returns:
+        Y, of the dtype of query, or of autocast.
+    Raises:
+        TypeError: for tensors of different dtypes, or that are not real and floating-point.
+        ValueError: for a mask together with is_causal, or numbers of heads that do not divide.
+    Shape:
+        - query: [..., L, E]
+        - key: [..., S, E]
+        - value: [..., S, Ev], all with leading dimensions that broadcast
+        - attn_mask: broadcasts to [..., L, S]
+        - Y: [..., L, Ev]
+    References:
+        Vaswani et al., Attention Is All You Need, 2017, equation 1.
+    Example:
+        >>> q = torch.tensor([[1.0]])
+        >>> k, v = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [1.0]])
+        >>> f = lambda q: hog.ops.scaled_dot_product_attention(q, k, v)
+        >>> f(q), hog.hvp(lambda q: f(q).sum(), q, torch.ones(1, 1))[1]
+        (tensor([[0.7311]]), tensor([[-0.0909]]))
     """
     validation.real("query", query)
     if attn_mask is not None and is_causal:
         raise ArgumentValueError(
-            "attn_mask: expected None with is_causal=True, got a mask; put what it hides into one mask."
+            "attn_mask: expected None with is_causal=True, got a mask; combine both in one mask."
         )
     if autocast_on(query.device.type):  # which casts what is not double
         lower = torch.get_autocast_dtype(query.device.type)
@@ -53,34 +78,34 @@ def scaled_dot_product_attention(
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     if enable_gqa:
-        key, value = (_for_each_head(x, query) for x in (key, value))
-    narrow = is_half(query) and not autocast_on(query.device.type)
-    if narrow:
+        key, value = (_repeat_heads(x, query) for x in (key, value))
+    upcast = is_half(query) and not autocast_on(query.device.type)
+    if upcast:
         query, key, value = query.float(), key.float(), value.float()
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * factor) @ key.mT
-    hidden = None  # rows that see nothing, whose softmax is 0 / 0
+    empty = None  # rows that attend to nothing, whose softmax is 0 / 0
     if is_causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal, -math.inf)
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
-        hidden = ~attn_mask.any(-1, keepdim=True)
-        scores = scores.masked_fill(~(attn_mask | hidden), -math.inf)
+        empty = ~attn_mask.any(-1, keepdim=True)
+        scores = scores.masked_fill(~(attn_mask | empty), -math.inf)
     elif attn_mask is not None:
-        hidden = (attn_mask == -math.inf).all(-1, keepdim=True)
-        scores = scores + attn_mask.to(scores.dtype).masked_fill(hidden, 0.0)
+        empty = (attn_mask == -math.inf).all(-1, keepdim=True)
+        scores = scores + attn_mask.to(scores.dtype).masked_fill(empty, 0.0)
     weights = torch.softmax(scores, -1)
-    if hidden is not None:
-        weights = weights.masked_fill(hidden, 0.0)
+    if empty is not None:
+        weights = weights.masked_fill(empty, 0.0)
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, train=True)
     result = weights.to(value.dtype) @ value
     if heads_inside:  # as torch lays it out: what follows may view heads and values as one
         result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
-    return result.to(dtype) if narrow else result
+    return result.to(dtype) if upcast else result
 
 
-def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
     heads, own = query.shape[-3], x.shape[-3]
     if heads % own:
         raise ArgumentValueError(

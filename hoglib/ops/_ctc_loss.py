@@ -1,7 +1,6 @@
 """Connectionist temporal classification: the forward algorithm as a composite."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +10,9 @@ from hoglib._core import validation
 from hoglib._core.mixed_precision import is_autocast
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
-# The logarithm of nothing. A finite number leaves no infinity to subtract, at any order of
-# differentiation; it is so low that what it is added to does not reach any path that exists.
-NOTHING = -1e30
+# The logarithm of 0. A finite number leaves no infinity to subtract, at any order of differentiation;
+# it is so low that a sum with it never counts beside a path that exists.
+LOG_ZERO = -1e30
 Lengths = Tensor | Sequence[int]
 
 
@@ -26,25 +25,52 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    r"""Negative logarithm of the probability of a labelling, as `torch.nn.functional.ctc_loss`.
+    r"""Connectionist temporal classification, as `torch.nn.functional.ctc_loss`.
 
         a_0(s) = (s = 0)        a_t(s) = p_t(l_s) (a_{t-1}(s) + a_{t-1}(s-1) + k_s a_{t-1}(s-2))
         loss = -log(a_T(2U) + a_T(2U-1))        dloss/dlog p_t(c) = p_t(c) - q_t(c)
 
-    l is the target of U labels with blanks around each, k_s = 1 where l_s is not l_{s-2}; q_t(c) is the
-    probability of c at time t given the target. p_t(c) in the gradient is torch's own convention: the
-    loss as a function of probabilities that sum to 1. Through log_softmax it makes no difference, to
-    any order; a derivative along log_probs that do not stay normalised is torch's, not that of the
-    value. Done in logarithms, to any order, in every mode. A log probability of -inf and what comes
-    after an input's length have derivatives 0. A target that no path reaches has the loss inf, or
-    0 under zero_infinity, and derivatives 0 (torch: NaN without zero_infinity).
+    The loss is the negative logarithm of the probability of a labelling: l is the target of U labels
+    with blanks around each, k_s = 1 where l_s is not l_{s-2}; q_t(c) is the probability of c at time t
+    given the target. p_t(c) in the gradient is torch's own convention: the loss as a function of
+    probabilities that sum to 1. Through log_softmax it makes no difference, to any order; a derivative
+    along log_probs that do not stay normalised is torch's, not that of the value.
 
-    Shapes: log_probs [T, N, C] or [T, C]; targets [N, S] or, concatenated, [sum of target_lengths];
-    lengths as tensors or tuples [N]; the loss [N] for reduction "none", [] for "mean" (of the losses
-    over their target lengths) and "sum". float32 and float64, as torch's; under autocast float32.
-    Raises as torch; of lengths in tensors that cannot be read (under torch.compile or vmap) only what
-    leaves the tensors is found, and labels out of range, which torch does not look at, raise too.
-    Graves et al., ICML 2006.
+    Computed in logarithms. A log probability of -inf, and what comes after an input's length, have
+    derivatives 0. A target that no path reaches has the loss inf, or 0 under zero_infinity, and
+    derivatives 0 (torch: NaN without zero_infinity). Differentiable to any order, in every mode, under
+    vmap.
+
+    Args:
+        log_probs: Logarithms of probabilities, float32 or float64; under autocast float32.
+        targets: The labels, padded, or concatenated without padding.
+        input_lengths: The length of each sample, a tensor or a tuple.
+        target_lengths: U of each sample, a tensor or a tuple, like input_lengths.
+        blank: The class of the blank. Default: 0.
+        reduction: "mean" (of the losses over their target lengths), "sum" or "none". Default: "mean".
+        zero_infinity: Whether the loss of a target that no path reaches is 0. Default: False.
+    Returns:
+        The loss.
+    Raises:
+        RuntimeError: as torch, for shapes, lengths and the blank. Of lengths in tensors that cannot be
+            read (under torch.compile or vmap) only those that index outside of the tensors raise; so do
+            labels out of range, which torch does not check.
+        NotImplementedError: for half precision outside of autocast.
+        TypeError: for lengths of two kinds.
+        ValueError: for an unknown reduction.
+    Shape:
+        - log_probs: [T, N, C] or [T, C]
+        - targets: [N, S], or [sum of target_lengths]
+        - input_lengths, target_lengths: [N]
+        - loss: [], or with reduction "none" [N]
+    References:
+        Graves et al., Connectionist Temporal Classification, 2006.
+    Example:
+        >>> x = torch.zeros(2, 2)  # two steps, a blank and one label
+        >>> f = lambda x: hog.ops.ctc_loss(x.log_softmax(-1), torch.tensor([1]), (2,), (1,))
+        >>> f(x), hog.hvp(f, x, torch.tensor([[0.0, 1.0], [0.0, 0.0]]))[1]
+        (tensor(0.2877), tensor([[-0.0278,  0.0278],
+                [-0.1111,  0.1111]]))
     """
     if reduction not in ("none", "mean", "sum"):
         raise ArgumentValueError(f"{reduction} is not a valid value for reduction")
@@ -58,7 +84,7 @@ def ctc_loss(
     return losses if log_probs.dim() == 3 else losses.squeeze(0)
 
 
-def _torch_ctc_loss(
+def torch_ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
     input_lengths: Lengths,
@@ -67,17 +93,11 @@ def _torch_ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """With the signature of torch.ctc_loss: any other number than 1 and 2 means "none"."""
+    """With the signature of `torch.ctc_loss`, where any other number than 1 and 2 means "none"."""
     word = {1: "mean", 2: "sum"}.get(reduction, "none")
     return ctc_loss(
         log_probs, targets, input_lengths, target_lengths, blank, word, zero_infinity
     )  # fmt: skip
-
-
-REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.ctc_loss: ctc_loss,
-    torch.ctc_loss: _torch_ctc_loss,
-}
 
 
 def _losses(
@@ -89,7 +109,7 @@ def _losses(
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the target lengths."""
-    p = _in_torch_dtype(log_probs)
+    p = _cast(log_probs)
     if p.dim() == 2:
         p = p.unsqueeze(1)
     if p.dim() != 3 or p.numel() == 0:
@@ -100,16 +120,16 @@ def _losses(
     T, N, C = p.shape
     if not 0 <= blank < C:
         raise RuntimeError("blank must be in label range")
-    _check_kinds(input_lengths, target_lengths)
-    steps, known_steps = _lengths("input_lengths", input_lengths, N, T, p)
-    U, known_U = _lengths("target_lengths", target_lengths, N, None, p)
-    labels = _padded(targets, U, known_U, N, blank, p.device)
+    _check_length_types(input_lengths, target_lengths)
+    steps, known_steps = _to_lengths("input_lengths", input_lengths, N, T, p)
+    U, known_U = _to_lengths("target_lengths", target_lengths, N, None, p)
+    labels = _pad_labels(targets, U, known_U, N, blank, p.device)
     if known_steps != [T] * N:  # torch does not read what comes after an end, be it infinite or NaN
-        p = torch.where(_before(steps, T).t().unsqueeze(2), p, 0)
+        p = torch.where(_length_mask(steps, T).t().unsqueeze(2), p, 0)
     a = _log_probability(p, labels, steps, known_steps, U, blank)
     # a correction of value 0 that brings torch's gradient by log_probs; see the docstring
     total = p.exp().sum((0, 2))
-    possible = a > NOTHING / 100
+    possible = a > LOG_ZERO / 100
     value = (total - total.detach()).nan_to_num() - a  # NaN: totals of unnormalised exp(100)
     return torch.where(possible, value, 0.0 if zero_infinity else torch.inf), U.to(p.dtype)
 
@@ -117,7 +137,7 @@ def _losses(
 def _log_probability(
     p: Tensor, labels: Tensor, steps: Tensor, known: list[int] | None, U: Tensor, blank: int
 ) -> Tensor:
-    """log(a_T(2U) + a_T(2U-1)) of each row; near NOTHING where no path leads there."""
+    """log(a_T(2U) + a_T(2U-1)) of each row; near LOG_ZERO where no path reaches it."""
     T, N, _ = p.shape
     states = F.pad(F.pad(labels.unsqueeze(2), (1, 0), value=blank).flatten(1), (0, 1), value=blank)
     L = states.shape[1]
@@ -125,23 +145,23 @@ def _log_probability(
     new = F.pad(states[:, 2:] != states[:, :-2], (min(2, L), 0))  # no skip of a label's repetition
     free = torch.zeros_like(states, dtype=p.dtype)
     arrows = torch.stack(
-        (free, torch.where(s > 0, free, NOTHING), torch.where(new, free, NOTHING)), 1
+        (free, torch.where(s > 0, free, LOG_ZERO), torch.where(new, free, LOG_ZERO)), 1
     )
     sources = torch.stack((s, s - 1, s - 2)).clamp(min=0).reshape(-1).expand(N, 3 * L)
     full = known == [T] * N
-    emitted = p.gather(2, states.expand(T, N, L)).clamp(min=NOTHING)
-    a = torch.where(s == 0, free, NOTHING)
-    trace = [a]
+    emitted = p.gather(2, states.expand(T, N, L)).clamp(min=LOG_ZERO)
+    a = torch.where(s == 0, free, LOG_ZERO)
+    history = [a]
     for e in emitted.unbind(0)[: T if known is None else max(known)]:
         a = _logsumexp(a.gather(1, sources).unflatten(1, (3, L)) + arrows, e)
-        trace = [a] if full else [*trace, a]
+        history = [a] if full else [*history, a]
     if not full:
         at_end = steps.reshape(1, N, 1).expand(1, N, L)
-        a = torch.stack(trace).gather(0, at_end).squeeze(0)
+        a = torch.stack(history).gather(0, at_end).squeeze(0)
     ends = torch.stack((2 * U, 2 * U - 1), 1)
     last = a.gather(1, ends.clamp(min=0))
     # a target without labels has one last state, not two
-    return _logsumexp(last.masked_fill(ends < 0, NOTHING), torch.zeros_like(last[:, 0]))
+    return _logsumexp(last.masked_fill(ends < 0, LOG_ZERO), torch.zeros_like(last[:, 0]))
 
 
 def _logsumexp(x: Tensor, more: Tensor) -> Tensor:
@@ -150,12 +170,12 @@ def _logsumexp(x: Tensor, more: Tensor) -> Tensor:
     return (x - top.unsqueeze(1)).exp().sum(1).log() + (top + more)
 
 
-def _before(ends: Tensor, size: int) -> Tensor:
-    """[N, size]: which places of each row come before its end."""
+def _length_mask(ends: Tensor, size: int) -> Tensor:
+    """[N, size]: the places of each row that come before its end."""
     return torch.arange(size, device=ends.device) < ends.unsqueeze(1)
 
 
-def _padded(
+def _pad_labels(
     targets: Tensor, U: Tensor, known: list[int] | None, N: int, blank: int, device: torch.device
 ) -> Tensor:
     """The labels [N, S], with blanks after the end of each."""
@@ -167,7 +187,7 @@ def _padded(
                 f"ctc_loss: expected targets of size [{N}, {max(known or [0])}] at least, "
                 f"got {list(labels.shape)}."
             )
-        return torch.where(_before(U, S), labels, blank)
+        return torch.where(_length_mask(U, S), labels, blank)
     if labels.dim() != 1:
         raise RuntimeError(f"Expected 1 to 2 dimensions, but got {labels.dim()}-dimensional tensor")
     total = labels.shape[0]
@@ -177,12 +197,12 @@ def _padded(
         )
     S = total if known is None else max(known)
     starts = (U.cumsum(0) - U).unsqueeze(1)
-    # the place behind the last label holds a blank for all that comes after an end
-    places = torch.where(_before(U, S), starts + torch.arange(S, device=device), total)
+    # the place after the last label holds a blank for all that comes after an end
+    places = torch.where(_length_mask(U, S), starts + torch.arange(S, device=device), total)
     return F.pad(labels, (0, 1), value=blank)[places]
 
 
-def _lengths(
+def _to_lengths(
     what: str, lengths: Lengths, N: int, most: int | None, like: Tensor
 ) -> tuple[Tensor, list[int] | None]:
     """Lengths as a tensor [N], and as numbers where they can be read."""
@@ -190,7 +210,7 @@ def _lengths(
         if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
             raise RuntimeError(f"{what} must be integral")
         tensor = lengths.to(device=like.device, dtype=torch.long).reshape(-1)
-        known = _read(lengths)
+        known = _read_lengths(lengths)
     else:
         known = [int(length) for length in lengths]
         tensor = torch.tensor(known, dtype=torch.long, device=like.device)
@@ -205,7 +225,7 @@ def _lengths(
     return tensor, known
 
 
-def _read(lengths: Tensor) -> list[int] | None:
+def _read_lengths(lengths: Tensor) -> list[int] | None:
     if torch.compiler.is_compiling():
         return None
     try:
@@ -214,7 +234,7 @@ def _read(lengths: Tensor) -> list[int] | None:
         return None
 
 
-def _check_kinds(*lengths: Lengths) -> None:
+def _check_length_types(*lengths: Lengths) -> None:
     tensors = [isinstance(given, Tensor) for given in lengths]
     sequences = [isinstance(given, tuple | list) for given in lengths]
     if not (all(tensors) or all(sequences)):
@@ -224,7 +244,7 @@ def _check_kinds(*lengths: Lengths) -> None:
         )
 
 
-def _in_torch_dtype(log_probs: Tensor) -> Tensor:
+def _cast(log_probs: Tensor) -> Tensor:
     """float32 or float64, the former for any but the latter under autocast, as torch's."""
     validation.real("log_probs", log_probs)
     if is_autocast(log_probs):

@@ -1,11 +1,8 @@
-"""Distances between rows: torch.cdist, torch.pdist and torch's pairwise_distance, to any order.
+"""Distances between rows, to any order.
 
-torch's first two have neither a second derivative nor a forward mode. Its pairwise_distance raises in
-reverse over forward for p = 1 and has NaN for the second derivative at distance 0.
+torch's cdist and pdist have neither a second derivative nor a forward mode. Its pairwise_distance
+raises in reverse over forward for p = 1 and has NaN for the second derivative at distance 0.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +12,12 @@ from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
 from hoglib._core.norms import INFINITY, norm_of_rows, root
 
-PRODUCTS = {
+_COMPUTE_MODES = {
     "use_mm_for_euclid_dist_if_necessary": None,
     "use_mm_for_euclid_dist": True,
     "donot_use_mm_for_euclid_dist": False,
 }
-ROWS_BEFORE_PRODUCTS = 25  # torch's bound on what "if necessary" means
+_MANY_ROWS = 25  # what torch means by "if necessary": more than these
 
 
 def cdist(
@@ -29,20 +26,42 @@ def cdist(
     p: float = 2.0,
     compute_mode: str = "use_mm_for_euclid_dist_if_necessary",
 ) -> Tensor:
-    r"""Distances of every row of x1 to every row of x2.
+    r"""Distances of every row of x1 to every row of x2, as `torch.cdist`.
 
         y_ij = (sum_k |x1_ik - x2_jk|^p)^(1/p)
 
-    Shapes: x1 (..., n, d), x2 (..., m, d) with leading dimensions that broadcast; y (..., n, m).
-    p = 0 counts the entries that differ; for infinity each entry that attains the maximum has the
-    whole derivative. Equal rows have derivatives 0 at every order. Half precision is computed in
-    float32; under autocast the result is float32.
-    Where torch takes matrix products (p = 2, by compute_mode, or with more than 25 rows), the values
+    torch's own has neither a second derivative nor a forward mode. p = 0 counts the entries that
+    differ; for infinity each entry that attains the maximum has the whole derivative. Equal rows have
+    derivatives 0 at every order. Half precision is computed in float32; under autocast the result is
+    float32. Differentiable to any order, in every mode, under vmap.
+
+    Where torch uses matrix products (p = 2, by compute_mode, or with more than 25 rows), the values
     are those of the differences all the same, and the derivatives are those of
     |x1|^2 + |x2|^2 - 2 x1 x2^T with the rows centred: as exact as if each entry had been rounded once
-    more, and without a temporary of shape (n, m, d). "donot_use_mm_for_euclid_dist" takes the
-    differences for the derivatives too, which are then exact for rows that nearly coincide.
-    Raises RuntimeError for shapes and dtypes as torch does, and for a negative p.
+    more, and without a temporary of shape [n, m, d].
+
+    Args:
+        x1: A real floating-point tensor.
+        x2: A real floating-point tensor of the dtype of x1.
+        p: The norm, 0 to infinity. Default: 2.
+        compute_mode: "use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist" or
+            "donot_use_mm_for_euclid_dist", by which the derivatives too come from differences,
+            exact for rows that nearly coincide. Default: the first.
+    Returns:
+        y.
+    Raises:
+        RuntimeError: for shapes and dtypes as torch does, and for a negative p.
+        ValueError: for an unknown compute_mode.
+    Shape:
+        - x1: [..., n, d]
+        - x2: [..., m, d], with leading dimensions that broadcast
+        - y: [..., n, m]
+    Example:
+        >>> x, o = torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)
+        >>> hog.ops.cdist(x, o)
+        tensor([[5.]])
+        >>> hog.hvp(lambda x: hog.ops.cdist(x, o).sum(), x, torch.tensor([[4.0, -3.0]]))[1]
+        tensor([[ 0.8000, -0.6000]])
     """
     for name, x in (("x1", x1), ("x2", x2)):
         torch_errors.real(name, x)
@@ -56,8 +75,8 @@ def cdist(
             f"x2: expected rows of {x1.shape[-1]} entries as in x1, got {x2.shape[-1]}; "
             "distances are between rows of one length."
         )
-    products = PRODUCTS[validation.one_of("compute_mode", compute_mode, PRODUCTS)]
-    norm = _exponent(p)
+    products = _COMPUTE_MODES[validation.one_of("compute_mode", compute_mode, _COMPUTE_MODES)]
+    norm = _check_norm(p)
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
         raise torch_errors.RefusedType(
@@ -65,7 +84,7 @@ def cdist(
         )
     rows = max(a.shape[-2], b.shape[-2])
     if products is None:
-        products = rows > ROWS_BEFORE_PRODUCTS
+        products = rows > _MANY_ROWS
     if norm == 2 and products:
         y = root(_squares_by_products(a, b))
     else:
@@ -74,19 +93,39 @@ def cdist(
 
 
 def pdist(input: Tensor, p: float = 2.0) -> Tensor:
-    r"""Distances of every two rows of a matrix.
+    r"""Distances between the rows of a matrix, as `torch.pdist`.
 
         y = (|x_0 - x_1|_p, |x_0 - x_2|_p, ..., |x_(n-2) - x_(n-1)|_p)
 
-    Shapes: input (n, d), y (n (n - 1) / 2,). Kinks, equal rows and precisions as for `cdist`, by
-    differences always. Raises RuntimeError for other shapes and dtypes, and for a negative p.
+    torch's own has neither a second derivative nor a forward mode. p = 0 counts the entries that
+    differ; for infinity each entry that attains the maximum has the whole derivative. Equal rows have
+    derivatives 0 at every order. Half precision is computed in float32; under autocast the result is
+    float32. Differentiable to any order, in every mode, under vmap.
+
+    Args:
+        input: x, a real floating-point tensor.
+        p: The norm, 0 to infinity. Default: 2.
+    Returns:
+        y.
+    Raises:
+        RuntimeError: for other shapes and dtypes, and for a negative p.
+    Shape:
+        - input: [n, d]
+        - y: [n (n - 1) / 2]
+    Example:
+        >>> x = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
+        >>> hog.ops.pdist(x)
+        tensor([5.])
+        >>> hog.hvp(lambda x: hog.ops.pdist(x).sum(), x, torch.tensor([[0.0, 0.0], [4.0, -3.0]]))[1]
+        tensor([[-0.8000,  0.6000],
+                [ 0.8000, -0.6000]])
     """
     torch_errors.real("input", input)
     if input.dim() != 2:
         raise torch_errors.Refused(
             f"input: expected 2 dimensions, got {validation.describe(input)}; use `vmap` for more."
         )
-    norm, n, x = _exponent(p), input.shape[0], upcast_half(input)
+    norm, n, x = _check_norm(p), input.shape[0], upcast_half(input)
     first, second = torch.triu_indices(n, n, 1, device=x.device).unbind()
     y = norm_of_rows(x.index_select(0, first) - x.index_select(0, second), norm)
     return y if is_autocast(input) else y.to(input.dtype)
@@ -95,21 +134,43 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
 def pairwise_distance(
     x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
-    r"""Distances of the rows of x1 to those of x2, one by one.
+    r"""Distances of the rows of x1 to those of x2 one by one, as `torch.pairwise_distance`.
 
         y_i = (sum_k |x1_ik - x2_ik + eps|^p)^(1/p)
 
-    Shapes: x1 (..., d) and x2 (..., d), which broadcast; y (...), or (..., 1) under keepdim. For
-    p = infinity the entries that attain the maximum share the derivative. Distance 0 has derivatives
-    0 at every order. A negative p and complex rows are torch's own.
+    torch's own raises in reverse over forward for p = 1, and has second derivatives NaN at distance
+    0. For p = infinity the entries that attain the maximum share the derivative. Distance 0 has
+    derivatives 0 at every order. A negative p and complex rows are torch's own. Differentiable to
+    any order, in every mode, under vmap.
+
+    Args:
+        x1: A floating-point or complex tensor.
+        x2: A floating-point or complex tensor.
+        p: The norm. Default: 2.
+        eps: Added to each difference. Default: 1e-6.
+        keepdim: Whether the last dimension stays, with size 1. Default: False.
+    Returns:
+        y.
+    Raises:
+        TypeError: for what is not a tensor.
+    Shape:
+        - x1, x2: [..., d], which broadcast
+        - y: [...], or [..., 1] with keepdim
+    Example:
+        >>> x, o = torch.tensor([[3.0, 4.0]]), torch.zeros(1, 2)
+        >>> hog.ops.pairwise_distance(x, o)
+        tensor([5.0000])
+        >>> f = lambda x: hog.ops.pairwise_distance(x, o).sum()
+        >>> hog.hvp(f, x, torch.tensor([[4.0, -3.0]]))[1]
+        tensor([[ 0.8000, -0.6000]])
     """
     validation.tensor("x1", x1)
     validation.tensor("x2", x2)
     d = x1 - x2 + eps
     if not d.is_floating_point() or p < 0 or not d.dim():
         return F.pairwise_distance(x1, x2, p, eps, keepdim)
-    wide = upcast_half(d)
-    y = wide.abs().amax(-1) if p == INFINITY else norm_of_rows(wide, p)
+    d32 = upcast_half(d)
+    y = d32.abs().amax(-1) if p == INFINITY else norm_of_rows(d32, p)
     y = y if _norm_is_cast(d) else y.to(d.dtype)
     return y.unsqueeze(-1) if keepdim else y
 
@@ -117,7 +178,9 @@ def pairwise_distance(
 def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
     """Squared distances: values by differences, derivatives by products of matrices."""
     origin = a.detach().mean(-2, keepdim=True)
-    origin = torch.nan_to_num(origin, 0.0, 0.0, 0.0)  # one row that is not finite spoils no others
+    origin = torch.nan_to_num(
+        origin, 0.0, 0.0, 0.0
+    )  # a row that is not finite does not reach the others
     near = torch.cdist(a.detach(), b.detach(), 2.0, "donot_use_mm_for_euclid_dist")
     with without_autocast(a):
         a, b = a - origin, b - origin
@@ -131,16 +194,9 @@ def _norm_is_cast(x: Tensor) -> bool:
     return x.is_cuda and is_autocast(x)
 
 
-def _exponent(p: float) -> float:
+def _check_norm(p: float) -> float:
     if not p >= 0:
         raise torch_errors.Refused(
             f"p: expected a number of at least 0, got {p}; 2 is the usual one."
         )
     return float(p)
-
-
-REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.cdist: cdist,
-    torch.pdist: pdist,  # also torch.nn.functional.pdist
-    torch.pairwise_distance: pairwise_distance,  # also torch.nn.functional.pairwise_distance
-}

@@ -1,33 +1,19 @@
-"""Reductions of rows of a table: torch's embedding_bag, to any order and in forward mode.
+"""Reductions of rows of a table: embedding_bag, to any order and in forward mode.
 
-torch's has neither a second derivative nor a forward mode. Here the rows are taken by index
+torch's own has neither a second derivative nor a forward mode. Here the rows are selected by index
 and added up bag by bag.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentValueError, UnsupportedError
 
-MODES = ("sum", "mean", "max")  # in the order of torch's numbers for them
-
-
-class _Bags(NamedTuple):
-    """Which bag each index goes into; those that are left out go into a bag beyond the last."""
-
-    indices: Tensor  # (n,)
-    bag: Tensor  # (n,)
-    number: int
-
-    def sizes(self, dtype: torch.dtype) -> Tensor:
-        ones = torch.ones(self.bag.shape, dtype=dtype, device=self.bag.device)
-        return ones.new_zeros(self.number + 1).index_add(0, self.bag, ones)[: self.number]
+_MODES = ("sum", "mean", "max")  # in the order of torch's numbers for them
 
 
 def embedding_bag(
@@ -43,21 +29,48 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    r"""Sum, mean or maximum of the rows of a table that are in each bag.
+    r"""Sum, mean or maximum of the rows of a table in each bag, as `torch.nn.functional.embedding_bag`.
 
         y_b = sum_(i in bag b) s_i W[input_i]        s = per_sample_weights, for mode "sum", or 1
 
-    Shapes: weight (rows, d); input (bags, n), or (n,) with the offsets of the bags' first entries, and
-    at the end that of the last bag's end under include_last_offset; y (bags, d). A bag without
-    entries, or with none but padding_idx, gives 0. Of equal maxima the first in its bag has the
-    derivative. Sums of half precision are in float32. With max_norm the rows that are used are
-    scaled down in weight itself, as torch does it.
-    sparse and scale_grad_by_freq are refused: what they make of a gradient is not differentiable.
-    Raises ValueError, RuntimeError or NotImplementedError where torch does, and IndexError for an
-    input that is no row.
+    torch's own has neither a second derivative nor a forward mode. A bag without entries, or with none
+    but padding_idx, gives 0. Of equal maxima the first in its bag has the derivative. Half precision is
+    summed in float32. Differentiable to any order by W and s, in every mode, under vmap.
+
+    Args:
+        input: The indices of rows, int64 or int32.
+        weight: W, the table.
+        offsets: The position in input where each bag begins, for a flat input. Default: none.
+        max_norm: The rows that are used are scaled down to this norm in weight itself, in place, as
+            torch does. Default: none.
+        norm_type: The norm that max_norm is of. Default: 2.
+        scale_grad_by_freq: Refused: such a gradient cannot be differentiated. Default: False.
+        mode: "sum", "mean" or "max". Default: "mean".
+        sparse: Refused: such a gradient cannot be differentiated. Default: False.
+        per_sample_weights: s, for mode "sum". Default: 1.
+        include_last_offset: Whether offsets ends with the end of the last bag. Default: False.
+        padding_idx: The row that does not count. Default: none.
+    Returns:
+        y.
+    Raises:
+        ValueError: for an unknown mode, and for shapes that do not fit.
+        RuntimeError: for dtypes and a padding_idx that torch refuses.
+        NotImplementedError: for sparse, scale_grad_by_freq, and weights with another mode than "sum".
+        IndexError: for an index that is no row.
+    Shape:
+        - input: [bags, n], or [n] with offsets
+        - weight: [rows, d]
+        - offsets: [bags], or [bags + 1] with include_last_offset
+        - per_sample_weights: like input
+        - y: [bags, d]
+    Example:
+        >>> W, i = torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[0, 2]])
+        >>> f = lambda W: hog.ops.embedding_bag(i, W, mode="sum")
+        >>> f(W), hog.hvp(lambda W: f(W).square().sum(), W, torch.ones(3, 1))[1].flatten()
+        (tensor([[5.]]), tensor([4., 0., 4.]))
     """
     _check(input, weight, per_sample_weights, mode)
-    _refuse(scale_grad_by_freq, sparse)
+    _check_gradient_options(scale_grad_by_freq, sparse)
     if input.dim() == 2:
         if offsets is not None:
             raise ArgumentValueError(
@@ -81,28 +94,68 @@ def embedding_bag(
             f"per_sample_weights: expected None for mode {mode!r}, got "
             f"{validation.describe(per_sample_weights)}; they are for mode='sum'."
         )
-    padding = _padding(padding_idx, weight)
+    padding = _padding_row(padding_idx, weight)
     if offsets is None:
-        return _of_rows(input, weight, mode, per_sample_weights, padding)
+        return _reduce_rows(input, weight, mode, per_sample_weights, padding)
     bags = _bags(input, offsets, include_last_offset, padding)
-    return _of_bags(bags, weight, mode, per_sample_weights)[0]
+    return _reduce_bags(bags, weight, mode, per_sample_weights)[0]
 
 
-def _of_rows(
+def torch_embedding_bag(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With the signature of `torch.embedding_bag`, and what it returns beside the bags."""
+    name = _MODES[mode]
+    y = embedding_bag(
+        indices, weight, offsets, None, 2.0, scale_grad_by_freq, name, sparse, per_sample_weights,
+        include_last_offset, padding_idx,
+    )  # fmt: skip
+    bags = _bags(indices, offsets, include_last_offset, _padding_row(padding_idx, weight))
+    sizes = bags.sizes(torch.float64).to(indices.dtype)
+    rows = _reduce_bags(bags, weight.detach(), name, None)[1] if name == "max" else sizes
+    return (
+        y,
+        bags.bag.to(indices.dtype),
+        sizes,
+        y.new_zeros(y.shape).long() if rows is None else rows,
+    )
+
+
+class _Bags(NamedTuple):
+    """The bag of each index; those that do not count go into a bag after the last."""
+
+    indices: Tensor  # (n,)
+    bag: Tensor  # (n,)
+    num_bags: int
+
+    def sizes(self, dtype: torch.dtype) -> Tensor:
+        ones = torch.ones(self.bag.shape, dtype=dtype, device=self.bag.device)
+        return ones.new_zeros(self.num_bags + 1).index_add(0, self.bag, ones)[: self.num_bags]
+
+
+def _reduce_rows(
     input: Tensor, weight: Tensor, mode: str, scale: Tensor | None, padding: int | None
 ) -> Tensor:
     """Bags of one length: the rows of input."""
     padded = None if padding is None else (input == padding).unsqueeze(-1)
     if mode == "max":
         if not input.shape[1]:
-            return _nothing(weight, input.shape[0])
-        rows = _rows(input, weight.detach())
+            return _empty_bags(weight, input.shape[0])
+        rows = _select_rows(input, weight.detach())
         if padded is not None:
             rows = rows.masked_fill(padded, float("-inf"))
         place = rows.max(1).indices  # the first, of several
         y = weight.gather(0, input.long().gather(1, place))
         return y if padded is None else torch.where(padded.all(1), 0.0, y)
-    rows = upcast_half(_rows(input, weight))
+    rows = upcast_half(_select_rows(input, weight))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
     if padded is not None:
@@ -114,48 +167,46 @@ def _of_rows(
     return y.to(weight.dtype)
 
 
-def _of_bags(
+def _reduce_bags(
     bags: _Bags, weight: Tensor, mode: str, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Bags of any length; for maxima also which row of weight each is from."""
+    """Bags of any length; for maxima also the row of weight that each is from."""
     if mode == "max":
         if bags.indices.shape[0]:
             return _maxima(bags, weight)
-        return _nothing(weight, bags.number), None
-    rows = upcast_half(_rows(bags.indices, weight))
+        return _empty_bags(weight, bags.num_bags), None
+    rows = upcast_half(_select_rows(bags.indices, weight))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
-    sums = rows.new_zeros(bags.number + 1, rows.shape[1]).index_add(0, bags.bag, rows)[
-        : bags.number
-    ]
+    sums = rows.new_zeros(bags.num_bags + 1, rows.shape[1]).index_add(0, bags.bag, rows)[: bags.num_bags]
     if mode == "mean":
         sums = sums / bags.sizes(rows.dtype).clamp(min=1).unsqueeze(-1)
     return sums.to(weight.dtype), None
 
 
 def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
-    rows = _rows(bags.indices, weight.detach())
+    rows = _select_rows(bags.indices, weight.detach())
     n, width = bags.indices.shape[0], weight.shape[1]
     into = bags.bag.unsqueeze(-1).expand(n, width)
-    low = torch.full((bags.number + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device)
+    low = torch.full((bags.num_bags + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device)
     maxima = low.scatter_reduce(0, into, rows, "amax")
     attains = (rows == maxima.index_select(0, bags.bag)) | rows.isnan()
     place = torch.arange(n, device=rows.device).unsqueeze(-1)
-    last = torch.full((bags.number + 1, width), n, device=rows.device)
-    first = last.scatter_reduce(0, into, torch.where(attains, place, n), "amin")[: bags.number]
+    last = torch.full((bags.num_bags + 1, width), n, device=rows.device)
+    first = last.scatter_reduce(0, into, torch.where(attains, place, n), "amin")[: bags.num_bags]
     empty = first == n
     row = bags.indices.long()[first.clamp(max=n - 1)]
     return torch.where(empty, 0.0, weight.gather(0, row)), torch.where(empty, 0, row)
 
 
-def _rows(input: Tensor, weight: Tensor) -> Tensor:
+def _select_rows(input: Tensor, weight: Tensor) -> Tensor:
     """By index_select: the double backward of `embedding` fails where there are no indices."""
     taken = weight.index_select(0, input.reshape(-1))
     return taken.reshape(*input.shape, weight.shape[1])
 
 
-def _nothing(weight: Tensor, count: int) -> Tensor:
-    """Zeros, which have derivatives with respect to weight: none of its rows counts."""
+def _empty_bags(weight: Tensor, count: int) -> Tensor:
+    """Zeros that depend on weight, with derivative 0."""
     return weight[:0].sum(0).expand(count, -1)
 
 
@@ -174,7 +225,7 @@ def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _B
     return _Bags(input, bag, count)
 
 
-def _padding(padding_idx: int | None, weight: Tensor) -> int | None:
+def _padding_row(padding_idx: int | None, weight: Tensor) -> int | None:
     if padding_idx is None:
         return None
     rows = weight.shape[0]
@@ -189,7 +240,7 @@ def _padding(padding_idx: int | None, weight: Tensor) -> int | None:
 def _check(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) -> None:
     validation.tensor("input", input)
     validation.tensor("weight", weight)
-    validation.one_of("mode", mode, MODES)
+    validation.one_of("mode", mode, _MODES)
     if scale is not None and scale.shape != input.shape:
         raise ArgumentValueError(
             f"per_sample_weights: expected the shape of input, {tuple(input.shape)}, got "
@@ -210,43 +261,9 @@ def _check(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) -> No
         )
 
 
-def _refuse(scale_grad_by_freq: bool, sparse: bool) -> None:
+def _check_gradient_options(scale_grad_by_freq: bool, sparse: bool) -> None:
     for name, value in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
         if value:
             raise UnsupportedError(
                 f"{name}: expected False, got {value}; such a gradient cannot be differentiated again."
             )
-
-
-def _torch_embedding_bag(
-    weight: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    scale_grad_by_freq: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """With the signature of torch.embedding_bag, and what it returns beside the bags."""
-    name = MODES[mode]
-    y = embedding_bag(
-        indices, weight, offsets, None, 2.0, scale_grad_by_freq, name, sparse, per_sample_weights,
-        include_last_offset, padding_idx,
-    )  # fmt: skip
-    bags = _bags(indices, offsets, include_last_offset, _padding(padding_idx, weight))
-    sizes = bags.sizes(torch.float64).to(indices.dtype)
-    rows = _of_bags(bags, weight.detach(), name, None)[1] if name == "max" else sizes
-    return (
-        y,
-        bags.bag.to(indices.dtype),
-        sizes,
-        y.new_zeros(y.shape).long() if rows is None else rows,
-    )
-
-
-REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.embedding_bag: embedding_bag,
-    torch.embedding_bag: _torch_embedding_bag,
-}

@@ -1,13 +1,14 @@
 """Code that torch cannot see into, NumPy, SciPy, C++, as an op with hand-given derivatives.
 
-`_cube.py` is this file written out for one function of one input, to be read first. Here the same
-chain of Functions serves any number of inputs and as many orders as there are derivatives:
+`Cube` in `hoglib.testing.opinfo.hand_written` is this chain of Functions written out for one function
+of one input, to be read first. Here it serves any number of inputs and as many orders as there are
+derivatives:
 
     D_0 = f        D_k = all partial derivatives of order k        d D_k[m] / dx_i = D_{k+1}[m, i]
 
-so that the backward of D_k is a sum of products with outputs of D_{k+1}, itself a Function. All of
-them call one operator of torch.library, `hoglib::external`, which tracers record instead of running:
-NumPy under a tracer computes with the example inputs, and its numbers become constants of the graph.
+The backward of D_k is a sum of products with outputs of D_{k+1}, itself a Function. All of them call
+one operator of torch.library, `hoglib::external`, which tracers record instead of running: NumPy under
+a tracer computes with the example inputs, and its numbers become constants of the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from hoglib.errors import (
     NoSecondDerivative,
     UnsupportedError,
 )
-from hoglib.ops._define import Saved, conj, make_function
+from hoglib.ops._function import Saved, batch_to_front, conj, make_function, sum_terms
 
 Array = Any  # a numpy.ndarray; hoglib does not import NumPy
 Index = tuple[int, ...]
@@ -35,41 +36,57 @@ def external(
     d2f: Callable[..., Any] | None = None,
     *higher: Callable[..., Any],
 ) -> Callable[..., Tensor]:
-    r"""An elementwise op from a NumPy, SciPy or C++ function and its derivatives.
+    r"""Make an elementwise op from a NumPy, SciPy or C++ function and its derivatives.
 
         y = f(x_1, ..., x_n)        df = (dy/dx_1, ..., dy/dx_n)        d2f[i][j] = d2y / dx_i dx_j
 
-    f, df, d2f, ... get one NumPy array an input, all of one shape, and give arrays of that shape (or
-    what broadcasts to it). With one input every one of them gives an array; with several, df gives a
-    tuple, d2f a tuple of tuples, and `higher` (d3f, ...) one more level each. None instead of an array
-    says that a derivative is not known; whoever needs it gets an error.
+    Every function gets one NumPy array for each input, all of one shape, and returns arrays of that
+    shape, or what broadcasts to it. With one input each of them returns an array; with several, df
+    returns a tuple, d2f a tuple of tuples, and d3f one more level. None instead of an array says that a
+    derivative is not known; a call that needs it raises.
 
-    Returns op(*inputs): tensors of floating-point or complex dtype (complex: holomorphic f), or
-    numbers, broadcast together; y has their shape, their common dtype and their device. float16 and
-    bfloat16 are computed in float32; inputs on an accelerator go to the host and come back.
+    The op is differentiable to as many orders as derivatives were given, in reverse mode, forward mode,
+    either over the other, and under vmap. float16 and bfloat16 are computed in float32; inputs on an
+    accelerator go to the host and come back. make_fx and torch.compile record a call of f, not its
+    values (torch.compile breaks the graph where the op stands inside a torch.func transform; make_fx
+    does not). What they record names f by a number, so f is kept for the life of the process: make an
+    op once. As in every custom Function, an input that requires grad is differentiated by even if only
+    the gradient of another is asked for.
 
-    Orders and modes: as many orders as derivatives were given, in reverse mode, forward mode, either
-    over the other, and under vmap. make_fx and torch.compile record a call of f, not its values
-    (torch.compile breaks the graph where the op stands inside a torch.func transform; make_fx does
-    not). What they record names f by a number, so f is kept for the life of the process: make an op
-    once. An input that requires grad is differentiated by even if only another's gradient is asked
-    for, as in every custom Function.
-
-    Raises TypeError for integer tensors; ValueError where f or a derivative gives another shape,
-    another number of arrays, or complex numbers for real ones; RuntimeError for an order beyond the
-    derivatives given, naming the one to add; NotImplementedError under two levels of forward mode,
-    where torch differentiates custom Functions to zero.
-    Example: `external(np.sin, np.cos, lambda x: -np.sin(x))`.
+    Args:
+        f: The function.
+        df: Its first derivatives.
+        d2f: Its second derivatives. Default: none; the op is differentiable once.
+        higher: The derivatives of third and higher order, d3f and so on.
+    Returns:
+        The op, a function of tensors of floating-point or complex dtype (complex: holomorphic f) and
+        numbers, which broadcast together. y has their common dtype and their device.
+    Raises:
+        ValueError: for d3f without d2f; in a call where f or a derivative returns another shape,
+            another number of arrays, or complex numbers for real ones.
+        TypeError: for what is not a function; in a call for integer tensors.
+        RuntimeError: in a call for an order beyond the derivatives given, naming the one to add.
+        NotImplementedError: in a call under two levels of forward mode, where torch differentiates
+            custom Functions to zero.
+    Shape:
+        - inputs: any that broadcast together
+        - y: the shape they broadcast to
+    Example:
+        >>> import numpy as np
+        >>> sine = hog.ops.external(np.sin, np.cos, lambda x: -np.sin(x))
+        >>> x = torch.tensor(0.5)
+        >>> sine(x), torch.func.grad(torch.func.grad(sine))(x)
+        (tensor(0.4794), tensor(-0.4794))
     """
     derivatives = [f, df] if d2f is None else [f, df, d2f, *higher]
     if d2f is None and higher:
         raise ArgumentValueError("d2f: expected a function, as d3f was given, got None.")
     for order, function in enumerate(derivatives):
-        validation.function(_name(order), function)
+        validation.function(_derivative_name(order), function)
     chain = _Chain(derivatives)
 
     def op(*inputs: Tensor | float) -> Tensor:
-        return chain.evaluate([()], *_prepared(chain.name, inputs))[0]
+        return chain.evaluate([()], *_broadcast_inputs(chain.name, inputs))[0]
 
     op.__name__ = op.__qualname__ = chain.name
     op.__doc__ = f.__doc__
@@ -91,7 +108,7 @@ class _Chain:
         if torch.compiler.is_compiling():
             # The compiler refuses a Function that has a jvp, and torch.func an operator's autograd.
             if not torch_internals.transforms_active():
-                return tuple(_external(list(inputs), self.number, _encoded(which)))
+                return tuple(_external(list(inputs), self.number, _encode(which)))
             torch._dynamo.graph_break()
         if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
             raise UnsupportedError(
@@ -105,45 +122,45 @@ class _Chain:
         outputs: tuple[Tensor, ...] = self._functions[len(inputs)].apply(tuple(which), *inputs)
         return outputs
 
-    def beyond(self, order: int) -> None:
+    def check_order(self, order: int) -> None:
         """Raise if the derivatives of this order were not given."""
         if order >= len(self.derivatives):
-            given = ", ".join(_name(k) for k in range(len(self.derivatives)))
+            given = ", ".join(_derivative_name(k) for k in range(len(self.derivatives)))
             raise NoSecondDerivative(
-                f"external({self.name}): expected a derivative of order {order}, which "
-                f"differentiating {order} times takes, got {given} alone; add {_name(order)}, as in "
-                f"`external({given}, {_name(order)})`."
+                f"external({self.name}): expected a derivative of order {order} to differentiate "
+                f"{order} times, got {given} alone; add {_derivative_name(order)}, as in "
+                f"`external({given}, {_derivative_name(order)})`."
             )
 
     def label(self, index: Index) -> str:
-        return f"{_name(len(index))}{''.join(f'[{i}]' for i in index)}"
+        return f"{_derivative_name(len(index))}{''.join(f'[{i}]' for i in index)}"
 
 
 def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]:
     """(which, x_1, ..., x_n) -> the derivatives `which`, whose derivatives are the next order's."""
 
     def forward(which: tuple[Index, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_external(list(inputs), chain.number, _encoded(which)))
+        return tuple(_external(list(inputs), chain.number, _encode(which)))
 
     def backward(saved: Saved, *grads: Tensor | None) -> list[Tensor | None]:
         which, *inputs = saved.inputs
-        wanted = [i for i in range(count) if saved.needed[i + 1]]
+        needed = [i for i in range(count) if saved.needs_input_grad[i + 1]]
         arrived = [(index, g) for index, g in zip(which, grads, strict=True) if g is not None]
         result: list[Tensor | None] = [None] * (count + 1)
-        chain.beyond(len(which[0]) + 1)
+        chain.check_order(len(which[0]) + 1)
         slopes = iter(
-            chain.evaluate([(*index, i) for i in wanted for index, _ in arrived], *inputs)
+            chain.evaluate([(*index, i) for i in needed for index, _ in arrived], *inputs)
         )
-        for i in wanted:
-            result[i + 1] = _sum(g * conj(next(slopes)) for _, g in arrived)
+        for i in needed:
+            result[i + 1] = sum_terms(g * conj(next(slopes)) for _, g in arrived)
         return result
 
     def jvp(saved: Saved, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         which, *inputs = saved.inputs
         moving = [(i, t) for i, t in enumerate(tangents) if t is not None]
-        chain.beyond(len(which[0]) + 1)
+        chain.check_order(len(which[0]) + 1)
         slopes = iter(chain.evaluate([(*index, i) for index in which for i, _ in moving], *inputs))
-        return tuple(_sum(t * next(slopes) for _, t in moving) for _ in which)
+        return tuple(sum_terms(t * next(slopes) for _, t in moving) for _ in which)
 
     def vmap(
         function: type[torch.autograd.Function],
@@ -152,7 +169,7 @@ def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]
         which: tuple[Index, ...],
         *inputs: Tensor,
     ) -> tuple[Any, Any]:
-        outputs = function.apply(which, *_batched(batch_size, in_dims[1:], inputs))
+        outputs = function.apply(which, *_batch_first(batch_size, in_dims[1:], inputs))
         return outputs, (0,) * len(outputs)
 
     return make_function(
@@ -172,7 +189,7 @@ _CHAINS: list[_Chain] = []
 @torch.library.custom_op("hoglib::external", mutates_args=())
 def _external(inputs: list[Tensor], chain: int, which: str) -> list[Tensor]:
     """Derivatives of one order: "" for f, "0" for df[0], "0,1 1,1" for d2f[0][1] and d2f[1][1]."""
-    rule, indices, like = _CHAINS[chain], _decoded(which), inputs[0]
+    rule, indices, like = _CHAINS[chain], _decode(which), inputs[0]
     if like.numel() == 0:
         return [like.new_empty(like.shape) for _ in indices]
     values = rule.derivatives[len(indices[0])](*(_to_array(x) for x in inputs))
@@ -182,12 +199,12 @@ def _external(inputs: list[Tensor], chain: int, which: str) -> list[Tensor]:
 
 @_external.register_fake
 def _(inputs: list[Tensor], chain: int, which: str) -> list[Tensor]:
-    return [inputs[0].new_empty(inputs[0].shape) for _ in _decoded(which)]
+    return [inputs[0].new_empty(inputs[0].shape) for _ in _decode(which)]
 
 
 @_external.register_vmap
 def _(info: Any, in_dims: Any, inputs: list[Tensor], chain: int, which: str) -> Any:
-    outputs = _external(_batched(info.batch_size, in_dims[0], inputs), chain, which)
+    outputs = _external(_batch_first(info.batch_size, in_dims[0], inputs), chain, which)
     return outputs, [0] * len(outputs)
 
 
@@ -197,31 +214,31 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> Any:
-    """The derivative where no Function is, under torch.compile."""
-    inputs, indices = list(ctx.saved_tensors), _decoded(ctx.which)
-    _CHAINS[ctx.chain].beyond(len(indices[0]) + 1)
+    """The derivative of the operator alone, for torch.compile, which does not see the Functions."""
+    inputs, indices = list(ctx.saved_tensors), _decode(ctx.which)
+    _CHAINS[ctx.chain].check_order(len(indices[0]) + 1)
     slots = [(*index, i) for i in range(len(inputs)) for index in indices]
-    slopes = iter(_external(inputs, ctx.chain, _encoded(slots)))
-    return [_sum(g * conj(next(slopes)) for g in grads) for _ in inputs], None, None
+    slopes = iter(_external(inputs, ctx.chain, _encode(slots)))
+    return [sum_terms(g * conj(next(slopes)) for g in grads) for _ in inputs], None, None
 
 
 _external.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _encoded(which: Sequence[Index]) -> str:
+def _encode(which: Sequence[Index]) -> str:
     return " ".join(",".join(map(str, index)) for index in which)
 
 
-def _decoded(which: str) -> list[Index]:
+def _decode(which: str) -> list[Index]:
     return [tuple(int(i) for i in index.split(",") if i) for index in which.split(" ")]
 
 
 def _component(chain: _Chain, values: Any, index: Index, count: int) -> Array:
-    """values[i][j]... with the checks that what user code returned calls for."""
+    """values[i][j]..., checked, since user code returned it."""
     part = values
     for depth, i in enumerate(index if count > 1 else ()):
         if not isinstance(part, tuple | list) or len(part) != count:
-            where = _name(len(index)) + "".join(f"[{j}]" for j in index[:depth])
+            where = _derivative_name(len(index)) + "".join(f"[{j}]" for j in index[:depth])
             got = len(part) if isinstance(part, tuple | list) else validation.describe(part)
             raise ArgumentValueError(
                 f"external({chain.name}): expected {where} to be a tuple of {count} arrays, one for "
@@ -237,7 +254,7 @@ def _component(chain: _Chain, values: Any, index: Index, count: int) -> Array:
 
 
 def _to_array(x: Tensor) -> Array:
-    """A copy of its own, so that code which works in place, or keeps it, harms nobody."""
+    """A copy, which user code may change in place or keep."""
     x = x.detach().cpu()
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
@@ -268,7 +285,7 @@ def _to_tensor(chain: _Chain, index: Index, values: Array, like: Tensor) -> Tens
     return like.new_empty(like.shape).copy_(expanded)
 
 
-def _prepared(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
+def _broadcast_inputs(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     """The inputs as tensors of one shape, dtype and device."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     if not tensors:
@@ -291,102 +308,11 @@ def _prepared(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     return list(torch.broadcast_tensors(*every))
 
 
-def _batched(batch_size: int, dims: Sequence[int | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        x.expand(batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip(inputs, dims, strict=True)
-    ]
+def _batch_first(
+    batch_size: int, dims: Sequence[int | None], inputs: Sequence[Tensor]
+) -> list[Tensor]:
+    return [batch_to_front(x, dim, batch_size) for x, dim in zip(inputs, dims, strict=True)]
 
 
-def _sum(terms: Any) -> Tensor:
-    first, *rest = terms
-    for term in rest:
-        first = first + term
-    return first
-
-
-def _name(order: int) -> str:
+def _derivative_name(order: int) -> str:
     return ("f", "df")[order] if order < 2 else f"d{order}f"
-
-
-# === x^3 by NumPy, written out by hand: how code that torch cannot see into becomes differentiable.
-#
-#     f = x^3        f' = 3 x^2        f'' = 6 x        f''' = 6
-#
-# Autograd cannot differentiate NumPy, so each derivative is a Function of its own, whose backward
-# is
-# made of torch operations and *the next Function*. That is the whole trick: were the slope
-# computed by
-# NumPy inside `Cube.backward`, the second derivative would be cut there, and no error would say so.
-#
-# Things to see here, all of which `hoglib.ops.external` does for any function:
-#
-# * setup_context is apart from forward, or torch.func refuses the Function;
-# * what is saved is the input, so that autograd can go through `saved_tensors` to x once more;
-# * jvp is the same rule forwards; vmap is trivial, because the function acts element by element;
-# * `detach` is what NumPy asks for, and is harmless in forward, which autograd does not look into.
-#
-# One thing only `external` does: a tracer that records `Cube` runs the NumPy code once and keeps
-# its
-# numbers as constants. The cure is an operator of torch.library.
-
-
-def cube(x: Tensor) -> Tensor:
-    r"""The cube, computed by NumPy.
-
-        y = x^3        dy/dx = 3 x^2
-
-    Shapes: x any, real or complex, on the CPU; y like x. Differentiable to any order, in reverse mode,
-    one level of forward mode, and under vmap.
-    """
-    return Cube.apply(x)
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.as_tensor(x.detach().numpy() ** 3)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return g * CubeSlope.apply(x).conj()  # conj only matters for complex x
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return t * CubeSlope.apply(x)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
-        return Cube.apply(x), in_dims[0]
-
-
-class CubeSlope(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.as_tensor(3 * x.detach().numpy() ** 2)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return g * (6 * x).conj()  # torch from here on: the chain ends, and every order is there
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return t * (6 * x)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Tensor, int]:
-        return CubeSlope.apply(x), in_dims[0]

@@ -1,7 +1,7 @@
 """Ops that act on gradients: what they compute and what they send back differ on purpose.
 
 The value is a copy of x, not a view, so that an in-place operation on it leaves x alone. For a
-second derivative the rule of backward is what is differentiated: each docstring says what that means.
+second derivative the rule of backward is differentiated: each docstring says what that gives.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.ops._define import Saved, call, define, make_function, vmap_broadcasting, without_jvp
+from hoglib.ops._define import define
+from hoglib.ops._function import (
+    Saved,
+    apply_function,
+    make_function,
+    vmap_by_broadcasting,
+    without_jvp,
+)
 from hoglib.ops._linear import linear
 from hoglib.ops._piecewise import zero_with_slope_one
 
@@ -21,10 +28,27 @@ def straight_through(x: Tensor, *, kind: str = "sign") -> Tensor:
         y = sign(x), heaviside(x) (1 where x > 0, else 0) or round(x) (halves to even)        g -> g
 
     Second derivatives of y are 0, by definition: in a composition f(y(x)) the second derivative by x
-    is that of f at y. Tangents of forward mode pass like gradients. Shapes: x any; y like x.
-    In reverse and forward mode, under vmap.
-    Raises TypeError for an integer or complex x, ValueError for an unknown kind.
-    Source: Bengio, Léonard and Courville, Estimating or Propagating Gradients, 2013, section 4.
+    is that of f at y. Tangents of forward mode pass like gradients. In reverse and forward mode, under
+    vmap.
+
+    Args:
+        x: A real floating-point tensor.
+        kind: "sign", "heaviside" or "round". Default: "sign".
+    Returns:
+        y, like x.
+    Raises:
+        TypeError: for an integer or complex x.
+        ValueError: for an unknown kind.
+    Shape:
+        - x, y: any, the same
+    References:
+        Bengio, Léonard and Courville, Estimating or Propagating Gradients Through Stochastic Neurons,
+        2013, section 4.
+    Example:
+        >>> x = torch.tensor([-0.3, 1.7])
+        >>> f = lambda x: hog.ops.straight_through(x, kind="round")
+        >>> f(x), torch.func.grad(lambda x: (f(x) ** 2).sum())(x)
+        (tensor([-0., 2.]), tensor([-0., 4.]))
     """
     validation.real("x", x)
     validation.one_of("kind", kind, _STRAIGHT_THROUGH)
@@ -36,11 +60,24 @@ def scale_gradient(x: Tensor, *, scale: float) -> Tensor:
 
         y = x        g -> a g
 
-    scale is a, a Python number. The second derivative of f(y(x)) is a^2 f''(y): one factor for
-    each time that the op is passed on the way back. Tangents of forward mode are scaled like
-    gradients. Shapes: x any; y like x. To any order, in reverse and forward mode, under vmap.
-    Raises TypeError for an integer x or a scale that is not a Python number, ValueError for a NaN
-    scale.
+    The second derivative of f(y(x)) is a^2 f''(y): one factor for each time that backward passes the
+    op. Tangents of forward mode are scaled like gradients. To any order, in reverse and forward mode,
+    under vmap.
+
+    Args:
+        x: A floating-point or complex tensor.
+        scale: a, a Python number.
+    Returns:
+        y, a copy of x.
+    Raises:
+        TypeError: for an integer x, or a scale that is not a Python number.
+        ValueError: for a NaN scale.
+    Shape:
+        - x, y: any, the same
+    Example:
+        >>> x = torch.tensor(3.0)
+        >>> torch.func.grad(lambda x: hog.ops.scale_gradient(x, scale=0.5) ** 2)(x)
+        tensor(3.)
     """
     validation.differentiable("x", x)
     return _scale_gradient(x, validation.number("scale", scale))
@@ -51,8 +88,26 @@ def reverse_gradient(x: Tensor, *, scale: float = 1.0) -> Tensor:
 
         y = x        g -> -a g
 
-    scale is a. Shapes, orders, modes and errors as for `scale_gradient`.
-    Source: Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, 2015, eq. 7.
+    The second derivative of f(y(x)) is a^2 f''(y): one factor -a for each time that backward passes the
+    op. Tangents of forward mode are scaled like gradients. To any order, in reverse and forward mode,
+    under vmap.
+
+    Args:
+        x: A floating-point or complex tensor.
+        scale: a, a Python number. Default: 1.
+    Returns:
+        y, a copy of x.
+    Raises:
+        TypeError: for an integer x, or a scale that is not a Python number.
+        ValueError: for a NaN scale.
+    Shape:
+        - x, y: any, the same
+    References:
+        Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, 2015, equation 7.
+    Example:
+        >>> x = torch.tensor(3.0)
+        >>> torch.func.grad(lambda x: hog.ops.reverse_gradient(x) ** 2)(x)
+        tensor(-6.)
     """
     validation.differentiable("x", x)
     return _scale_gradient(x, -validation.number("scale", scale))
@@ -63,15 +118,27 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
 
         y = x        g -> min(max(g, -c), c)
 
-    bound is c. A clip is not linear, so the order of modes matters for second derivatives of f(y(x)).
+    A clip is not linear, so the order of modes matters for second derivatives of f(y(x)).
     Forward-over-reverse differentiates the clipped gradient: f'' v in the entries where |f'| <= c,
     and 0 in those that were clipped; it need not be symmetric. Reverse-over-reverse passes the op
-    once more on its way back and clips once more: the product is that, with f'' v clipped to c too,
-    as it is with a hook on a tensor. A tangent of forward mode passes as it is, because it is no
-    gradient: jvp inside jvp sees the identity.
-    Shapes: x any; y like x. In reverse and forward mode, under vmap.
-    Raises TypeError for an integer or complex x or a bound that is not a Python number, ValueError
-    for a negative bound.
+    once more in its second backward and clips once more: the product is that, with f'' v clipped to c
+    too, as it is with a hook on a tensor. A tangent of forward mode passes as it is, because it is no
+    gradient: jvp inside jvp sees the identity. In reverse and forward mode, under vmap.
+
+    Args:
+        x: A real floating-point tensor.
+        bound: c, a Python number of at least 0.
+    Returns:
+        y, a copy of x.
+    Raises:
+        TypeError: for an integer or complex x, or a bound that is not a Python number.
+        ValueError: for a negative bound.
+    Shape:
+        - x, y: any, the same
+    Example:
+        >>> x = torch.tensor([0.2, 3.0])
+        >>> torch.func.grad(lambda x: (hog.ops.clip_gradient(x, bound=1.0) ** 2).sum())(x)
+        tensor([0.4000, 1.0000])
     """
     validation.real("x", x)
     bound = validation.number("bound", bound, minimum=0)
@@ -79,7 +146,7 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
     if torch.compiler.is_compiling():  # no plain torch operation clips a gradient
         result = _COMPILED_CLIP_GRADIENT.apply(x, bound)
     else:
-        result = call(_CLIP_GRADIENT, _copy, x, bound)
+        result = apply_function(_CLIP_GRADIENT, _copy, x, bound)
     return result
 
 
@@ -88,22 +155,50 @@ def stop_gradient(x: Tensor) -> Tensor:
 
         y = x        g -> none
 
-    No derivative of any order in any mode passes. y shares the memory of x, as in torch; `y.clone()`
-    does not. Shapes: x any; y like x.
-    Raises TypeError for an integer x.
+    No derivative of any order in any mode passes.
+
+    Args:
+        x: A floating-point or complex tensor.
+    Returns:
+        y, which shares the memory of x, as in torch; `y.clone()` does not.
+    Raises:
+        TypeError: for an integer x.
+    Shape:
+        - x, y: any, the same
+    Example:
+        >>> x = torch.tensor(3.0)
+        >>> torch.func.grad(lambda x: x * hog.ops.stop_gradient(x))(x)
+        tensor(3.)
     """
     return validation.differentiable("x", x).detach()
 
 
 def clipped_gradient_linear(x: Tensor, weight: Tensor, *, bound: float) -> Tensor:
-    r"""A linear map that clips the gradient it sends to x, and not the one to its weight.
+    r"""A linear map that clips the gradient by x, and not the one by its weight.
 
         y = x W^T        g -> (min(max(g W, -c), c), g^T x)
 
-    bound is c. Shapes: x [..., in], weight [out, in]; y [..., out]. Second derivatives and forward mode
-    as for `clip_gradient`, modes as for `linear`.
-    Raises TypeError for integer or complex tensors or a bound that is not a Python number,
-    ValueError for shapes that do not fit or a negative bound.
+    Second derivatives and forward mode are those of `clip_gradient` before `linear`: second derivatives
+    depend on the order of modes. In reverse and forward mode, under vmap.
+
+    Args:
+        x: A real floating-point tensor.
+        weight: W.
+        bound: c, a Python number of at least 0.
+    Returns:
+        y.
+    Raises:
+        TypeError: for integer or complex tensors, or a bound that is not a Python number.
+        ValueError: for shapes that do not fit, or a negative bound.
+    Shape:
+        - x: [..., in]
+        - weight: [out, in]
+        - y: [..., out]
+    Example:
+        >>> x, W = torch.ones(1, 2), torch.tensor([[0.5, 3.0]])
+        >>> f = lambda x, W: hog.ops.clipped_gradient_linear(x, W, bound=1.0).sum()
+        >>> torch.func.grad(f, (0, 1))(x, W)
+        (tensor([[0.5000, 1.0000]]), tensor([[1., 1.]]))
     """
     validation.real("weight", weight)
     return linear(clip_gradient(x, bound=bound), weight)
@@ -159,7 +254,7 @@ _CLIP_GRADIENT = make_function(
     forward=_copy,
     backward=_clip_backward,
     jvp=_clip_jvp,
-    vmap=vmap_broadcasting,
+    vmap=vmap_by_broadcasting,
     keep_inputs=(),
     keep_outputs=(),
 )

@@ -1,8 +1,6 @@
 """Sampling at places between pixels, of which torch has no second derivative and no forward mode."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +10,10 @@ from hoglib._core import validation
 from hoglib._core.mixed_precision import HALF_DTYPES, is_autocast
 from hoglib.errors import ArgumentValueError
 
-MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
-PADDINGS = ("zeros", "border", "reflection")
-CUBIC = -0.75
-OUTSIDE = -2.0  # the place of a coordinate that is no number
+_MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
+_PADDING_MODES = ("zeros", "border", "reflection")
+_CUBIC = -0.75
+_NAN_PLACE = -2.0  # the place of a coordinate that is NaN
 
 
 def grid_sample(
@@ -29,22 +27,47 @@ def grid_sample(
 
         y(p) = sum_k w_k(x) v_k(y)        v_k: pixels around (x, y)(p), w_k: of the distance to them
 
-    bilinear: w = 1 - |d| of two pixels an axis; bicubic: cubic convolution of four; nearest: 1 of one,
-    halves to even, no gradient by grid. Pixels outside are 0, or those at the border, or reflected.
+    torch's own has no second derivative and no forward mode. The grid runs from -1 to 1.
     Derivatives are the one-sided ones of torch: at a pixel that to the right, none by a coordinate
-    at or outside of the border. grid runs from -1 to 1, at the centres of the outermost pixels under
-    align_corners, else at their edges. To any order, in every mode, under vmap.
+    at or outside of the border. Half precision is computed in float32, from the grid on; under
+    autocast the result is float32. A coordinate that is NaN gives NaN, or for "nearest" a pixel of
+    the border or 0, as torch's; so too for "bilinear" with "border" or "reflection", where torch's
+    own reads memory outside of the tensor. Differentiable to any order, in every mode, under vmap.
 
-    Shapes: input [N, C, H, W] and grid [N, h, w, 2] give [N, C, h, w]; [N, C, D, H, W] and
-    [N, d, h, w, 3] give [N, C, d, h, w], bilinear or nearest. Half precision is computed in float32,
-    from the grid on; under autocast the result is float32. A coordinate that is NaN gives NaN, or for
-    nearest a pixel of the border or 0, as torch's; so too in bilinear with border or reflection,
-    where torch's own reads foreign memory.
-    Raises as torch. Jaderberg et al., 2015 (spatial transformers); Keys, 1981 (cubic convolution).
+    Args:
+        input: The pixels, a real floating-point tensor.
+        grid: The places to sample at, x first, of the dtype of input.
+        mode: "bilinear" (w = 1 - |d| of two pixels in each dimension), "bicubic" (cubic convolution of
+            four, 4D input only) or "nearest" (one, halves to even, no gradient by grid). Default:
+            "bilinear".
+        padding_mode: What lies outside: "zeros", "border" (the pixels there) or "reflection". Default:
+            "zeros".
+        align_corners: Whether -1 and 1 are the centres of the outermost pixels, not their edges.
+            Default: False, with torch's warning.
+    Returns:
+        y, of the dtype of input.
+    Raises:
+        TypeError: for integer or complex tensors.
+        ValueError: for an unknown mode or padding_mode.
+        RuntimeError: for shapes and dtypes that do not fit, as torch.
+    Shape:
+        - input: [N, C, H, W] or [N, C, D, H, W]
+        - grid: [N, h, w, 2] or [N, d, h, w, 3]
+        - y: [N, C, h, w] or [N, C, d, h, w]
+    References:
+        - Jaderberg et al., Spatial Transformer Networks, 2015.
+        - Keys, Cubic Convolution Interpolation for Digital Image Processing, 1981.
+    Example:
+        >>> x, grid = torch.tensor([[[[0.0, 1.0], [2.0, 5.0]]]]), torch.zeros(1, 1, 1, 2)
+        >>> f = lambda grid: hog.ops.grid_sample(x, grid, align_corners=True)
+        >>> f(grid)
+        tensor([[[[2.]]]])
+        >>> hog.hvp(lambda grid: f(grid).sum(), grid, torch.tensor([[[[1.0, 0.0]]]]))[1]
+        tensor([[[[0.0000, 0.5000]]]])
     """
     for what, value, known in (
-        ("mode", mode, MODES),
-        ("padding_mode", padding_mode, PADDINGS),
+        ("mode", mode, _MODES),
+        ("padding_mode", padding_mode, _PADDING_MODES),
     ):
         if value not in known:
             raise ArgumentValueError(
@@ -58,14 +81,14 @@ def grid_sample(
             stacklevel=2,
         )
         align_corners = False
-    input, grid, dtype = _in_torch_dtypes(input, grid)
+    input, grid, dtype = _cast(input, grid)
     _check_shapes(input, grid, mode)
     places, weights = None, None
     # the last coordinate belongs to the first spatial dimension
     for axis in range(grid.shape[-1]):
         size = input.shape[-1 - axis]
         x = _position(grid[..., axis].flatten(1), size, align_corners)
-        i, w = _taps(x, size, mode, padding_mode, align_corners)
+        i, w = _neighbours(x, size, mode, padding_mode, align_corners)
         if places is None or weights is None:
             places, weights, stride = i, w, size
         else:
@@ -83,10 +106,10 @@ def grid_sample(
     return y.reshape(N, C, *grid.shape[1:-1]).to(dtype)
 
 
-def _grid_sampler(
+def torch_grid_sampler(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:
-    """With the signature of torch.grid_sampler, where options are numbers."""
+    """With the signature of `torch.grid_sampler`, where options are numbers."""
     for what, number in (
         ("interpolation_mode", interpolation_mode),
         ("padding_mode", padding_mode),
@@ -94,16 +117,8 @@ def _grid_sampler(
         if number not in (0, 1, 2):
             raise ArgumentValueError(f"grid_sampler: expected {what} 0, 1 or 2, got {number!r}.")
     return grid_sample(
-        input, grid, MODES[interpolation_mode], PADDINGS[padding_mode], align_corners
+        input, grid, _MODES[interpolation_mode], _PADDING_MODES[padding_mode], align_corners
     )
-
-
-REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.grid_sample: grid_sample,
-    torch.grid_sampler: _grid_sampler,
-    torch.grid_sampler_2d: _grid_sampler,
-    torch.grid_sampler_3d: _grid_sampler,
-}
 
 
 def _position(g: Tensor, size: int, align_corners: bool) -> Tensor:
@@ -111,14 +126,14 @@ def _position(g: Tensor, size: int, align_corners: bool) -> Tensor:
     return (g + 1) * ((size - 1) / 2) if align_corners else (g + 1) * (size / 2) - 0.5
 
 
-def _taps(
+def _neighbours(
     x: Tensor, size: int, mode: str, padding_mode: str, align_corners: bool
 ) -> tuple[Tensor, Tensor]:
     """The pixels around each position, [N, K, P], and their weights."""
-    if mode != "bicubic":  # there it is each pixel that is brought inside, not the position
-        x = _inside(x, size, padding_mode, align_corners)
+    if mode != "bicubic":  # which brings each pixel inside, not the position
+        x = _bring_inside(x, size, padding_mode, align_corners)
     if mode == "nearest":
-        taps = x.nan_to_num(OUTSIDE).round().unsqueeze(1)
+        taps = x.nan_to_num(_NAN_PLACE).round().unsqueeze(1)
         w = 1 + (taps - taps.detach())  # the gradient by grid is 0, not missing
         taps = taps.detach()
     else:
@@ -127,10 +142,10 @@ def _taps(
         w = torch.stack((1 - t, t) if mode == "bilinear" else _cubic(t), 1)
         taps = torch.stack([first + k for k in _OFFSETS[mode]], 1)
     if mode == "bicubic":
-        taps = _inside(taps, size, padding_mode, align_corners)
-    if padding_mode == "zeros":  # not `where`: what is no number stays none
+        taps = _bring_inside(taps, size, padding_mode, align_corners)
+    if padding_mode == "zeros":  # not `where`, so that NaN stays NaN
         w = w * ((taps >= 0) & (taps <= size - 1))
-    return taps.nan_to_num(OUTSIDE).clamp(0, size - 1).long(), w
+    return taps.nan_to_num(_NAN_PLACE).clamp(0, size - 1).long(), w
 
 
 _OFFSETS = {"bilinear": (0, 1), "bicubic": (-1, 0, 1, 2)}
@@ -140,25 +155,25 @@ def _cubic(t: Tensor) -> tuple[Tensor, ...]:
     """Weights of the pixels at distances 1 + t, t, 1 - t, 2 - t; sum 1."""
     s = 1 - t
     return (
-        CUBIC * t * s * s,
-        1 - t * t * ((CUBIC + 3) - (CUBIC + 2) * t),
-        1 - s * s * ((CUBIC + 3) - (CUBIC + 2) * s),
-        CUBIC * s * t * t,
+        _CUBIC * t * s * s,
+        1 - t * t * ((_CUBIC + 3) - (_CUBIC + 2) * t),
+        1 - s * s * ((_CUBIC + 3) - (_CUBIC + 2) * s),
+        _CUBIC * s * t * t,
     )
 
 
-def _inside(x: Tensor, size: int, padding_mode: str, align_corners: bool) -> Tensor:
+def _bring_inside(x: Tensor, size: int, padding_mode: str, align_corners: bool) -> Tensor:
     if padding_mode == "zeros":
         return x
     if padding_mode == "reflection":
         low, period = (0.0, 2.0 * (size - 1)) if align_corners else (-0.5, 2.0 * size)
         if period:
-            x = _reflected(x - low, period) + low
+            x = _reflect(x - low, period) + low
     # as clamp, but without a derivative at the bounds too
     return F.hardtanh(x, 0.0, float(size - 1))
 
 
-def _reflected(x: Tensor, period: float) -> Tensor:
+def _reflect(x: Tensor, period: float) -> Tensor:
     """The distance to the nearest multiple of the period; at 0 its derivative is 1."""
     x = torch.where(x < 0, -x, x)
     x = x - (x.detach() / period).floor() * period
@@ -166,7 +181,7 @@ def _reflected(x: Tensor, period: float) -> Tensor:
     return torch.where(x > back, back, x)
 
 
-def _in_torch_dtypes(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
+def _cast(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
     """Both in the dtype to compute in, and that of the result."""
     validation.real("input", input)
     validation.real("grid", grid)

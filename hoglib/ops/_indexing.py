@@ -1,11 +1,9 @@
-"""Products within runs of equal keys, by doubling: only multiplications, so right at factors of 0.
+"""Reductions by index and by segment, with products that are right where factors are 0.
 
 Dividing the product of all by one factor, as torch's derivatives do, needs cases for zeros, and cases
-by values have no derivatives of their own.
+by values have no derivatives of their own. Here products come from a segmented scan by doubling: only
+multiplications.
 """
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,77 +12,68 @@ from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentIndexError
 
-
-def segmented_products(x: Tensor, keys: Tensor, dim: int) -> Tensor:
-    """Each entry times those before it in its run: y_i = prod_(j <= i, keys_j = keys_i) x_j.
-
-    keys has the shape of x, and is sorted along dim. It takes log2(n) steps.
-    """
-    n, step = x.shape[dim], 1
-    while step < n:
-        before, after = x.narrow(dim, 0, n - step), x.narrow(dim, step, n - step)
-        one_run = keys.narrow(dim, 0, n - step) == keys.narrow(dim, step, n - step)
-        longer = after * torch.where(one_run, before, 1.0)
-        x, step = torch.cat([x.narrow(dim, 0, step), longer], dim), 2 * step
-    return x
-
-
-def segment_ends(keys: Tensor, dim: int) -> Tensor:
-    """Where a run of equal keys ends."""
-    n = keys.shape[dim]
-    if n == 0:
-        return keys != keys
-    changes = keys.narrow(dim, 0, n - 1) != keys.narrow(dim, 1, n - 1)
-    return torch.cat([changes, torch.ones_like(keys.narrow(dim, 0, 1), dtype=torch.bool)], dim)
-
-
-def products_by_key(x: Tensor, keys: Tensor, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The product of each key's entries, in the shape of like; and which keys there are.
-
-    keys has the shape of x, and is sorted along dim.
-    """
-    products = torch.where(segment_ends(keys, dim), segmented_products(x, keys, dim), 0.0)
-    zeros = torch.zeros(like.shape, dtype=x.dtype, device=x.device)
-    met = zeros.bool().scatter(dim, keys, True)
-    return torch.where(met, zeros.scatter_add(dim, keys, products), 1.0), met
-
-
-# === Reductions by index: torch.scatter_reduce and torch.index_reduce, right in every mode.
-#
-# torch's scatter_reduce is silently wrong in forward over reverse, and so in torch.func.hessian,
-# for
-# products; for the others it is right in every mode, and taken. Its index_reduce has no forward
-# mode.
+_SEGMENT_REDUCTIONS = ("sum", "mean", "max", "min", "prod", "amax", "amin")
+_OF_NO_ENTRIES = {
+    "sum": 0.0,
+    "mean": float("nan"),
+    "max": float("-inf"),
+    "min": float("inf"),
+    "prod": 1.0,
+}
 
 
 def scatter_reduce(
     input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Tensor:
-    r"""Reduce the entries of src into the places of input that index names, along a dimension.
+    r"""Reduce the entries of src into the places of input that index names, as `torch.scatter_reduce`.
 
         y_(index_i) = input_(index_i) * prod_i src_i        for "prod", along dim
 
-    reduce: "sum", "prod", "mean", "amax" or "amin"; without include_self the places that index names
-    start from nothing. Shapes: index no larger than src, nor than input in other dimensions than dim;
-    y that of input. Equal maxima and minima share the derivative. Products are right where factors
-    are 0; half precision is multiplied in float32. Errors are torch's.
+    torch's own is silently wrong for products in forward over reverse, and so in torch.func.hessian;
+    for the other reductions it is right in every mode, and used. Equal maxima and minima share the
+    derivative. Products are right where factors are 0; half precision is multiplied in float32.
+    Differentiable to any order by input and src, in every mode, under vmap.
+
+    Args:
+        input: A tensor; for "prod" with derivatives a floating-point or complex one.
+        dim: The dimension along which index counts.
+        index: The places, int64.
+        src: The entries, of the dtype of input.
+        reduce: "sum", "prod", "mean", "amax" or "amin".
+        include_self: Whether the entries of input take part; without it the places that index names
+            start from the neutral element. Default: True.
+    Returns:
+        y, like input.
+    Raises:
+        RuntimeError: for shapes, dtypes and an index out of range, as torch.
+        IndexError: for a dim that input lacks.
+    Shape:
+        - input, y: any
+        - index: no larger than src, nor than input in other dimensions than dim
+        - src: of as many dimensions
+    Example:
+        >>> x, i = torch.ones(2), torch.tensor([0, 0])
+        >>> f = lambda s: hog.ops.scatter_reduce(x, 0, i, s, "prod")
+        >>> f(torch.tensor([2.0, 3.0])), hog.hessian(lambda s: f(s).sum(), torch.zeros(2))
+        (tensor([6., 1.]), tensor([[0., 1.],
+                [1., 0.]]))
     """
     validation.tensor("input", input)
     differentiable = input.is_floating_point() or input.is_complex()
-    if reduce != "prod" or not differentiable or input.dtype != src.dtype or _too_large(index, src):
+    if reduce != "prod" or not differentiable or input.dtype != src.dtype or _is_larger(index, src):
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
     if not input.dim() or not index.dim() or not src.dim():
-        whole = scatter_reduce(
+        y = scatter_reduce(
             torch.atleast_1d(input), dim, torch.atleast_1d(index), torch.atleast_1d(src), reduce,
             include_self=include_self,
         )  # fmt: skip
-        return whole.reshape(input.shape)
+        return y.reshape(input.shape)
     dim = validation.dim("dim", dim, input.dim())
     keys, order = torch.sort(index, dim=dim, stable=True)
     factors = upcast_half(src).gather(dim, order)
-    products, met = products_by_key(factors, keys, dim, input)
-    wide = upcast_half(input)
-    y = wide * products if include_self else torch.where(met, products, wide)
+    products, named = _products_by_key(factors, keys, dim, input)
+    x = upcast_half(input)
+    y = x * products if include_self else torch.where(named, products, x)
     return y.to(input.dtype)
 
 
@@ -97,10 +86,37 @@ def index_reduce(
     *,
     include_self: bool = True,
 ) -> Tensor:
-    r"""Reduce the slices of source into those of input that index names: `scatter_reduce` by slices.
+    r"""Reduce the slices of source into those of input that index names, as `torch.index_reduce`.
 
-    reduce: "prod", "mean", "amax" or "amin". Shapes: index (n,), source that of input with n at dim;
-    y that of input. Raises RuntimeError for others.
+        y_(index_i) = input_(index_i) * prod_i source_i        for "prod", slices along dim
+
+    torch's own has no forward mode. Equal maxima and minima share the derivative. Products are right
+    where factors are 0; half precision is multiplied in float32. Differentiable to any order by input
+    and source, in every mode, under vmap.
+
+    Args:
+        input: A floating-point or complex tensor.
+        dim: The dimension of the slices.
+        index: The slices of input, int64 or int32.
+        source: The slices, of the dtype of input.
+        reduce: "prod", "mean", "amax" or "amin".
+        include_self: Whether the slices of input take part; without it those that index names start
+            from the neutral element. Default: True.
+    Returns:
+        y, like input.
+    Raises:
+        RuntimeError: for another reduction, and for shapes and dtypes that do not fit.
+        IndexError: for a dim that input lacks, or an index that is no vector.
+    Shape:
+        - input, y: any
+        - index: [n]
+        - source: that of input with n at dim
+    Example:
+        >>> x, i = torch.ones(2), torch.tensor([0, 0])
+        >>> f = lambda s: hog.ops.index_reduce(x, 0, i, s, "prod")
+        >>> f(torch.tensor([2.0, 3.0])), hog.hessian(lambda s: f(s).sum(), torch.zeros(2))
+        (tensor([6., 1.]), tensor([[0., 1.],
+                [1., 0.]]))
     """
     validation.tensor("input", input)
     if reduce not in ("prod", "mean", "amax", "amin"):
@@ -131,25 +147,11 @@ def index_reduce(
     return y.reshape(input.shape)
 
 
-def _too_large(index: Tensor, src: Tensor) -> bool:
-    """Then torch has an error for it."""
+def _is_larger(index: Tensor, src: Tensor) -> bool:
+    """Whether index is larger than src, for which torch has an error."""
     return index.dim() != src.dim() or any(
         i > s for i, s in zip(index.shape, src.shape, strict=True)
     )
-
-
-SCATTER_REDUCE: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.scatter_reduce: scatter_reduce,
-    torch.Tensor.scatter_reduce: scatter_reduce,
-    torch.index_reduce: index_reduce,
-    torch.Tensor.index_reduce: index_reduce,
-}
-
-
-# === Reductions of segments: torch.segment_reduce, to any order and in forward mode.
-
-REDUCTIONS = ("sum", "mean", "max", "min", "prod", "amax", "amin")
-EMPTY = {"sum": 0.0, "mean": float("nan"), "max": float("-inf"), "min": float("inf"), "prod": 1.0}
 
 
 def segment_reduce(
@@ -163,56 +165,78 @@ def segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> Tensor:
-    r"""Sum, mean, maximum, minimum or product of each segment along an axis.
+    r"""Sum, mean, maximum, minimum or product of each segment along an axis, as `torch.segment_reduce`.
 
         y_s = initial + sum_(i in segment s) x_i, and so on for the others
 
-    Shapes: data (..., n, ...) with n at axis; lengths (..., segments) or offsets (..., segments + 1),
-    whose last dimension is that axis; y is data with segments for n. What lies in no segment is left
-    out. A mean divides initial too. A segment of nothing is initial, or 0, NaN, -inf, inf and 1,
-    without derivatives. Equal maxima and minima share the derivative
-    (torch's share only one that is greater than 0). Products are right where
-    factors are 0. Half precision is computed in float32.
-    Raises RuntimeError where torch does: also, on the CPU, for lengths that are negative or, unless
-    unsafe, that do not sum to n.
+    torch's own has neither a second derivative nor a forward mode. Entries outside of all segments
+    are left out. A mean divides initial too. A segment without entries is initial, or else 0, NaN,
+    -inf, inf or 1, without derivatives. Equal maxima and minima share the derivative (torch's share
+    only one that is greater than 0). Products are right where factors are 0. Half precision is
+    computed in float32. Differentiable to any order, in every mode, under vmap.
+
+    Args:
+        data: x, a real floating-point tensor.
+        reduce: "sum", "mean", "max", "min" or "prod".
+        lengths: The length of each segment. Default: none; give lengths or offsets.
+        indices: Refused, as by torch. Default: none.
+        offsets: The position where each segment begins, and the end of the last. Default: none.
+        axis: The axis of the segments, the last dimension of lengths or offsets. Default: 0.
+        unsafe: Whether lengths are not checked. Default: False.
+        initial: A value that takes part in every segment. Default: none.
+    Returns:
+        y, of the dtype of data.
+    Raises:
+        RuntimeError: where torch does: for shapes, dtypes and another reduction; also, on the CPU, for
+            lengths that are negative or, unless unsafe, that do not sum to n.
+    Shape:
+        - data: [..., n, ...], n at axis
+        - lengths: [..., segments]
+        - offsets: [..., segments + 1]
+        - y: [..., segments, ...]
+    Example:
+        >>> x, n = torch.tensor([2.0, 3.0, 5.0]), torch.tensor([2, 1])
+        >>> f = lambda x: hog.ops.segment_reduce(x, "prod", lengths=n)
+        >>> f(x), hog.hvp(lambda x: f(x).sum(), x, torch.tensor([1.0, 0.0, 0.0]))[1]
+        (tensor([6., 5.]), tensor([0., 1., 0.]))
     """
     validation.tensor("data", data)
-    given, axis = _segments(data, lengths, indices, offsets, axis)
-    if reduce not in REDUCTIONS:
+    given, axis = _check_segments(data, lengths, indices, offsets, axis)
+    if reduce not in _SEGMENT_REDUCTIONS:
         raise torch_errors.Refused(
-            f"reduce: expected one of {', '.join(REDUCTIONS[:5])}; got {reduce!r}."
+            f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
         )
     torch_errors.real("data", data)
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
-        _check(given, data.shape[axis])
-    keys, count = _keys(given, offsets is not None, data.shape[axis])
+        _check_lengths(given, data.shape[axis])
+    keys, count = _segment_of_each(given, offsets is not None, data.shape[axis])
     rest = data.dim() - axis - 1
     into = keys.reshape(keys.shape + (1,) * rest).expand(data.shape)
     x = upcast_half(data)
     shape = (*data.shape[:axis], count + 1, *data.shape[axis + 1 :])
-    base = torch.full(shape, EMPTY[kind], dtype=x.dtype, device=x.device)
+    base = torch.full(shape, _OF_NO_ENTRIES[kind], dtype=x.dtype, device=x.device)
     if kind in ("max", "min"):
         y = base.scatter_reduce(axis, into, x, f"a{kind}", include_self=False)
         if initial is not None:
             y = torch.where(y < initial if kind == "max" else y > initial, initial, y)
     elif kind == "prod":
-        y = products_by_key(x, into, axis, base)[0]
+        y = _products_by_key(x, into, axis, base)[0]
         y = y if initial is None else y * initial
     else:
         y = torch.zeros_like(base).scatter_add(axis, into, x)
         y = y if initial is None else y + initial
         if kind == "mean":
             sizes = torch.zeros_like(base).scatter_add(axis, into, torch.ones_like(x))
-            empty = EMPTY["mean"] if initial is None else initial
+            empty = _OF_NO_ENTRIES["mean"] if initial is None else initial
             y = torch.where(sizes == 0, empty, y / sizes.clamp(min=1))
     return y.narrow(axis, 0, count).to(data.dtype)
 
 
-def _segments(
+def _check_segments(
     data: Tensor, lengths: Tensor | None, indices: Tensor | None, offsets: Tensor | None, axis: int
 ) -> tuple[Tensor, int]:
-    """The lengths or offsets that count, and the axis from the front."""
+    """The lengths, or the offsets where they are given, and the axis counted from 0."""
     if indices is not None:
         raise torch_errors.Refused(
             "indices: expected None, got a tensor; torch does not take them yet."
@@ -240,7 +264,7 @@ def _segments(
     return given, axis
 
 
-def _check(lengths: Tensor, n: int) -> None:
+def _check_lengths(lengths: Tensor, n: int) -> None:
     """An assertion inside the graph, because a branch on values would leave it."""
     text = (
         "lengths: expected whole numbers of at least 0 that sum to data.size(axis); or set unsafe."
@@ -248,8 +272,8 @@ def _check(lengths: Tensor, n: int) -> None:
     torch._assert_async(((lengths >= 0).all(-1) & (lengths.sum(-1) == n)).all(), text)
 
 
-def _keys(given: Tensor, are_offsets: bool, n: int) -> tuple[Tensor, int]:
-    """The segment of each entry, or the number of segments for what is in none."""
+def _segment_of_each(given: Tensor, are_offsets: bool, n: int) -> tuple[Tensor, int]:
+    """The segment of each entry, and the number of segments, which stands for an entry in none."""
     ends = given[..., 1:] if are_offsets else given.cumsum(-1)
     place = torch.arange(n, dtype=ends.dtype, device=given.device)
     place = place.expand(*given.shape[:-1], n).contiguous()
@@ -259,6 +283,35 @@ def _keys(given: Tensor, are_offsets: bool, n: int) -> tuple[Tensor, int]:
     return keys, ends.shape[-1]
 
 
-SEGMENT_REDUCE: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.segment_reduce: segment_reduce
-}
+def segmented_scan(x: Tensor, keys: Tensor, dim: int) -> Tensor:
+    """Cumulative products within runs of equal keys: y_i = prod_(j <= i, keys_j = keys_i) x_j.
+
+    keys has the shape of x, and is sorted along dim. It takes log2(n) steps.
+    """
+    n, step = x.shape[dim], 1
+    while step < n:
+        before, after = x.narrow(dim, 0, n - step), x.narrow(dim, step, n - step)
+        one_run = keys.narrow(dim, 0, n - step) == keys.narrow(dim, step, n - step)
+        longer = after * torch.where(one_run, before, 1.0)
+        x, step = torch.cat([x.narrow(dim, 0, step), longer], dim), 2 * step
+    return x
+
+
+def _run_ends(keys: Tensor, dim: int) -> Tensor:
+    """Where a run of equal keys ends."""
+    n = keys.shape[dim]
+    if n == 0:
+        return keys != keys
+    changes = keys.narrow(dim, 0, n - 1) != keys.narrow(dim, 1, n - 1)
+    return torch.cat([changes, torch.ones_like(keys.narrow(dim, 0, 1), dtype=torch.bool)], dim)
+
+
+def _products_by_key(x: Tensor, keys: Tensor, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The product of each key's entries, in the shape of like, and a mask of the keys that occur.
+
+    keys has the shape of x, and is sorted along dim.
+    """
+    products = torch.where(_run_ends(keys, dim), segmented_scan(x, keys, dim), 0.0)
+    zeros = torch.zeros(like.shape, dtype=x.dtype, device=x.device)
+    named = zeros.bool().scatter(dim, keys, True)
+    return torch.where(named, zeros.scatter_add(dim, keys, products), 1.0), named

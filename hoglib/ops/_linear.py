@@ -16,8 +16,15 @@ from hoglib._core import validation
 from hoglib._core.matrix_products import affine, product
 from hoglib._core.mixed_precision import autocast_on
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.ops._define import Saved, call, conj, define, make_function, sum_to, vmap_broadcasting
+from hoglib.errors import ArgumentValueError
+from hoglib.ops._function import (
+    Saved,
+    apply_function,
+    batch_to_front,
+    conj,
+    make_function,
+    sum_terms,
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -26,12 +33,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = x W^T + b
         g -> (g W, g^T x summed over the leading dimensions, g summed over them)
 
-    Shapes: x [..., in], weight [out, in], bias [out] or None; y [..., out]. Differentiable to any
-    order in all three, in reverse and forward mode, under vmap. Under autocast the product runs in
-    the autocast dtype, as torch's own does.
-    Raises TypeError for integer tensors, ValueError for shapes that do not fit.
+    Differentiable to any order in all three, in reverse and forward mode, under vmap. Under autocast
+    the product runs in the autocast dtype, as torch's own does.
+
+    Args:
+        x: A floating-point or complex tensor.
+        weight: W.
+        bias: b. Default: none.
+    Returns:
+        y.
+    Raises:
+        TypeError: for integer tensors.
+        ValueError: for shapes that do not fit.
+    Shape:
+        - x: [..., in]
+        - weight: [out, in]
+        - bias: [out]
+        - y: [..., out]
+    Example:
+        >>> x, W = torch.tensor([[1.0, 2.0]]), torch.eye(2)
+        >>> hog.ops.linear(x, W, torch.ones(2))
+        tensor([[2., 3.]])
+        >>> hog.hvp(lambda W: hog.ops.linear(x, W).square().sum(), W, torch.ones(2, 2))[1]
+        tensor([[ 6., 12.],
+                [ 6., 12.]])
     """
-    result: Tensor = _apply(_LINEAR, "linear", x, weight, bias)
+    result: Tensor = _apply_layer(_LINEAR, "linear", x, weight, bias)
     return result
 
 
@@ -43,33 +70,112 @@ def linear_act(
         y = act(z)        z = x W^T + b
         g -> (u W, u^T x summed over the leading dimensions, u summed over them), u = act'(z) g
 
-    act is "relu", "tanh", "sigmoid" or "softplus", whose derivative is a function of y, so that y is
-    the one tensor of its size that is kept; or "swish" (x s(x), the SiLU), which keeps z instead.
-    Shapes, orders and modes as for `linear`. What it is for: networks of custom Functions, where one
-    a layer costs half the calls of two. In eager mode the composite of torch's own operations is
-    faster while layers are small (half the time at 32 units) and even with it in second-order steps
-    from some hundreds of units on; under the compiler both are the same graph.
-    Raises TypeError for integer tensors, and for complex ones where act is "relu" or "softplus",
-    ValueError for shapes that do not fit or an unknown act.
+    Beside the inputs one tensor of the size of y is kept for the derivatives: y, or z for "swish".
+    It is meant for networks of custom Functions, where one call for each layer costs half of two. In
+    eager mode the composite of torch's own operations is faster while layers are small (half the time
+    at 32 units) and even with it in second-order steps from some hundreds of units on; under the
+    compiler both are the same graph. Differentiable to any order in all three, in reverse and forward
+    mode, under vmap. Under autocast the product runs in the autocast dtype.
+
+    Args:
+        x: A floating-point or complex tensor.
+        weight: W.
+        bias: b. Default: none.
+        act: "relu", "tanh", "sigmoid", "softplus" or "swish" (z s(z), the SiLU). Default: "tanh".
+    Returns:
+        y.
+    Raises:
+        TypeError: for integer tensors, and for complex ones where act is "relu" or "softplus".
+        ValueError: for shapes that do not fit, or an unknown act.
+    Shape:
+        - x: [..., in]
+        - weight: [out, in]
+        - bias: [out]
+        - y: [..., out]
+    Example:
+        >>> x, W = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, 0.0]])
+        >>> hog.ops.linear_act(x, W, act="tanh")
+        tensor([[0.4621]])
+        >>> hog.hvp(lambda W: hog.ops.linear_act(x, W).sum(), W, torch.ones(1, 2))[1]
+        tensor([[-2.1806, -4.3612]])
     """
     validation.one_of("act", act, _LINEAR_ACT)
     if act in _REAL_ONLY:
         validation.real("x", x)
     layer = _LINEAR_ACT[act]
-    result = _apply(layer, "linear_act", x, weight, bias)
+    result = _apply_layer(layer, "linear_act", x, weight, bias)
     return result[0] if layer.keeps_z else result
 
 
-class _Activation(NamedTuple):
-    forward: Callable[[Tensor], Tensor]
-    pull: Callable[[Tensor, Tensor], Tensor]  # g, y -> act' g; g, z -> act' g where keeps_z
-    keeps_z: bool = False
+def linear_unchecked(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T of operands that were checked."""
+    result: Tensor = apply_function(_LINEAR.function, _LINEAR.reference, x, weight, None)
+    return result
+
+
+def cast_for_product(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operands as torch's own product would take them under autocast.
+
+    float64 and complex ones stay. It is done outside of the Function, because what backward reads
+    must have the dtype that forward computed in.
+    """
+    device = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not autocast_on(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype)
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    )
 
 
 class _Layer(NamedTuple):
     function: type[torch.autograd.Function]
     reference: Callable[..., Any]
     keeps_z: bool
+
+
+def _apply_layer(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    if torch.compiler.is_compiling():
+        return _check_and_apply(layer, name, x, weight, bias)
+    with without_stand_ins():
+        return _check_and_apply(layer, name, x, weight, bias)
+
+
+def _check_and_apply(
+    layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Any:
+    _check(name, x, weight, bias)
+    return apply_function(layer.function, layer.reference, *cast_for_product(x, weight, bias))
+
+
+def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    validation.differentiable("x", x)
+    validation.differentiable("weight", weight)
+    if bias is not None:
+        validation.differentiable("bias", bias)
+    fits = (
+        x.dim() >= 1
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+    if not fits:
+        got = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
+        if bias is not None:
+            got += f", bias {tuple(bias.shape)}"
+        raise ArgumentValueError(
+            f"{name}: expected x [..., in], weight [out, in] and bias [out] or None, got {got}; "
+            f"a transposed weight is passed as `weight.mT`."
+        )
+
+
+class _Activation(NamedTuple):
+    forward: Callable[[Tensor], Tensor]
+    vjp: Callable[[Tensor, Tensor], Tensor]  # g, y -> act' g; g, z -> act' g where keeps_z
+    keeps_z: bool = False
 
 
 def _softplus(z: Tensor) -> Tensor:
@@ -86,33 +192,32 @@ def _swish_derivative(z: Tensor) -> Tensor:
     return s * (1 + z * (1 - s))
 
 
-# torch's own backward kernels, which it differentiates to any order: one call, and less kept for
-# the
-# second derivative, than the formulas, which serve complex numbers.
+# torch's own backward kernels, which it differentiates to any order: one call, and less kept for the
+# second derivative, than by the formulas, which serve complex numbers.
 
 
-def _relu_pull(g: Tensor, y: Tensor) -> Tensor:
+def _relu_vjp(g: Tensor, y: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(g, y, 0)
 
 
-def _tanh_pull(g: Tensor, y: Tensor) -> Tensor:
+def _tanh_vjp(g: Tensor, y: Tensor) -> Tensor:
     return g * (1 - y * y) if y.is_complex() else torch.ops.aten.tanh_backward(g, y)
 
 
-def _sigmoid_pull(g: Tensor, y: Tensor) -> Tensor:
+def _sigmoid_vjp(g: Tensor, y: Tensor) -> Tensor:
     return g * (y * (1 - y)) if y.is_complex() else torch.ops.aten.sigmoid_backward(g, y)
 
 
-def _swish_pull(g: Tensor, z: Tensor) -> Tensor:
+def _swish_vjp(g: Tensor, z: Tensor) -> Tensor:
     return g * _swish_derivative(z)  # torch's kernel has no derivative of its own
 
 
 _ACTIVATIONS = {
-    "relu": _Activation(torch.relu, _relu_pull),
-    "tanh": _Activation(torch.tanh, _tanh_pull),
-    "sigmoid": _Activation(torch.sigmoid, _sigmoid_pull),
+    "relu": _Activation(torch.relu, _relu_vjp),
+    "tanh": _Activation(torch.tanh, _tanh_vjp),
+    "sigmoid": _Activation(torch.sigmoid, _sigmoid_vjp),
     "softplus": _Activation(_softplus, lambda g, y: g * -torch.expm1(-y)),
-    "swish": _Activation(_silu, _swish_pull, keeps_z=True),
+    "swish": _Activation(_silu, _swish_vjp, keeps_z=True),
 }
 _REAL_ONLY = ("relu", "softplus")  # torch has no complex derivatives of them
 
@@ -127,10 +232,10 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x @ weight.mT + bias.unsqueeze(-2)
 
 
-def _transposed(saved: Saved, u: Tensor) -> list[Tensor | None]:
+def _backward(saved: Saved, u: Tensor) -> list[Tensor | None]:
     """The gradients of x W^T + b for a gradient u of its value."""
     x, weight, _ = saved.inputs
-    by_x, by_weight, by_bias = saved.needed
+    by_x, by_weight, by_bias = saved.needs_input_grad
     stacked = weight.dim() > 2
     rows = u if stacked else _rows(u)
     grad_weight = product(rows.mT, conj(x if stacked else _rows(x))) if by_weight else None
@@ -157,10 +262,7 @@ def _tangent(saved: Saved, x: Tensor | None, weight: Tensor | None, bias: Tensor
         stacked = saved.inputs[1].dim() > 2
         # contiguous: torch wants the layout of the output, which for three dimensions is a view
         terms.append((bias.unsqueeze(-2) if stacked else bias).expand(shape).contiguous())
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    return sum_terms(terms)
 
 
 def _vmap(
@@ -171,20 +273,17 @@ def _vmap(
     weight: Tensor,
     bias: Tensor | None,
 ) -> tuple[Any, Any]:
-    def to_front(tensor: Tensor, dim: int | None) -> Tensor:
-        return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-    x = to_front(x, in_dims[0])
+    x = batch_to_front(x, in_dims[0], batch_size)
     lead = x.shape[1:-1]
     if in_dims[1] is not None or in_dims[2] is not None:
         plain = weight.dim() - (in_dims[1] is not None) == 2
-        weight = to_front(weight, in_dims[1])
-        bias = None if bias is None else to_front(bias, in_dims[2])
+        weight = batch_to_front(weight, in_dims[1], batch_size)
+        bias = None if bias is None else batch_to_front(bias, in_dims[2], batch_size)
         if plain and len(lead) != 1:
             x = x.reshape(batch_size, lead.numel(), x.shape[-1])
     elif weight.dim() > 2:  # stacked by an outer vmap, and constant in this one
-        weight = to_front(weight, None)
-        bias = None if bias is None else to_front(bias, None)
+        weight = batch_to_front(weight, None, batch_size)
+        bias = None if bias is None else batch_to_front(bias, None, batch_size)
     output = function.apply(x, weight, bias)
     outputs = output if isinstance(output, tuple) else (output,)
     shaped = tuple(y.reshape(batch_size, *lead, y.shape[-1]) for y in outputs)
@@ -196,7 +295,7 @@ def _make_linear() -> _Layer:
         "Linear",
         3,
         forward=_affine,
-        backward=_transposed,
+        backward=_backward,
         jvp=_tangent,
         vmap=_vmap,
         keep_inputs=(0, 1),
@@ -216,18 +315,18 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
 
     def backward(saved: Saved, grad: Tensor | None, grad_z: Tensor | None = None) -> Any:
         # z is an output too: what the derivative of act' sends to it arrives here as grad_z.
-        u = None if grad is None else act.pull(grad, conj(_kept(saved)))
+        u = None if grad is None else act.vjp(grad, conj(kept_output(saved)))
         if grad_z is not None:
             u = grad_z if u is None else u + grad_z
         assert u is not None
-        return _transposed(saved, u)
+        return _backward(saved, u)
 
     def jvp(saved: Saved, *tangents: Tensor | None) -> Any:
         tangent_z = _tangent(saved, *tangents)
-        tangent = act.pull(tangent_z, _kept(saved))
+        tangent = act.vjp(tangent_z, kept_output(saved))
         return (tangent, tangent_z) if act.keeps_z else tangent
 
-    def _kept(saved: Saved) -> Tensor:
+    def kept_output(saved: Saved) -> Tensor:
         kept = saved.outputs[int(act.keeps_z)]
         assert kept is not None
         return kept
@@ -245,192 +344,5 @@ def _make_linear_act(name: str, act: _Activation) -> _Layer:
     return _Layer(function, reference, act.keeps_z)
 
 
-def _apply(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    if torch.compiler.is_compiling():
-        return _checked(layer, name, x, weight, bias)
-    with without_stand_ins():
-        return _checked(layer, name, x, weight, bias)
-
-
-def _checked(layer: _Layer, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    _check(name, x, weight, bias)
-    return call(layer.function, layer.reference, *autocast(x, weight, bias))
-
-
-def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The operands as torch's own product would take them under autocast.
-
-    float64 and complex ones stay. It is done outside of the Function, because what backward reads
-    must have the dtype that forward computed in.
-    """
-    device = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not autocast_on(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        tensor.to(dtype)
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        else tensor
-        for tensor in tensors
-    )
-
-
-def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    validation.differentiable("x", x)
-    validation.differentiable("weight", weight)
-    if bias is not None:
-        validation.differentiable("bias", bias)
-    fits = (
-        x.dim() >= 1
-        and weight.dim() == 2
-        and x.shape[-1] == weight.shape[1]
-        and (bias is None or bias.shape == weight.shape[:1])
-    )
-    if not fits:
-        got = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}"
-        if bias is not None:
-            got += f", bias {tuple(bias.shape)}"
-        raise ArgumentValueError(
-            f"{name}: expected x [..., in], weight [out, in] and bias [out] or None, got {got}; "
-            f"a transposed weight is passed as `weight.mT`."
-        )
-
-
 _LINEAR = _make_linear()
 _LINEAR_ACT = {name: _make_linear_act(name, act) for name, act in _ACTIVATIONS.items()}
-
-
-def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T of operands that were checked."""
-    result: Tensor = call(_LINEAR.function, _LINEAR.reference, x, weight, None)
-    return result
-
-
-def activations() -> list[str]:
-    """The names that `linear_act` knows."""
-    return list(_LINEAR_ACT)
-
-
-# === Products and sums of tensors: matrices, channels, and element by element.
-
-
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    r"""Matrix product.
-
-        y = A B        g -> (g B^H, A^H g), summed over the dimensions that were broadcast
-
-    Shapes: a [..., n, k], b [..., k, m]; y [..., n, m], the leading dimensions broadcast. As for
-    `torch.matmul`, a vector is a row on the left and a column on the right, and its dimension is
-    dropped. Differentiable to any order in both, in reverse and forward mode, under vmap. Under
-    autocast the product runs in the autocast dtype.
-    Raises TypeError for integer tensors or two dtypes, ValueError for shapes that do not fit.
-    """
-    validation.differentiable("a", a)
-    validation.differentiable("b", b)
-    a, b = (
-        validation.tensor(name, value) for name, value in zip("ab", autocast(a, b), strict=True)
-    )
-    _check_product(a, b)
-    if b.dim() == 1:
-        return _matmul(a, b.unsqueeze(-1)).squeeze(-1)
-    if a.dim() == 1:
-        return _matmul(a.unsqueeze(0), b).squeeze(-2)
-    return _matmul(a, b)
-
-
-def bias_add(x: Tensor, bias: Tensor, *, dim: int = 1) -> Tensor:
-    r"""Add a bias to each channel.
-
-        y = x + b over dimension dim        g -> (g, g summed over the other dimensions)
-
-    Shapes: x any, bias [x.shape[dim]]; y like x. Nothing is kept. In reverse and forward mode, under
-    vmap, to any order.
-    Raises TypeError for integer tensors, ValueError for a bias of another size or a dim that x lacks.
-    """
-    validation.differentiable("x", x)
-    validation.differentiable("bias", bias)
-    axis = validation.dim("dim", dim, x.dim())
-    if x.dim() == 0 or bias.shape != x.shape[axis : axis + 1]:
-        channels = tuple(x.shape[axis : axis + 1]) if x.dim() else "one dimension in x at least"
-        raise ArgumentValueError(
-            f"bias: expected {channels}, the size of x {tuple(x.shape)} along dim {dim}, "
-            f"got {tuple(bias.shape)}; name the channel dimension with `dim=`."
-        )
-    return _add(x, bias.reshape(-1, *(1,) * (x.dim() - axis - 1)))
-
-
-def mul(x: Tensor, p: Tensor | float) -> Tensor:
-    r"""Product, element by element.
-
-        y = x p        g -> (g p, g x), summed over the dimensions that were broadcast
-
-    Shapes: x and p broadcast to y. Differentiable to any order in both, in reverse and forward mode,
-    under vmap; a p that is a Python number is a constant.
-    Raises TypeError for integer tensors.
-    """
-    validation.differentiable("x", x)
-    validation.tensor_or_number("p", p)
-    return _mul(x, p)
-
-
-_add = define(torch.add, [lambda *_: 1, lambda *_: 1], reference=torch.add, keep="none")
-_mul = define(
-    torch.mul, [lambda x, p, _: p, lambda x, p, _: x], reference=torch.mul, keep="inputs"
-)  # fmt: skip
-
-
-def _check_product(a: Tensor, b: Tensor) -> None:
-    if a.dtype != b.dtype:
-        raise ArgumentTypeError(
-            f"matmul: expected one dtype, got {a.dtype} and {b.dtype}; "
-            f"convert one, for instance with `b.to(a.dtype)`."
-        )
-    fits = a.dim() > 0 and b.dim() > 0 and a.shape[-1] == b.shape[max(b.dim() - 2, 0)]
-    if fits:
-        leads = reversed(a.shape[:-2]), reversed(b.shape[:-2])
-        fits = all(m == n or 1 in (m, n) for m, n in zip(*leads, strict=False))
-    if not fits:
-        raise ArgumentValueError(
-            f"matmul: expected a [..., n, k] and b [..., k, m] with leading dimensions that "
-            f"broadcast, got a {tuple(a.shape)} and b {tuple(b.shape)}."
-        )
-
-
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    if b.dim() == 2:
-        # One matrix for all rows: its gradient is one product, not a batch of them to be summed.
-        return plain_linear(a, b.mT)
-    result: Tensor = call(_MATMUL, torch.matmul, a, b)
-    return result
-
-
-def _matmul_forward(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b
-
-
-def _matmul_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
-    a, b = saved.inputs
-    by_a, by_b = saved.needed
-    return [
-        sum_to(grad @ conj(b).mT, a.shape) if by_a else None,
-        sum_to(conj(a).mT @ grad, b.shape) if by_b else None,
-    ]
-
-
-def _matmul_jvp(saved: Saved, by_a: Tensor | None, by_b: Tensor | None) -> Tensor:
-    a, b = saved.inputs
-    if by_a is None:
-        assert by_b is not None
-        return a @ by_b
-    return by_a @ b if by_b is None else by_a @ b + a @ by_b
-
-
-_MATMUL = make_function(
-    "MatMul",
-    2,
-    forward=_matmul_forward,
-    backward=_matmul_backward,
-    jvp=_matmul_jvp,
-    vmap=vmap_broadcasting,  # leading dimensions broadcast, and a batch is one more of them
-    keep_outputs=(),
-)

@@ -1,4 +1,4 @@
-"""The reductions of torch's losses, with the words that they had before."""
+"""Losses of regression and hinge losses that torch does not differentiate twice, or in forward mode."""
 
 import warnings
 from collections.abc import Callable
@@ -14,23 +14,7 @@ from hoglib._core.mixed_precision import full_precision, is_half, upcast_half
 from hoglib._core.torch_errors import Refused
 from hoglib._core.torch_modes import reverse_only
 
-NONE, MEAN, SUM = 0, 1, 2
-
-
-def number(reduction: str, size_average: bool | None = None, reduce: bool | None = None) -> int:
-    """NONE, MEAN or SUM; the older words come before the newer one. Raises torch's ValueError."""
-    if size_average is not None or reduce is not None:
-        return _reduction.legacy_get_enum(size_average, reduce)
-    return _reduction.get_enum(reduction)
-
-
-def reduced(loss: Tensor, number: int) -> Tensor:
-    if number == NONE:
-        return loss
-    return loss.mean() if number == MEAN else loss.sum()
-
-
-# === Losses of regression whose gradients torch does not differentiate in forward mode.
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 
 # torch's annotations lack the weight
 _TORCH_MSE: Callable[..., Tensor] = F.mse_loss
@@ -45,19 +29,40 @@ def mse_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor:
-    r"""Squared error, as torch.nn.functional.mse_loss.
+    r"""Squared error, as `torch.nn.functional.mse_loss`.
 
         y = w d^2, its sum, or its sum over that of w        dy/dinput = 2 w d,  d = input - target
 
-    Shapes: input and target broadcast, with torch's warning; weight has the shape of input.
-    Raises ValueError for a wrong weight or reduction, TypeError for complex numbers.
+    torch does not differentiate its gradient in forward mode. Differentiable to any order, in every
+    mode, under vmap.
+
+    Args:
+        input: A real floating-point tensor.
+        target: A real floating-point tensor.
+        size_average: Deprecated by torch in favour of reduction. Default: None.
+        reduce: Deprecated by torch in favour of reduction. Default: None.
+        reduction: "mean", "sum" or "none". Default: "mean".
+        weight: w, of the shape of input. Default: 1.
+    Returns:
+        The loss, of the promoted dtype.
+    Raises:
+        TypeError: for complex numbers.
+        ValueError: for a wrong weight or reduction.
+    Shape:
+        - input, target: any that broadcast together, with torch's warning where they do
+        - y: [], or with reduction "none" the shape they broadcast to
+    Example:
+        >>> x, t = torch.tensor([1.0, 3.0]), torch.zeros(2)
+        >>> hog.ops.mse_loss(x, t), hog.hessian(lambda x: hog.ops.mse_loss(x, t), x)
+        (tensor(5.), tensor([[1., 0.],
+                [0., 1.]]))
     """
     if weight is not None:  # torch's composite, right in every mode
         return _TORCH_MSE(input, target, size_average, reduce, reduction, weight)
     validation.real("input", input)
     if _torch_is_right(input):
         return _TORCH_MSE(input, target, size_average, reduce, reduction)
-    kind = number(reduction, size_average, reduce)
+    kind = reduction_number(reduction, size_average, reduce)
     return _mse(*_broadcast(input, target), kind)
 
 
@@ -68,70 +73,49 @@ def huber_loss(
     delta: float = 1.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    r"""Huber's loss, as torch.nn.functional.huber_loss.
+    r"""Huber's loss, as `torch.nn.functional.huber_loss`.
 
         y = w d^2 / 2 where |d| < delta, else w delta (|d| - delta / 2),        d = input - target
 
-    At the kinks of its slope, |d| = delta, the second derivative is 0, as torch's.
-    Shapes, reduction and weight as for `mse_loss`, but the weighted mean is that of the elements.
-    Raises ValueError for a wrong weight or reduction, RuntimeError for a delta that is not positive,
-    TypeError for complex numbers.
+    torch does not differentiate its gradient in forward mode. As in torch, the second derivative where
+    the pieces meet, at |d| = delta, is 0. Differentiable in every mode, under vmap.
+
+    Args:
+        input: A real floating-point tensor.
+        target: A real floating-point tensor.
+        reduction: "mean" (over the elements, also with a weight), "sum" or "none". Default: "mean".
+        delta: Where the quadratic piece ends, greater than 0. Default: 1.
+        weight: w, of the shape of input. Default: 1.
+    Returns:
+        The loss, of the dtype of input.
+    Raises:
+        TypeError: for complex numbers.
+        ValueError: for a wrong weight or reduction.
+        RuntimeError: for a delta that is not positive.
+    Shape:
+        - input, target: any that broadcast together, with torch's warning where they do
+        - y: [], or with reduction "none" the shape they broadcast to
+    References:
+        Huber, Robust Estimation of a Location Parameter, 1964.
+    Example:
+        >>> x, t = torch.tensor([0.5, 3.0]), torch.zeros(2)
+        >>> f = lambda x: hog.ops.huber_loss(x, t, reduction="sum")
+        >>> f(x), hog.hessian(f, x)
+        (tensor(2.6250), tensor([[1., 0.],
+                [0., 0.]]))
     """
     validation.real("input", input)
     if _torch_is_right(input):
         return _TORCH_HUBER(input, target, reduction, delta, weight)
     if delta <= 0:
         raise RuntimeError("huber_loss does not support non-positive values for delta.")
-    kind = number(reduction)
+    kind = reduction_number(reduction)
     if weight is None:
         return _huber(*_broadcast(input, target), kind, delta)
     if weight.size() != input.size():
         raise ValueError("Weights and input must have the same size.")
     weighted = _huber(*_broadcast(input, target), NONE, delta) * weight
-    return reduced(weighted, kind)
-
-
-def _torch_is_right(input: Tensor) -> bool:
-    """In reverse mode, but for vmap, where torch takes shapes wrongly, and for narrow dtypes, whose
-    second derivatives torch rounds on the way."""
-    plain = input.numel() > 0 and not is_half(input)
-    return plain and reverse_only() and not torch_internals.transforms_active()
-
-
-def _broadcast(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    if target.size() != input.size():
-        warnings.warn(
-            f"Using a target size ({target.size()}) that is different to the input size "
-            f"({input.size()}). This will likely lead to incorrect results due to broadcasting. "
-            "Please ensure they have the same size.",
-            stacklevel=3,
-        )
-    a, b = torch.broadcast_tensors(input, target)
-    return a, b
-
-
-@full_precision(widen=True)
-def _mse(input: Tensor, target: Tensor, kind: int) -> Tensor:
-    dtype = torch.promote_types(input.dtype, target.dtype)
-    d = input.float() - target if is_half(input) or is_half(target) else input - target
-    return reduced(d * d, kind).to(dtype)
-
-
-@full_precision(widen=True)
-def _huber(input: Tensor, target: Tensor, kind: int, delta: float) -> Tensor:
-    d = upcast_half(input) - upcast_half(target)
-    h = torch.where(d.abs() < delta, d, d.detach().clamp(-delta, delta))
-    # torch's gives the dtype of input, not the wider one
-    return reduced(h * (d - h / 2), kind).to(input.dtype)
-
-
-REGRESSION: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.mse_loss: mse_loss,
-    F.huber_loss: huber_loss,
-}
-
-
-# === Hinge losses over classes, which torch differentiates once.
+    return reduce_loss(weighted, kind)
 
 
 @full_precision(widen=True)
@@ -145,18 +129,41 @@ def multi_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""Hinge loss of one class, as torch.nn.functional.multi_margin_loss.
+    r"""Hinge loss of one class, as `torch.nn.functional.multi_margin_loss`.
 
         y = sum over j != t of w_t max(0, margin - x_t + x_j)^p / C
 
-    Shapes: input x (N, C) or (C); target t (N), or () or (1) for one row, of dtype long; weight (C), by
-    which it is differentiable too. At the kinks, where a margin is kept exactly, all derivatives are
-    those of the side that keeps it: 0. Narrow dtypes, which torch refuses on a CPU, are computed in
-    float32. The mean over no rows is 0.
-    Raises ValueError for p, weight and reduction, RuntimeError for shapes and classes out of range,
-    TypeError for a complex or integer input.
+    torch differentiates its own once. Where a margin is met exactly, all derivatives are those of the
+    side that meets it: 0. Half precision, which torch refuses on a CPU, is computed in float32. The
+    mean over no rows is 0. Differentiable in every mode, under vmap.
+
+    Args:
+        input: x, a real floating-point tensor.
+        target: t, the class of each row, of dtype long.
+        p: The power, 1 or 2. Default: 1.
+        margin: The margin. Default: 1.
+        weight: w, one for each class; the loss is differentiable by it too. Default: 1.
+        size_average: Deprecated by torch in favour of reduction. Default: None.
+        reduce: Deprecated by torch in favour of reduction. Default: None.
+        reduction: "mean", "sum" or "none". Default: "mean".
+    Returns:
+        The loss, of the dtype of input.
+    Raises:
+        TypeError: for a complex or integer input.
+        ValueError: for p, weight and reduction.
+        RuntimeError: for shapes and classes out of range.
+    Shape:
+        - input: (N, C) or (C)
+        - target: (N), or () or (1) for one row
+        - weight: (C)
+        - y: (), or with reduction "none" the shape of target
+    Example:
+        >>> x, t = torch.tensor([[1.0, 0.5]]), torch.tensor([0])
+        >>> f = lambda x: hog.ops.multi_margin_loss(x, t, p=2)
+        >>> f(x), hog.hvp(f, x, torch.tensor([[1.0, 0.0]]))[1]
+        (tensor(0.1250), tensor([[ 1., -1.]]))
     """
-    kind = number(reduction, size_average, reduce)
+    kind = reduction_number(reduction, size_average, reduce)
     if p not in (1, 2):
         raise ValueError("only p == 1 and p == 2 supported")
     if weight is not None and weight.dim() != 1:
@@ -181,7 +188,7 @@ def multi_margin_loss(
     loss = (hinge if p == 1 else hinge * hinge).sum(1) / classes
     if weight is not None:
         loss = loss * weight.gather(0, index.squeeze(1))
-    return _reduced(loss, kind, target.shape if input.dim() < 2 else (rows,)).to(input.dtype)
+    return _reduce_rows(loss, kind, target.shape if input.dim() < 2 else (rows,)).to(input.dtype)
 
 
 @full_precision(widen=True)
@@ -192,15 +199,37 @@ def multilabel_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""Hinge loss of several classes, as torch.nn.functional.multilabel_margin_loss.
+    r"""Hinge loss of several classes, as `torch.nn.functional.multilabel_margin_loss`.
 
         y = sum over i in t, j not in t of max(0, 1 - x_i + x_j) / C
 
-    Shapes: input x and target t (N, C) or (C); the classes of a row of t end at its first -1, and one
-    that stands there twice counts twice. Takes memory for N C^2 numbers. Kinks, narrow dtypes and
-    errors as for `multi_margin_loss`; a class out of range is not noticed behind the first -1.
+    torch differentiates its own once. It takes memory for N C^2 numbers. Where a margin is met exactly,
+    the derivatives are 0. Half precision, which torch refuses on a CPU, is computed in float32. The
+    mean over no rows is 0. In every mode, under vmap.
+
+    Args:
+        input: x, a real floating-point tensor.
+        target: t, the classes of each row, of dtype long: they end at its first -1, and one that stands
+            there twice counts twice. A class out of range behind the first -1 is not noticed.
+        size_average: Deprecated by torch in favour of reduction. Default: None.
+        reduce: Deprecated by torch in favour of reduction. Default: None.
+        reduction: "mean", "sum" or "none". Default: "mean".
+    Returns:
+        The loss, of the dtype of input.
+    Raises:
+        TypeError: for a complex or integer input.
+        ValueError: for reduction.
+        RuntimeError: for shapes and classes out of range.
+    Shape:
+        - input, target: (N, C) or (C)
+        - y: (), or with reduction "none" (N) or ()
+    Example:
+        >>> x, t = torch.tensor([[1.0, 0.5, 2.0]]), torch.tensor([[0, -1, -1]])
+        >>> f = lambda x: hog.ops.multilabel_margin_loss(x, t)
+        >>> f(x), torch.func.grad(f)(x)
+        (tensor(0.8333), tensor([[-0.6667,  0.3333,  0.3333]]))
     """
-    kind = number(reduction, size_average, reduce)
+    kind = reduction_number(reduction, size_average, reduce)
     validation.real("input", input)
     _check_input(input)
     if target.shape != input.shape and (input.dim() or target.numel() != 1):
@@ -212,12 +241,105 @@ def multilabel_margin_loss(
     x, t = upcast_half(input.reshape(-1, classes)), target.reshape(-1, classes)
     # what stands behind the first -1 goes to a class that is cut off
     listed = (t != -1).cumprod(1) == 1
-    times = x.new_zeros(x.shape[0], classes + 1)
-    times = times.scatter_add(1, torch.where(listed, t, classes), torch.ones_like(x))[:, :classes]
+    counts = x.new_zeros(x.shape[0], classes + 1)
+    counts = counts.scatter_add(1, torch.where(listed, t, classes), torch.ones_like(x))[:, :classes]
     hinge = torch.relu((1 - x).unsqueeze(2) + x.unsqueeze(1))
-    others = (times == 0).to(x.dtype).unsqueeze(2)
-    loss = (times.unsqueeze(1) @ (hinge @ others)).reshape(-1) / classes
-    return _reduced(loss, kind, input.shape[:-1]).to(input.dtype)
+    others = (counts == 0).to(x.dtype).unsqueeze(2)
+    loss = (counts.unsqueeze(1) @ (hinge @ others)).reshape(-1) / classes
+    return _reduce_rows(loss, kind, input.shape[:-1]).to(input.dtype)
+
+
+@full_precision(widen=True)
+def soft_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    r"""Logistic loss of targets that are 1 or -1, as `torch.nn.functional.soft_margin_loss`.
+
+        y = log(1 + exp(-target * input)), averaged, summed, or neither
+
+    torch's own has no forward mode. Differentiable by input to any order, in every mode, under vmap.
+
+    Args:
+        input: A real floating-point tensor.
+        target: 1 or -1 for each element, a constant.
+        size_average: Deprecated by torch in favour of reduction. Default: None.
+        reduce: Deprecated by torch in favour of reduction. Default: None.
+        reduction: "mean", "sum" or "none". Default: "mean".
+    Returns:
+        The loss, of the dtype of input.
+    Raises:
+        TypeError: for an integer or complex input.
+        ValueError: for another reduction, or a target that requires grad.
+    Shape:
+        - input, target: any that broadcast together
+        - y: [], or with reduction "none" the shape they broadcast to
+    Example:
+        >>> x, t = torch.tensor([0.0]), torch.tensor([1.0])
+        >>> f = lambda x: hog.ops.soft_margin_loss(x, t)
+        >>> f(x), hog.hessian(f, x)
+        (tensor(0.6931), tensor([[0.2500]]))
+    """
+    validation.real("input", input)
+    if target.requires_grad and torch.is_grad_enabled():
+        raise Refused(
+            "target: expected a constant, by which soft_margin_loss is not differentiable, got a "
+            "tensor that requires grad; pass it detached."
+        )
+    kind = reduction_number(reduction, size_average, reduce)
+    return reduce_loss(-F.logsigmoid(target.to(input.dtype) * input), kind)
+
+
+def reduction_number(
+    reduction: str, size_average: bool | None = None, reduce: bool | None = None
+) -> int:
+    """NONE, MEAN or SUM; the deprecated arguments take precedence. Raises torch's ValueError."""
+    if size_average is not None or reduce is not None:
+        return _reduction.legacy_get_enum(size_average, reduce)
+    return _reduction.get_enum(reduction)
+
+
+def reduce_loss(loss: Tensor, number: int) -> Tensor:
+    if number == NONE:
+        return loss
+    return loss.mean() if number == MEAN else loss.sum()
+
+
+def _torch_is_right(input: Tensor) -> bool:
+    """In reverse mode, but for vmap, where torch takes shapes wrongly, and for half precision, whose
+    second derivatives torch rounds on the way."""
+    plain = input.numel() > 0 and not is_half(input)
+    return plain and reverse_only() and not torch_internals.transforms_active()
+
+
+def _broadcast(input: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    if target.size() != input.size():
+        warnings.warn(
+            f"Using a target size ({target.size()}) that is different to the input size "
+            f"({input.size()}). This will likely lead to incorrect results due to broadcasting. "
+            "Please ensure they have the same size.",
+            stacklevel=3,
+        )
+    a, b = torch.broadcast_tensors(input, target)
+    return a, b
+
+
+@full_precision(widen=True)
+def _mse(input: Tensor, target: Tensor, kind: int) -> Tensor:
+    dtype = torch.promote_types(input.dtype, target.dtype)
+    d = input.float() - target if is_half(input) or is_half(target) else input - target
+    return reduce_loss(d * d, kind).to(dtype)
+
+
+@full_precision(widen=True)
+def _huber(input: Tensor, target: Tensor, kind: int, delta: float) -> Tensor:
+    d = upcast_half(input) - upcast_half(target)
+    h = torch.where(d.abs() < delta, d, d.detach().clamp(-delta, delta))
+    # torch's gives the dtype of input, not the promoted one
+    return reduce_loss(h * (d - h / 2), kind).to(input.dtype)
 
 
 def _check_input(input: Tensor) -> None:
@@ -237,45 +359,7 @@ def _classes(input: Tensor) -> int:
     return input.shape[-1] if input.dim() else 1
 
 
-def _reduced(loss: Tensor, kind: int, shape: Any) -> Tensor:
+def _reduce_rows(loss: Tensor, kind: int, shape: Any) -> Tensor:
     if kind == NONE:
         return loss.reshape(shape)
-    return reduced(loss, kind) if loss.numel() else loss.sum()
-
-
-MARGIN: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.multi_margin_loss: multi_margin_loss,
-    F.multilabel_margin_loss: multilabel_margin_loss,
-}
-
-
-# === The soft margin loss, in forward mode too.
-
-
-@full_precision(widen=True)
-def soft_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
-    r"""Logistic loss of targets that are 1 or -1, as `torch.nn.functional.soft_margin_loss`.
-
-        loss = log(1 + exp(-target * input)), averaged, summed, or neither
-
-    Shapes: input and target broadcast; the loss has the dtype of input. The target is a constant.
-    Raises ValueError for another reduction, or a target that requires grad; TypeError for an integer
-    or complex input.
-    """
-    validation.real("input", input)
-    if target.requires_grad and torch.is_grad_enabled():
-        raise Refused(
-            "target: expected a constant, by which soft_margin_loss is not differentiable, got a "
-            "tensor that requires grad; pass it detached."
-        )
-    kind = number(reduction, size_average, reduce)
-    return reduced(-F.logsigmoid(target.to(input.dtype) * input), kind)
-
-
-SOFT_MARGIN: dict[Callable[..., Any], Callable[..., Any]] = {F.soft_margin_loss: soft_margin_loss}
+    return reduce_loss(loss, kind) if loss.numel() else loss.sum()

@@ -1,4 +1,4 @@
-"""Pointwise ops with kinks: masks decide which gradients pass, and second derivatives are piecewise.
+"""Piecewise ops: masks decide which gradients pass, and second derivatives are piecewise too.
 
 A mask is applied with `where`, not by multiplication, so that an infinite gradient that arrives at a
 closed gate is zero behind it, not NaN.
@@ -14,7 +14,8 @@ from torch import Tensor
 from hoglib._core import torch_errors, validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentValueError
-from hoglib.ops._define import Saved, call, define, make_function, vmap_broadcasting
+from hoglib.ops._define import define
+from hoglib.ops._function import Saved, apply_function, make_function, vmap_by_broadcasting
 
 
 def relu(x: Tensor) -> Tensor:
@@ -22,9 +23,21 @@ def relu(x: Tensor) -> Tensor:
 
         y = max(x, 0)        dy/dx = 1 where y > 0, else 0
 
-    The derivative at 0 is 0, and every second derivative is 0. Shapes: x any; y like x, which is what
-    is kept. In reverse and forward mode, under vmap.
-    Raises TypeError for an integer or complex x.
+    The derivative at 0 is 0, and every second derivative is 0. Only y is kept for the derivatives. In
+    reverse and forward mode, under vmap.
+
+    Args:
+        x: A real floating-point tensor.
+    Returns:
+        y, like x.
+    Raises:
+        TypeError: for an integer or complex x.
+    Shape:
+        - x, y: any, the same
+    Example:
+        >>> x = torch.tensor([-1.0, 2.0])
+        >>> hog.ops.relu(x), torch.func.grad(lambda x: hog.ops.relu(x).sum())(x)
+        (tensor([0., 2.]), tensor([0., 1.]))
     """
     validation.real("x", x)
     return _relu(x)
@@ -42,10 +55,26 @@ def clamp(
         y = min(max(x, lo), hi)        dy/dx = 1 where lo <= x <= hi, else 0
         straight_through: dy/dx = 1, by definition and not by calculus
 
-    min is lo and max is hi, Python numbers; None is no bound. As in torch, y = max where min > max.
-    Every second derivative is 0. Shapes: x any; y like x. In reverse and forward mode, under vmap.
-    Raises TypeError for an integer or complex x or bounds that are not Python numbers, ValueError
-    for a NaN bound, or without either bound.
+    Every second derivative is 0. In reverse and forward mode, under vmap.
+
+    Args:
+        x: A real floating-point tensor.
+        min: lo, a Python number. Default: no lower bound.
+        max: hi, a Python number. Default: no upper bound. As in torch, y = max where min > max.
+        straight_through: Whether gradients pass also where x is out of bounds. Default: False.
+    Returns:
+        y, like x.
+    Raises:
+        TypeError: for an integer or complex x, or bounds that are not Python numbers.
+        ValueError: for a NaN bound, or without either bound.
+    Shape:
+        - x, y: any, the same
+    Example:
+        >>> x = torch.tensor([-1.0, 0.5, 2.0])
+        >>> hog.ops.clamp(x, min=0, max=1)
+        tensor([0.0000, 0.5000, 1.0000])
+        >>> torch.func.grad(lambda x: hog.ops.clamp(x, min=0, max=1).sum())(x)
+        tensor([0., 1., 0.])
     """
     validation.real("x", x)
     validation.flag("straight_through", straight_through)
@@ -63,12 +92,30 @@ def smooth_l1(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
         y = d^2 / (2 beta) where |d| < beta, else |d| - beta / 2
         dy/dinput = d / beta where |d| < beta, else sign(d)        dy/dtarget = -dy/dinput
 
-    As in torch, the second derivative at the seam |d| = beta is 0, and beta = 0 is the distance |d|.
-    Shapes: input and target broadcast to y; `y.mean()` is `torch.nn.SmoothL1Loss`. Differentiable in
-    both, in reverse and forward mode, under vmap.
-    Raises TypeError for integer or complex tensors or a beta that is not a Python number, ValueError
-    for a negative beta.
-    Source: Girshick, Fast R-CNN, 2015, eq. 3, with the beta of torch.
+    As in torch, the second derivative where the pieces meet, at |d| = beta, is 0. `y.mean()` is
+    `torch.nn.SmoothL1Loss`. Differentiable in both tensors, in reverse and forward mode, under vmap.
+
+    Args:
+        input: A real floating-point tensor.
+        target: A real floating-point tensor.
+        beta: Where the quadratic piece ends, a Python number; 0 makes y the distance |d|. Default: 1.
+    Returns:
+        y, of the promoted dtype.
+    Raises:
+        TypeError: for integer or complex tensors, or a beta that is not a Python number.
+        ValueError: for a negative beta.
+    Shape:
+        - input, target: any that broadcast together
+        - y: the shape they broadcast to
+    References:
+        Girshick, Fast R-CNN, 2015, equation 3, with the beta of torch.
+    Example:
+        >>> x, t = torch.tensor([0.5, 2.0]), torch.zeros(2)
+        >>> hog.ops.smooth_l1(x, t)
+        tensor([0.1250, 1.5000])
+        >>> hog.hessian(lambda x: hog.ops.smooth_l1(x, t).sum(), x)
+        tensor([[1., 0.],
+                [0., 0.]])
     """
     validation.real("input", input)
     validation.real("target", target)
@@ -76,21 +123,36 @@ def smooth_l1(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
 
 
 def scaled_activation(x: Tensor, *, scale: float, kind: str) -> Tensor:
-    r"""A scaled activation.
+    r"""Activation times a constant.
 
         y = a max(x, 0)    dy/dx = a where x > 0, else 0        for kind "relu"
         y = a tanh(x)      dy/dx = a (1 - tanh(x)^2)            for kind "tanh"
 
-    scale is a, a Python number and a constant; one that is learnt is a matter of `mul`. Shapes: x any;
-    y like x; x is kept. Differentiable to any order, in reverse and forward mode, under vmap.
-    Raises TypeError for an integer or complex x or a scale that is not a Python number, ValueError
-    for an unknown kind.
+    Only x is kept for the derivatives. Differentiable to any order, in reverse and forward mode, under
+    vmap.
+
+    Args:
+        x: A real floating-point tensor.
+        scale: a, a Python number. For a learnable one use `mul`.
+        kind: "relu" or "tanh".
+    Returns:
+        y, like x.
+    Raises:
+        TypeError: for an integer or complex x, or a scale that is not a Python number.
+        ValueError: for an unknown kind.
+    Shape:
+        - x, y: any, the same
+    Example:
+        >>> x = torch.tensor(0.5)
+        >>> f = lambda x: hog.ops.scaled_activation(x, scale=2.0, kind="tanh")
+        >>> f(x), hog.hessian(f, x)
+        (tensor(0.9242), tensor(-1.4537))
     """
     validation.real("x", x)
     validation.one_of("kind", kind, _SCALED)
     scale = validation.number("scale", scale)
     function, reference = _SCALED[kind]
-    result: Tensor = call(function, reference, x, scale)
+    result: Tensor = apply_function(function, reference, x, scale)
     return result
 
 
@@ -100,17 +162,55 @@ def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
         pos = max(x, 0)    neg = max(-x, 0)        x = pos - neg
         (g, h) -> g where x > 0, -h where x < 0, and 0 where x = 0
 
-    Every second derivative is 0. Shapes: x any; pos and neg like x; x is kept. In reverse and forward
-    mode, under vmap.
-    Raises TypeError for an integer or complex x.
+    Every second derivative is 0. Only x is kept for the derivatives. In reverse and forward mode,
+    under vmap.
+
+    Args:
+        x: A real floating-point tensor.
+    Returns:
+        The pair (pos, neg), each like x.
+    Raises:
+        TypeError: for an integer or complex x.
+    Shape:
+        - x, pos, neg: any, the same
+    Example:
+        >>> hog.ops.split_signs(torch.tensor([-1.0, 2.0]))
+        (tensor([0., 2.]), tensor([1., 0.]))
     """
     validation.real("x", x)
-    pos, neg = call(_SPLIT_SIGNS, _split_reference, x)
+    pos, neg = apply_function(_SPLIT_SIGNS, _split_reference, x)
     return pos, neg
 
 
-def _straight_through_clamp(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    return torch.clamp(x.detach(), low, high) + zero_with_slope_one(x)
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    r"""Piecewise linear sigmoid, as `torch.nn.functional.hardsigmoid`.
+
+        y = min(max(x + 3, 0), 6) / 6        dy/dx = 1/6 for -3 < x < 3, else 0
+
+    As in torch, the derivative where the pieces meet is 0; the second is 0. torch's own derivative
+    cannot be differentiated, not even to 0. Half precision is computed in float32. In every mode,
+    under vmap.
+
+    Args:
+        input: A real floating-point tensor.
+        inplace: Whether the result is written to input too. Default: False.
+    Returns:
+        y, like input; input itself with ``inplace``.
+    Raises:
+        RuntimeError: for an integer or complex input; also a TypeError.
+    Shape:
+        - input, y: any, the same
+    Example:
+        >>> x = torch.tensor([-4.0, 0.0, 1.5])
+        >>> hog.ops.hardsigmoid(x)
+        tensor([0.0000, 0.5000, 0.7500])
+        >>> hog.hessian(lambda x: hog.ops.hardsigmoid(x).sum(), x).any()
+        tensor(False)
+    """
+    torch_errors.real("input", input)
+    x = upcast_half(input.clone() if inplace else input)
+    y = (F.hardtanh(x, -3.0, 3.0) / 6 + 0.5).to(input.dtype)
+    return input.copy_(y) if inplace else y
 
 
 def zero_with_slope_one(x: Tensor) -> Tensor:
@@ -122,12 +222,29 @@ def zero_with_slope_one(x: Tensor) -> Tensor:
     return finite - finite.detach()
 
 
+_relu = define(torch.relu, [lambda _, y: ~(y <= 0)], reference=torch.relu, keep="output")
+
+
 def _inside(x: Tensor, low: float | None, high: float | None, _: None) -> Tensor:
     above = None if low is None else x >= low
     if high is None:
         assert above is not None
         return above
     return x <= high if above is None else above & (x <= high)
+
+
+def _straight_through_reference(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    return torch.clamp(x.detach(), low, high) + zero_with_slope_one(x)
+
+
+_clamp = define(torch.clamp, [_inside, None, None], reference=torch.clamp, keep="inputs")
+_clamp_straight_through = define(
+    torch.clamp,
+    [lambda *_: 1, None, None],
+    reference=_straight_through_reference,
+    surrogate=True,
+    keep="none",
+)
 
 
 def _smooth_l1_forward(input: Tensor, target: Tensor, beta: float) -> Tensor:
@@ -151,15 +268,6 @@ def _smooth_l1_by_input(input: Tensor, target: Tensor, beta: float, _: None) -> 
     return torch.where(d.abs() >= beta, d.sign(), d / beta)
 
 
-_relu = define(torch.relu, [lambda _, y: ~(y <= 0)], reference=torch.relu, keep="output")
-_clamp = define(torch.clamp, [_inside, None, None], reference=torch.clamp, keep="inputs")
-_clamp_straight_through = define(
-    torch.clamp,
-    [lambda *_: 1, None, None],
-    reference=_straight_through_clamp,
-    surrogate=True,
-    keep="none",
-)
 _smooth_l1 = define(
     _smooth_l1_forward,
     [_smooth_l1_by_input, lambda *inputs: -_smooth_l1_by_input(*inputs), None],
@@ -195,7 +303,7 @@ def _make_scaled(
         forward=forward,
         backward=backward,
         jvp=jvp,
-        vmap=vmap_broadcasting,
+        vmap=vmap_by_broadcasting,
         keep_outputs=(),
     )
     return _Scaled(function, forward)
@@ -245,24 +353,3 @@ _SPLIT_SIGNS = make_function(
     vmap=_split_vmap,
     keep_outputs=(),
 )
-
-
-# === torch's hardsigmoid, whose own derivative cannot be differentiated, not even to 0.
-
-
-def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
-    r"""A sigmoid of three straight lines.
-
-        y = min(max(x + 3, 0), 6) / 6        dy/dx = 1/6 for -3 < x < 3, else 0
-
-    Shapes: any. The derivative is 0 at the kinks, as in torch; the second is 0. Half precision is
-    computed in float32. inplace puts the result in input too. Raises RuntimeError for an input that
-    is not real.
-    """
-    torch_errors.real("input", input)
-    x = upcast_half(input.clone() if inplace else input)
-    y = (F.hardtanh(x, -3.0, 3.0) / 6 + 0.5).to(input.dtype)
-    return input.copy_(y) if inplace else y
-
-
-HARDSIGMOID: dict[Callable[..., Any], Callable[..., Any]] = {F.hardsigmoid: hardsigmoid}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.errors import ArgumentIndexError
-from hoglib.ops._define import Saved, call, conj, make_function
+from hoglib.ops._function import Saved, apply_function, conj, make_function
 
 Dims = int | Sequence[int] | None
 
@@ -22,10 +22,24 @@ def sum(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
 
         y = sum_i x_i        g -> g for every i
 
-    Shapes: x any; y is x without the dimensions dim, an int or several, or with size 1 there under
-    keepdim; None and () mean all. The sum of an empty dimension is 0. Nothing is kept. To any order,
-    in reverse and forward mode, under vmap.
-    Raises TypeError for an integer x, ValueError for a dim that x lacks.
+    The sum of an empty dimension is 0. Nothing is kept for the derivatives. Differentiable to any
+    order, in reverse and forward mode, under vmap.
+
+    Args:
+        x: A floating-point or complex tensor.
+        dim: The dimensions to reduce, an int or several; None and () mean all.
+        keepdim: Whether the reduced dimensions stay, with size 1. Default: False.
+    Returns:
+        y, of the dtype of x.
+    Raises:
+        TypeError: for an integer x.
+        IndexError: for a dim that x lacks; also a ValueError.
+    Shape:
+        - x: any
+        - y: x without the dimensions dim, or with size 1 there
+    Example:
+        >>> hog.ops.sum(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
+        tensor([4., 6.])
     """
     return _reduce(_SUM, torch.sum, x, dim, keepdim)
 
@@ -35,8 +49,24 @@ def mean(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
 
         y = sum_i x_i / n        g -> g / n for every i
 
-    n is the number of entries that are averaged; the mean of none is NaN, as in torch. Shapes, orders,
-    modes and errors as for `sum`.
+    n is the number of entries that are averaged; the mean of none is NaN, as in torch. Nothing is kept
+    for the derivatives. Differentiable to any order, in reverse and forward mode, under vmap.
+
+    Args:
+        x: A floating-point or complex tensor.
+        dim: The dimensions to reduce, an int or several; None and () mean all.
+        keepdim: Whether the reduced dimensions stay, with size 1. Default: False.
+    Returns:
+        y, of the dtype of x.
+    Raises:
+        TypeError: for an integer x.
+        IndexError: for a dim that x lacks; also a ValueError.
+    Shape:
+        - x: any
+        - y: x without the dimensions dim, or with size 1 there
+    Example:
+        >>> hog.ops.mean(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 0)
+        tensor([2., 3.])
     """
     return _reduce(_MEAN, torch.mean, x, dim, keepdim)
 
@@ -47,16 +77,32 @@ def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         y = max_i x_i        g -> g / m where x_i = y, else 0
 
     m is the number of entries that attain the maximum: they share the gradient equally, as in
-    torch.amax. The second derivative is 0, away from ties and, by this rule, at them. Shapes as for
-    `sum`; x and y are kept. In reverse and forward mode, under vmap.
-    Raises TypeError for an integer or complex x, ValueError for a dim that x lacks or that is empty.
+    torch.amax. The second derivative is 0, away from ties and, by this rule, at them. x and y are kept
+    for the derivatives. In reverse and forward mode, under vmap.
+
+    Args:
+        x: A real floating-point tensor.
+        dim: The dimensions to reduce, an int or several; None and () mean all.
+        keepdim: Whether the reduced dimensions stay, with size 1. Default: False.
+    Returns:
+        y, of the dtype of x.
+    Raises:
+        TypeError: for an integer or complex x.
+        IndexError: for a dim that x lacks or that is empty; also a ValueError.
+    Shape:
+        - x: any
+        - y: x without the dimensions dim, or with size 1 there
+    Example:
+        >>> x = torch.tensor([1.0, 3.0, 3.0])
+        >>> hog.ops.amax(x, 0), torch.func.grad(lambda x: hog.ops.amax(x, 0))(x)
+        (tensor(3.), tensor([0.0000, 0.5000, 0.5000]))
     """
     validation.real("x", x)
     dims = validation.dims("dim", dim, x.dim())
     if x.dim() and 0 in [x.shape[d] for d in dims]:
         raise ArgumentIndexError(
             f"dim: expected dimensions with entries, got {dim} of x {tuple(x.shape)}; "
-            f"there is no maximum of nothing."
+            f"an empty dimension has no maximum."
         )
     return _reduce(_AMAX, torch.amax, x, dim, keepdim)
 
@@ -68,9 +114,26 @@ def logsumexp(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         d2y/dx_i dx_j = p_i (i = j) - p_i p_j
 
     As in torch, y of a row of -inf is -inf and has derivatives NaN; a row with other entries gives
-    its -inf the derivative 0; y of an empty dimension is -inf. Shapes as for `sum`; x and y are kept.
-    To any order, in reverse and forward mode, under vmap.
-    Raises TypeError for an integer x, ValueError for a dim that x lacks.
+    its -inf the derivative 0; y of an empty dimension is -inf. x and y are kept for the derivatives.
+    Differentiable to any order, in reverse and forward mode, under vmap.
+
+    Args:
+        x: A floating-point or complex tensor.
+        dim: The dimensions to reduce, an int or several; None and () mean all.
+        keepdim: Whether the reduced dimensions stay, with size 1. Default: False.
+    Returns:
+        y, of the dtype of x.
+    Raises:
+        TypeError: for an integer x.
+        IndexError: for a dim that x lacks; also a ValueError.
+    Shape:
+        - x: any
+        - y: x without the dimensions dim, or with size 1 there
+    Example:
+        >>> x = torch.zeros(2)
+        >>> hog.ops.logsumexp(x, 0), hog.hessian(lambda x: hog.ops.logsumexp(x, 0), x)
+        (tensor(0.6931), tensor([[ 0.2500, -0.2500],
+                [-0.2500,  0.2500]]))
     """
     return _reduce(_LOGSUMEXP, torch.logsumexp, x, dim, keepdim)
 
@@ -86,8 +149,8 @@ def _reduce(
     validation.flag("keepdim", keepdim)
     dims = validation.dims("dim", dim, x.dim())
     if x.dim() == 0:
-        return call(function, reference, x.reshape(1), dims, True).reshape(())
-    y: Tensor = call(function, reference, x, dims, True)
+        return apply_function(function, reference, x.reshape(1), dims, True).reshape(())
+    y: Tensor = apply_function(function, reference, x, dims, True)
     return y if keepdim else y.squeeze(dims)
 
 
@@ -104,7 +167,7 @@ def _vmap(
     return y, 0
 
 
-def _make(
+def _make_reduction(
     name: str,
     forward: Callable[..., Tensor],
     *,
@@ -124,31 +187,30 @@ def _make(
     )
 
 
-def _spread(saved: Saved, grad: Tensor) -> Tensor:
+def _input_shape(saved: Saved) -> torch.Size:
     (shape, _, _) = saved.input_shapes
     assert shape is not None
-    return grad.expand(shape)
+    return shape
 
 
-def _total(saved: Saved, tangent: Tensor) -> Tensor:
+def _expand(saved: Saved, grad: Tensor) -> Tensor:
+    return grad.expand(_input_shape(saved))
+
+
+def _sum_tangent(saved: Saved, tangent: Tensor) -> Tensor:
     return torch.sum(tangent, saved.inputs[1], True)
 
 
-def _count(saved: Saved) -> int:
-    (shape, _, _) = saved.input_shapes
-    assert shape is not None
-    return prod(shape[d] for d in saved.inputs[1])
-
-
 def _mean_backward(saved: Saved, grad: Tensor) -> Tensor:
-    return _spread(saved, grad / _count(saved))
+    shape = _input_shape(saved)
+    return _expand(saved, grad / prod(shape[d] for d in saved.inputs[1]))
 
 
-def _mean_jvp(saved: Saved, tangent: Tensor) -> Tensor:
+def _mean_tangent(saved: Saved, tangent: Tensor) -> Tensor:
     return torch.mean(tangent, saved.inputs[1], True)
 
 
-def _attains(saved: Saved) -> tuple[Tensor, Tensor]:
+def _maxima(saved: Saved) -> tuple[Tensor, Tensor]:
     """Where the maximum is attained, and how often."""
     (x, dims, _), (y,) = saved.inputs, saved.outputs
     mask = x == y
@@ -156,13 +218,13 @@ def _attains(saved: Saved) -> tuple[Tensor, Tensor]:
 
 
 def _amax_backward(saved: Saved, grad: Tensor) -> Tensor:
-    mask, often = _attains(saved)
-    return torch.where(mask, grad, 0) / often
+    mask, count = _maxima(saved)
+    return torch.where(mask, grad, 0) / count
 
 
-def _amax_jvp(saved: Saved, tangent: Tensor) -> Tensor:
-    mask, often = _attains(saved)
-    return _total(saved, torch.where(mask, tangent, 0)) / often
+def _amax_tangent(saved: Saved, tangent: Tensor) -> Tensor:
+    mask, count = _maxima(saved)
+    return _sum_tangent(saved, torch.where(mask, tangent, 0)) / count
 
 
 def _softmax(saved: Saved) -> Tensor:
@@ -174,17 +236,13 @@ def _logsumexp_backward(saved: Saved, grad: Tensor) -> Tensor:
     return grad * conj(_softmax(saved))
 
 
-def _logsumexp_jvp(saved: Saved, tangent: Tensor) -> Tensor:
-    return _total(saved, _softmax(saved) * tangent)
+def _logsumexp_tangent(saved: Saved, tangent: Tensor) -> Tensor:
+    return _sum_tangent(saved, _softmax(saved) * tangent)
 
 
-_SUM = _make("Sum", torch.sum, backward=_spread, jvp=_total, keep=False)
-_MEAN = _make("Mean", torch.mean, backward=_mean_backward, jvp=_mean_jvp, keep=False)
-_AMAX = _make("AMax", torch.amax, backward=_amax_backward, jvp=_amax_jvp, keep=True)
-_LOGSUMEXP = _make(
-    "LogSumExp",
-    torch.logsumexp,
-    backward=_logsumexp_backward,
-    jvp=_logsumexp_jvp,
-    keep=True,
+_SUM = _make_reduction("Sum", torch.sum, backward=_expand, jvp=_sum_tangent, keep=False)
+_MEAN = _make_reduction("Mean", torch.mean, backward=_mean_backward, jvp=_mean_tangent, keep=False)
+_AMAX = _make_reduction("AMax", torch.amax, backward=_amax_backward, jvp=_amax_tangent, keep=True)
+_LOGSUMEXP = _make_reduction(
+    "LogSumExp", torch.logsumexp, backward=_logsumexp_backward, jvp=_logsumexp_tangent, keep=True
 )

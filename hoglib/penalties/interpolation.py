@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
+from hoglib._core.mixed_precision import upcast_dtype
 from hoglib.errors import ArgumentValueError, UnsupportedError
-from hoglib.ops._normalization import upcast_dtype
 from hoglib.penalties.samples import Samples, inputs
 
 

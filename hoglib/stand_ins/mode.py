@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 from hoglib._core import pytree
 from hoglib._core.matrix_products import faster_affine, faster_product
+from hoglib._core.running_statistics import frozen_running_statistics, running_statistics_frozen
 from hoglib._core.torch_internals import checkpoint_frame
 from hoglib._core.torch_modes import StandInMode
 from hoglib.errors import UnsupportedError
-from hoglib.ops._running_statistics import keeping_statistics, statistics_kept
 from hoglib.stand_ins.table import STAND_INS, StandIn
 
 __all__ = ["active", "rows", "second_order"]
@@ -74,7 +74,7 @@ def second_order() -> Iterator[None]:
 @contextmanager
 def stand_ins_if(wanted: bool) -> Iterator[None]:
     """`second_order()` for a function that only computes a derivative; or nothing."""
-    with second_order() if wanted else nullcontext(), statistics_kept():
+    with second_order() if wanted else nullcontext(), frozen_running_statistics():
         yield
 
 
@@ -165,10 +165,10 @@ class _Inside:
     """A function that runs as it would where this was made."""
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self._function, self._kept = function, keeping_statistics()
+        self._function, self._frozen = function, running_statistics_frozen()
 
     def __call__(self, *args: Any) -> None:
-        with second_order(), statistics_kept() if self._kept else nullcontext():
+        with second_order(), frozen_running_statistics() if self._frozen else nullcontext():
             self._function(*args)
 
 

@@ -8,26 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from hoglib._core.mixed_precision import autocast_on
 from hoglib._core.torch_internals import native_kernels
-from hoglib.ops import (
-    _batch_norm,
-    _cross_entropy,
-    _ctc_loss,
-    _distance,
-    _embedding_bag,
-    _grid_sample,
-    _indexing,
-    _layer_norm,
-    _linalg,
-    _losses,
-    _normalization,
-    _piecewise,
-    _pointwise,
-)
-from hoglib.ops._attention import scaled_dot_product_attention
+from hoglib.ops import replacements
 
 Version = tuple[int, int]
 
@@ -94,33 +78,33 @@ UMBRELLA = "198017"
 STAND_INS: tuple[StandIn, ...] = (
     StandIn(
         "scaled_dot_product_attention", f"{NO_TWICE}: its fused kernels", EVERY,
-        {F.scaled_dot_product_attention: scaled_dot_product_attention}, issue="116350",
+        replacements.ATTENTION, issue="116350",
     ),
-    StandIn("cdist, pdist, pairwise_distance", NO_TWICE, EVERY, _distance.REPLACEMENTS, issue="83510"),
-    StandIn("embedding_bag", NO_TWICE, EVERY, _embedding_bag.REPLACEMENTS),
-    StandIn("ctc_loss", NO_TWICE, EVERY, _ctc_loss.REPLACEMENTS, issue="70108"),
-    StandIn("segment_reduce", NO_TWICE, EVERY, _indexing.SEGMENT_REDUCE),
-    StandIn("multi_margin_loss", NO_TWICE, EVERY, _losses.MARGIN),
-    StandIn("hardsigmoid", NO_TWICE, ("rr", "fr", "ff"), _piecewise.HARDSIGMOID),
+    StandIn("cdist, pdist, pairwise_distance", NO_TWICE, EVERY, replacements.DISTANCE, issue="83510"),
+    StandIn("embedding_bag", NO_TWICE, EVERY, replacements.EMBEDDING_BAG),
+    StandIn("ctc_loss", NO_TWICE, EVERY, replacements.CTC_LOSS, issue="70108"),
+    StandIn("segment_reduce", NO_TWICE, EVERY, replacements.SEGMENT_REDUCE),
+    StandIn("multi_margin_loss", NO_TWICE, EVERY, replacements.MARGIN_LOSS),
+    StandIn("hardsigmoid", NO_TWICE, ("rr", "fr", "ff"), replacements.HARDSIGMOID),
     StandIn(
         "linear_cross_entropy", f"chunked, a wrong double backward{SILENT}", ("rr",),
-        _cross_entropy.LINEAR_CROSS_ENTROPY, since=(2, 13),
+        replacements.LINEAR_CROSS_ENTROPY, since=(2, 13),
     ),
-    StandIn("weight_norm", f"a wrong double backward{SILENT}", ("rr",), _normalization.WEIGHT_NORM),
-    StandIn("layer_norm", THIRD, OVER, _layer_norm.REPLACEMENTS, issue="196700"),
-    StandIn("batch_norm", THIRD, OVER, _batch_norm.BATCH_NORM, issue="196699"),
-    StandIn("instance_norm", THIRD, OVER, _batch_norm.INSTANCE_NORM, issue="196699"),
-    StandIn("linalg.solve", OVER_FORWARD, OVER, _linalg.SOLVE, issue=UMBRELLA),
-    StandIn("det, slogdet, logdet", DET, OVER, _linalg.DETERMINANT, issue=UMBRELLA),
+    StandIn("weight_norm", f"a wrong double backward{SILENT}", ("rr",), replacements.WEIGHT_NORM),
+    StandIn("layer_norm", THIRD, OVER, replacements.LAYER_NORM, issue="196700"),
+    StandIn("batch_norm", THIRD, OVER, replacements.BATCH_NORM, issue="196699"),
+    StandIn("instance_norm", THIRD, OVER, replacements.INSTANCE_NORM, issue="196699"),
+    StandIn("linalg.solve", OVER_FORWARD, OVER, replacements.SOLVE, issue=UMBRELLA),
+    StandIn("det, slogdet, logdet", DET, OVER, replacements.DETERMINANT, issue=UMBRELLA),
     StandIn(
         "cholesky_inverse", f"a wrong forward mode{SILENT}", ("fr", "ff"),
-        _linalg.CHOLESKY_INVERSE, issue=UMBRELLA,
+        replacements.CHOLESKY_INVERSE, issue=UMBRELLA,
     ),
     StandIn(
-        "mse_loss, huber_loss", "forward mode raises over a backward", ("fr",), _losses.REGRESSION,
-        issue="123996",
+        "mse_loss, huber_loss", "forward mode raises over a backward", ("fr",),
+        replacements.REGRESSION_LOSS, issue="123996",
     ),
-    StandIn("soft_margin_loss", NO_FORWARD, ("fr",), _losses.SOFT_MARGIN),
+    StandIn("soft_margin_loss", NO_FORWARD, ("fr",), replacements.SOFT_MARGIN_LOSS),
     StandIn(
         "sparse_coo_tensor", "its values get no second derivative", ("rr", "fr"),
         refuses=(torch.sparse_coo_tensor, torch.sparse_csr_tensor),
@@ -128,19 +112,15 @@ STAND_INS: tuple[StandIn, ...] = (
     ),
     StandIn(
         "triangular_solve", f"a wrong forward mode{SILENT}", ("fr", "ff"),
-        {
-            torch.triangular_solve: _linalg.triangular_solve,
-            torch.Tensor.triangular_solve: _linalg.triangular_solve,
-        },
-        issue=UMBRELLA,
+        replacements.TRIANGULAR_SOLVE, issue=UMBRELLA,
     ),
-    StandIn("glu", "no derivative of its tangent", OVER, _pointwise.GLU),
-    StandIn("grid_sample", NO_FORWARD, ("fr", "rf", "ff"), _grid_sample.REPLACEMENTS, issue="117582"),
+    StandIn("glu", "no derivative of its tangent", OVER, replacements.GLU),
+    StandIn("grid_sample", NO_FORWARD, ("fr", "rf", "ff"), replacements.GRID_SAMPLE, issue="117582"),
     StandIn(
         "scatter_reduce, index_reduce", f"products with a wrong forward mode{SILENT}, or none",
-        ("fr", "rf", "ff"), _indexing.SCATTER_REDUCE,
+        ("fr", "rf", "ff"), replacements.SCATTER_REDUCE,
     ),
-    StandIn("sparse.mm", NO_FORWARD, ("fr", "rf", "ff"), _linalg.SPARSE),
+    StandIn("sparse.mm", NO_FORWARD, ("fr", "rf", "ff"), replacements.SPARSE_MM),
     StandIn("lstm", VENDOR, ("fr",), {torch.lstm: lstm}),
     *(
         StandIn(

@@ -18,11 +18,32 @@ def assert_double_differentiable(
     surrogate: bool = False,
     **options: Any,
 ) -> None:
-    """Fail unless `hog.verify(fn, inputs, ...)` finds the derivatives right.
+    r"""Fail unless `hoglib.verify` finds the derivatives of a function right.
 
-    The arguments are those of `hoglib.verify`; what it warns of does not fail.
-    Raises VerificationError, an AssertionError whose text is the report; TypeError and ValueError as
-    `hoglib.verify` does.
+        report = hog.verify(fn, inputs, ...)        report.raise_if_failed()
+
+    Warnings of the report do not fail.
+
+    Args:
+        fn: A custom Function, its `apply`, an `nn.Module`, or any function of tensors.
+        inputs: Its inputs, a tensor or a tuple; float inputs are checked in float64.
+        reference: The same function of plain torch operations, to compare with too. Default: none.
+        orders: The orders of derivatives to check. Default: the first and the second.
+        modes: The modes to check, of "rr", "fr", "rf" and "ff". Default: those that fn offers.
+        surrogate: Whether the gradient differs from the derivative on purpose. Default: False.
+        options: The other options of `hoglib.verify`.
+    Returns:
+        None.
+    Raises:
+        VerificationError: an AssertionError whose text is the report.
+        TypeError, ValueError: for wrong arguments, as `hoglib.verify`.
+    Example:
+        >>> hog.testing.assert_double_differentiable(torch.tanh, torch.tensor([0.5]))
+        >>> forgets = lambda x: x**2 + (x - x.detach())  # a wrong gradient
+        >>> hog.testing.assert_double_differentiable(forgets, torch.tensor([0.5]))
+        Traceback (most recent call last):
+            ...
+        hoglib.errors.VerificationError: ...
     """
     __tracebackhide__ = True  # pytest shows the test's own line
     verify(

@@ -3,34 +3,32 @@
 The test matrix runs each of its cells on each sample of each entry, or reads here why not.
 """
 
-from hoglib.testing.opinfo.entry import Op, Sample
-from hoglib.testing.opinfo.gradient_ops import GRADIENT, OTHER
-from hoglib.testing.opinfo.indexing import BY_INDEX, EMBEDDING_BAG, GRID, SPARSE
-from hoglib.testing.opinfo.linalg import LINALG
-from hoglib.testing.opinfo.linear import ATTENTION, CONV, LINEAR
-from hoglib.testing.opinfo.losses import CTC, REGRESSION
-from hoglib.testing.opinfo.norms import NORMS
-from hoglib.testing.opinfo.pointwise import GATES, POINTWISE
-from hoglib.testing.opinfo.reductions import DISTANCE, REDUCE
+from hoglib.testing.opinfo import (
+    conv,
+    gradient_ops,
+    grid_sample,
+    indexing,
+    linalg,
+    linear,
+    losses,
+    makers,
+    norms,
+    pointwise,
+    reductions,
+)
 
-__all__ = ["CATALOGUE", "Op", "Sample"]
+__all__ = ["CATALOGUE"]
 
 CATALOGUE = (
-    *POINTWISE,
-    *LINEAR,
-    *REDUCE,
-    *CONV,
-    *GRADIENT,
-    *OTHER,
-    *ATTENTION,
-    *BY_INDEX,
-    *CTC,
-    *DISTANCE,
-    *EMBEDDING_BAG,
-    *GATES,
-    *GRID,
-    *LINALG,
-    *NORMS,
-    *REGRESSION,
-    *SPARSE,
+    *pointwise.OPS,
+    *linear.OPS,
+    *conv.OPS,
+    *reductions.OPS,
+    *losses.OPS,
+    *norms.OPS,
+    *linalg.OPS,
+    *indexing.OPS,
+    *grid_sample.OPS,
+    *gradient_ops.OPS,
+    *makers.OPS,
 )

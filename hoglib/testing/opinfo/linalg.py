@@ -1,4 +1,4 @@
-"""The catalogue of linear algebra that torch has wrong; references by Laplace's expansion."""
+"""Linear algebra that torch has wrong; references by Laplace's expansion."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,22 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.testing.opinfo.entry import NEEDS_DIMENSIONS, ONE_TENSOR, Normal, Op, Sample, sample
+from hoglib.testing.opinfo.op_info import (
+    NEEDS_DIMENSIONS,
+    ONE_TENSOR,
+    Normal,
+    OpInfo,
+    SampleInput,
+    sample_input,
+)
 
-DTYPES = (torch.float64, torch.float32, torch.complex128)
-MATRICES = {**NEEDS_DIMENSIONS, "bfloat16": "torch factorises no matrices in bfloat16"}
-SINGULAR = {"stride 0": "a matrix of equal rows is singular, and the function not defined"}
+_DTYPES = (torch.float64, torch.float32, torch.complex128)
+_SKIPS = {**NEEDS_DIMENSIONS, "bfloat16": "torch factorises no matrices in bfloat16"}
+_SINGULAR = {"stride 0": "a matrix of equal rows is singular, and the function not defined"}
 
 
 def _regular(normal: Normal, *shape: int) -> Tensor:
-    """Matrices of positive determinant that remain regular under what the matrix of tests does."""
+    """Matrices of positive determinant that stay regular in every cell of the test matrix."""
     return normal(*shape) / 3 + 2 * torch.eye(shape[-1])
 
 
@@ -82,78 +89,84 @@ def _of_matrices(
     formula: str,
     function: Callable[..., Any],
     reference: Callable[..., Any],
-    samples: tuple[Sample, ...],
+    samples: tuple[SampleInput, ...],
     **others: Any,
-) -> Op:
-    return Op(
+) -> OpInfo:
+    return OpInfo(
         name,
         "wrong",
         formula,
         function,
         reference,
         samples,
-        corners={"zero size": sample("no matrices", lambda n: (n(0, 2, 2),))},
-        dtypes=DTYPES,
+        corners={"zero size": sample_input("no matrices", lambda n: (n(0, 2, 2),))},
+        dtypes=_DTYPES,
         **others,
     )
 
 
 _REGULAR = (
-    sample("matrix", lambda n: (_regular(n, 3, 3),)),
-    sample("batch", lambda n: (_regular(n, 2, 2, 2),)),
-    sample("larger", lambda n: (_regular(n, 4, 4),)),
+    sample_input("matrix", lambda n: (_regular(n, 3, 3),)),
+    sample_input("batch", lambda n: (_regular(n, 2, 2, 2),)),
+    sample_input("larger", lambda n: (_regular(n, 4, 4),)),
 )
 
-LINALG = (
-    Op(
+OPS = (
+    OpInfo(
         "solve",
         "wrong",
         "A^-1 B",
         ops.solve,
         _cramer,
         (
-            sample("matrix", lambda n: (_regular(n, 3, 3), n(3, 2))),
-            sample("vectors", lambda n: (_regular(n, 2, 2, 2), n(2, 2))),
-            sample("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
+            sample_input("matrix", lambda n: (_regular(n, 3, 3), n(3, 2))),
+            sample_input("vectors", lambda n: (_regular(n, 2, 2, 2), n(2, 2))),
+            sample_input("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
         ),
         corners={
-            "zero size": sample("no matrices", lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1))),
-            "broadcasting": sample("batches", lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1))),
+            "zero size": sample_input("no matrices", lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1))),
+            "broadcasting": sample_input(
+                "batches", lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1))
+            ),
         },
-        dtypes=DTYPES,
-        skips={**MATRICES, **SINGULAR},
+        dtypes=_DTYPES,
+        skips={**_SKIPS, **_SINGULAR},
     ),
-    Op(
+    OpInfo(
         "solve_ex",
         "wrong",
         "A^-1 B",
         solve_ex,
         _cramer,
         (
-            sample("matrix", lambda n: (_regular(n, 2, 2), n(2, 2))),
-            sample("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
+            sample_input("matrix", lambda n: (_regular(n, 2, 2), n(2, 2))),
+            sample_input("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
         ),
         corners={
-            "zero size": sample("no matrices", lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1))),
-            "broadcasting": sample("batches", lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1))),
+            "zero size": sample_input("no matrices", lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1))),
+            "broadcasting": sample_input(
+                "batches", lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1))
+            ),
         },
-        dtypes=DTYPES,
-        skips={**MATRICES, **SINGULAR},
+        dtypes=_DTYPES,
+        skips={**_SKIPS, **_SINGULAR},
     ),
-    Op(
+    OpInfo(
         "tensorsolve",
         "wrong",
         "X with sum_j A_ij X_j = B_i",
         ops.tensorsolve,
         _tensorsolve,
         (
-            sample("pair", lambda n: (_regular(n, 4, 4).reshape(4, 2, 2), n(4))),
-            sample("moved", lambda n: (_regular(n, 3, 3).reshape(3, 1, 3), n(1, 3)), dims=(0,)),
+            sample_input("pair", lambda n: (_regular(n, 4, 4).reshape(4, 2, 2), n(4))),
+            sample_input(
+                "moved", lambda n: (_regular(n, 3, 3).reshape(3, 1, 3), n(1, 3)), dims=(0,)
+            ),
         ),
-        dtypes=DTYPES,
+        dtypes=_DTYPES,
         skips={
-            **MATRICES,
-            **SINGULAR,
+            **_SKIPS,
+            **_SINGULAR,
             "zero size": "no unknowns, no derivatives",
             "broadcasting": "the shapes of A and B determine each other",
         },
@@ -163,8 +176,8 @@ LINALG = (
         "det A",
         ops.det,
         _laplace,
-        (*_REGULAR, sample("rank 2 of 4", lambda n: (n(4, 2) @ n(2, 4),))),
-        skips={**ONE_TENSOR, **MATRICES},
+        (*_REGULAR, sample_input("rank 2 of 4", lambda n: (n(4, 2) @ n(2, 4),))),
+        skips={**ONE_TENSOR, **_SKIPS},
     ),
     _of_matrices(
         "slogdet",
@@ -172,7 +185,7 @@ LINALG = (
         slogdet,
         _slogdet,
         _REGULAR,
-        skips={**ONE_TENSOR, **MATRICES, **SINGULAR},
+        skips={**ONE_TENSOR, **_SKIPS, **_SINGULAR},
     ),
     _of_matrices(
         "logdet",
@@ -180,7 +193,7 @@ LINALG = (
         ops.logdet,
         _logdet,
         _REGULAR,
-        skips={**ONE_TENSOR, **MATRICES, **SINGULAR},
+        skips={**ONE_TENSOR, **_SKIPS, **_SINGULAR},
     ),
     _of_matrices(
         "cholesky_inverse",
@@ -189,8 +202,8 @@ LINALG = (
         _of_triangle,
         (
             *_REGULAR[:2],
-            sample("upper", lambda n: (_regular(n, 3, 3),), upper=True),
+            sample_input("upper", lambda n: (_regular(n, 3, 3),), upper=True),
         ),
-        skips={**ONE_TENSOR, **MATRICES},
+        skips={**ONE_TENSOR, **_SKIPS},
     ),
 )

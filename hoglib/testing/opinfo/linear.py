@@ -1,7 +1,6 @@
-"""The catalogue of the theme linear."""
+"""Linear maps, products and attention."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,28 +8,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.ops._attention import scaled_dot_product_attention
 from hoglib.testing.opinfo import references
-from hoglib.testing.opinfo.entry import (
+from hoglib.testing.opinfo.op_info import (
     NEEDS_DIMENSIONS,
     WITH_COMPLEX,
-    Op,
-    Sample,
-    broadcast,
-    same_shapes,
-    sample,
+    OpInfo,
+    broadcasting_sample,
+    same_shape_corners,
+    sample_input,
 )
 
 
-def _linear_act(name: str, acts: list[str], **others: Any) -> Op:
-    return Op(
+def _linear_act(name: str, acts: list[str], **others: Any) -> OpInfo:
+    return OpInfo(
         name,
         "linear",
         "act(x W^T + b)",
         ops.linear_act,
         references.linear_act,
-        tuple(sample(act, lambda n: (n(2, 3), n(4, 3), n(4)), act=act) for act in acts),
-        corners={"zero size": sample("no rows", lambda n: (n(0, 3), n(4, 3), n(4)), act=acts[0])},
+        tuple(sample_input(act, lambda n: (n(2, 3), n(4, 3), n(4)), act=act) for act in acts),
+        corners={
+            "zero size": sample_input("no rows", lambda n: (n(0, 3), n(4, 3), n(4)), act=acts[0])
+        },
         skips={
             **NEEDS_DIMENSIONS,
             "broadcasting": "leading dimensions as for linear; none stretch",
@@ -39,161 +38,24 @@ def _linear_act(name: str, acts: list[str], **others: Any) -> Op:
     )
 
 
-LINEAR = (
-    Op(
-        "matmul",
-        "linear",
-        "A B",
-        ops.matmul,
-        torch.matmul,
-        (
-            sample("two matrices", lambda n: (n(2, 3), n(3, 4))),
-            sample("batch of matrices", lambda n: (n(2, 2, 3), n(2, 3, 2))),
-            sample("batch times matrix", lambda n: (n(2, 2, 3), n(3, 2))),
-            sample("two vectors", lambda n: (n(3), n(3))),
-            sample("matrix times vector", lambda n: (n(2, 2, 3), n(3))),
-            sample("vector times batch", lambda n: (n(3), n(2, 3, 2))),
-        ),
-        corners={
-            "zero size": sample("zero size", lambda n: (n(2, 2, 0), n(2, 0, 3))),
-            "broadcasting": broadcast((2, 1, 2, 3), (3, 3, 2)),
-        },
-        dtypes=WITH_COMPLEX,
-        skips=NEEDS_DIMENSIONS,
-    ),
-    Op(
-        "linear",
-        "linear",
-        "x W^T + b",
-        ops.linear,
-        F.linear,
-        (
-            sample("rows", lambda n: (n(2, 3), n(4, 3), n(4))),
-            sample("without bias", lambda n: (n(2, 3), n(4, 3), None)),
-            sample("one row", lambda n: (n(3), n(2, 3), n(2))),
-            sample("two leading dimensions", lambda n: (n(2, 2, 3), n(2, 3), n(2))),
-        ),
-        corners={"zero size": sample("no rows", lambda n: (n(0, 3), n(4, 3), n(4)))},
-        dtypes=WITH_COMPLEX,
-        skips={
-            **NEEDS_DIMENSIONS,
-            "broadcasting": "leading dimensions have samples; none stretch",
-        },
-    ),
-    _linear_act("linear_act", ["tanh", "sigmoid", "swish"], dtypes=WITH_COMPLEX),
-    _linear_act("linear_act, real only", ["relu", "softplus"], smooth=False),
-    Op(
-        "bias_add",
-        "linear",
-        "x + b over channels",
-        ops.bias_add,
-        references.bias_add,
-        (
-            sample("channels second", lambda n: (n(2, 3, 2), n(3))),
-            sample("channels last", lambda n: (n(2, 3), n(3)), dim=-1),
-            sample("channels first", lambda n: (n(2, 3), n(2)), dim=0),
-        ),
-        corners={"zero size": sample("no rows", lambda n: (n(0, 3), n(3)))},
-        dtypes=WITH_COMPLEX,
-        skips={**NEEDS_DIMENSIONS, "broadcasting": "the bias has the size of its dimension"},
-    ),
-    Op(
-        "mul",
-        "linear",
-        "x p",
-        ops.mul,
-        torch.mul,
-        (
-            sample("two matrices", lambda n: (n(2, 3), n(2, 3))),
-            sample("by a number", lambda n: (n(2, 3), -1.5)),
-        ),
-        corners={**same_shapes(2), "broadcasting": broadcast((2, 1), (4, 1, 3))},
-        dtypes=WITH_COMPLEX,
-    ),
-)
+_SPARSE_PLACES = torch.tensor([[0, 1, 1, 2, 0], [2, 0, 1, 1, 2]])
+_VALUES = torch.tensor([0.5, -1.0, 2.0, 0.25, 1.5], dtype=torch.float64)
 
 
-# === The catalogue of the theme conv.
-
-_SKIPS = {**NEEDS_DIMENSIONS, "broadcasting": "channels and kernel sizes must fit; none stretch"}
-
-
-def _conv(
-    name: str,
-    function: Callable[..., Any],
-    reference: Callable[..., Any],
-    samples: tuple[Sample, ...],
-    empty: Sample,
-) -> Op:
-    return Op(
-        name,
-        "conv",
-        "b[o] + sum over c, k of w[o, c, k] x[c, t s + k d - p]",
-        function,
-        reference,
-        samples,
-        corners={"zero size": empty},
-        dtypes=WITH_COMPLEX,
-        skips=_SKIPS,
-    )
+def sparse_mm(mat2: Tensor) -> Tensor:
+    """With a constant first matrix; only the dense one is differentiated."""
+    mat1 = torch.sparse_coo_tensor(_SPARSE_PLACES, _VALUES.to(mat2), (3, 3), check_invariants=False)
+    return ops.sparse_mm(mat1, mat2)
 
 
-CONV = (
-    _conv(
-        "conv1d",
-        ops.conv1d,
-        F.conv1d,
-        (
-            sample("plain", lambda n: (n(2, 2, 5), n(3, 2, 3), n(3))),
-            sample(
-                "no bias, stride that leaves a rest", lambda n: (n(1, 2, 6), n(2, 2, 3)), stride=2
-            ),
-            sample("unbatched, padded", lambda n: (n(2, 4), n(2, 2, 2), n(2)), padding=1),
-            sample("same", lambda n: (n(1, 2, 4), n(2, 2, 3), n(2)), padding="same", dilation=2),
-            sample("depthwise", lambda n: (n(1, 3, 4), n(6, 1, 2), n(6)), groups=3),
-        ),
-        sample("no samples", lambda n: (n(0, 2, 5), n(3, 2, 3), n(3))),
-    ),
-    _conv(
-        "conv2d",
-        ops.conv2d,
-        F.conv2d,
-        (
-            sample("plain", lambda n: (n(2, 2, 3, 4), n(2, 2, 2, 3) / 4, n(2))),
-            sample(
-                "all options",
-                lambda n: (n(1, 4, 4, 5), n(2, 2, 2, 3) / 4, n(2)),
-                stride=(2, 1),
-                padding=(1, 2),
-                dilation=(2, 1),
-                groups=2,
-            ),
-            sample("unbatched", lambda n: (n(2, 3, 3), n(2, 2, 2, 2))),
-        ),
-        sample("no samples", lambda n: (n(0, 2, 4, 4), n(3, 2, 2, 2), n(3))),
-    ),
-    _conv(
-        "conv3d",
-        ops.conv3d,
-        F.conv3d,
-        (
-            sample("plain", lambda n: (n(1, 2, 2, 3, 2), n(2, 2, 2, 2, 1), n(2))),
-            sample(
-                "grouped, padded",
-                lambda n: (n(1, 2, 2, 2, 2), n(2, 1, 2, 1, 2)),
-                groups=2,
-                padding=(0, 1, 0),
-            ),
-        ),
-        sample("no samples", lambda n: (n(0, 1, 2, 2, 2), n(1, 1, 1, 2, 2), n(1))),
-    ),
-)
+def _sparse_reference(mat2: Tensor) -> Tensor:
+    dense = torch.zeros(3, 3, dtype=torch.float64)
+    for i, j, value in zip(*_SPARSE_PLACES.tolist(), _VALUES.tolist(), strict=True):
+        dense[i, j] += value
+    return dense.to(mat2) @ mat2
 
 
-# === Entries of the catalogue: attention.
-
-
-def _plain(
+def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -215,29 +77,120 @@ def _plain(
     return torch.where(total > 0, weights / total.clamp(min=1e-300), 0) @ value
 
 
-SEEN = torch.tensor([[True, False, True], [True, True, False]])
+_MASK = torch.tensor([[True, False, True], [True, True, False]])
 
-ATTENTION = (
-    Op(
-        "scaled_dot_product_attention", "missing", "softmax(scale Q K^T + B) V",
-        scaled_dot_product_attention, _plain,
+OPS = (
+    OpInfo(
+        "matmul",
+        "linear",
+        "A B",
+        ops.matmul,
+        torch.matmul,
         (
-            sample("plain", lambda n: (n(2, 3), n(4, 3), n(4, 2))),
-            sample("heads", lambda n: (n(2, 2, 2, 3), n(2, 2, 3, 3), n(2, 2, 3, 2)), scale=0.7),
-            sample("causal", lambda n: (n(1, 3, 2), n(1, 3, 2), n(1, 3, 2)), is_causal=True),
-            sample("boolean mask", lambda n: (n(2, 2), n(3, 2), n(3, 2), SEEN)),
-            sample("learned bias", lambda n: (n(2, 2), n(3, 2), n(3, 2), n(2, 3))),
-            sample(
-                "grouped heads", lambda n: (n(1, 4, 2, 2), n(1, 2, 3, 2), n(1, 2, 3, 2)),
+            sample_input("two matrices", lambda n: (n(2, 3), n(3, 4))),
+            sample_input("batch of matrices", lambda n: (n(2, 2, 3), n(2, 3, 2))),
+            sample_input("batch times matrix", lambda n: (n(2, 2, 3), n(3, 2))),
+            sample_input("two vectors", lambda n: (n(3), n(3))),
+            sample_input("matrix times vector", lambda n: (n(2, 2, 3), n(3))),
+            sample_input("vector times batch", lambda n: (n(3), n(2, 3, 2))),
+        ),
+        corners={
+            "zero size": sample_input("zero size", lambda n: (n(2, 2, 0), n(2, 0, 3))),
+            "broadcasting": broadcasting_sample((2, 1, 2, 3), (3, 3, 2)),
+        },
+        dtypes=WITH_COMPLEX,
+        skips=NEEDS_DIMENSIONS,
+    ),
+    OpInfo(
+        "linear",
+        "linear",
+        "x W^T + b",
+        ops.linear,
+        F.linear,
+        (
+            sample_input("rows", lambda n: (n(2, 3), n(4, 3), n(4))),
+            sample_input("without bias", lambda n: (n(2, 3), n(4, 3), None)),
+            sample_input("one row", lambda n: (n(3), n(2, 3), n(2))),
+            sample_input("two leading dimensions", lambda n: (n(2, 2, 3), n(2, 3), n(2))),
+        ),
+        corners={"zero size": sample_input("no rows", lambda n: (n(0, 3), n(4, 3), n(4)))},
+        dtypes=WITH_COMPLEX,
+        skips={
+            **NEEDS_DIMENSIONS,
+            "broadcasting": "leading dimensions have samples; none stretch",
+        },
+    ),
+    _linear_act("linear_act", ["tanh", "sigmoid", "swish"], dtypes=WITH_COMPLEX),
+    _linear_act("linear_act, real only", ["relu", "softplus"], smooth=False),
+    OpInfo(
+        "bias_add",
+        "linear",
+        "x + b over channels",
+        ops.bias_add,
+        references.bias_add,
+        (
+            sample_input("channels second", lambda n: (n(2, 3, 2), n(3))),
+            sample_input("channels last", lambda n: (n(2, 3), n(3)), dim=-1),
+            sample_input("channels first", lambda n: (n(2, 3), n(2)), dim=0),
+        ),
+        corners={"zero size": sample_input("no rows", lambda n: (n(0, 3), n(3)))},
+        dtypes=WITH_COMPLEX,
+        skips={**NEEDS_DIMENSIONS, "broadcasting": "the bias has the size of its dimension"},
+    ),
+    OpInfo(
+        "mul",
+        "linear",
+        "x p",
+        ops.mul,
+        torch.mul,
+        (
+            sample_input("two matrices", lambda n: (n(2, 3), n(2, 3))),
+            sample_input("by a number", lambda n: (n(2, 3), -1.5)),
+        ),
+        corners={**same_shape_corners(2), "broadcasting": broadcasting_sample((2, 1), (4, 1, 3))},
+        dtypes=WITH_COMPLEX,
+    ),
+    OpInfo(
+        "sparse_mm",
+        "missing",
+        "A x, A sparse and constant",
+        sparse_mm,
+        _sparse_reference,
+        (sample_input("matrices", lambda n: (n(3, 2),)),),
+        corners={"zero size": sample_input("no columns", lambda n: (n(3, 0),))},
+        skips={
+            "no dimensions": "a matrix product needs dimensions",
+            "broadcasting": "one dense matrix, nothing to broadcast with",
+            "compile": "torch's compiler does not trace the making of sparse matrices",
+        },
+        dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.complex128),
+    ),
+    OpInfo(
+        "scaled_dot_product_attention",
+        "missing",
+        "softmax(scale Q K^T + B) V",
+        ops.scaled_dot_product_attention,
+        _attention,
+        (
+            sample_input("plain", lambda n: (n(2, 3), n(4, 3), n(4, 2))),
+            sample_input(
+                "heads", lambda n: (n(2, 2, 2, 3), n(2, 2, 3, 3), n(2, 2, 3, 2)), scale=0.7
+            ),
+            sample_input("causal", lambda n: (n(1, 3, 2), n(1, 3, 2), n(1, 3, 2)), is_causal=True),
+            sample_input("boolean mask", lambda n: (n(2, 2), n(3, 2), n(3, 2), _MASK)),
+            sample_input("learned bias", lambda n: (n(2, 2), n(3, 2), n(3, 2), n(2, 3))),
+            sample_input(
+                "grouped heads",
+                lambda n: (n(1, 4, 2, 2), n(1, 2, 3, 2), n(1, 2, 3, 2)),
                 enable_gqa=True,
             ),
         ),
         corners={
-            "zero size": sample("zero size", lambda n: (n(0, 2, 3), n(0, 4, 3), n(0, 4, 2))),
+            "zero size": sample_input("zero size", lambda n: (n(0, 2, 3), n(0, 4, 3), n(0, 4, 2))),
         },
         skips={
             "no dimensions": "attention needs two dimensions to act on",
             "broadcasting": "leading dimensions have samples; none stretch",
         },
     ),
-)  # fmt: skip
+)

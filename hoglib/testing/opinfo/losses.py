@@ -1,4 +1,4 @@
-"""The catalogue of losses that torch cannot differentiate in every mode."""
+"""Losses: cross-entropy, regression, margins and connectionist temporal classification."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -7,14 +7,13 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.testing.opinfo.entry import ONE_TENSOR, Op, same_shapes, sample
+from hoglib.testing.opinfo.op_info import ONE_TENSOR, OpInfo, same_shape_corners, sample_input
 
-WARNS = {
-    "broadcasting": "torch warns of it, which is an error here; in tests/ops/test_regression.py"
-}
+WARNS = {"broadcasting": "torch warns of it, which is an error here; in tests/ops/test_losses.py"}
 
 
 def _reduced(loss: Tensor, reduction: str) -> Tensor:
@@ -97,126 +96,9 @@ def _linear_cross_entropy(
     return loss.sum() / counts.sum().to(z.dtype) if reduction == "mean" else loss.sum()
 
 
-_CLASSES = torch.tensor([1, 3, 0])
-_MARGIN_CORNERS = {
-    "zero size": sample(
-        "no rows", lambda n: (n(0, 3), torch.zeros(0, dtype=torch.long)), reduction="none"
-    ),
-    "no dimensions": sample("one class", lambda n: (n(), torch.tensor(0)), reduction="none"),
-}
-
-REGRESSION = (
-    Op(
-        "mse_loss",
-        "missing",
-        "mean of (input - target)^2",
-        ops.mse_loss,
-        _mse,
-        (
-            sample("mean", lambda n: (n(2, 3), n(2, 3))),
-            sample("sum", lambda n: (n(2, 3) / 4, n(2, 3) / 4), reduction="sum"),
-            sample("none", lambda n: (n(2, 3), n(2, 3)), reduction="none"),
-        ),
-        corners=same_shapes(2),
-        skips=WARNS,
-    ),
-    Op(
-        "huber_loss",
-        "missing",
-        "mean of d^2 / 2 or delta (|d| - delta / 2), d = input - target",
-        ops.huber_loss,
-        _huber,
-        (
-            sample("mean", lambda n: (n(2, 3), n(2, 3))),
-            sample("narrow", lambda n: (n(2, 3), n(2, 3)), delta=0.5, reduction="sum"),
-            sample("weighted", lambda n: (n(2, 3), n(2, 3), "mean", 0.8, n(2, 3) ** 2 + 1)),
-        ),
-        corners=same_shapes(2),
-        smooth=False,
-        skips=WARNS,
-    ),
-    Op(
-        "multi_margin_loss",
-        "missing",
-        "sum over j != t of w_t max(0, margin - x_t + x_j)^p / C",
-        ops.multi_margin_loss,
-        _multi_margin,
-        (
-            sample("rows", lambda n: (n(3, 4), _CLASSES)),
-            sample("squared", lambda n: (n(3, 4), _CLASSES), p=2, margin=0.7, reduction="none"),
-            sample("weighted", lambda n: (n(3, 4), _CLASSES, 2, 1.0, n(4) ** 2), reduction="sum"),
-        ),
-        corners=_MARGIN_CORNERS,
-        smooth=False,
-        skips={"broadcasting": "input has a row for each class of target"},
-    ),
-    Op(
-        "multilabel_margin_loss",
-        "missing",
-        "sum over i in t, j not in t of max(0, 1 - x_i + x_j) / C",
-        ops.multilabel_margin_loss,
-        _multilabel_margin,
-        (
-            sample("rows", lambda n: (n(2, 3), torch.tensor([[1, -1, 0], [2, 0, -1]]))),
-            sample("one row", lambda n: (n(4), torch.tensor([3, 0, -1, 2])), reduction="sum"),
-            sample(
-                "twice the same",
-                lambda n: (n(2, 3), torch.tensor([[1, 1, -1], [-1, 0, 1]])),
-                reduction="none",
-            ),
-        ),
-        corners={
-            "zero size": sample(
-                "no rows",
-                lambda n: (n(0, 3), torch.zeros(0, 3, dtype=torch.long)),
-                reduction="none",
-            ),
-        },
-        smooth=False,
-        skips={**ONE_TENSOR, "no dimensions": "torch takes it, and its one class loses nothing"},
-    ),
-    Op(
-        "linear_cross_entropy",
-        "missing",
-        "sum_c w_c q_c (log sum_d e^z_d - z_c), z = x W^T + b",
-        ops.linear_cross_entropy,
-        _linear_cross_entropy,
-        (
-            sample("rows", lambda n: (n(3, 2), n(4, 2), _CLASSES)),
-            sample(
-                "positions",
-                lambda n: (n(2, 3), n(4, 2, 3), torch.tensor([[0, 3], [1, -100]])),
-                label_smoothing=0.1,
-            ),
-            sample(
-                "probabilities",
-                lambda n: (n(2, 3), n(4, 3), n(2, 4) ** 2),
-                reduction="sum",
-                label_smoothing=0.2,
-            ),
-            sample(
-                "ignored",
-                lambda n: (n(3, 2), n(4, 2), _CLASSES),
-                reduction="none",
-                ignore_index=3,
-            ),
-        ),
-        corners={
-            "zero size": sample(
-                "no rows",
-                lambda n: (n(0, 2), n(4, 2), torch.zeros(0, dtype=torch.long)),
-                reduction="sum",
-            )
-        },
-        skips={
-            "no dimensions": "needs a dimension of features",
-            "broadcasting": "input has a row for each target",
-        },
-    ),
-)
-
-
-# === The catalogue entry of ctc_loss.
+def _logistic(x: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    loss = (1 + (-target * x).exp()).log()
+    return _reduced(loss, reduction)
 
 
 def _of_scores(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -260,36 +142,207 @@ def _sum_over_paths(
 
 _PAIRS = torch.tensor([[1, 2], [2, 2]])
 
-CTC = (
-    Op(
+_SIGNS = torch.tensor([[1, -1, 1], [-1, -1, 1]])
+_CLASSES = torch.tensor([1, 3, 0])
+_MARGIN_CORNERS = {
+    "zero size": sample_input(
+        "no rows", lambda n: (n(0, 3), torch.zeros(0, dtype=torch.long)), reduction="none"
+    ),
+    "no dimensions": sample_input("one class", lambda n: (n(), torch.tensor(0)), reduction="none"),
+}
+_SAMPLES_OF_CLASSES = (
+    sample_input("rows", lambda n: (n(3, 4), torch.tensor([1, 3, 0]))),
+    sample_input("one row", lambda n: (n(4), torch.tensor(2)), reduction="sum"),
+    sample_input(
+        "pixels", lambda n: (n(2, 3, 2), torch.tensor([[0, 2], [1, 1]])), reduction="none"
+    ),
+    sample_input(
+        "ignored row and smoothing",
+        lambda n: (n(3, 4), torch.tensor([1, -100, 0])),
+        label_smoothing=0.2,
+    ),
+    sample_input("ignored class", lambda n: (n(3, 4), torch.tensor([1, 2, 0])), ignore_index=2),
+    sample_input("probabilities", lambda n: (n(2, 3), n(2, 3) ** 2), label_smoothing=0.1),
+)
+
+OPS = (
+    OpInfo(
+        "softmax_cross_entropy",
+        "reduce",
+        "sum_c q_c (log sum_d e^z_d - z_c)",
+        ops.softmax_cross_entropy,
+        F.cross_entropy,
+        _SAMPLES_OF_CLASSES,
+        corners={
+            "zero size": sample_input(
+                "no rows", lambda n: (n(0, 3), torch.zeros(0, dtype=torch.long)), reduction="sum"
+            )
+        },
+        skips={
+            "no dimensions": "needs a dimension of classes",
+            "broadcasting": "logits and target have one shape for the rows",
+        },
+    ),
+    OpInfo(
+        "mse_loss",
+        "missing",
+        "mean of (input - target)^2",
+        ops.mse_loss,
+        _mse,
+        (
+            sample_input("mean", lambda n: (n(2, 3), n(2, 3))),
+            sample_input("sum", lambda n: (n(2, 3) / 4, n(2, 3) / 4), reduction="sum"),
+            sample_input("none", lambda n: (n(2, 3), n(2, 3)), reduction="none"),
+        ),
+        corners=same_shape_corners(2),
+        skips=WARNS,
+    ),
+    OpInfo(
+        "huber_loss",
+        "missing",
+        "mean of d^2 / 2 or delta (|d| - delta / 2), d = input - target",
+        ops.huber_loss,
+        _huber,
+        (
+            sample_input("mean", lambda n: (n(2, 3), n(2, 3))),
+            sample_input("narrow", lambda n: (n(2, 3), n(2, 3)), delta=0.5, reduction="sum"),
+            sample_input("weighted", lambda n: (n(2, 3), n(2, 3), "mean", 0.8, n(2, 3) ** 2 + 1)),
+        ),
+        corners=same_shape_corners(2),
+        smooth=False,
+        skips=WARNS,
+    ),
+    OpInfo(
+        "multi_margin_loss",
+        "missing",
+        "sum over j != t of w_t max(0, margin - x_t + x_j)^p / C",
+        ops.multi_margin_loss,
+        _multi_margin,
+        (
+            sample_input("rows", lambda n: (n(3, 4), _CLASSES)),
+            sample_input(
+                "squared", lambda n: (n(3, 4), _CLASSES), p=2, margin=0.7, reduction="none"
+            ),
+            sample_input(
+                "weighted", lambda n: (n(3, 4), _CLASSES, 2, 1.0, n(4) ** 2), reduction="sum"
+            ),
+        ),
+        corners=_MARGIN_CORNERS,
+        smooth=False,
+        skips={"broadcasting": "input has a row for each class of target"},
+    ),
+    OpInfo(
+        "multilabel_margin_loss",
+        "missing",
+        "sum over i in t, j not in t of max(0, 1 - x_i + x_j) / C",
+        ops.multilabel_margin_loss,
+        _multilabel_margin,
+        (
+            sample_input("rows", lambda n: (n(2, 3), torch.tensor([[1, -1, 0], [2, 0, -1]]))),
+            sample_input("one row", lambda n: (n(4), torch.tensor([3, 0, -1, 2])), reduction="sum"),
+            sample_input(
+                "twice the same",
+                lambda n: (n(2, 3), torch.tensor([[1, 1, -1], [-1, 0, 1]])),
+                reduction="none",
+            ),
+        ),
+        corners={
+            "zero size": sample_input(
+                "no rows",
+                lambda n: (n(0, 3), torch.zeros(0, 3, dtype=torch.long)),
+                reduction="none",
+            ),
+        },
+        smooth=False,
+        skips={**ONE_TENSOR, "no dimensions": "torch takes it, and its one class loses nothing"},
+    ),
+    OpInfo(
+        "linear_cross_entropy",
+        "missing",
+        "sum_c w_c q_c (log sum_d e^z_d - z_c), z = x W^T + b",
+        ops.linear_cross_entropy,
+        _linear_cross_entropy,
+        (
+            sample_input("rows", lambda n: (n(3, 2), n(4, 2), _CLASSES)),
+            sample_input(
+                "positions",
+                lambda n: (n(2, 3), n(4, 2, 3), torch.tensor([[0, 3], [1, -100]])),
+                label_smoothing=0.1,
+            ),
+            sample_input(
+                "probabilities",
+                lambda n: (n(2, 3), n(4, 3), n(2, 4) ** 2),
+                reduction="sum",
+                label_smoothing=0.2,
+            ),
+            sample_input(
+                "ignored",
+                lambda n: (n(3, 2), n(4, 2), _CLASSES),
+                reduction="none",
+                ignore_index=3,
+            ),
+        ),
+        corners={
+            "zero size": sample_input(
+                "no rows",
+                lambda n: (n(0, 2), n(4, 2), torch.zeros(0, dtype=torch.long)),
+                reduction="sum",
+            )
+        },
+        skips={
+            "no dimensions": "needs a dimension of features",
+            "broadcasting": "input has a row for each target",
+        },
+    ),
+    OpInfo(
+        "soft_margin_loss",
+        "missing",
+        "log(1 + exp(-t x))",
+        ops.soft_margin_loss,
+        _logistic,
+        (
+            sample_input("mean", lambda n: (n(2, 3), _SIGNS)),
+            sample_input("sum", lambda n: (n(2, 3), _SIGNS), reduction="sum"),
+            sample_input("each", lambda n: (n(2, 3), _SIGNS), reduction="none"),
+        ),
+        corners={
+            "zero size": sample_input(
+                "zero size", lambda n: (n(2, 0), _SIGNS[:, :0]), reduction="sum"
+            ),
+        },
+        skips={**ONE_TENSOR, "no dimensions": "the targets of the sample have two dimensions"},
+    ),
+    OpInfo(
         "ctc_loss",
         "missing",
         "-log P(target | log_softmax(x))",
         _of_scores(ops.ctc_loss),
         _of_scores(_sum_over_paths),
         (
-            sample("padded targets", lambda n: (n(3, 2, 3), _PAIRS, (3, 3), (2, 2))),
-            sample(
+            sample_input("padded targets", lambda n: (n(3, 2, 3), _PAIRS, (3, 3), (2, 2))),
+            sample_input(
                 "concatenated targets of several lengths",
                 lambda n: (n(3, 2, 3), torch.tensor([1, 2, 1]), (3, 2), (2, 1)),
                 reduction="none",
             ),
-            sample(
+            sample_input(
                 "last class blank",
                 lambda n: (n(3, 1, 3), torch.tensor([[0, 1]]), (3,), (2,)),
                 blank=2,
                 reduction="sum",
             ),
-            sample(
+            sample_input(
                 "impossible and empty",
                 lambda n: (n(2, 3, 3), _PAIRS[[1, 0, 1]], (2, 1, 0), (2, 0, 0)),
                 reduction="none",
                 zero_infinity=True,
             ),
-            sample("no batch", lambda n: (n(3, 3), torch.tensor([1, 1]), (3,), (2,))),
+            sample_input("no batch", lambda n: (n(3, 3), torch.tensor([1, 1]), (3,), (2,))),
         ),
         corners={
-            "zero size": sample("no labels", lambda n: (n(2, 2, 3), _PAIRS[:, :0], (2, 1), (0, 0)))
+            "zero size": sample_input(
+                "no labels", lambda n: (n(2, 2, 3), _PAIRS[:, :0], (2, 1), (0, 0))
+            )
         },
         skips={
             "no dimensions": "needs dimensions of time and classes",

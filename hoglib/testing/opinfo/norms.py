@@ -1,4 +1,4 @@
-"""The catalogue of norms, which torch has wrong in forward mode or at a higher order."""
+"""Norms that torch has wrong in forward mode or at a higher order."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from hoglib import ops
-from hoglib.testing.opinfo.entry import WITH_COMPLEX, Op, sample
+from hoglib.testing.opinfo.op_info import WITH_COMPLEX, OpInfo, sample_input
 
 
-def _standardised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     mean = x.mean(dims, keepdim=True)
     return (x - mean) / torch.sqrt(((x - mean) ** 2).mean(dims, keepdim=True) + eps)
 
@@ -23,7 +23,7 @@ def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, trailing: int
 def _layer_norm(
     x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Tensor:
-    return _affine(_standardised(x, tuple(range(-len(shape), 0)), eps), weight, bias)
+    return _affine(_standardize(x, tuple(range(-len(shape), 0)), eps), weight, bias)
 
 
 def _batch_norm(
@@ -31,7 +31,7 @@ def _batch_norm(
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
     trailing = x.dim() - 2
-    y = _standardised(x, (0, *range(2, x.dim())), eps)
+    y = _standardize(x, (0, *range(2, x.dim())), eps)
     return _affine(y, weight, bias, trailing)
 
 
@@ -39,7 +39,7 @@ def _instance_norm(
     x: Tensor, mean: Any = None, var: Any = None, weight: Any = None, bias: Any = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    return _affine(_standardised(x, tuple(range(2, x.dim())), eps), weight, bias, x.dim() - 2)
+    return _affine(_standardize(x, tuple(range(2, x.dim())), eps), weight, bias, x.dim() - 2)
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -74,92 +74,100 @@ _SKIPS = {
 }
 
 
-def _evaluation(name: str, function: Any) -> Op:
-    return Op(
+def _evaluation(name: str, function: Any) -> OpInfo:
+    return OpInfo(
         f"{name}_evaluation",
         "wrong",
         "(x - m) / sqrt(v + eps) w + b",
         function,
         _with_running_statistics,
         (
-            sample("weight and bias", lambda n: (n(3, 2, 2), n(2), n(2))),
-            sample("no weight", lambda n: (n(3, 2), None, n(2))),
-            sample("input alone", lambda n: (n(2, 2, 1, 2),)),
+            sample_input("weight and bias", lambda n: (n(3, 2, 2), n(2), n(2))),
+            sample_input("no weight", lambda n: (n(3, 2), None, n(2))),
+            sample_input("input alone", lambda n: (n(2, 2, 1, 2),)),
         ),
-        corners={"zero size": sample("zero size", lambda n: (n(0, 3), n(3), n(3)))},
+        corners={"zero size": sample_input("zero size", lambda n: (n(0, 3), n(3), n(3)))},
         skips=_SKIPS,
     )
 
 
-NORMS = (
-    Op(
+OPS = (
+    OpInfo(
         "layer_norm",
         "wrong",
         "(x - m) / sqrt(var x + eps) w + b",
         ops.layer_norm,
         _layer_norm,
         (
-            sample("weight and bias", lambda n: (n(2, 4), (4,), n(4), n(4))),
-            sample("two dimensions", lambda n: (n(2, 3, 2), (3, 2), n(3, 2), n(3, 2)), eps=0.1),
-            sample("no bias", lambda n: (n(1, 2, 3), [3], n(3))),
-            sample("no weight", lambda n: (n(2, 3), (3,), None, n(3))),
-            sample("input alone", lambda n: (n(2, 4), (4,))),
+            sample_input("weight and bias", lambda n: (n(2, 4), (4,), n(4), n(4))),
+            sample_input(
+                "two dimensions", lambda n: (n(2, 3, 2), (3, 2), n(3, 2), n(3, 2)), eps=0.1
+            ),
+            sample_input("no bias", lambda n: (n(1, 2, 3), [3], n(3))),
+            sample_input("no weight", lambda n: (n(2, 3), (3,), None, n(3))),
+            sample_input("input alone", lambda n: (n(2, 4), (4,))),
         ),
-        corners={"zero size": sample("zero size", lambda n: (n(0, 3), (3,), n(3), n(3)))},
+        corners={"zero size": sample_input("zero size", lambda n: (n(0, 3), (3,), n(3), n(3)))},
         skips=_SKIPS,
     ),
-    Op(
+    OpInfo(
         "batch_norm",
         "wrong",
         "(x - m) / sqrt(var x + eps) w + b",
         ops.batch_norm,
         _batch_norm,
         (
-            sample("weight and bias", lambda n: (n(4, 2), None, None, n(2), n(2), True)),
-            sample("images", lambda n: (n(2, 2, 2, 1), None, None, n(2), n(2), True), eps=0.1),
-            sample("no bias", lambda n: (n(3, 2, 2), None, None, n(2), None, True)),
-            sample("no weight", lambda n: (n(3, 2), None, None, None, n(2), True)),
-            sample("input alone", lambda n: (n(4, 2), None, None), training=True),
+            sample_input("weight and bias", lambda n: (n(4, 2), None, None, n(2), n(2), True)),
+            sample_input(
+                "images", lambda n: (n(2, 2, 2, 1), None, None, n(2), n(2), True), eps=0.1
+            ),
+            sample_input("no bias", lambda n: (n(3, 2, 2), None, None, n(2), None, True)),
+            sample_input("no weight", lambda n: (n(3, 2), None, None, None, n(2), True)),
+            sample_input("input alone", lambda n: (n(4, 2), None, None), training=True),
         ),
         corners={
-            "zero size": sample("zero size", lambda n: (n(0, 3), None, None, n(3), n(3), True))
+            "zero size": sample_input(
+                "zero size", lambda n: (n(0, 3), None, None, n(3), n(3), True)
+            )
         },
         skips=_SKIPS,
     ),
-    Op(
+    OpInfo(
         "instance_norm",
         "wrong",
         "(x - m) / sqrt(var x + eps) w + b",
         ops.instance_norm,
         _instance_norm,
         (
-            sample("weight and bias", lambda n: (n(2, 2, 3), None, None, n(2), n(2))),
-            sample("images", lambda n: (n(2, 2, 2, 2), None, None, n(2), n(2)), eps=0.1),
-            sample("no bias", lambda n: (n(1, 2, 3), None, None, n(2))),
-            sample("no weight", lambda n: (n(1, 2, 3), None, None, None, n(2))),
-            sample("input alone", lambda n: (n(2, 1, 4),)),
+            sample_input("weight and bias", lambda n: (n(2, 2, 3), None, None, n(2), n(2))),
+            sample_input("images", lambda n: (n(2, 2, 2, 2), None, None, n(2), n(2)), eps=0.1),
+            sample_input("no bias", lambda n: (n(1, 2, 3), None, None, n(2))),
+            sample_input("no weight", lambda n: (n(1, 2, 3), None, None, None, n(2))),
+            sample_input("input alone", lambda n: (n(2, 1, 4),)),
         ),
-        corners={"zero size": sample("zero size", lambda n: (n(0, 3, 2), None, None, n(3), n(3)))},
+        corners={
+            "zero size": sample_input("zero size", lambda n: (n(0, 3, 2), None, None, n(3), n(3)))
+        },
         skips=_SKIPS,
     ),
     _evaluation("batch_norm", _batch_norm_evaluation),
     _evaluation("instance_norm", _instance_norm_evaluation),
-    Op(
+    OpInfo(
         "weight_norm",
         "wrong",
         "g v / ||v||",
         ops.weight_norm,
         _weight_norm,
         (
-            sample("first dimension", lambda n: (n(2, 3), n(2, 1))),
-            sample("last dimension", lambda n: (n(2, 1, 3), n(1, 1, 3), 2)),
-            sample("middle dimension", lambda n: (n(2, 3, 2), n(1, 3, 1)), dim=1),
-            sample("one norm over all", lambda n: (n(2, 3), n(), -1)),
+            sample_input("first dimension", lambda n: (n(2, 3), n(2, 1))),
+            sample_input("last dimension", lambda n: (n(2, 1, 3), n(1, 1, 3), 2)),
+            sample_input("middle dimension", lambda n: (n(2, 3, 2), n(1, 3, 1)), dim=1),
+            sample_input("one norm over all", lambda n: (n(2, 3), n(), -1)),
         ),
         corners={
-            "zero size": sample("zero size", lambda n: (n(0, 3), n(0, 1))),
-            "no dimensions": sample("no dimensions", lambda n: (n(), n(), -1)),
-            "broadcasting": sample("broadcasting", lambda n: (n(2, 3, 2), n(2, 3, 1), 1)),
+            "zero size": sample_input("zero size", lambda n: (n(0, 3), n(0, 1))),
+            "no dimensions": sample_input("no dimensions", lambda n: (n(), n(), -1)),
+            "broadcasting": sample_input("broadcasting", lambda n: (n(2, 3, 2), n(2, 3, 1), 1)),
         },
         dtypes=WITH_COMPLEX,
     ),

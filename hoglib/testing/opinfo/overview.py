@@ -1,4 +1,4 @@
-"""What each op of the catalogue offers, found by trying it: the table of `hoglib ops`."""
+"""What each op of the catalogue supports, found by running it: the table of `hoglib ops`."""
 
 from collections.abc import Callable
 from itertools import zip_longest
@@ -10,46 +10,47 @@ from torch import Tensor
 from hoglib._core import pytree
 from hoglib._core.tolerances import TOLERANCES
 from hoglib.testing.opinfo.catalogue import CATALOGUE
-from hoglib.testing.opinfo.entry import Op, Sample
+from hoglib.testing.opinfo.op_info import OpInfo, SampleInput
 
 HEAD = ("op", "theme", "y =", "orders", "forward mode", "vmap", "compile", "dtypes", "row")
 ORDERS = 3
 
 
 class Row(NamedTuple):
-    """An op's line of the table; `right` is whether everything that it offers agreed."""
+    """An op's line of the table; `right` is whether every derivative agreed with the reference's."""
 
     cells: tuple[str, ...]
     right: bool
 
 
-def row(op: Op) -> Row:
-    """Try an op on its first sample, in float64, against its reference of plain torch operations."""
-    case = op.samples[0]
-    inputs = case.make(torch.float64, torch.Generator().manual_seed(0))
-    orders = _orders(op, case, inputs)
-    wanted = op.orders if op.orders is not None else ORDERS
-    forward = _agree(op, case, inputs, _tangents)
-    vmap = _agree(op, case, inputs, _batched)
-    right = orders >= wanted and forward and vmap
-    reach = "any" if op.orders is None else str(op.orders)
+def rows() -> list[Row]:
+    """The table, found by running every op."""
+    return [row(info) for info in CATALOGUE]
+
+
+def row(info: OpInfo) -> Row:
+    """Run an op on its first sample, in float64, and compare it with its reference."""
+    sample = info.samples[0]
+    inputs = sample.make(torch.float64, torch.Generator().manual_seed(0))
+    orders = _agreeing_orders(info, sample, inputs)
+    expected = info.max_order if info.max_order is not None else ORDERS
+    forward = _agrees(info, sample, inputs, _tangents)
+    vmap = _agrees(info, sample, inputs, _batched)
+    right = orders >= expected and forward and vmap
+    limit = "any" if info.max_order is None else str(info.max_order)
     cells = (
-        op.name,
-        op.theme,
-        op.formula,
-        (reach if orders >= wanted else f"{orders} of {reach}")
-        + ("" if op.smooth else ", off kinks"),
+        info.name,
+        info.theme,
+        info.formula,
+        (limit if orders >= expected else f"{orders} of {limit}")
+        + ("" if info.smooth else ", piecewise"),
         "yes" if forward else "WRONG",
         "yes" if vmap else "WRONG",
-        "no" if "compile" in op.skips else "yes",
-        ", ".join(str(dtype).removeprefix("torch.") for dtype in op.dtypes),
+        "no" if "compile" in info.skips else "yes",
+        ", ".join(str(dtype).removeprefix("torch.") for dtype in info.dtypes),
         "ok" if right else "WRONG",
     )
     return Row(cells, right)
-
-
-def rows() -> list[Row]:
-    return [row(op) for op in CATALOGUE]
 
 
 def text(table: list[Row]) -> str:
@@ -70,28 +71,17 @@ def markdown(table: list[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _floating(values: Any) -> list[Tensor]:
-    return [v for v in pytree.leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
-
-
-def _weights(tensor: Tensor) -> Tensor:
-    return torch.cos(torch.arange(tensor.numel(), dtype=tensor.dtype)).reshape(tensor.shape)
-
-
-def _orders(op: Op, case: Sample, inputs: tuple[Any, ...]) -> int:
+def _agreeing_orders(info: OpInfo, sample: SampleInput, inputs: tuple[Any, ...]) -> int:
     """The highest order, up to ORDERS, whose derivatives agree with the reference's."""
     chains = []
-    for function in (op.function, op.reference):
-        leaves = [
-            v.clone().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for v in inputs
-        ]
-        outputs = _floating(function(*leaves, **case.options))
+    for function in (info.op, info.ref):
+        leaves = [v.clone().requires_grad_() if _is_floating(v) else v for v in inputs]
+        outputs = _floating(function(*leaves, **sample.kwargs))
         own = _floating(leaves)
         # squares, so that an op that is linear has a second derivative here too
         total = pytree.sum_scalars([(_weights(y) * y + y * y / 2).sum() for y in outputs])
         chain = []
-        for _ in range(op.orders or ORDERS):
+        for _ in range(info.max_order or ORDERS):
             if not total.requires_grad:
                 break
             grads = torch.autograd.grad(
@@ -101,39 +91,59 @@ def _orders(op: Op, case: Sample, inputs: tuple[Any, ...]) -> int:
             total = pytree.sum_scalars([(_weights(g) * g).sum() for g in grads])
         chains.append(chain)
     # Where a graph ends, every higher derivative is zero.
-    for reached, (a, b) in enumerate(zip_longest(*chains)):
+    for order, (a, b) in enumerate(zip_longest(*chains)):
         zeros = [torch.zeros((), dtype=torch.float64)] * len(a or b)
         if not _close(a or zeros, b or zeros):
-            return reached
+            return order
     return ORDERS
 
 
-def _agree(op: Op, case: Sample, inputs: tuple[Any, ...], how: Callable[..., Any]) -> bool:
-    ours, theirs = (how(f, case, inputs) for f in (op.function, op.reference))
+def _agrees(
+    info: OpInfo, sample: SampleInput, inputs: tuple[Any, ...], transform: Callable[..., Any]
+) -> bool:
+    ours, theirs = (transform(f, sample, inputs) for f in (info.op, info.ref))
     return _close(_floating(ours), _floating(theirs))
 
 
-def _tangents(function: Callable[..., Any], case: Sample, inputs: tuple[Any, ...]) -> Any:
+def _tangents(function: Callable[..., Any], sample: SampleInput, inputs: tuple[Any, ...]) -> Any:
     tensors = _floating(inputs)
 
     def call(*given: Tensor) -> Any:
-        return _floating(_with(function, case, inputs, given))
+        return _floating(_call_with(function, sample, inputs, given))
 
     return torch.func.jvp(call, tuple(tensors), tuple(_weights(t) for t in tensors))[1]
 
 
-def _batched(function: Callable[..., Any], case: Sample, inputs: tuple[Any, ...]) -> Any:
+def _batched(function: Callable[..., Any], sample: SampleInput, inputs: tuple[Any, ...]) -> Any:
     stacks = [torch.stack([t, t * 0.5]) for t in _floating(inputs)]
-    return torch.func.vmap(lambda *given: _floating(_with(function, case, inputs, given)))(*stacks)
+
+    def call(*given: Tensor) -> Any:
+        return _floating(_call_with(function, sample, inputs, given))
+
+    return torch.func.vmap(call)(*stacks)
 
 
-def _with(
-    function: Callable[..., Any], case: Sample, inputs: tuple[Any, ...], given: tuple[Tensor, ...]
+def _call_with(
+    function: Callable[..., Any],
+    sample: SampleInput,
+    inputs: tuple[Any, ...],
+    given: tuple[Tensor, ...],
 ) -> Any:
     """The op with these in the place of its floating-point inputs."""
     rest = iter(given)
-    filled = [next(rest) if isinstance(v, Tensor) and v.is_floating_point() else v for v in inputs]
-    return function(*filled, **case.options)
+    return function(*[next(rest) if _is_floating(v) else v for v in inputs], **sample.kwargs)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _floating(values: Any) -> list[Tensor]:
+    return [value for value in pytree.leaves(values) if _is_floating(value)]
+
+
+def _weights(tensor: Tensor) -> Tensor:
+    return torch.cos(torch.arange(tensor.numel(), dtype=tensor.dtype)).reshape(tensor.shape)
 
 
 def _close(ours: Any, theirs: Any) -> bool:

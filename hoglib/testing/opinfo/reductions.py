@@ -1,15 +1,14 @@
-"""The catalogue of the theme reduce."""
+"""Reductions over dimensions, and distances between rows."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib import ops
 from hoglib.testing.opinfo import references
-from hoglib.testing.opinfo.entry import ONE_TENSOR, WITH_COMPLEX, Op, sample
+from hoglib.testing.opinfo.op_info import ONE_TENSOR, WITH_COMPLEX, OpInfo, sample_input
 
 
 def _reduction(
@@ -18,68 +17,26 @@ def _reduction(
     function: Callable[..., Any],
     reference: Callable[..., Any],
     **others: Any,
-) -> Op:
-    return Op(
+) -> OpInfo:
+    return OpInfo(
         name,
         "reduce",
         formula,
         function,
         reference,
         (
-            sample("rows of a matrix", lambda n: (n(2, 3), 1)),
-            sample("two dimensions kept", lambda n: (n(2, 3, 2), (0, -1)), keepdim=True),
-            sample("all dimensions", lambda n: (n(2, 2), None)),
+            sample_input("rows of a matrix", lambda n: (n(2, 3), 1)),
+            sample_input("two dimensions kept", lambda n: (n(2, 3, 2), (0, -1)), keepdim=True),
+            sample_input("all dimensions", lambda n: (n(2, 2), None)),
         ),
         corners={
-            "zero size": sample("zero size", lambda n: (n(2, 0), 0)),
-            "no dimensions": sample("no dimensions", lambda n: (n(), -1)),
+            "zero size": sample_input("zero size", lambda n: (n(2, 0), 0)),
+            "no dimensions": sample_input("no dimensions", lambda n: (n(), -1)),
         },
         skips=ONE_TENSOR,
         **others,
     )
 
-
-_SAMPLES_OF_CLASSES = (
-    sample("rows", lambda n: (n(3, 4), torch.tensor([1, 3, 0]))),
-    sample("one row", lambda n: (n(4), torch.tensor(2)), reduction="sum"),
-    sample("pixels", lambda n: (n(2, 3, 2), torch.tensor([[0, 2], [1, 1]])), reduction="none"),
-    sample(
-        "ignored row and smoothing",
-        lambda n: (n(3, 4), torch.tensor([1, -100, 0])),
-        label_smoothing=0.2,
-    ),
-    sample("ignored class", lambda n: (n(3, 4), torch.tensor([1, 2, 0])), ignore_index=2),
-    sample("probabilities", lambda n: (n(2, 3), n(2, 3) ** 2), label_smoothing=0.1),
-)
-
-REDUCE = (
-    _reduction("sum", "sum_i x_i", ops.sum, torch.sum, dtypes=WITH_COMPLEX),
-    _reduction("mean", "sum_i x_i / n", ops.mean, torch.mean, dtypes=WITH_COMPLEX),
-    _reduction("amax", "max_i x_i", ops.amax, references.amax, smooth=False),
-    _reduction(
-        "logsumexp", "log sum_i e^x_i", ops.logsumexp, references.logsumexp, dtypes=WITH_COMPLEX
-    ),
-    Op(
-        "softmax_cross_entropy",
-        "reduce",
-        "sum_c q_c (log sum_d e^z_d - z_c)",
-        ops.softmax_cross_entropy,
-        F.cross_entropy,
-        _SAMPLES_OF_CLASSES,
-        corners={
-            "zero size": sample(
-                "no rows", lambda n: (n(0, 3), torch.zeros(0, dtype=torch.long)), reduction="sum"
-            )
-        },
-        skips={
-            "no dimensions": "needs a dimension of classes",
-            "broadcasting": "logits and target have one shape for the rows",
-        },
-    ),
-)
-
-
-# === The catalogue of distances between rows.
 
 INFINITY = float("inf")
 _NEEDS_ROWS = {"no dimensions": "needs a dimension of rows and one of entries"}
@@ -113,19 +70,25 @@ def _pairwise_distance(
 
 
 def _two(name: str, **options: Any) -> Any:
-    return sample(name, lambda n: (n(3, 2), n(2, 2)), **options)
+    return sample_input(name, lambda n: (n(3, 2), n(2, 2)), **options)
 
 
 def _one(name: str, **options: Any) -> Any:
-    return sample(name, lambda n: (n(3, 2),), **options)
+    return sample_input(name, lambda n: (n(3, 2),), **options)
 
 
 def _same(name: str, **options: Any) -> Any:
-    return sample(name, lambda n: (n(2, 3), n(2, 3)), **options)
+    return sample_input(name, lambda n: (n(2, 3), n(2, 3)), **options)
 
 
-DISTANCE = (
-    Op(
+OPS = (
+    _reduction("sum", "sum_i x_i", ops.sum, torch.sum, dtypes=WITH_COMPLEX),
+    _reduction("mean", "sum_i x_i / n", ops.mean, torch.mean, dtypes=WITH_COMPLEX),
+    _reduction("amax", "max_i x_i", ops.amax, references.amax, smooth=False),
+    _reduction(
+        "logsumexp", "log sum_i e^x_i", ops.logsumexp, references.logsumexp, dtypes=WITH_COMPLEX
+    ),
+    OpInfo(
         "cdist",
         "missing",
         "(sum_k |a_ik - b_jk|^p)^(1/p)",
@@ -134,43 +97,43 @@ DISTANCE = (
         (
             _two("Euclidean"),
             _two("Euclidean, by products", compute_mode="use_mm_for_euclid_dist"),
-            sample("batches", lambda n: (n(2, 1, 3, 2), n(2, 2, 2))),
+            sample_input("batches", lambda n: (n(2, 1, 3, 2), n(2, 2, 2))),
             _two("cubes", p=3.0),
             _two("fourth powers", p=4.0),
             _two("powers of one and a half", p=1.5),
         ),
-        corners={"zero size": sample("no rows", lambda n: (n(2, 0, 2), n(2, 3, 2)))},
+        corners={"zero size": sample_input("no rows", lambda n: (n(2, 0, 2), n(2, 3, 2)))},
         skips={
             **_NEEDS_ROWS,
             "broadcasting": "the sample of batches broadcasts in every cell",
         },
     ),
-    Op(
+    OpInfo(
         "cdist, with kinks",
         "missing",
         "sum_k |a_ik - b_jk|, or their maximum",
         ops.cdist,
         _cdist,
         (_two("sums", p=1.0), _two("maxima", p=INFINITY)),
-        corners={"zero size": sample("no rows", lambda n: (n(0, 2), n(3, 2)), p=1.0)},
+        corners={"zero size": sample_input("no rows", lambda n: (n(0, 2), n(3, 2)), p=1.0)},
         smooth=False,
         skips={**_NEEDS_ROWS, "broadcasting": "the entry cdist has a sample that broadcasts"},
     ),
-    Op(
+    OpInfo(
         "pdist",
         "missing",
         "(sum_k |x_ik - x_jk|^p)^(1/p), i < j",
         ops.pdist,
         _pdist,
         (_one("Euclidean"), _one("cubes", p=3.0), _one("powers of one and a half", p=1.5)),
-        corners={"zero size": sample("one row", lambda n: (n(1, 2),))},
+        corners={"zero size": sample_input("one row", lambda n: (n(1, 2),))},
         skips={
             **ONE_TENSOR,
             **_NEEDS_ROWS,
             "stride 0": "its rows are equal, and their distance has a kink",
         },
     ),
-    Op(
+    OpInfo(
         "pairwise_distance",
         "wrong",
         "(sum_k |a_ik - b_ik + eps|^p)^(1/p)",
@@ -181,9 +144,9 @@ DISTANCE = (
             _same("sums", p=1.0, keepdim=True),
             _same("maxima", p=INFINITY),
             _same("cubes", p=3.0, eps=0.1),
-            sample("broadcast", lambda n: (n(2, 1, 3), n(2, 3))),
+            sample_input("broadcast", lambda n: (n(2, 1, 3), n(2, 3))),
         ),
-        corners={"zero size": sample("no rows", lambda n: (n(0, 3), n(0, 3)))},
+        corners={"zero size": sample_input("no rows", lambda n: (n(0, 3), n(0, 3)))},
         smooth=False,
         skips={
             "no dimensions": "needs a dimension of entries",

@@ -1,0 +1,223 @@
+"""Determinants and their logarithms.
+
+torch's rules for their tangents take the factors of A for constants, and the second derivatives of
+its det are NaN or wrong where it is small. What is right: slogdet in reverse mode, the factors
+themselves in every mode.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib._core.mixed_precision import full_precision
+from hoglib._core.torch_modes import reverse_only
+
+# By so much can the rank be less than n with every derivative to the third order right.
+_DEFICIENCY = 3
+
+
+@full_precision(widen=False)
+def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
+    r"""Determinant, as `torch.linalg.det`.
+
+        det A = det(A + W V^T) det(I - V^T (A + W V^T)^-1 W)        d det A = tr(adj(A) dA)
+
+    W and V are constants: W = 0 where A has full rank, otherwise they have a column for each pivot that
+    is almost 0, up to 3, which makes A + W V^T regular. So the derivatives of singular matrices are
+    right too, where torch's are 0, wrong or NaN: to any order for rank n - 3 and more, and 0, which is
+    right to the third order, for less. For n <= 3, Sarrus' rule. In every mode, under vmap.
+
+    Args:
+        A: Square matrices, float32, float64 or complex.
+        out: Where torch writes the result; then it is torch's own. Default: none.
+    Returns:
+        The determinant of each matrix.
+    Raises:
+        RuntimeError: as torch, for matrices that are not square and for dtypes.
+    Shape:
+        - A: [..., n, n]
+        - y: [...]
+    Example:
+        >>> A = torch.tensor([[1.0, 2.0], [2.0, 4.0]])  # singular
+        >>> hog.ops.det(A), hog.hvp(hog.ops.det, A, torch.eye(2))[1]
+        (tensor(0.), tensor([[1., 0.],
+                [0., 1.]]))
+    """
+    if out is not None or not _has_factors(A):
+        return torch.linalg.det(A, out=out)
+    if A.shape[-1] <= 3:
+        return _det_up_to_3(A)
+    near = _regular_matrix_near(A.detach())
+    B = torch.where(near.deficient[..., None, None], near.identity, A + near.change)
+    sign, logarithm, X = _decompose(B, near.columns)
+    growth = (logarithm - logarithm.detach()).exp()
+    if A.is_complex():
+        growth = growth * sign * sign.detach().conj()
+    rows = near.places[..., None].expand(*X.shape[:-2], near.places.shape[-1], X.shape[-1])
+    rest = _det_up_to_3(near.small_identity - X.gather(-2, rows))
+    product = torch.where(near.deficient, 0, near.regular_value * growth * rest)
+    return near.value + (product - product.detach())
+
+
+@full_precision(widen=False)
+def slogdet(A: Tensor, *, out: Any = None) -> Any:
+    r"""Sign of the determinant and logarithm of its absolute value, as `torch.linalg.slogdet`.
+
+        sign = det A / |det A|        d log|det A| = Re tr(A^-1 dA)
+
+    A singular A has (0, -inf) and, as in torch, derivatives that are not finite. Differentiable to any
+    order, in every mode, under vmap.
+
+    Args:
+        A: Square matrices, float32, float64 or complex.
+        out: Where torch writes the results; then they are torch's own. Default: none.
+    Returns:
+        torch's named tuple (sign, logabsdet).
+    Raises:
+        RuntimeError: as torch, for matrices that are not square and for dtypes.
+    Shape:
+        - A: [..., n, n]
+        - sign, logabsdet: [...]
+    Example:
+        >>> A = 2 * torch.eye(2)
+        >>> tuple(hog.ops.slogdet(A))
+        (tensor(1.), tensor(1.3863))
+        >>> hog.hvp(lambda A: hog.ops.slogdet(A).logabsdet, A, torch.eye(2))[1].diagonal()
+        tensor([-0.2500, -0.2500])
+    """
+    if out is not None or not _has_factors(A) or reverse_only():
+        return torch.linalg.slogdet(A, out=out)
+    make: Any = torch.return_types.linalg_slogdet  # type: ignore[attr-defined]
+    return make(_by_factors(A))
+
+
+@full_precision(widen=False)
+def logdet(input: Tensor) -> Tensor:
+    r"""Logarithm of the determinant, as `torch.logdet`.
+
+        y = log det A        dy = tr(A^-1 dA)
+
+    NaN for a negative determinant; -inf for that of a singular matrix, with derivatives that are not
+    finite. Of complex matrices, the principal branch. Differentiable to any order, in every mode, under
+    vmap.
+
+    Args:
+        input: A, square matrices, float32, float64 or complex.
+    Returns:
+        y.
+    Raises:
+        RuntimeError: as torch, for matrices that are not square and for dtypes.
+    Shape:
+        - input: [..., n, n]
+        - y: [...]
+    Example:
+        >>> A = 2 * torch.eye(2)
+        >>> hog.ops.logdet(A), hog.hvp(hog.ops.logdet, A, torch.eye(2))[1].diagonal()
+        (tensor(1.3863), tensor([-0.2500, -0.2500]))
+    """
+    if not _has_factors(input) or reverse_only():
+        return torch.logdet(input)
+    sign, logarithm = _by_factors(input)
+    if input.is_complex():
+        return sign.log() + logarithm
+    return torch.where(sign == -1, float("nan"), logarithm)
+
+
+def torch_det(input: Tensor) -> Tensor:
+    """With the signature of `torch.det`, where A is called input."""
+    return det(input)
+
+
+def torch_slogdet(input: Tensor, *, out: Any = None) -> Any:
+    """With the signature of `torch.slogdet`, where A is called input."""
+    return slogdet(input, out=out)
+
+
+def _has_factors(A: Tensor) -> bool:
+    """Whether torch factorises A; what it refuses, and empty matrices, are left to it."""
+    dtypes = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    return A.dtype in dtypes and A.dim() >= 2 and A.shape[-1] == A.shape[-2] and A.numel() > 0
+
+
+class _RegularMatrix(NamedTuple):
+    """A regular matrix A + W V^T, all of it constant."""
+
+    change: Tensor  # W V^T
+    columns: Tensor  # W, a column for each place
+    places: Tensor  # V has a 1 here, for each column
+    deficient: Tensor  # more pivots are 0 than there are places
+    value: Tensor  # the determinant of A
+    regular_value: Tensor  # that of the regular matrix
+    identity: Tensor
+    small_identity: Tensor
+
+
+def _regular_matrix_near(A: Tensor) -> _RegularMatrix:
+    """Replaces the pivots that are 0: with A = P L U, P L (U + s e_i e_i^T) = A + (s P L e_i) e_i^T."""
+    n = A.shape[-1]
+    count = min(n, _DEFICIENCY)
+    LU, swaps, _ = torch.linalg.lu_factor_ex(A)
+    P, L, U = torch.lu_unpack(LU, swaps)
+    pivots = U.diagonal(dim1=-2, dim2=-1)
+    # small against its column and its row, so that rows and columns of any scale are regular
+    rows = (P.mT @ A.abs().amax(-1, True).to(A.dtype)).abs().squeeze(-1)
+    sizes = torch.minimum(U.abs().amax(-2), rows)
+    ratios = pivots.abs() / torch.where(sizes > 0, sizes, 1)
+    eps = torch.finfo(A.dtype).eps
+    smallest, places = ratios.topk(count, largest=False)
+    size = torch.where(sizes > 0, sizes, sizes.amax(-1, True))
+    size = torch.where(size > 0, size, 1).gather(-1, places)
+    amounts = torch.where(smallest < eps ** (1 / 3), size, 0).to(A.dtype)
+    index = places[..., None, :].expand(*L.shape[:-1], count)
+    columns = P @ (L.gather(-1, index) * amounts[..., None, :])
+    parity = _parity(swaps).to(A.dtype)
+    regular = pivots.scatter_add(-1, places, amounts)
+    identity = torch.eye(n, dtype=A.dtype, device=A.device)
+    return _RegularMatrix(
+        change=torch.zeros_like(A).scatter_add(-1, index, columns),
+        columns=columns,
+        places=places,
+        deficient=(ratios <= n * eps).sum(-1) > count,
+        value=parity * pivots.prod(-1),
+        regular_value=parity * regular.prod(-1),
+        identity=identity,
+        small_identity=identity[:count, :count],
+    )
+
+
+def _decompose(B: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sign, logarithm of the absolute determinant, and B^-1 W, of a regular B."""
+    if reverse_only():
+        sign, logarithm = torch.linalg.slogdet(B)
+        return sign, logarithm, torch.linalg.solve_ex(B, W)[0]
+    return *_by_factors(B), torch.linalg.inv_ex(B)[0] @ W
+
+
+def _by_factors(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Sign and logarithm by factors, which torch differentiates in every mode."""
+    LU, swaps, _ = torch.linalg.lu_factor_ex(A)
+    pivots = LU.diagonal(dim1=-2, dim2=-1)
+    sign = _parity(swaps).to(A.dtype) * pivots.sgn().prod(-1)
+    return sign, pivots.abs().log().sum(-1)
+
+
+def _parity(swaps: Tensor) -> Tensor:
+    """The sign of the permutation of rows: swaps[i] says which row, from 1, took the place of row i."""
+    unmoved = torch.arange(1, swaps.shape[-1] + 1, device=swaps.device)
+    return 1 - 2 * ((swaps != unmoved).sum(-1) % 2)
+
+
+def _det_up_to_3(M: Tensor) -> Tensor:
+    """By Sarrus' rule, a polynomial, which has all its derivatives at singular matrices too."""
+    n = M.shape[-1]
+    a = [[M[..., i, j] for j in range(n)] for i in range(n)]
+    if n == 1:
+        return a[0][0].clone()  # torch's result is no view of A
+    if n == 2:
+        return a[0][0] * a[1][1] - a[0][1] * a[1][0]
+    return (
+        a[0][0] * (a[1][1] * a[2][2] - a[1][2] * a[2][1])
+        - a[0][1] * (a[1][0] * a[2][2] - a[1][2] * a[2][0])
+        + a[0][2] * (a[1][0] * a[2][1] - a[1][1] * a[2][0])
+    )

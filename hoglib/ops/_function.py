@@ -1,0 +1,212 @@
+"""The one place that turns a derivative rule into a complete `torch.autograd.Function`.
+
+A Function is right to second order when three things hold, and `make_function` sees to all of them:
+
+* backward is built of differentiable torch operations, so autograd can differentiate it again;
+* everything that backward reads was an input or an output of the Function. A tensor that forward
+  computed and kept for itself has no graph, and its part of the second derivative would be lost;
+* forward mode, vmap and the compiler are served: by a `jvp`, by a vmap rule, and by a reference of
+  plain torch operations where torch itself is wrong (jvp inside jvp) or refuses (the compiler).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from inspect import Parameter, Signature
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hoglib._core import torch_internals
+from hoglib._core.torch_modes import without_stand_ins
+from hoglib.errors import UnsupportedError
+
+
+class Saved(NamedTuple):
+    """What backward and jvp may read."""
+
+    inputs: tuple[Any, ...]  # as given to forward; None for a tensor that was not kept
+    outputs: tuple[Tensor | None, ...]  # None for an output that was not kept
+    input_shapes: tuple[torch.Size | None, ...]  # None for an input that is not a tensor
+    output_shapes: tuple[torch.Size, ...]
+    input_dtypes: tuple[torch.dtype | None, ...]
+    output_dtypes: tuple[torch.dtype, ...]
+    needs_input_grad: tuple[bool, ...]  # all True in jvp
+
+
+def make_function(
+    name: str,
+    num_inputs: int,
+    *,
+    forward: Callable[..., Any],
+    backward: Callable[..., Sequence[Tensor | None]],
+    jvp: Callable[..., Any],
+    vmap: Callable[..., Any] | None = None,
+    keep_inputs: Sequence[int] | None = None,
+    keep_outputs: Sequence[int] = (0,),
+    runs_user_code: bool = False,
+) -> type[torch.autograd.Function]:
+    """Build the Function class of an op.
+
+    forward(*inputs) returns a tensor or a tuple of tensors. backward(saved, *grads) returns one
+    gradient or None for each input; a grad is None where no gradient arrived, and at least one is
+    not None. jvp(saved, *tangents) returns a tangent for each output; a tangent is None for a
+    constant. vmap(function, batch_size, in_dims, *inputs) returns (outputs, out_dims); without it
+    torch derives a rule from forward and backward, which works for every op and costs more per call.
+    Inputs that are not tensors are kept as they are and have no derivative. runs_user_code: backward
+    is the user's, and may need the stand-ins of `second_order`.
+    """
+    keep = frozenset(range(num_inputs) if keep_inputs is None else keep_inputs)
+
+    def saved(ctx: Any, needs_input_grad: tuple[bool, ...]) -> Saved:
+        tensors = ctx.saved_tensors
+        inputs = tuple(
+            other if slot is None else tensors[slot] if slot >= 0 else None
+            for slot, other in zip(ctx.slots, ctx.others, strict=True)
+        )
+        outputs = tuple(tensors[slot] if slot >= 0 else None for slot in ctx.output_slots)
+        return Saved(inputs, outputs, *ctx.like, needs_input_grad)  # type: ignore[call-arg]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        tensors: list[Tensor] = []
+
+        def slot(tensor: Tensor, kept: bool) -> int:
+            if not kept:
+                return -1
+            tensors.append(tensor)
+            return len(tensors) - 1
+
+        ctx.set_materialize_grads(False)
+        ctx.slots = [
+            slot(value, i in keep) if isinstance(value, Tensor) else None
+            for i, value in enumerate(inputs)
+        ]
+        ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.output_slots = [slot(value, i in keep_outputs) for i, value in enumerate(outputs)]
+        ctx.like = (
+            tuple(v.shape if isinstance(v, Tensor) else None for v in inputs),
+            tuple(value.shape for value in outputs),
+            tuple(v.dtype if isinstance(v, Tensor) else None for v in inputs),
+            tuple(value.dtype for value in outputs),
+        )
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    def run_backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(grad is None for grad in grads):
+            return (None,) * num_inputs
+        if runs_user_code or torch.compiler.is_compiling():
+            return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
+        with without_stand_ins():
+            return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
+
+    def run_jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        return jvp(saved(ctx, (True,) * num_inputs), *tangents)
+
+    def run_forward(*inputs: Any) -> Any:
+        return forward(*inputs)
+
+    # Function.apply binds its arguments to the signature of forward at every call; a signature that
+    # is ready saves a tenth of the call.
+    run_forward.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter(f"input{i}", Parameter.POSITIONAL_ONLY) for i in range(num_inputs)]
+    )
+    members: dict[str, Any] = {
+        "forward": staticmethod(run_forward),
+        "setup_context": staticmethod(setup_context),
+        "backward": staticmethod(run_backward),
+        "jvp": staticmethod(run_jvp),
+        "generate_vmap_rule": vmap is None,
+        "runs_user_code": runs_user_code,
+        "__doc__": forward.__doc__,
+    }
+    if vmap is not None:
+        rule = vmap
+
+        def run_vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+            return rule(function, info.batch_size, in_dims, *inputs)
+
+        members["vmap"] = staticmethod(run_vmap)
+    function = cast(type[torch.autograd.Function], type(name, (torch.autograd.Function,), members))
+    return function
+
+
+def without_jvp(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The same Function for the compiler, which refuses a jvp and does not use a vmap rule."""
+    members = {
+        key: value
+        for key, value in vars(function).items()
+        if key in ("forward", "setup_context", "backward", "__doc__")
+    }
+    bases = (torch.autograd.Function,)
+    twin = type(function.__name__, bases, members | {"generate_vmap_rule": True})
+    return cast(type[torch.autograd.Function], twin)
+
+
+def apply_function(
+    function: type[torch.autograd.Function], reference: Callable[..., Any] | None, *inputs: Any
+) -> Any:
+    """Apply a Function, or its reference of plain torch operations where that is right or faster.
+
+    Under the compiler the reference fuses better than a Function can. Under two forward levels
+    torch differentiates the `jvp` of a custom Function to zero, without an error.
+    """
+    if reference is not None and torch.compiler.is_compiling():
+        return reference(*inputs)
+    if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
+        if reference is None:
+            raise UnsupportedError(
+                f"{function.__name__}: expected at most one level of forward-mode differentiation, "
+                f"got jvp inside jvp, where torch differentiates a custom Function to zero. Give "
+                f"the op a reference made of plain torch operations, or use torch.func.grad for "
+                f"one of the two levels."
+            )
+        return reference(*inputs)
+    if torch.compiler.is_compiling():
+        return function.apply(*inputs)
+    with without_stand_ins():
+        return function.apply(*inputs)
+
+
+def vmap_by_broadcasting(
+    function: type[torch.autograd.Function],
+    batch_size: int,
+    in_dims: tuple[int | None, ...],
+    *inputs: Any,
+) -> tuple[Tensor, int]:
+    """A vmap rule for ops that broadcast: batch dimensions to the front, then the op itself."""
+    ranks = [
+        value.dim() - (dim is not None) if isinstance(value, Tensor) else 0
+        for value, dim in zip(inputs, in_dims, strict=True)
+    ]
+    rank = max(ranks)
+    aligned = [
+        value if dim is None else value.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
+        for value, dim, own in zip(inputs, in_dims, ranks, strict=True)
+    ]
+    return function.apply(*aligned), 0
+
+
+def batch_to_front(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
+    """The batch dimension of vmap first; a tensor without one is expanded."""
+    return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Sum over the dimensions that broadcasting added or stretched."""
+    return tensor if tensor.shape == shape else tensor.sum_to_size(shape)
+
+
+def sum_terms(terms: Iterable[Tensor]) -> Tensor:
+    """The sum of at least one tensor, without a zero to start from."""
+    total, *rest = terms
+    for term in rest:
+        total = total + term
+    return total
+
+
+def conj(value: Any) -> Any:
+    """The complex conjugate; a real tensor itself, not a view of it."""
+    if isinstance(value, Tensor):
+        return value.conj() if value.is_complex() else value
+    return value.conjugate()
