@@ -1,6 +1,8 @@
-"""A custom Function that is right, which those of the tests that are not are made of."""
+"""Toy custom Functions of the tests: a right one, and one for each common mistake."""
 
+import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 
 class Cube(torch.autograd.Function):
@@ -24,3 +26,72 @@ class Cube(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, t):
         return 3 * t * ctx.saved_tensors[0] ** 2
+
+
+class WrongSign(Cube):
+    @staticmethod
+    def backward(ctx, g):
+        return -3 * g * ctx.saved_tensors[0] ** 2
+
+
+class Detached(Cube):
+    """The first derivative is right, and the second lost without an error."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g * ctx.saved_tensors[0].detach() ** 2
+
+
+class DetachedTangent(Cube):
+    @staticmethod
+    def jvp(ctx, t):
+        return 3 * t * ctx.saved_tensors[0].detach() ** 2
+
+
+class WrongTangent(Cube):
+    @staticmethod
+    def jvp(ctx, t):
+        return 2 * t * ctx.saved_tensors[0] ** 2
+
+
+class OnceDifferentiable(Cube):
+    generate_vmap_rule = False
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return 3 * g * ctx.saved_tensors[0] ** 2
+
+
+class ThroughNumpy(Cube):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g * torch.from_numpy(np.asarray(ctx.saved_tensors[0].detach()) ** 2)
+
+
+class ClassicCube(torch.autograd.Function):
+    """As most published code writes it: no setup_context, so no transforms."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g * ctx.saved_tensors[0] ** 2
+
+
+class KeepsIntermediate(torch.autograd.Function):
+    """It keeps what forward computed on ctx, whose part of the second derivative is lost."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.square = x * x
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g * ctx.square

@@ -178,7 +178,9 @@ def _reduce_bags(
     rows = upcast_half(_select_rows(bags.indices, weight))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
-    sums = rows.new_zeros(bags.num_bags + 1, rows.shape[1]).index_add(0, bags.bag, rows)[: bags.num_bags]
+    sums = rows.new_zeros(bags.num_bags + 1, rows.shape[1]).index_add(0, bags.bag, rows)[
+        : bags.num_bags
+    ]
     if mode == "mean":
         sums = sums / bags.sizes(rows.dtype).clamp(min=1).unsqueeze(-1)
     return sums.to(weight.dtype), None
@@ -188,7 +190,9 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     rows = _select_rows(bags.indices, weight.detach())
     n, width = bags.indices.shape[0], weight.shape[1]
     into = bags.bag.unsqueeze(-1).expand(n, width)
-    low = torch.full((bags.num_bags + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device)
+    low = torch.full(
+        (bags.num_bags + 1, width), float("-inf"), dtype=rows.dtype, device=rows.device
+    )
     maxima = low.scatter_reduce(0, into, rows, "amax")
     attains = (rows == maxima.index_select(0, bags.bag)) | rows.isnan()
     place = torch.arange(n, device=rows.device).unsqueeze(-1)

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib._core.tolerances import TOLERANCES
-from hoglib.testing.opinfo.entry import Op, Sample
+from hoglib.testing.opinfo import OpInfo, SampleInput
 
 F64 = torch.float64
 Function = Callable[..., Any]
@@ -26,21 +26,21 @@ Function = Callable[..., Any]
 class Case:
     """An op and its reference as functions of the differentiable inputs of one sample."""
 
-    def __init__(self, op: Op, sample: Sample, dtype: torch.dtype = F64) -> None:
-        self.op = op
+    def __init__(self, info: OpInfo, sample: SampleInput, dtype: torch.dtype = F64) -> None:
+        self.info = info
         inputs = sample.make(dtype, torch.Generator().manual_seed(3))
         self.places = [i for i, value in enumerate(inputs) if is_floating(value)]
         self.inputs = inputs
         self.tensors = [inputs[i] for i in self.places]
-        self.ours = self.bind(op.function, sample)
-        self.theirs = self.bind(op.reference, sample)
+        self.ours = self.bind(info.op, sample)
+        self.theirs = self.bind(info.ref, sample)
 
-    def bind(self, function: Function, sample: Sample) -> Function:
+    def bind(self, function: Function, sample: SampleInput) -> Function:
         def call(*tensors: Tensor) -> Any:
             inputs = list(self.inputs)
             for place, tensor in zip(self.places, tensors, strict=True):
                 inputs[place] = tensor
-            return function(*inputs, **sample.options)
+            return function(*inputs, **sample.kwargs)
 
         return call
 
@@ -123,18 +123,18 @@ def same_orders(case: Case, tensors: list[Tensor]) -> None:
 # Finite differences.
 
 
-def first_derivative(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def first_derivative(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     assert gradcheck(case.ours, case.leaves())
 
 
-def second_derivative(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def second_derivative(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     assert gradgradcheck(case.ours, case.leaves())
 
 
-def third_derivative(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def third_derivative(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     scalar = projected(case.ours)
 
     def gradient(*tensors: Tensor) -> Any:
@@ -143,8 +143,8 @@ def third_derivative(op: Op, sample: Sample) -> None:
     assert gradgradcheck(gradient, case.leaves(), fast_mode=True)
 
 
-def forward_mode(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def forward_mode(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     assert gradcheck(case.ours, case.leaves(), check_forward_ad=True, check_backward_ad=False)
     assert gradgradcheck(
         case.ours,
@@ -156,8 +156,8 @@ def forward_mode(op: Op, sample: Sample) -> None:
     )
 
 
-def batched_gradients(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def batched_gradients(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     assert gradcheck(
         case.ours,
         case.leaves(),
@@ -172,8 +172,8 @@ def batched_gradients(op: Op, sample: Sample) -> None:
 
 
 def same_transform(transform: Callable[[Function, list[Tensor]], Any]) -> Function:
-    def cell(op: Op, sample: Sample) -> None:
-        case = Case(op, sample)
+    def cell(info: OpInfo, sample: SampleInput) -> None:
+        case = Case(info, sample)
         close(transform(case.ours, case.tensors), transform(case.theirs, case.tensors))
 
     return cell
@@ -240,8 +240,8 @@ def forward_over_forward(function: Function, tensors: list[Tensor]) -> Any:
     return torch.func.jacfwd(torch.func.jacfwd(projected(function), every), every)(*tensors)
 
 
-def hessian_by_hvp_columns(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def hessian_by_hvp_columns(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     params = dict(enumerate(case.tensors))
     dense = torch.func.hessian(lambda p: projected(case.theirs)(*p.values()))(params)
     for i, tensor in params.items():
@@ -257,8 +257,8 @@ def hessian_by_hvp_columns(op: Op, sample: Sample) -> None:
 
 
 def relaid(change: Callable[[Tensor], Tensor]) -> Function:
-    def cell(op: Op, sample: Sample) -> None:
-        case = Case(op, sample)
+    def cell(info: OpInfo, sample: SampleInput) -> None:
+        case = Case(info, sample)
         tensors = [change(tensor).detach().requires_grad_() for tensor in case.tensors]
         plain = [t.detach().contiguous().clone().requires_grad_() for t in tensors]
         close(orders(case.ours, tensors), orders(case.theirs, plain))
@@ -285,11 +285,11 @@ def stretched(tensor: Tensor) -> Tensor:
 
 
 def corner(name: str) -> Function:
-    def cell(op: Op, sample: Sample) -> None:
-        case = Case(op, op.corners[name])
+    def cell(info: OpInfo, sample: SampleInput) -> None:
+        case = Case(info, info.corners[name])
         same_orders(case, case.leaves())
         backward_as_functions_do_it(projected(case.ours)(*case.leaves()))
-        if name != "zero size" and "first derivative" not in op.skips:
+        if name != "zero size" and "first derivative" not in info.skips:
             assert gradcheck(case.ours, case.leaves(), check_forward_ad=True)
             assert gradgradcheck(case.ours, case.leaves())
         close(*(func_vmap(f, case.tensors) for f in (case.ours, case.theirs)))
@@ -298,8 +298,8 @@ def corner(name: str) -> Function:
     return cell
 
 
-def subsets_of_inputs(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def subsets_of_inputs(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     count = len(case.tensors)
     for wanted in itertools.product((False, True), repeat=count):
         tensors = [copy(t).requires_grad_(w) for t, w in zip(case.tensors, wanted, strict=True)]
@@ -313,7 +313,7 @@ def subsets_of_inputs(op: Op, sample: Sample) -> None:
 def backward_as_functions_do_it(scalar: Tensor) -> None:
     """Backward, where each custom Function must give the gradients asked for, in the right shapes.
 
-    Torch itself drops a gradient that nobody wants, and sums one that is larger than its input.
+    torch itself drops a gradient that is not needed, and sums one that is larger than its input.
     """
     for node in function_nodes(scalar):
         node.register_prehook(partial(check_gradients, node))
@@ -326,7 +326,7 @@ def check_gradients(node: Any, incoming: tuple[Any, ...]) -> None:
     filled = [zero if g is None else g for g, zero in zip(incoming, zeros, strict=True)]
     name, grads, needed = node.name(), as_tuple(node.apply(*filled)), node.needs_input_grad
     for grad, need in zip(grads, needed, strict=True):
-        assert grad is None or need, f"{name} computed a gradient that nobody wants"
+        assert grad is None or need, f"{name} computed a gradient that is not needed"
     given = [grad for grad, need in zip(grads, needed, strict=True) if need]
     parents = [(parent, k) for parent, k in node.next_functions if parent is not None]
     for grad, (parent, k) in zip(given, parents, strict=True):
@@ -363,8 +363,8 @@ class Nothing(torch.autograd.Function):
         return None
 
 
-def undefined_gradients(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def undefined_gradients(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     tensors = case.leaves()
     values = as_tuple(case.ours(*tensors))
     for create_graph in (False, True):
@@ -390,10 +390,10 @@ def same_orders_of(case: Case, k: int) -> None:
 
 
 def in_dtype(dtype: torch.dtype) -> Function:
-    def cell(op: Op, sample: Sample) -> None:
-        case = Case(op, sample, dtype)
+    def cell(info: OpInfo, sample: SampleInput) -> None:
+        case = Case(info, sample, dtype)
         wide = [t.to(F64).requires_grad_() for t in case.tensors]
-        case_wide = Case(op, sample)
+        case_wide = Case(info, sample)
         case_wide.inputs = tuple(v.to(F64) if is_floating(v) else v for v in case.inputs)
         ours = orders(case.ours, case.leaves(), torch.sin)
         theirs = orders(case_wide.theirs, wide, torch.sin)
@@ -407,13 +407,13 @@ def in_dtype(dtype: torch.dtype) -> Function:
     return cell
 
 
-def complex_numbers(op: Op, sample: Sample) -> None:
-    case = Case(op, sample, torch.complex128)
-    if torch.complex128 not in op.dtypes:
+def complex_numbers(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample, torch.complex128)
+    if torch.complex128 not in info.dtypes:
         with pytest.raises(TypeError, match="complex"):
             case.ours(*case.tensors)
         return
-    if "first derivative" not in op.skips:
+    if "first derivative" not in info.skips:
         assert gradcheck(case.ours, case.leaves(), check_forward_ad=True)
         assert gradgradcheck(case.ours, case.leaves(), check_fwd_over_rev=True, fast_mode=True)
     same_orders(case, case.leaves())
@@ -422,8 +422,8 @@ def complex_numbers(op: Op, sample: Sample) -> None:
 # The compiler, side effects, and the device.
 
 
-def compiled(op: Op, sample: Sample) -> None:
-    in_one_graph([Case(op, sample)], "aot_eager")
+def compiled(info: OpInfo, sample: SampleInput) -> None:
+    in_one_graph([Case(info, sample)], "aot_eager")
 
 
 def in_one_graph(cases: list[Case], backend: str) -> None:
@@ -450,8 +450,8 @@ def total(values: list[Tensor]) -> Tensor:
     return sum(values[1:], values[0])
 
 
-def nothing_changed_in_place(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def nothing_changed_in_place(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     tensors = case.leaves()
     watched: dict[str, Tensor] = {f"input {i}": t for i, t in enumerate(tensors)}
     values = as_tuple(case.ours(*tensors))
@@ -476,16 +476,16 @@ def nothing_changed_in_place(op: Op, sample: Sample) -> None:
         assert torch.equal(watched[name].detach(), value), f"{name} was changed"
 
 
-def deterministic(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def deterministic(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     once, again = (orders(case.ours, case.leaves()) for _ in range(2))
     a, b = torch.utils._pytree.tree_leaves(once), torch.utils._pytree.tree_leaves(again)
     for x, y in zip(a, b, strict=True):
         assert (x is None and y is None) or torch.equal(x, y)
 
 
-def cuda(op: Op, sample: Sample) -> None:
-    case = Case(op, sample)
+def cuda(info: OpInfo, sample: SampleInput) -> None:
+    case = Case(info, sample)
     here = orders(case.ours, case.leaves())
     case.inputs = tuple(v.cuda() if isinstance(v, Tensor) else v for v in case.inputs)
     there = orders(case.ours, [t.detach().cuda().requires_grad_() for t in case.tensors])

@@ -7,8 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from hoglib.ops._define import Saved, define, make_function
-from hoglib.testing.opinfo.entry import WITH_COMPLEX, Op, broadcast, corners, sample
+from hoglib.ops import define
+from hoglib.ops._function import (  # to make faulty ops as hoglib makes right ones
+    Saved,
+    make_function,
+)
+from hoglib.testing.opinfo.op_info import (
+    WITH_COMPLEX,
+    OpInfo,
+    broadcasting_sample,
+    elementwise_corners,
+    sample_input,
+)
+from tests.functions import KeepsIntermediate, OnceDifferentiable
 from tests.ops.matrix import CELLS
 
 # What a cell raises when it finds a mistake: its own assertion, torch's account of a wrong derivative,
@@ -26,7 +37,7 @@ FOUND = (
 
 class Mistake(NamedTuple):
     name: str
-    op: Op
+    info: OpInfo
     cells: tuple[str, ...]  # each of them must fail
 
 
@@ -35,9 +46,11 @@ def cube(function: Callable[[Tensor], Any], *cells: str, name: str, **others: An
     return Mistake(name, entry(function, lambda x: x**3, **others), cells)
 
 
-def entry(function: Callable[..., Any], reference: Callable[..., Any], **others: Any) -> Op:
-    samples = others.pop("samples", (sample("matrix", lambda n: (n(2, 3),)),))
-    return Op("broken", "broken", "x^3", function, reference, samples, corners(), **others)
+def entry(function: Callable[..., Any], reference: Callable[..., Any], **others: Any) -> OpInfo:
+    samples = others.pop("samples", (sample_input("matrix", lambda n: (n(2, 3),)),))
+    return OpInfo(
+        "broken", "broken", "x^3", function, reference, samples, elementwise_corners(), **others
+    )
 
 
 def from_class(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -79,30 +92,6 @@ class SavedIntermediate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> Tensor:
         (slope,) = ctx.saved_tensors
         return grad * slope
-
-
-class KeptOnCtx(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.slope = 3 * x**2
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.slope
-
-
-class OnceDifferentiable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * 3 * x**2
 
 
 class IgnoresUndefinedGradient(torch.autograd.Function):
@@ -157,14 +146,14 @@ def product_by(partials: Callable[[Saved, Tensor], list[Tensor | None]]) -> Call
     ).apply
 
 
-def product(backward: Callable[[Saved, Tensor], list[Tensor | None]], **others: Any) -> Op:
-    op = entry(
+def product(backward: Callable[[Saved, Tensor], list[Tensor | None]], **others: Any) -> OpInfo:
+    info = entry(
         product_by(backward),
         torch.mul,
-        samples=(sample("matrices", lambda n: (n(2, 3), n(2, 3))),),
+        samples=(sample_input("matrices", lambda n: (n(2, 3), n(2, 3))),),
         **others,
     )
-    return op._replace(corners={"broadcasting": broadcast((2, 1), (3,))})
+    return info._replace(corners={"broadcasting": broadcasting_sample((2, 1), (3,))})
 
 
 def wrong_vmap(function: Any, batch_size: int, in_dims: Any, x: Tensor) -> Any:
@@ -174,7 +163,7 @@ def wrong_vmap(function: Any, batch_size: int, in_dims: Any, x: Tensor) -> Any:
 MISTAKES = [
     cube(lambda x: from_class(SavedIntermediate)(x)[0], "second derivative", "func hessian",
          "hessian by hvp columns", name="saved intermediate"),
-    cube(from_class(KeptOnCtx), "second derivative", "third derivative", "float32",
+    cube(from_class(KeepsIntermediate), "second derivative", "third derivative", "float32",
          name="intermediate kept on ctx"),
     cube(from_class(OnceDifferentiable), "second derivative", "hessian by hvp columns",
          name="once differentiable"),
@@ -246,14 +235,14 @@ MISTAKES = [
 )
 def test_the_cell_finds_the_mistake(mistake: Mistake, cell: str) -> None:
     with pytest.raises(FOUND):
-        CELLS[cell](mistake.op, mistake.op.samples[0])
+        CELLS[cell](mistake.info, mistake.info.samples[0])
 
 
 @pytest.mark.parametrize("cell", sorted(CELLS.keys() - {"cuda", "broadcasting"}))
 def test_the_right_op_passes(cell: str) -> None:
     right = define(lambda x: x**3, [lambda x, _: 3 * x**2], reference=lambda x: x**3, keep="inputs")
-    op = entry(right, lambda x: x**3, dtypes=WITH_COMPLEX)
-    CELLS[cell](op, op.samples[0])
+    info = entry(right, lambda x: x**3, dtypes=WITH_COMPLEX)
+    CELLS[cell](info, info.samples[0])
 
 
 def test_every_cell_is_shown_to_fail() -> None:

@@ -10,17 +10,18 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib._core.tolerances import TOLERANCES
-from hoglib.testing.opinfo.catalogue import CATALOGUE
-from hoglib.testing.opinfo.entry import Op
+from hoglib.testing.opinfo import CATALOGUE, OpInfo
 
 TOLERANCE = TOLERANCES[torch.float64]._asdict()
 STAND_INS = ("missing", "wrong")  # composites of torch's operations, whose tests are their own
 SMOOTH = {
-    op.name: op for op in CATALOGUE if op.smooth and not op.surrogate and op.theme not in STAND_INS
+    info.name: info
+    for info in CATALOGUE
+    if info.smooth and not info.surrogate and info.theme not in STAND_INS
 }
 
 
-def network(pick: Callable[[Op], Callable[..., Any]]) -> Callable[..., Tensor]:
+def network(pick: Callable[[OpInfo], Callable[..., Any]]) -> Callable[..., Tensor]:
     """f(params, x) -> a scalar, its ops by name from `pick`, and every smooth op among them."""
     op = {name: pick(entry) for name, entry in SMOOTH.items()}
 
@@ -61,7 +62,7 @@ def params() -> dict[str, Tensor]:
 
 
 X = torch.tensor([[0.3, -1.0], [0.8, 0.1]], dtype=torch.float64)
-ours, theirs = network(lambda op: op.function), network(lambda op: op.reference)
+ours, theirs = network(lambda info: info.op), network(lambda info: info.ref)
 
 
 def entries(hessian: Any) -> Iterator[tuple[str, Tensor]]:
@@ -73,10 +74,10 @@ def entries(hessian: Any) -> Iterator[tuple[str, Tensor]]:
 def test_every_smooth_op_is_in_the_network(params: dict[str, Tensor]) -> None:
     used: set[str] = set()
 
-    def note(op: Op) -> Callable[..., Any]:
+    def note(info: OpInfo) -> Callable[..., Any]:
         def call(*inputs: Any, **options: Any) -> Any:
-            used.add(op.name)
-            return op.function(*inputs, **options)
+            used.add(info.name)
+            return info.op(*inputs, **options)
 
         return call
 

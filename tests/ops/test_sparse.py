@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from hoglib.ops._linalg import SPARSE
 from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops._linalg import SPARSE
 
 F64 = torch.float64
 pytestmark = [  # torch's own

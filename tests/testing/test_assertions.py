@@ -2,78 +2,23 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hoglib.testing import assert_double_differentiable
-from tests.functions import Cube
-
-
-class Right(Cube):
-    pass
-
-
-class WrongSign(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return -3 * g * ctx.saved_tensors[0] ** 2
-
-
-class Detached(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0].detach() ** 2
-
-
-class OnceOnly(Cube):
-    generate_vmap_rule = False
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
-
-
-class WrongTangent(Cube):
-    @staticmethod
-    def jvp(ctx, t):
-        return 2 * t * ctx.saved_tensors[0] ** 2
-
-
-class ThroughNumpy(Cube):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * torch.from_numpy(np.asarray(ctx.saved_tensors[0].detach()) ** 2)
-
-
-class Classic(torch.autograd.Function):
-    """As most published code writes it: no setup_context, so no transforms."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.saved_tensors[0] ** 2
-
-
-class KeepsIntermediate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.square = x * x
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return 3 * g * ctx.square
+from tests.functions import (
+    ClassicCube,
+    Cube,
+    Detached,
+    DetachedTangent,
+    KeepsIntermediate,
+    OnceDifferentiable,
+    ThroughNumpy,
+    WrongSign,
+    WrongTangent,
+)
 
 
 class ForgetsToSum(torch.autograd.Function):
@@ -98,12 +43,6 @@ class ByParameter(nn.Module):
 
     def forward(self, x):
         return x * self.function(self.weight)
-
-
-class CutTangent(Cube):
-    @staticmethod
-    def jvp(ctx, t):
-        return 3 * t * ctx.saved_tensors[0].detach() ** 2
 
 
 class Product(torch.autograd.Function):
@@ -260,15 +199,15 @@ mask = torch.tensor([0.0, 1.0])
 
 # fmt: off
 RIGHT = {
-    "a Function": (Right, x, {"reference": lambda t: t**3}),
-    "its apply, in a list of inputs": (Right.apply, [x], {}),
+    "a Function": (Cube, x, {"reference": lambda t: t**3}),
+    "its apply, in a list of inputs": (Cube.apply, [x], {}),
     "a Function with its own vmap": (RightBatch, square, {}),
-    "a Function without jvp, setup_context or options": (Classic, x, {}),
-    "a Function without jvp inside a function": (lambda t: Classic.apply(t).sum(), x, {}),
+    "a Function without jvp, setup_context or options": (ClassicCube, x, {}),
+    "a Function without jvp inside a function": (lambda t: ClassicCube.apply(t).sum(), x, {}),
     "a Function of two inputs": (Product, (x, x), {"reference": lambda a, b: a * a * b}),
-    "a Function at a zero": (Right, torch.zeros(2), {"reference": lambda t: t**3}),
+    "a Function at a zero": (Cube, torch.zeros(2), {"reference": lambda t: t**3}),
     "a module in float32": (nn.Sequential(nn.Linear(2, 2), nn.Tanh()), square, {}),
-    "a module with a right Function": (ByParameter(Right.apply), x, {}),
+    "a module with a right Function": (ByParameter(Cube.apply), x, {}),
     "a module in training, with running averages": (nn.BatchNorm1d(2), torch.randn(5, 2), {"modes": "rr"}),
     "an input that is a number": (lambda t, n: t**n, (x, 3), {}),
     "two outputs": (lambda t: (t.exp(), t.sin()), x, {"reference": lambda t: (t.exp(), t.sin())}),
@@ -319,15 +258,15 @@ def test_right_functions_pass_where_gradients_are_off(mode):
 WRONG = {
     "wrong sign": (WrongSign, x, {}, "first derivative: reverse", "has the wrong sign"),
     "detached in backward": (Detached, x, {}, "graph cut: .detach()", "Detached.backward leaves the graph by .detach()"),
-    "once_differentiable": (OnceOnly, x, {}, "graph cut: @once_differentiable", "Without it the second derivative is right"),
+    "once_differentiable": (OnceDifferentiable, x, {}, "graph cut: @once_differentiable", "Without it the second derivative is right"),
     "wrong tangent": (WrongTangent, x, {}, "first derivative: forward", "the jvp of WrongTangent is wrong"),
-    "cut tangent": (CutTangent, x, {}, "graph cut: .detach()", "CutTangent.jvp leaves the graph"),
-    "cut tangent inside a function": (lambda t: CutTangent.apply(t.sin()), x, {}, "second derivative: reverse-over-forward", "the tangent of output 0, by inputs[0]"),
+    "cut tangent": (DetachedTangent, x, {}, "graph cut: .detach()", "DetachedTangent.jvp leaves the graph"),
+    "cut tangent inside a function": (lambda t: DetachedTangent.apply(t.sin()), x, {}, "second derivative: reverse-over-forward", "the tangent of output 0, by inputs[0]"),
     "NumPy in backward": (ThroughNumpy, x, {}, "graph cut: .detach()", ".detach(), then NumPy,"),
     "kept intermediate": (KeepsIntermediate, x, {}, "saved: ctx.square", "ctx.square = x * x"),
     "missing sum": (ForgetsToSum, (torch.randn(3, 2), x), {}, "first derivative: reverse", "by inputs[1] (`b`)"),
     "a parameter's second derivative": (ByParameter(Detached.apply), x, {}, "second derivative: reverse-over-reverse", "by the parameter weight"),
-    "a parameter differentiated once": (ByParameter(OnceOnly.apply), x, {}, "graph cut: @once_differentiable", "Remove the decorator"),
+    "a parameter differentiated once": (ByParameter(OnceDifferentiable.apply), x, {}, "graph cut: @once_differentiable", "Remove the decorator"),
     "wrong when alone": (WrongWhenAlone, (x, x + 1), {}, "inputs: each subset", "when only inputs[1] (`b`) requires grad, the gradient"),
     "cut when alone": (CutWhenAlone, (x, x + 1), {}, "inputs: each subset", "when only inputs[0] (`a`) requires grad, the second derivative"),
     "transposed gradients": (WrongForTransposedGradients, square, {}, "layout: non-contiguous gradients", "another one"),
@@ -344,12 +283,12 @@ WRONG = {
     "a constant": (lambda t: torch.ones(3), x, {}, "first derivative: reverse", "no output with elements requires grad"),
     "no elements": (lambda t: t[2:], x, {}, "first derivative: reverse", "no output with elements requires grad"),
     "no forward rule": (lambda t: torch.cdist(t, t + 1).exp(), square, {}, "second derivative: reverse-over-reverse", "not implemented"),
-    "forward mode asked for": (Classic, x, {"modes": "fr"}, "second derivative: forward-over-reverse", "Classic without a jvp staticmethod"),
+    "forward mode asked for": (ClassicCube, x, {"modes": "fr"}, "second derivative: forward-over-reverse", "ClassicCube without a jvp staticmethod"),
     "layer_norm in reverse-over-forward": (lambda t: F.layer_norm(t, (2,)), square, {}, "culprit: layer_norm in reverse-over-forward", "torch's own layer_norm"),
-    "another value": (Right, x, {"reference": lambda t: t**3 + 1e-5 * t**2}, "reference: value", "output 0 is another value"),
-    "another value, only at zero the same": (Right, torch.zeros(2), {"reference": lambda t: t**5}, "reference: value", "another value"),
-    "another second derivative": (Right, x, {"reference": lambda t: t**3 + (t - t.detach()) ** 2}, "reference: second derivative", "by inputs[0]"),
-    "another number of outputs": (Right, x, {"reference": lambda t: (t**3, t)}, "reference: value", "gives 2 outputs, the function 1"),
+    "another value": (Cube, x, {"reference": lambda t: t**3 + 1e-5 * t**2}, "reference: value", "output 0 is another value"),
+    "another value, only at zero the same": (Cube, torch.zeros(2), {"reference": lambda t: t**5}, "reference: value", "another value"),
+    "another second derivative": (Cube, x, {"reference": lambda t: t**3 + (t - t.detach()) ** 2}, "reference: second derivative", "by inputs[0]"),
+    "another number of outputs": (Cube, x, {"reference": lambda t: (t**3, t)}, "reference: value", "gives 2 outputs, the function 1"),
     "other integers": (torch.sort, x, {"reference": lambda t: (t.sort()[0], t.argsort() + 1)}, "reference: value", "output 1"),
     "nested inputs": (lambda d: WrongSign.apply(d["a"]["b"]), ({"a": {"b": x}},), {}, "first derivative: reverse", "by inputs[0].a.b"),
 }
@@ -377,7 +316,7 @@ def test_a_function_is_named_by_its_class(form):
 def test_nothing_the_caller_has_is_changed():
     given, module, batch = x.clone(), nn.BatchNorm1d(2), torch.randn(5, 2)
     state, random = {k: v.clone() for k, v in module.state_dict().items()}, torch.get_rng_state()
-    assert_double_differentiable(lambda t: Right.apply(t) + 0 * torch.rand(2), given)
+    assert_double_differentiable(lambda t: Cube.apply(t) + 0 * torch.rand(2), given)
     assert_double_differentiable(module, batch, modes="rr")
     assert given.grad is None
     assert not given.requires_grad
@@ -400,11 +339,11 @@ NOTHING = {
 def test_nothing_to_differentiate_by_raises(case):
     inputs, message = NOTHING[case]
     with pytest.raises(ValueError, match=message):
-        assert_double_differentiable(Right, inputs)
+        assert_double_differentiable(Cube, inputs)
 
 
 def test_what_is_no_function_raises():
     with pytest.raises(TypeError, match="fn: expected a function"):
-        assert_double_differentiable("Right", x)
+        assert_double_differentiable("Cube", x)
     with pytest.raises(TypeError, match="reference: expected a function"):
-        assert_double_differentiable(Right, x, reference="Right")
+        assert_double_differentiable(Cube, x, reference="Cube")

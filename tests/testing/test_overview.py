@@ -3,12 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
-from hoglib import ops
 from hoglib.cli.main import main
-from hoglib.testing.opinfo import overview
-from hoglib.testing.opinfo.catalogue import CATALOGUE
+from hoglib.testing.opinfo import CATALOGUE, overview
+from tests.functions import Cube, Detached, WrongTangent
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,57 +40,24 @@ def test_a_bad_command():
     assert stopped.value.code == 2
 
 
-def entry(function):
-    (square,) = [op for op in CATALOGUE if op.name == "square"]
-    return square._replace(function=function)
-
-
-class Cut(torch.autograd.Function):
-    """x^2 whose second derivative is lost."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g * ctx.saved_tensors[0].detach()
-
-    @staticmethod
-    def jvp(ctx, t):
-        return 2 * t * ctx.saved_tensors[0]
-
-
-class WrongTangent(Cut):
-    @staticmethod
-    def backward(ctx, g):
-        return 2 * g * ctx.saved_tensors[0]
-
-    @staticmethod
-    def jvp(ctx, t):
-        return t * ctx.saved_tensors[0]
+def faulty(function):
+    (cube,) = [info for info in CATALOGUE if info.name == "cube by hand"]
+    return cube._replace(op=function)
 
 
 WRONG = {
-    "second derivative lost": (Cut.apply, "1 of any"),
+    "second derivative lost": (Detached.apply, "1 of 3"),
     "wrong tangent": (WrongTangent.apply, "WRONG"),
-    "another function": (lambda x: ops.square(x) + x, "0 of any"),
+    "another function": (lambda x: Cube.apply(x) + x, "0 of 3"),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_faulty_op_is_seen(fault, monkeypatch, capsys):
     function, cell = WRONG[fault]
-    row = overview.row(entry(function))
+    row = overview.row(faulty(function))
     assert not row.right
     assert cell in row.cells
-    monkeypatch.setattr(overview, "CATALOGUE", [entry(function)])
+    monkeypatch.setattr(overview, "CATALOGUE", [faulty(function)])
     assert main(["ops"]) == 1
-    assert "not as their references: square" in capsys.readouterr().err
+    assert "not as their references: cube by hand" in capsys.readouterr().err

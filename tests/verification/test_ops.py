@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hoglib as hog
-from hoglib.testing.opinfo.catalogue import CATALOGUE
+from hoglib.testing.opinfo import CATALOGUE
 
 # What fails, and why that is as it should be.
 EXPECTED = {
@@ -14,17 +14,17 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("op", CATALOGUE, ids=[op.name for op in CATALOGUE])
-def test_the_op_is_right(op):
-    for sample in op.samples[:2]:
+@pytest.mark.parametrize("info", CATALOGUE, ids=[info.name for info in CATALOGUE])
+def test_the_op_is_right(info):
+    for sample in info.samples[:2]:
         inputs = sample.make(torch.float64, torch.Generator().manual_seed(0))
-        surrogate = "first derivative" in op.skips or getattr(op.function, "surrogate", False)
+        surrogate = "first derivative" in info.skips or getattr(info.op, "surrogate", False)
 
-        def call(*given, options=sample.options):
-            return op.function(*given, **options)
+        def call(*given, options=sample.kwargs):
+            return info.op(*given, **options)
 
         report = hog.verify(call, inputs, surrogate=surrogate)
-        if op.name not in EXPECTED:
+        if info.name not in EXPECTED:
             assert report.ok, str(report)
-        if op.name in ("stop_gradient", "clipped_gradient_linear"):
+        if info.name in ("stop_gradient", "clipped_gradient_linear"):
             assert not report.ok

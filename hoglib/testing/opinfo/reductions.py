@@ -109,7 +109,7 @@ OPS = (
         },
     ),
     OpInfo(
-        "cdist, with kinks",
+        "cdist, piecewise",
         "missing",
         "sum_k |a_ik - b_jk|, or their maximum",
         ops.cdist,
@@ -130,7 +130,7 @@ OPS = (
         skips={
             **ONE_TENSOR,
             **_NEEDS_ROWS,
-            "stride 0": "its rows are equal, and their distance has a kink",
+            "stride 0": "its rows are equal, and their distance is not differentiable",
         },
     ),
     OpInfo(
