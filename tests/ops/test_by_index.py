@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import _indexing, _piecewise
-from hoglib.ops._indexing import segmented_products
-from tests.ops.directional import in_every_mix
+from hoglib.ops import replacements
+from hoglib.ops._indexing import segmented_scan
+from tests.ops.checks import MODES, in_every_mix
 
 F64 = torch.float64
-MODES = ("rr", "fr", "rf", "ff")
 pytestmark = pytest.mark.filterwarnings("ignore:index_reduce\\(\\) is in beta")  # torch's own
 
 DATA = torch.tensor([[1.0, 2.0], [1.0, -1.0], [3.0, 0.0], [0.0, 0.0], [2.0, 2.0]], dtype=F64)
@@ -294,7 +293,7 @@ def test_errors_by_index_are_of_the_type_of_torchs() -> None:
 def test_products_of_runs_by_the_definition() -> None:
     x, keys = normal(9), torch.tensor([0, 0, 0, 0, 0, 2, 2, 5, 5])
     expected = torch.stack([x[: i + 1][keys[: i + 1] == keys[i]].prod() for i in range(9)])
-    assert_close(segmented_products(x, keys, 0), expected)
+    assert_close(segmented_scan(x, keys, 0), expected)
 
 
 def test_under_vmap_and_as_one_graph() -> None:
@@ -352,8 +351,8 @@ def test_hardsigmoid_of_what_is_not_real_is_refused(dtype: torch.dtype) -> None:
 
 
 def test_what_they_replace() -> None:
-    assert _indexing.SEGMENT_REDUCE[torch.segment_reduce] is hog.ops.segment_reduce
-    assert _piecewise.HARDSIGMOID[F.hardsigmoid] is hog.ops.hardsigmoid
+    assert replacements.SEGMENT_REDUCE[torch.segment_reduce] is hog.ops.segment_reduce
+    assert replacements.HARDSIGMOID[F.hardsigmoid] is hog.ops.hardsigmoid
     for owner in (torch, torch.Tensor):
-        assert _indexing.SCATTER_REDUCE[owner.scatter_reduce] is hog.ops.scatter_reduce
-        assert _indexing.SCATTER_REDUCE[owner.index_reduce] is hog.ops.index_reduce
+        assert replacements.SCATTER_REDUCE[owner.scatter_reduce] is hog.ops.scatter_reduce
+        assert replacements.SCATTER_REDUCE[owner.index_reduce] is hog.ops.index_reduce

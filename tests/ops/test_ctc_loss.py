@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import ops
-from hoglib.ops._ctc_loss import REPLACEMENTS
+from hoglib.ops import replacements
 
 F64 = torch.float64
 INF = torch.inf
@@ -227,8 +227,8 @@ def test_what_replaces_torchs_own_has_its_signature() -> None:
     x = scores(6, 3, 5).log_softmax(-1)
     for number in (0, 1, 2, 5):
         others = (*PADDED, 0, number, True)
-        assert_close(REPLACEMENTS[torch.ctc_loss](x, *others), torch.ctc_loss(x, *others))
-    assert_close(REPLACEMENTS[F.ctc_loss](x, *PADDED), F.ctc_loss(x, *PADDED))
+        assert_close(replacements.CTC_LOSS[torch.ctc_loss](x, *others), torch.ctc_loss(x, *others))
+    assert_close(replacements.CTC_LOSS[F.ctc_loss](x, *PADDED), F.ctc_loss(x, *PADDED))
 
 
 # Errors: torch's own types, or ArgumentTypeError where that is one.

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops._distance import REPLACEMENTS
-from tests.ops.directional import in_every_mix
+from hoglib.ops import replacements
+from tests.ops.checks import MODES, in_every_mix
 
 F64 = torch.float64
 INFINITY = float("inf")
@@ -30,7 +30,6 @@ each_power = pytest.mark.parametrize("p", POWERS.values(), ids=POWERS.keys())
 smooth_powers = pytest.mark.parametrize(
     "p", [1.5, 2.0, 2.5, 3.0, 4.0], ids=["one and a half", "two", "two and a half", "three", "four"]
 )
-MODES = ("rr", "fr", "rf", "ff")
 by = pytest.mark.parametrize(
     "mode",
     ["use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist"],
@@ -292,6 +291,6 @@ def test_errors_of_pdist_are_of_the_type_of_torchs() -> None:
 
 
 def test_what_they_replace() -> None:
-    assert REPLACEMENTS[torch.cdist] is hog.ops.cdist
-    assert REPLACEMENTS[F.pdist] is REPLACEMENTS[torch.pdist] is hog.ops.pdist
-    assert REPLACEMENTS[F.pairwise_distance] is hog.ops.pairwise_distance
+    assert replacements.DISTANCE[torch.cdist] is hog.ops.cdist
+    assert replacements.DISTANCE[F.pdist] is replacements.DISTANCE[torch.pdist] is hog.ops.pdist
+    assert replacements.DISTANCE[F.pairwise_distance] is hog.ops.pairwise_distance

@@ -311,7 +311,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dimension twice": (lambda: ops.mean(X, (0, -2)), ValueError, "each dimension once"),
     "dimension of text": (lambda: ops.logsumexp(X, "x"), TypeError, "a whole number"),
     "keepdim": (lambda: ops.sum(X, 1, keepdim=1), TypeError, "True or False"),
-    "maximum of nothing": (lambda: ops.amax(X[:0], 0), IndexError, "no maximum of nothing"),
+    "maximum of nothing": (lambda: ops.amax(X[:0], 0), IndexError, "an empty dimension has no maximum"),
     "reduction": (
         lambda: ops.softmax_cross_entropy(X, X, reduction="batchmean"), ValueError, "reduction"),
     "label smoothing": (

@@ -11,10 +11,10 @@ from torch.autograd import grad
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import _linalg
+from hoglib.ops import replacements as tables
+from tests.ops.checks import right_in_every_mode
 
 F64, C128 = torch.float64, torch.complex128
-MODES = ("rr", "fr", "rf", "ff")
 
 
 def regular(*shape: int, dtype: torch.dtype = F64) -> Tensor:
@@ -32,11 +32,6 @@ def leibniz(A: Tensor) -> Tensor:
             product = product * A[..., i, j]
         terms.append(product)
     return torch.stack(terms).sum(0)
-
-
-def right_in_every_mode(function: Callable[..., Any], *inputs: Tensor) -> None:
-    report = hog.verify(function, inputs, orders=(1, 2, 3), modes=MODES)
-    assert report.ok, str(report)
 
 
 def as_torch(ours: Callable[..., Any], theirs: Callable[..., Any], *inputs: Tensor) -> None:
@@ -350,7 +345,7 @@ def test_vmap_aligns_batches() -> None:
 
 @pytest.mark.parametrize(
     "replacements",
-    [_linalg.DETERMINANT, _linalg.SOLVE, _linalg.CHOLESKY_INVERSE],
+    [tables.DETERMINANT, tables.SOLVE, tables.CHOLESKY_INVERSE],
     ids=["determinant", "solve", "cholesky_inverse"],
 )
 def test_replacements_take_what_the_replaced_take(replacements: Any) -> None:

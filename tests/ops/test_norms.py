@@ -12,17 +12,17 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import ops
-from hoglib.ops import _batch_norm, _layer_norm, _normalization
+from hoglib.ops import replacements
 from hoglib.testing.opinfo.catalogue import CATALOGUE
+from tests.ops.checks import MODES
 
 REPLACES = {
-    **_batch_norm.BATCH_NORM,
-    **_batch_norm.INSTANCE_NORM,
-    **_layer_norm.REPLACEMENTS,
-    **_normalization.WEIGHT_NORM,
+    **replacements.BATCH_NORM,
+    **replacements.INSTANCE_NORM,
+    **replacements.LAYER_NORM,
+    **replacements.WEIGHT_NORM,
 }
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-MODES = ("rr", "fr", "rf", "ff")
 NORMS = ["layer_norm", "batch_norm", "instance_norm", "weight_norm"]
 
 

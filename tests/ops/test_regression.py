@@ -12,10 +12,10 @@ from torch.autograd import grad
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.ops import _cross_entropy, _losses
+from hoglib.ops import replacements as tables
+from tests.ops.checks import MODES
 
 F64 = torch.float64
-MODES = ("rr", "fr", "rf", "ff")
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -309,7 +309,7 @@ def test_complex_numbers_are_refused(pair: str) -> None:
 
 @pytest.mark.parametrize(
     "replacements",
-    [_losses.REGRESSION, _losses.MARGIN, _cross_entropy.LINEAR_CROSS_ENTROPY],
+    [tables.REGRESSION_LOSS, tables.MARGIN_LOSS, tables.LINEAR_CROSS_ENTROPY],
     ids=["regression", "margin", "cross entropy"],
 )
 def test_replacements_have_the_signature_of_the_replaced(replacements: Any) -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hoglib.ops._linalg import SPARSE
 from torch import Tensor
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib.ops import replacements
 
 F64 = torch.float64
 pytestmark = [  # torch's own
@@ -79,4 +79,4 @@ def test_what_is_left_to_torch() -> None:
             torch.sparse.mm(a, wrong)
         with pytest.raises(type(theirs.value)):
             hog.ops.sparse_mm(a, wrong)
-    assert SPARSE[torch.sparse.mm] is hog.ops.sparse_mm
+    assert replacements.SPARSE_MM[torch.sparse.mm] is hog.ops.sparse_mm
