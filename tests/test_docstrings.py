@@ -32,7 +32,6 @@ PUBLIC = [
 PENDING = {
     "hoglib._core",
     "hoglib.auditing",
-    "hoglib.capture",
     "hoglib.curvature",
     "hoglib.drawing",
     "hoglib.functional",

@@ -1,9 +1,9 @@
-"""`hoglib.compile`: a function of pytrees of tensors, second derivatives and all, as one graph."""
+"""`hoglib.compile`: a function of pytrees of tensors, second derivatives included, as one graph."""
 
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +19,104 @@ from hoglib.capture.capturing import (
     GraphEntry,
     Graphs,
     capture,
-    of_function,
+    graphs_of,
     runs_elsewhere,
 )
 from hoglib.capture.signature import CallSignature
-from hoglib.capture.trace import alike, without_hooks
+from hoglib.capture.trace import as_leaf, tensors_of, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 
 OPTIONS = ("backend", "dynamic", "check", "progress", "name")
-MOST = 16  # graphs of one function; beyond, something changes at each call that should be a tensor
+MAX_GRAPHS = (
+    16  # of one function: with more, something changes at each call that should be a tensor
+)
 
 
+def compile(
+    fn: Callable[..., Any],
+    *,
+    backend: Any = "inductor",
+    dynamic: bool = False,
+    check: bool = True,
+    progress: bool = True,
+    name: str | None = None,
+) -> "Compiled":
+    r"""Compile a function together with the derivatives of any order that are taken inside it.
+
+        compile(fn)(*args) = fn(*args)
+
+    The first call with a new signature captures a graph, in which all derivatives are operations, and
+    compiles it. The signature consists of the structure of the arguments; the shapes, strides, dtypes,
+    devices and ``requires_grad`` of their tensors; which of them are the same tensor; grad mode,
+    autocast, stand-ins, and the default dtype and device. ``torch.compile`` supports neither double
+    backward nor a custom Function with a jvp.
+
+    Parameters, buffers and other tensors that ``fn`` reaches are inputs of the graph: each call uses
+    their current values. A new graph is captured if ``fn`` reaches another module, number, string or
+    function, a list of another length, or a module in another mode or with other hooks. Functions that
+    are compiled twice share their graphs. Compiled code is shared by equal graphs, and kept for later
+    processes in ``HOGLIB_CACHE_DIR`` (default: ``hoglib`` in the user's cache directory).
+
+    The outputs are differentiable to any order if those of ``fn`` are: the graph of a backward is
+    captured when the backward is first called. Inside ``torch.func`` transforms, and while another tool
+    traces, ``fn`` itself runs. A graph only returns outputs: a call does not set attributes that ``fn``
+    sets.
+
+    Args:
+        fn: A function of pytrees of tensors that returns pytrees of tensors. Numbers and strings among
+            the arguments are constants of the graph. ``torch.func`` transforms,
+            ``torch.autograd.grad(create_graph=True)``, hoglib's functions and custom Functions inside
+            it are traced.
+        backend: "inductor", torch's compiler; "eager", which runs the operations of the graph one by
+            one, bit for bit as ``fn``, without the overhead of autograd and without compile time; or
+            a function (graph module, inputs) -> function. If there is no C++ compiler, "inductor"
+            warns and runs as "eager".
+        dynamic: Whether sizes are symbolic, for sizes that change from call to call.
+        check: Whether the first run of each graph is compared with ``fn``, also at other values; the
+            first call then runs ``fn`` three times. Nothing else detects what ``fn`` reads besides
+            tensors, such as an iterator or the state of another library.
+        progress: Whether compilations and their seconds are printed to stderr.
+        name: The name of the function in messages. Default: its qualified name.
+    Returns:
+        A :class:`Compiled`, which is called like ``fn``. Its ``signatures`` lists the captured graphs;
+        beyond 16, it warns and runs ``fn``.
+    Raises:
+        UnsupportedError: If ``fn`` reads values of tensors (``if``, ``.item()``, NumPy), changes an
+            argument, parameter or buffer in place, or draws from a ``torch.Generator``; the message
+            names the line.
+        NoSecondDerivative: If the results of the graph differ from those of ``fn``.
+    Example:
+        >>> loss = lambda p, x: (p * x).sin().sum()
+        >>> hvp = hog.compile(lambda p, v, x: hog.hvp(loss, p, v, x)[1], backend="eager")
+        >>> hvp(torch.zeros(2), torch.ones(2), torch.ones(2))
+        tensor([-0., -0.])
+        >>> len(hvp.signatures)
+        1
+    """
+    return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress, name=name)
+
+
+@final
 class Compiled:
-    """A function that runs as a graph; made by `compile`."""
+    """A function that runs as a graph, returned by :func:`compile`.
+
+    Args:
+        fn: The function; an attribute, as are the options.
+        backend: What runs the graph; see :func:`compile`.
+        dynamic: Whether sizes are symbolic.
+        check: Whether the first run of each graph is compared with ``fn``.
+        name: The name of the function in messages. Default: its qualified name.
+        progress: Whether compilations are printed to stderr.
+        graphs: Where graphs are kept, for functions that are made anew at each call and compute the same
+            from what they reach. Default: one place per function and options.
+        before: A function that is called before each capture.
+    Example:
+        >>> square = hog.compile(lambda x: x.square(), backend="eager", name="square")
+        >>> square(torch.tensor(3.0))
+        tensor(9.)
+        >>> square
+        hoglib.compile(square, backend='eager'), 1 graph
+    """
 
     def __init__(
         self, fn: Callable[..., Any], *, backend: Any, dynamic: bool, check: bool,
@@ -46,14 +131,13 @@ class Compiled:
         self.check = validation.flag("check", check)
         self.progress = validation.flag("progress", progress)
         self.name = name or named(fn)
-        # graphs: of functions made anew, that compute the same from what they reach
-        self._graphs = of_function(fn, (backend, dynamic, check)) if graphs is None else graphs
-        self._before = before  # done ahead of a capture
+        self._graphs = graphs_of(fn, (backend, dynamic, check)) if graphs is None else graphs
+        self._before = before
         self.__doc__ = fn.__doc__
 
     @property
     def signatures(self) -> list[GraphEntry]:
-        """What was captured so far, in the order of capture: one graph for each signature."""
+        """The graphs that were captured so far, one per signature, in the order of capture."""
         return self._graphs.all()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,26 +148,32 @@ class Compiled:
         if found is None:
             return self.fn(*args, **kwargs)
         entry, lifted = found
-        if torch.is_grad_enabled() and True in entry.recorded:
-            outputs = list(Graph.apply(self, entry, form, len(tensors), *tensors, *lifted))
+        if torch.is_grad_enabled() and True in entry.differentiable:
+            outputs = list(GraphFunction.apply(self, entry, form, len(tensors), *tensors, *lifted))
         else:
-            outputs = entry.execute(entry.inputs(tensors, lifted))
-        return entry.assembled(outputs)
+            outputs = entry.execute(entry.graph_inputs(tensors, lifted))
+        return entry.assemble(outputs)
 
     def captured(
         self, form: CallSignature, tensors: list[Tensor]
     ) -> tuple[GraphEntry, list[Tensor]] | None:
-        """The graph for such a call, and the tensors that fn reaches besides; None where there are too
-        many graphs already."""
-        found = self._known(form, tensors)
+        """The graph for such a call, and the tensors that ``fn`` reaches besides its arguments.
+
+        Args:
+            form: The call without its tensors.
+            tensors: The tensors among its arguments.
+        Returns:
+            The graph and the tensors; None if there are too many graphs already.
+        """
+        found = self._lookup(form, tensors)
         if found is not None:
             return found
         with CAPTURING:
-            found = self._known(form, tensors)  # which another thread captured meanwhile
+            found = self._lookup(form, tensors)  # another thread may have captured it meanwhile
             if found is not None:
                 return found
-            if len(self.signatures) >= MOST:
-                self._say_full(form, tensors)
+            if len(self.signatures) >= MAX_GRAPHS:
+                self._warn_full(form, tensors)
                 return None
             if self._before is not None:
                 self._before()
@@ -92,9 +182,16 @@ class Compiled:
         return entry, lifted
 
     def pullback(self, entry: GraphEntry, form: CallSignature) -> "Compiled":
-        """The backward of a graph, captured when it is first asked for."""
+        """The backward of a graph, as a function that runs as a graph.
+
+        Args:
+            entry: The graph.
+            form: The call that it was captured for.
+        Returns:
+            A function (args, kwargs, cotangents) -> gradients.
+        """
         return Compiled(
-            Pullback(self.fn, entry, form.others), backend=self.backend, dynamic=self.dynamic,
+            Pullback(self.fn, entry, form.constants), backend=self.backend, dynamic=self.dynamic,
             check=self.check, progress=self.progress, name=f"the backward of {self.name}",
             graphs=entry.backward,
         )  # fmt: skip
@@ -102,198 +199,87 @@ class Compiled:
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph for such a call, as a function of the tensors among its arguments, in their order.
 
-        For calls with the same signature while parameters, buffers and modes stay: nothing is looked
-        up. The arguments stand for any of their kind: one that is given twice need not be later.
+        It skips the lookup, so it is valid for calls with the same signature as long as parameters,
+        buffers and modes stay the same. A tensor that is passed twice here need not be the same tensor
+        later.
+
+        Args:
+            args: Arguments of ``fn``.
+        Returns:
+            A function from a list of tensors to the list of tensors among the outputs.
         """
-        apart = pytree.map_tensors(alike, args)
-        form, tensors = signature.of_call(self.name, apart, {}, self.dynamic)
+        distinct = pytree.map_tensors(as_leaf, args)
+        form, tensors = signature.of_call(self.name, distinct, {}, self.dynamic)
         found = self.captured(form, tensors)
         if found is None:
-            return lambda given: tensors_of(self.of_tensors(form)(*given))
+            return lambda given: tensors_of(self.on_tensors(form)(*given))
         entry, lifted = found
         return lambda given: entry.execute(given + lifted)
 
-    def _known(
-        self, form: CallSignature, tensors: list[Tensor]
-    ) -> tuple[GraphEntry, list[Tensor]] | None:
-        for entry in self._graphs.by_signature.get(form.key, ()):
-            lifted = entry.found(self.fn, form, tensors)
-            if lifted is not None:
-                return entry, lifted
-        return None
+    def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
+        """The function of the tensors among the arguments of a call.
 
-    def of_tensors(self, form: CallSignature) -> Callable[..., Any]:
-        """The function of the tensors among such arguments."""
+        Args:
+            form: The call without its tensors.
+        Returns:
+            A function of tensors.
+        """
 
         def run(*tensors: Tensor) -> Any:
-            args, kwargs = form.filled(list(tensors))
+            args, kwargs = form.fill(list(tensors))
             return self.fn(*args, **kwargs)
 
         return run
 
-    def _say_full(self, form: CallSignature, tensors: list[Tensor]) -> None:
+    def _lookup(
+        self, form: CallSignature, tensors: list[Tensor]
+    ) -> tuple[GraphEntry, list[Tensor]] | None:
+        for entry in self._graphs.by_signature.get(form.key, ()):
+            lifted = entry.resolve(self.fn, form, tensors)
+            if lifted is not None:
+                return entry, lifted
+        return None
+
+    def _warn_full(self, form: CallSignature, tensors: list[Tensor]) -> None:
         if self._graphs.full:
             return
         self._graphs.full = True
         warn(
-            f"{self.name} has {MOST} graphs and captures no more: calls with other arguments, as now "
-            f"({form.described(tensors)}), run as they would without compiling. Pass as tensors what "
-            "changes from call to call, give batches of one size, or use dynamic=True."
+            f"{self.name} has {MAX_GRAPHS} graphs and captures no more: calls with other arguments, "
+            f"such as this one ({form.describe(tensors)}), run without compiling. Pass values that "
+            "change from call to call as tensors, use batches of one size, or pass dynamic=True."
         )
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """As a method, where it stands in a class."""
+        """Binds like a function, so that a method can be compiled."""
         return self if owner is None else MethodType(self, owner)
 
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
         options = {name: getattr(self, name) for name in OPTIONS}
-        return remade, (type(self), self.fn, options)
+        return rebuild, (type(self), self.fn, options)
 
     def __repr__(self) -> str:
-        return f"hoglib.compile({self.name}, backend={self.backend!r}), {counted(self.signatures)}"
+        return f"hoglib.compile({self.name}, backend={self.backend!r}), {count_graphs(self.signatures)}"
 
 
-def compile(
-    fn: Callable[..., Any],
-    *,
-    backend: Any = "inductor",
-    dynamic: bool = False,
-    check: bool = True,
-    progress: bool = True,
-    name: str | None = None,
-) -> Compiled:
-    r"""A function whose derivatives of any order, taken inside it, run as one compiled graph.
-
-        fast = hog.compile(lambda params, v, batch: hog.hvp(loss, params, v, batch))
-        value, product = fast(params, v, batch)
-
-    fn: any function of pytrees of tensors (numbers and strings in them are constants), with pytrees of
-    tensors out: torch.func transforms, `autograd.grad(create_graph=True)`, hoglib's own functions and
-    custom Functions in it are traced through. `torch.compile` takes neither double backward nor a
-    Function with a jvp; here the derivatives are operations of the graph by the time that it is
-    compiled.
-
-    It is captured at the first call with a signature: the structure of the arguments, shapes, strides,
-    dtypes, devices and requires_grad of their tensors, which of them are one, grad mode, autocast,
-    stand-ins, default dtype and device. Parameters, buffers and other tensors that fn reaches are
-    inputs, which each call finds where they are then. Where fn reaches another module, number, text or
-    function, a list of another length, or a module with another mode or other hooks than when it was
-    captured, it is captured anew. `fast.signatures` lists what was captured: operations, seconds to
-    trace and to compile, and where the code came from. Graphs are shared by all that compile the same
-    function, at most 16; compiled code by all equal graphs, and with later processes (in
-    HOGLIB_CACHE_DIR, by default hoglib in the user's cache directory).
-
-    The outputs are differentiable where those of fn are, to any order: a backward is captured when it
-    is first asked for. Inside of transforms, and where something else traces, fn itself runs. Nothing
-    but the outputs comes out of a graph: attributes that fn sets are not set by a call.
-
-    backend: "inductor", torch's compiler; "eager", the same operations one by one, to the bit, with
-    none of the time that autograd and Python take around them and no time to compile; or a function
-    (graph module, inputs) -> function. Without a C++ compiler it is "eager", with a warning.
-    dynamic: shapes are symbols, for sizes that change from call to call.
-    check: the first run of each graph is compared with fn, also at other values; so fn runs three times
-    in all at a first call. What fn reads of the world besides tensors and the above (an iterator, the
-    state of another library) is found out by nothing else.
-    progress: what is compiled, and how long it took, is said on stderr.
-    name: what the function is called in messages.
-
-    Raises NotImplementedError where fn reads values of tensors (if, .item(), NumPy), changes an
-    argument, parameter or buffer in place, or draws from a Generator of its own, naming the line;
-    RuntimeError where the graph's results are not those of fn. Nothing is kept of a capture that
-    raises.
-    """
-    return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress, name=name)
-
-
-def captured(fn: Callable[..., Any], *args: Any) -> GraphEntry:
-    """The graph of a function for such a call, by itself and not compiled."""
-    compiled = Compiled(fn, backend="eager", dynamic=False, check=False, graphs=Graphs())
-    return capture(compiled, *signature.of_call(compiled.name, args, {}, False))[0]
-
-
-def remade(kind: Any, fn: Any, options: dict[str, Any]) -> Any:
-    return kind(fn, **options)
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    return [x for x in pytree.leaves(output) if isinstance(x, Tensor)]
-
-
-def counted(graphs: list[GraphEntry]) -> str:
-    return f"{len(graphs)} graph" + "s" * (len(graphs) != 1)
-
-
-def named(fn: Any) -> str:
-    """What to call a function in a message."""
-    if isinstance(fn, nn.Module):
-        return type(fn).__name__
-    if isinstance(fn, partial):
-        return named(fn.func)
-    return str(getattr(fn, "__qualname__", None) or repr(fn)).rpartition("<locals>.")[2]
-
-
-# === Derivatives of a function that runs as a graph: its backward is a function that runs as a
-# graph.
-
-
-class Pullback:
-    """Gradients of a function by those of its tensors that require grad, for cotangents of its outputs.
-
-        pullback(args, kwargs, c) = c^T J, of the arguments and then of the tensors that fn reaches
-
-    Differentiable where grad mode is on.
-    """
-
-    apart = True  # an argument's gradient has no part of what another one was computed from
-
-    def __init__(self, fn: Any, entry: GraphEntry, others: list[Any]) -> None:
-        self.fn = fn
-        self._entry = entry
-        self._others = others
-
-    def __call__(self, args: Any, kwargs: Any, cotangents: list[Tensor | None]) -> list[Tensor]:
-        create_graph = torch.is_grad_enabled()
-        given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        wanted = differentiated(given, self._entry.reached.now((self.fn, self._others)) or [])
-        with torch.enable_grad():
-            outputs = [x for x in pytree.leaves(self.fn(*args, **kwargs)) if isinstance(x, Tensor)]
-            recorded = [x for x in outputs if x.requires_grad]
-            pairs = [(x, g) for x, g in zip(recorded, cotangents, strict=True) if g is not None]
-            with without_hooks(wanted), no_autocast():  # as a backward outside of its region
-                grads = torch.autograd.grad(
-                    [x for x, _ in pairs], wanted, [g for _, g in pairs],
-                    create_graph=create_graph, allow_unused=True,
-                )  # fmt: skip
-        return materialize_grads(list(grads), wanted)
-
-
-class Graph(torch.autograd.Function):
-    """A graph as one node; its backward is the graph of a pullback, and so to any order."""
+@final
+class GraphFunction(torch.autograd.Function):
+    """A graph as one node of autograd. Its backward is the graph of a pullback, hence any order."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        compiled: "Compiled",
-        entry: GraphEntry,
-        form: CallSignature,
-        count: int,
+        ctx: Any, compiled: Compiled, entry: GraphEntry, form: CallSignature, count: int,
         *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         given, lifted = list(tensors[:count]), list(tensors[count:])
-        outputs = entry.execute(entry.inputs(given, lifted))
+        outputs = entry.execute(entry.graph_inputs(given, lifted))
         ctx.save_for_backward(*tensors)
-        ctx.compiled, ctx.entry, ctx.form, ctx.count, ctx.lifted = (
-            compiled,
-            entry,
-            form,
-            count,
-            lifted,
-        )
+        ctx.compiled, ctx.entry, ctx.form, ctx.count = compiled, entry, form, count
+        ctx.lifted = lifted
         ctx.set_materialize_grads(False)
-        recorded = entry.recorded
         ctx.mark_non_differentiable(
-            *[x for x, has in zip(outputs, recorded, strict=True) if not has]
+            *[x for x, has in zip(outputs, entry.differentiable, strict=True) if not has]
         )
         return tuple(outputs)
 
@@ -303,35 +289,87 @@ class Graph(torch.autograd.Function):
         saved = ctx.saved_tensors[: ctx.count]  # raises if one was changed in place
         needed = ctx.needs_input_grad[4:]
         given = [
-            x if x.requires_grad is has else x.detach().requires_grad_(has)  # kept by hooks
+            x if x.requires_grad is has else x.detach().requires_grad_(has)  # of saved-tensor hooks
             for x, has in zip(saved, needed, strict=False)
         ]
         check_unchanged(ctx.compiled, entry, form, given, lifted)
-        args, kwargs = form.filled(given)
-        recorded = [g for g, has in zip(cotangents, entry.recorded, strict=True) if has]
-        with form.again():
-            grads = ctx.compiled.pullback(entry, form)(args, kwargs, recorded)
-        of = dict(zip(map(id, differentiated(given, lifted)), grads, strict=True))
+        args, kwargs = form.fill(given)
+        of_outputs = [g for g, has in zip(cotangents, entry.differentiable, strict=True) if has]
+        with form.restored_context():
+            grads = ctx.compiled.pullback(entry, form)(args, kwargs, of_outputs)
+        of = dict(zip(map(id, requiring_grad(given, lifted)), grads, strict=True))
         return (None,) * 4 + tuple(of.pop(id(x), None) for x in (*given, *lifted))
 
 
-def differentiated(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
+@final
+class Pullback:
+    """The vector-Jacobian product of a captured function.
+
+        pullback(args, kwargs, c) = c^T J, for the arguments and then the tensors that fn reaches
+
+    It is differentiable if grad mode is on.
+    """
+
+    independent = True  # the gradient of an argument excludes what it was computed from
+
+    def __init__(self, fn: Any, entry: GraphEntry, constants: list[Any]) -> None:
+        self.fn = fn
+        self._entry = entry
+        self._constants = constants
+
+    def __call__(self, args: Any, kwargs: Any, cotangents: list[Tensor | None]) -> list[Tensor]:
+        create_graph = torch.is_grad_enabled()
+        lifted = self._entry.reached.resolve((self.fn, self._constants)) or []
+        inputs = requiring_grad(tensors_of((args, kwargs)), lifted)
+        with torch.enable_grad():
+            outputs = [x for x in tensors_of(self.fn(*args, **kwargs)) if x.requires_grad]
+            pairs = [(x, g) for x, g in zip(outputs, cotangents, strict=True) if g is not None]
+            with without_tensor_hooks(inputs), no_autocast():  # backward runs outside of autocast
+                grads = torch.autograd.grad(
+                    [x for x, _ in pairs], inputs, [g for _, g in pairs],
+                    create_graph=create_graph, allow_unused=True,
+                )  # fmt: skip
+        return materialize_grads(list(grads), inputs)
+
+
+def captured(fn: Callable[..., Any], *args: Any) -> GraphEntry:
+    """The graph of a function for such a call, neither compiled nor kept."""
+    compiled = Compiled(fn, backend="eager", dynamic=False, check=False, graphs=Graphs())
+    return capture(compiled, *signature.of_call(compiled.name, args, {}, False))[0]
+
+
+def requiring_grad(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
     """The tensors that require grad, each once."""
     return list({id(x): x for x in (*given, *lifted) if x.requires_grad}.values())
 
 
 def check_unchanged(
-    compiled: "Compiled",
-    entry: GraphEntry,
-    form: CallSignature,
-    given: list[Tensor],
+    compiled: Compiled, entry: GraphEntry, form: CallSignature, given: list[Tensor],
     lifted: list[Tensor],
-) -> None:
-    """Raises NoSecondDerivative where the function reaches other tensors or modules than at a call."""
-    now = entry.found(compiled.fn, form, given)
+) -> None:  # fmt: skip
+    """Raises NoSecondDerivative if the function reaches other tensors or modules than at the call."""
+    now = entry.resolve(compiled.fn, form, given)
     if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):
         raise NoSecondDerivative(
-            f"{compiled.name}: expected backward while the function's parameters, modules and numbers "
-            "are those of the call, got others (a new tensor in a parameter's place, another mode, "
-            "another value of an attribute). Call backward before they change."
+            f"{compiled.name}: expected backward to run while the function's parameters, modules and "
+            "numbers are those of the call, got others (a new tensor in the place of a parameter, "
+            "another mode, another value of an attribute). Call backward before they change."
         )
+
+
+def rebuild(kind: Any, fn: Any, options: dict[str, Any]) -> Any:
+    """A copy or an unpickled object."""
+    return kind(fn, **options)
+
+
+def count_graphs(graphs: list[GraphEntry]) -> str:
+    return f"{len(graphs)} graph" + "s" * (len(graphs) != 1)
+
+
+def named(fn: Any) -> str:
+    """The name of a function in messages."""
+    if isinstance(fn, nn.Module):
+        return type(fn).__name__
+    if isinstance(fn, partial):
+        return named(fn.func)
+    return str(getattr(fn, "__qualname__", None) or repr(fn)).rpartition("<locals>.")[2]

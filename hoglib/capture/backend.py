@@ -1,7 +1,9 @@
-"""torch's compiler for graphs, and what it made kept on disk for the next process.
+"""Runs graphs: compiled by torch's compiler and cached on disk, one operation at a time, or by the
+user.
 
-The private torch API that this needs is all in this file: `torch._inductor.standalone_compile`, which
-takes a graph as it is, and settings of `torch._inductor.config`.
+All private API of torch's compiler that hoglib uses is in this file:
+`torch._inductor.standalone_compile`, which compiles a graph as it is, and settings of
+`torch._inductor.config`.
 """
 
 import hashlib
@@ -36,52 +38,107 @@ from hoglib.capture.passes import (
 from hoglib.capture.product_passes import arrange, by_onednn, depends_on, merge
 from hoglib.errors import ArgumentTypeError
 
-Run = Callable[..., Any]
-LIMIT = 2**30  # bytes of the directory
-MOST = 256  # graphs kept in memory beside those in use
+Runnable = Callable[..., Any]
+MAX_BYTES = 2**30  # of the cache directory
+MAX_IN_MEMORY = 256  # compiled graphs
 
 
-class Made(NamedTuple):
-    """Machine code for a graph."""
+class Runner(NamedTuple):
+    """What runs a graph."""
 
-    run: Run
+    run: Runnable
     seconds: float
     source: str  # "compiled", "disk" or "memory"
 
 
-class NoCompiler(Exception):
-    """There is nothing here that could compile a graph."""
+class NoCompilerError(Exception):
+    """This machine has no compiler for the graph."""
 
 
-_TORCHS = "TORCHINDUCTOR_CACHE_DIR"
-MISSING = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing")
-_IN_MEMORY: dict[str, Run] = {}
+NAMES = ("inductor", "eager")
+
+
+class Options(Protocol):
+    """The options that decide how a graph runs."""
+
+    backend: Any
+    dynamic: bool
+    progress: bool
+    name: str
+
+
+def made(options: Options, graph: fx.GraphModule, inputs: list[Tensor]) -> tuple[Runner, str]:
+    """What runs a graph at tensors like the inputs, and the name of the backend."""
+    name = options.name
+    if callable(options.backend):
+        began = perf_counter()
+        run = options.backend(graph, inputs)
+        if not callable(run):
+            raise ArgumentTypeError(
+                f"backend: expected a function of (graph module, inputs) that returns a function, got "
+                f"one that returns {validation.describe(run)}. To run the graph as it is, return "
+                "`graph.forward`."
+            )
+        return Runner(run, perf_counter() - began, "compiled"), backend_name(options.backend)
+    if options.backend == "eager":
+        return Runner(_interpret(graph), 0.0, "compiled"), "eager"
+    say = to_stderr if options.progress else _silent
+    try:
+        found = compile_graph(
+            graph, inputs, options.dynamic, lambda text: say(f"{text} of {name} ...")
+        )
+    except NoCompilerError as error:
+        warn(
+            f"{name} is not compiled, and runs its {len(graph.graph.nodes):,} operations one by one: "
+            f"{error}. Pass backend='eager' to avoid this warning."
+        )
+        return Runner(_interpret(graph), 0.0, "compiled"), "eager"
+    if found.source == "compiled":
+        say(f"compiled {name} in {found.seconds:.1f} s, cached in {cache_dir()}")
+    return found, "inductor"
+
+
+def backend_name(backend: Any) -> str:
+    return str(getattr(backend, "__name__", None) or repr(backend))
+
+
+def _interpret(graph: fx.GraphModule) -> Callable[..., Any]:
+    run: Callable[..., Any] = graph.forward
+    return run
+
+
+def _silent(text: str) -> None: ...
+
+
+_TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_MISSING_COMPILER = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing")
+_IN_MEMORY: dict[str, Runnable] = {}
 _COMPILING = threading.RLock()
 
 
-def make(
+def compile_graph(
     graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, say: Callable[[str], None]
-) -> Made:
-    """Machine code for a graph at tensors of these shapes. Raises NoCompiler, saying why."""
+) -> Runner:
+    """Compiles a graph for tensors of these shapes. Raises NoCompilerError with the reason."""
     began = perf_counter()
     key = _key(graph, tensors, dynamic)
     with _COMPILING:
         known = _IN_MEMORY.get(key)
         if known is not None:
-            return Made(known, perf_counter() - began, "memory")
+            return Runner(known, perf_counter() - began, "memory")
         run = _load(key)
         source = "compiled" if run is None else "disk"
         if run is None:
             say(f"compiling {len(graph.graph.nodes):,} operations")
             run = _compile(graph, tensors, dynamic, key)
         _IN_MEMORY[key] = run
-        while len(_IN_MEMORY) > MOST:
+        while len(_IN_MEMORY) > MAX_IN_MEMORY:
             _IN_MEMORY.pop(next(iter(_IN_MEMORY)))
-    return Made(run, perf_counter() - began, source)
+    return Runner(run, perf_counter() - began, source)
 
 
 def forget() -> None:
-    """Forgets what this process compiled, torch's kernels too; what is on disk stays."""
+    """Clears the compiled graphs of this process, and torch's kernels; the files stay."""
     _IN_MEMORY.clear()
     if "torch._inductor.utils" in sys.modules:
         from torch._inductor.utils import clear_caches
@@ -90,11 +147,11 @@ def forget() -> None:
 
 
 def _key(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> str:
-    """What machine code depends on: the graph, its inputs, what we make of graphs, torch, the
-    processor, its threads."""
+    """What compiled code depends on: the graph, its inputs, the passes, torch, the processor,
+    threads."""
     parts = [
-        _of_our_own(), torch.__version__, str(torch.version.git_version), platform.machine(),
-        str(_processor()), str(torch.get_num_threads()), str(dynamic), graph.code,
+        _source_hash(), torch.__version__, str(torch.version.git_version), platform.machine(),
+        str(_cpu_capability()), str(torch.get_num_threads()), str(dynamic), graph.code,
         str([(x.dtype, tuple(x.shape), x.stride(), str(x.device)) for x in tensors]),
         str(sorted({torch.cuda.get_device_name(x.device) for x in tensors if x.is_cuda})),
         str(torch.are_deterministic_algorithms_enabled()), depends_on(graph),
@@ -103,27 +160,29 @@ def _key(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> str:
 
 
 @cache
-def _of_our_own() -> str:
-    """The version, and the text of what rewrites graphs: what an older one compiled is not taken."""
+def _source_hash() -> str:
+    """A hash of the version and of the passes, so that code of an older version is not reused."""
     texts = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.sha256("".join([__version__, *texts]).encode()).hexdigest()
 
 
-def _processor() -> str:
+def _cpu_capability() -> str:
     capability = getattr(torch.backends.cpu, "get_cpu_capability", None)
     return str(capability()) if capability is not None else ""
 
 
 @contextmanager
-def _settings(compact: bool) -> Iterator[None]:
-    """What torch's compiler does otherwise for us.
+def _inductor_settings(compact: bool) -> Iterator[None]:
+    """Settings of torch's compiler.
 
-    Random numbers come from torch's own generators, in the order of the graph: so a compiled function
-    draws what it draws otherwise. Each vector instruction set that the processor has is tried out by
-    compiling a program, at the first compilation ever, one after the other: eight seconds on two cores.
-    They are taken as they are instead, unless TORCH_VEC_ISA_OK says otherwise. On a processor images
-    have the layout that `channels_last` gave them, and a graph is `compact`: one program, and not one a
-    kernel with Python between them, which takes a small graph longer to run.
+    - Random numbers come from torch's generators in the order of the graph, so a compiled function
+      draws the same numbers as the function itself.
+    - At its first compilation ever, torch tests each vector instruction set of the processor by
+      compiling a program, which takes eight seconds on two cores. This test is skipped unless
+      TORCH_VEC_ISA_OK is set.
+    - On a CPU, images keep the layout of `channels_last`.
+    - With `compact`, a graph is one C++ program, instead of one per kernel called from Python, which is
+      slower for small graphs.
     """
     import torch._inductor.config as config
 
@@ -136,43 +195,43 @@ def _settings(compact: bool) -> Iterator[None]:
         yield
 
 
-def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: str) -> Run:
+def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: str) -> Runnable:
     on_cpu = all(x.device.type == "cpu" for x in tensors)
     if on_cpu and not has_cpp_compiler():
-        raise NoCompiler("no C++ compiler was found: install g++ or clang++, or set CXX")
+        raise NoCompilerError("no C++ compiler was found: install g++ or clang++, or set CXX")
     from torch._inductor import standalone_compile
     from torch._inductor.utils import fresh_cache
 
     given: list[Any] = list(tensors)
-    # Once more for what an interrupted compilation left in torch's cache, which it takes as it is, and
-    # for operations that one program cannot have.
+    # The second attempt is for files that an interrupted compilation left in torch's cache, and for
+    # operations that the C++ wrapper does not support.
     for again in (False, True):
         try:
             with (
                 torch.no_grad(),
-                fresh_cache() if again else _of_torch(cache_dir()),
-                _settings(on_cpu and not again),
-                _quietly(),
+                fresh_cache() if again else _torch_cache_in(cache_dir()),
+                _inductor_settings(on_cpu and not again),
+                _without_pytree_warning(),
             ):
                 artifact = standalone_compile(
-                    _faster(graph, tensors, dynamic),
+                    _optimize(graph, tensors, dynamic),
                     given,
                     dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
                 )
                 _save(artifact, key)
         except Exception as error:
-            if again and type(error).__name__ in MISSING:
-                raise NoCompiler(str(error).strip().splitlines()[0]) from error
+            if again and type(error).__name__ in _MISSING_COMPILER:
+                raise NoCompilerError(str(error).strip().splitlines()[0]) from error
             if again:
                 raise
         else:
             break
-    run: Run = artifact
+    run: Runnable = artifact
     return run
 
 
-def _faster(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
-    """A graph that computes the same with other roundings; the given one stays as it is."""
+def _optimize(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
+    """A faster graph that is equal up to rounding; the given one does not change."""
     own = fx.Graph()
     own.output(own.graph_copy(graph.graph, {}))
     module = fx.GraphModule(graph, own)
@@ -200,8 +259,8 @@ def has_cpp_compiler() -> bool:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without a warning of torch about its own use of its pytrees."""
+def _without_pytree_warning() -> Iterator[None]:
+    """Suppresses a warning that torch raises about its own use of pytrees."""
     import warnings
 
     with warnings.catch_warnings():
@@ -209,19 +268,19 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def _load(key: str) -> Run | None:
+def _load(key: str) -> Runnable | None:
     path = cache_dir() / f"{key}.bin"
     try:
-        if path.stat().st_uid != os.getuid():  # it is run when it is read
+        if path.stat().st_uid != os.getuid():  # reading the file runs code
             return None
     except (OSError, AttributeError):
         return None
     from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
 
     try:
-        with _of_torch(cache_dir()), _settings(False), _quietly():
-            run: Run = CompiledArtifact.load(path=str(path))
-    except Exception:  # of another build of torch, or cut short: it is compiled anew
+        with _torch_cache_in(cache_dir()), _inductor_settings(False), _without_pytree_warning():
+            run: Runnable = CompiledArtifact.load(path=str(path))
+    except Exception:  # from another build of torch, or incomplete: compile again
         return None
     with suppress(OSError):
         path.touch()
@@ -229,7 +288,7 @@ def _load(key: str) -> Run | None:
 
 
 def _save(artifact: Any, key: str) -> None:
-    """Whole or not at all; without it the next process compiles again."""
+    """Saves compiled code atomically; if that fails, the next process compiles again."""
     directory = cache_dir()
     try:
         made_directory(directory)
@@ -241,44 +300,45 @@ def _save(artifact: Any, key: str) -> None:
         finally:
             with suppress(OSError):
                 os.remove(name)
-        _prune(directory)
+        _evict(directory)
     except OSError as error:
         warn(
-            f"hoglib could not keep what it compiled in {directory} ({error}); set HOGLIB_CACHE_DIR."
+            f"hoglib could not write compiled code to {directory} ({error}). Set HOGLIB_CACHE_DIR to a "
+            "directory that can be written to."
         )
-    except Exception:  # torch cannot write every graph that it can run
+    except Exception:  # torch cannot save every graph that it can run
         return
 
 
 @contextmanager
-def _of_torch(directory: Path) -> Iterator[None]:
-    """What torch's compiler keeps is kept beside ours: machine code, which ours only names."""
+def _torch_cache_in(directory: Path) -> Iterator[None]:
+    """Inside, torch's compiler caches machine code in the same directory, to which our files refer."""
     try:
         made_directory(directory)
-    except OSError:  # of which `_save` tells
+    except OSError:  # `_save` warns about it
         yield
         return
-    before = os.environ.get(_TORCHS)
-    os.environ[_TORCHS] = str(directory / "torch")
+    before = os.environ.get(_TORCH_CACHE)
+    os.environ[_TORCH_CACHE] = str(directory / "torch")
     try:
         yield
     finally:
-        os.environ.pop(_TORCHS)
+        os.environ.pop(_TORCH_CACHE)
         if before is not None:
-            os.environ[_TORCHS] = before
+            os.environ[_TORCH_CACHE] = before
 
 
-def _prune(directory: Path) -> None:
-    """The oldest go where the directory grows beyond its limit."""
+def _evict(directory: Path) -> None:
+    """Removes the oldest files if the directory exceeds its limit."""
     found = [*directory.glob("*.bin"), *directory.glob("torch/**/*")]
     sizes = {}
     for path in found:
-        with suppress(OSError):  # gone meanwhile
+        with suppress(OSError):  # removed by another process
             if path.is_file():
                 sizes[path] = path.stat()
     total = sum(of.st_size for of in sizes.values())
     for path in sorted(sizes, key=lambda path: sizes[path].st_mtime)[:-1]:
-        if total <= LIMIT:
+        if total <= MAX_BYTES:
             return
         total -= sizes[path].st_size
         path.unlink(missing_ok=True)
@@ -286,57 +346,3 @@ def _prune(directory: Path) -> None:
 
 def to_stderr(text: str) -> None:
     print(f"hoglib: {text}", file=sys.stderr, flush=True)
-
-
-# === What runs a graph: torch's compiler, its operations one by one, or a function of the user's.
-
-NAMES = ("inductor", "eager")
-
-
-class Options(Protocol):
-    """What a graph is made to run with."""
-
-    backend: Any
-    dynamic: bool
-    progress: bool
-    name: str
-
-
-def made(options: Options, graph: fx.GraphModule, inputs: list[Tensor]) -> tuple[Made, str]:
-    """What runs a graph at tensors like the inputs, and the name of the backend that made it."""
-    name = options.name
-    if callable(options.backend):
-        began = perf_counter()
-        run = options.backend(graph, inputs)
-        if not callable(run):
-            raise ArgumentTypeError(
-                f"backend: expected a function of (graph module, inputs) that gives a function, got "
-                f"one that gives {validation.describe(run)}; return `graph.forward` to run it as it is."
-            )
-        return Made(run, perf_counter() - began, "compiled"), named(options.backend)
-    if options.backend == "eager":
-        return Made(_in_order(graph), 0.0, "compiled"), "eager"
-    say = to_stderr if options.progress else _silent
-    try:
-        found = make(graph, inputs, options.dynamic, lambda text: say(f"{text} of {name} ..."))
-    except NoCompiler as error:
-        warn(
-            f"{name} is not compiled, and runs its {len(graph.graph.nodes):,} operations one by one: "
-            f"{error}. Pass backend='eager' to say so yourself."
-        )
-        return Made(_in_order(graph), 0.0, "compiled"), "eager"
-    if found.source == "compiled":
-        say(f"compiled {name} in {found.seconds:.1f} s, and kept it in {cache_dir()}")
-    return found, "inductor"
-
-
-def named(backend: Any) -> str:
-    return str(getattr(backend, "__name__", None) or repr(backend))
-
-
-def _in_order(graph: fx.GraphModule) -> Callable[..., Any]:
-    run: Callable[..., Any] = graph.forward
-    return run
-
-
-def _silent(text: str) -> None: ...

@@ -1,9 +1,9 @@
-"""The tensors that a function reaches besides its arguments, as each call finds them.
+"""The tensors that a function reaches besides its arguments, resolved again at each call.
 
-A graph is captured with the tensors, modules and numbers that stood there then. What has been put in
-a tensor's place since (a parameter made anew, a variable of the caller's) is found by the same ways
-from the function, and taken where all of them agree; where a module is another one, or a number, the
-length of a list, a hook or a mode, the function is captured anew.
+A graph is captured with the tensors, modules and numbers that the function reaches at that time. Later
+calls follow the same paths from the function (closures, attributes, items): a tensor that has replaced
+another one, such as a new parameter, is used if all paths lead to it. If a module, a number, the length
+of a list, a hook or a mode differs, the guards fail and the function is captured again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from hoglib._core.closures import Attributes, ClosureWalker, Edge, is_filled
 from hoglib.capture import signature
 from hoglib.errors import NoSecondDerivative
 
-AGREES, ANY, MODULE, CODE, SIZED, TYPED = range(6)  # what is asked of what stands in a place
+AGREES, ANY, MODULE, CODE, SIZED, TYPED = range(6)  # what a guard requires of a value on a path
 _hooks = itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
@@ -29,80 +29,83 @@ _GONE = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
 class Guards:
-    """Where tensors were found from a root, and what else has to be as it was there.
+    """Paths from a root to tensors, and what must not change on them.
 
-    Keeps nothing alive but tensors that no way leads to, which are constants.
+    Tensors that no path leads to are constants; guards keep nothing else alive.
     """
 
     def __init__(self, root: Any, tensors: list[Tensor], modules: list[nn.Module]) -> None:
         walk = ClosureWalker(root)
-        edges = [*walk.edges, *_shortest(root, walk, [*tensors, *modules])]
+        edges = [*walk.edges, *_shortest_paths(root, walk, [*tensors, *modules])]
         ran = {walk.places[id(x)] for x in modules if id(x) in walk.places}
         wanted = [walk.places[id(x)] for x in tensors if id(x) in walk.places]
         facts = [*walk.facts, *((i, _mode, _mode(walk.objects[i])) for i in ran)]
-        needed = _on_the_way([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
-        numbers = {0: 0}
+        needed = _ancestors([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
+        numbers = {0: 0}  # of the objects that are needed, in the order in which they are visited
         self._steps: list[tuple[int, Any, int, int, Any]] = []
         for holder, step, held in edges:
             if held in needed and holder in needed:
                 value = walk.objects[held]
-                asked = (AGREES, None) if held in numbers else _asked(value, held in ran)
+                requirement = (
+                    (AGREES, None) if held in numbers else _requirement(value, held in ran)
+                )
                 number = numbers.setdefault(held, len(numbers))
-                self._steps.append((numbers[holder], step, number, *asked))
+                self._steps.append((numbers[holder], step, number, *requirement))
         self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
         self._count = len(numbers)
         self._places = [numbers.get(walk.places.get(id(x), -1)) for x in tensors]
         self._constants = [
             x if place is None else None for x, place in zip(tensors, self._places, strict=True)
         ]
-        self._loose = [(ref(x), _mode(x)) for x in modules if id(x) not in walk.places]
-        self.kinds: Final = [signature.of_tensor(x) for x in tensors]
+        self._unreachable = [(ref(x), _mode(x)) for x in modules if id(x) not in walk.places]
+        self.kinds: Final = [signature.tensor_key(x) for x in tensors]
 
-    def now(self, root: Any) -> list[Tensor] | None:
-        """The tensors as they are now; None where something else has changed."""
+    def resolve(self, root: Any) -> list[Tensor] | None:
+        """The tensors that the root reaches now; None if a guard fails."""
         try:
-            at = self._found(root)
+            objects = self._follow(root)
         except _GONE:
             return None
-        if at is None:
+        if objects is None:
             return None
         found: list[Any] = [
-            constant if place is None else at[place]
+            constant if place is None else objects[place]
             for place, constant in zip(self._places, self._constants, strict=True)
         ]
         for tensor, kind in zip(found, self.kinds, strict=True):
-            if not isinstance(tensor, Tensor) or signature.of_tensor(tensor) != kind:
+            if not isinstance(tensor, Tensor) or signature.tensor_key(tensor) != kind:
                 return None
         return found
 
-    def after(
+    def refresh(
         self, what: str, root: Any, tensors: list[Tensor], modules: list[nn.Module]
     ) -> "Guards":
-        """The same once the function has run. Raises NoSecondDerivative where it put other tensors into
-        the places of those that it reached."""
+        """The guards after a run of the function. Raises NoSecondDerivative if the run replaced tensors
+        that the function reaches."""
         again = Guards(root, tensors, modules)
         for tensor, before, now in zip(tensors, self._places, again._places, strict=True):
             if before is not None and now is None:
                 raise NoSecondDerivative(
-                    f"{what}: expected a function that leaves the tensors it reaches where they are, "
-                    f"got one that puts another in the place of {validation.describe(tensor)} each "
-                    "time that it runs; pass that tensor as an argument, and return the new one."
+                    f"{what}: expected a function that does not replace the tensors that it reaches, "
+                    f"got one that replaces {validation.describe(tensor)} by another tensor each time "
+                    "it runs. Pass that tensor as an argument, and return the new one."
                 )
         return again
 
-    def _found(self, root: Any) -> list[Any] | None:
+    def _follow(self, root: Any) -> list[Any] | None:
+        """The objects on all paths; None if a guard fails."""
         at: list[Any] = [None] * self._count
         at[0] = root
-        for holder, step, place, asked, expected in self._steps:
+        for holder, step, place, requirement, expected in self._steps:
             value = step(at[holder])
-            if asked == AGREES:
+            if requirement == AGREES:
                 if value is not at[place]:
                     return None
             elif (
-                (asked == MODULE and value is not expected())
-                or (asked == CODE and value.__code__ is not expected)
-                or (asked == TYPED and type(value) is not expected)
-                or (asked == SIZED and (type(value), len(value)) != expected)
+                (requirement == MODULE and value is not expected())
+                or (requirement == CODE and value.__code__ is not expected)
+                or (requirement == TYPED and type(value) is not expected)
+                or (requirement == SIZED and (type(value), len(value)) != expected)
             ):
                 return None
             at[place] = value
@@ -110,15 +113,15 @@ class Guards:
             value = step(at[holder])
             if value is not expected and not _same(value, expected):
                 return None
-        for module, mode in self._loose:
+        for module, mode in self._unreachable:
             one = module()
             if one is not None and _mode(one) != mode:
                 return None
         return at
 
 
-def _asked(value: Any, ran: bool) -> tuple[int, Any]:
-    """What has to be so of what stands in a value's place at a later call."""
+def _requirement(value: Any, ran: bool) -> tuple[int, Any]:
+    """What a guard requires of the value that takes the place of this one at a later call."""
     if ran:
         return MODULE, ref(value)
     if isinstance(value, Tensor | Attributes):
@@ -130,8 +133,8 @@ def _asked(value: Any, ran: bool) -> tuple[int, Any]:
     return TYPED, type(value)
 
 
-def _on_the_way(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
-    """The places that a way to one of those wanted leads through."""
+def _ancestors(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
+    """The objects on a path to one of those wanted."""
     holders: dict[int, list[int]] = {}
     for edge in edges:
         holders.setdefault(edge.held, []).append(edge.holder)
@@ -144,8 +147,8 @@ def _on_the_way(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
     return found
 
 
-def _shortest(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[Edge]:
-    """Edges to what is reached, but by no name that any code reads: on the shortest way to each."""
+def _shortest_paths(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[Edge]:
+    """Edges of the shortest path to each object that is reached, but by no name that any code reads."""
     missing = [x for x in wanted if id(x) not in walk.places]
     if not missing:
         return []
@@ -155,12 +158,12 @@ def _shortest(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[Edge]:
         first.setdefault(edge.held, edge)
     found: list[Edge] = []
     for value in missing:
-        way: list[Edge] = []
+        path: list[Edge] = []
         place = whole.places.get(id(value), 0)
         while place:
-            way.append(first[place])
+            path.append(first[place])
             place = first[place].holder
-        for edge in reversed(way):
+        for edge in reversed(path):
             holder, held = whole.objects[edge.holder], whole.objects[edge.held]
             if id(held) not in walk.places:
                 found.append(
@@ -170,9 +173,9 @@ def _shortest(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[Edge]:
 
 
 def _mode(module: nn.Module) -> int:
-    """The mode of a module and how many hooks it has, as one number."""
+    """The mode of a module and the number of its hooks, as one number."""
     fields = module.__dict__
-    if "training" not in fields:  # a scripted one
+    if "training" not in fields:  # a scripted module
         return int(module.training)
     before, after, back, first = _hooks(fields)
     hooks = (
@@ -185,17 +188,12 @@ def _same(value: Any, expected: Any) -> bool:
     return type(value) is type(expected) and repr(value) == repr(expected) and value == expected
 
 
-# === What a function leaves behind when it is traced, put back: tensors in attributes, lists and
-# closures
-# that have no values.
-
-
 @contextmanager
-def nothing_left(walk: ClosureWalker) -> Iterator[None]:
-    """What is reached holds none of the trace's tensors afterwards, but what it held before.
+def discard_traced_tensors(walk: ClosureWalker) -> Iterator[None]:
+    """Restores attributes, lists, closures and ``.grad`` that hold tensors of a trace afterwards.
 
-    Modules that keep an output or an attention map, for someone to look at, keep the last one that was
-    computed outside of a graph.
+    A module that keeps an output or an attention map keeps the last one that was computed outside of a
+    trace.
     """
     before = [(x.fields if isinstance(x, Attributes) else x) for x in walk.objects]
     dicts = [(x, dict(x)) for x in before if isinstance(x, dict)]

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import with_gradients
 from hoglib._core.gradient_graph import nodes
 from hoglib.capture import signature
@@ -16,100 +16,83 @@ from hoglib.capture.api import (
     OPTIONS,
     Compiled,
     check_unchanged,
-    counted,
-    differentiated,
+    count_graphs,
     named,
-    remade,
+    rebuild,
+    requiring_grad,
 )
-from hoglib.capture.capturing import Graphs, runs_elsewhere
-from hoglib.capture.refusals import refuse_outer_graphs
-from hoglib.capture.trace import Of, without_hooks
+from hoglib.capture.capturing import GraphEntry, Graphs, runs_elsewhere
+from hoglib.capture.refusals import refuse_outer_graph
+from hoglib.capture.trace import InputRef, tensors_of, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 
-UNREACHED = (
-    "{}: expected a loss that depends on tensors that require grad, got one that does not; look for "
-    ".detach(), torch.no_grad(), and parameters that are frozen."
-)
-CHANGED = (
-    "{}: expected a second backward (retain_graph=True) while what the loss was computed from is as "
-    "it was, got a tensor that was changed in place since. Call backward before it changes."
-)
 
+def compiled_loss(
+    loss_fn: Callable[..., Tensor],
+    *,
+    backend: Any = "inductor",
+    dynamic: bool = False,
+    check: bool = True,
+    progress: bool = True,
+) -> "CompiledLoss":
+    r"""Compile a loss together with its gradient, and all derivatives inside it, to one graph.
 
-class _Gradient:
-    """The value of a loss, its gradients, and what they are gradients of, in that order.
+        (L, dL/dtheta) = graph(theta, *args)
 
-    It runs while it is captured, and then to be compared, by the same tensors in the same order.
+    The result is used like the loss: ``backward()``, ``torch.autograd.grad``, gradient accumulation,
+    ``GradScaler``, hooks of parameters and of DistributedDataParallel, Lightning's automatic
+    optimisation. Gradients with respect to all leaf tensors that require grad (arguments, and
+    parameters that the loss reaches) are computed together with the value; backward multiplies them by
+    the incoming gradient. With ``create_graph=True`` they come from a second graph, differentiable to
+    any order. If grad mode is off, only the value is computed.
+
+    A ``GradScaler`` multiplies a gradient that was computed without its factor: under autocast to
+    float16, small gradients may already be zero, so prefer bfloat16. DistributedDataParallel wraps the
+    module that calls the loss, and is not called inside the loss.
+
+    Args:
+        loss_fn: A function that returns a scalar tensor; see :func:`compile` for what it may contain.
+            Parameters are inputs: they may change between calls, or be replaced.
+        backend: "inductor", torch's compiler; "eager", which runs the operations of the graph one by
+            one; or a function (graph module, inputs) -> function.
+        dynamic: Whether sizes are symbolic, for sizes that change from call to call.
+        check: Whether the first run of each graph is compared with ``loss_fn`` and its gradient.
+        progress: Whether compilations and their seconds are printed to stderr.
+    Returns:
+        A :class:`CompiledLoss`, which is called like ``loss_fn``.
+    Raises:
+        UnsupportedError: If ``loss_fn`` reads values of tensors, changes one in place, or draws from a
+            ``torch.Generator``.
+        NoSecondDerivative: If the loss depends on no tensor that requires grad, or if the results of
+            the graph differ from those of ``loss_fn``.
+    Example:
+        >>> w = nn.Parameter(torch.tensor([1.0, 2.0]))
+        >>> loss = hog.compiled_loss(lambda x: (w * x).square().sum(), backend="eager")
+        >>> loss(torch.ones(2)).backward()
+        >>> w.grad
+        tensor([2., 4.])
     """
-
-    apart = True  # an argument's gradient has no part of what another one was computed from
-
-    def __init__(self, fn: Callable[..., Tensor], name: str, create_graph: bool) -> None:
-        self.fn, self._name, self._create_graph = fn, name, create_graph
-        self._reached: list[
-            int
-        ] = []  # the ids of the leaves besides arguments, of the last capture
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list[Of]]:
-        value = validation.scalar(self._name, self.fn(*args, **kwargs))
-        refuse_outer_graphs(self._name)
-        given = differentiated(
-            [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)], []
-        )
-        by = given + self._leaves(value, given)
-        if value.requires_grad:
-            with (
-                without_hooks(by),
-                torch_internals.no_autocast(),
-            ):  # as a backward outside of its region
-                grads = torch.autograd.grad(
-                    value, by, create_graph=self._create_graph, allow_unused=True
-                )
-            places = [
-                *(Of(i, True) for i in range(len(given))),
-                *(Of(x, False) for x in by[len(given) :]),
-            ]
-            found = [(g, of) for g, of in zip(grads, places, strict=True) if g is not None]
-            if found:
-                return value, [g for g, _ in found], [of for _, of in found]
-        raise NoSecondDerivative(UNREACHED.format(self._name))
-
-    def _leaves(self, value: Tensor, given: list[Tensor]) -> list[Tensor]:
-        """The leaves that a loss reaches, but for those that it makes itself, such as
-        `x.detach().requires_grad_()`, which have no values while it is captured."""
-        inside = nodes([value], since=[x for x in given if not x.is_leaf])
-        ours = {id(x) for x in given}
-        leaves = (
-            [value] if value.is_leaf else [n.variable for n in inside if hasattr(n, "variable")]
-        )
-        found = {id(x): x for x in leaves if id(x) not in ours}
-        if torch_internals.tracing():
-            self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
-        return [found[key] for key in self._reached if key in found]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Gradient) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.fn, self._name, self._create_graph
+    return CompiledLoss(loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress)
 
 
-def _apart(grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients in memory of their own: a graph may give out an input, or one tensor twice."""
-    known = {x.untyped_storage().data_ptr() for x in inputs}
-    found = []
-    for grad in grads:
-        place = grad.untyped_storage().data_ptr()
-        found.append(grad.clone() if place in known else grad)
-        known.add(place)
-    return found
-
-
+@final
 class CompiledLoss:
-    """A loss that runs as a graph with its gradient; made by `compiled_loss`."""
+    """A loss that runs as one graph with its gradient, returned by :func:`compiled_loss`.
+
+    Args:
+        fn: The loss; an attribute, as is ``name``.
+        backend: What runs the graph; see :func:`compile`.
+        dynamic: Whether sizes are symbolic.
+        check: Whether the first run of each graph is compared with ``fn`` and its gradient.
+        progress: Whether compilations are printed to stderr.
+        name: The name of the loss in messages. Default: its qualified name.
+        graphs: Where graphs are kept: of the value, of the value with its gradient, and of the same with
+            ``create_graph``. Default: one place per function and options.
+        before: A function that is called before each capture.
+    Example:
+        >>> hog.compiled_loss(nn.functional.mse_loss, backend="eager")
+        hoglib.compiled_loss(mse_loss), 0 graphs
+    """
 
     def __init__(
         self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool, check: bool, progress: bool,
@@ -125,15 +108,18 @@ class CompiledLoss:
         own = graphs or (None, None, None)
         both = f"{self.name} and its gradient"
         self._value = Compiled(fn, name=self.name, graphs=own[0], **options)
-        self._with_gradient, self._again = (
-            Compiled(_Gradient(fn, self.name, again), name=both, graphs=own[1 + again], **options)
-            for again in (False, True)
-        )
+        self._with_gradient, self._with_graph = (
+            Compiled(
+                _Gradient(fn, self.name, create_graph), name=both, graphs=own[1 + create_graph],
+                **options,
+            )
+            for create_graph in (False, True)
+        )  # fmt: skip
 
     @property
-    def signatures(self) -> list[Any]:
-        """What was captured so far; see `compile`."""
-        parts = (self._with_gradient, self._value, self._again)
+    def signatures(self) -> list[GraphEntry]:
+        """The graphs that were captured so far; see :func:`compile`."""
+        parts = (self._with_gradient, self._value, self._with_graph)
         return [one for part in parts for one in part.signatures]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -151,74 +137,123 @@ class CompiledLoss:
             value = self.fn(*args, **kwargs)
             return value
         entry, lifted = found
-        inputs = entry.inputs(tensors, lifted)
+        inputs = entry.graph_inputs(tensors, lifted)
         versions = [x._version for x in inputs]
 
-        def computed() -> list[Tensor]:
+        def compute() -> list[Tensor]:
             if versions != [x._version for x in inputs]:
-                raise NoSecondDerivative(CHANGED.format(self.name))
+                raise NoSecondDerivative(
+                    f"{self.name}: expected a second backward (retain_graph=True) before the tensors "
+                    "that the loss was computed from change, got one that was changed in place. Call "
+                    "backward before it changes."
+                )
             value, *grads = entry.execute(inputs)
-            return [value, *_apart(grads, inputs)]
+            return [value, *_without_aliases(grads, inputs)]
 
-        value, *grads = computed()
-        wanted = differentiated(tensors, [])
-        by = [
-            wanted[of.where] if of.is_argument else lifted[of.where]
+        value, *grads = compute()
+        arguments = requiring_grad(tensors, [])
+        variables = [
+            arguments[of.where] if of.is_argument else lifted[of.where]
             for of in entry.leaves
-            if type(of) is Of
+            if type(of) is InputRef
         ]
 
-        def again() -> list[Tensor]:
+        def differentiable_gradients() -> list[Tensor]:
             check_unchanged(both, entry, form, tensors, lifted)
-            args, kwargs = form.filled(tensors)
-            with form.again():
-                if self._again.captured(form, tensors) is None:
+            args, kwargs = form.fill(tensors)
+            with form.restored_context():
+                if self._with_graph.captured(form, tensors) is None:
                     value = self.fn(*args, **kwargs)
-                    return list(torch.autograd.grad(value, by, create_graph=True))
-                grads: list[Tensor] = self._again(*args, **kwargs)[1]
+                    return list(torch.autograd.grad(value, variables, create_graph=True))
+                grads: list[Tensor] = self._with_graph(*args, **kwargs)[1]
             return grads
 
-        return with_gradients(value, grads, by, again=again, anew=lambda: computed()[1:])
+        return with_gradients(
+            value, grads, variables, again=differentiable_gradients, anew=lambda: compute()[1:]
+        )
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """As a method, where it stands in a class."""
+        """Binds like a function, so that a method can be compiled."""
         return self if owner is None else MethodType(self, owner)
 
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
         options = {name: getattr(self._value, name) for name in OPTIONS}
-        return remade, (type(self), self.fn, options)
+        return rebuild, (type(self), self.fn, options)
 
     def __repr__(self) -> str:
-        return f"hoglib.compiled_loss({self.name}), {counted(self.signatures)}"
+        return f"hoglib.compiled_loss({self.name}), {count_graphs(self.signatures)}"
 
 
-def compiled_loss(
-    loss_fn: Callable[..., Tensor],
-    *,
-    backend: Any = "inductor",
-    dynamic: bool = False,
-    check: bool = True,
-    progress: bool = True,
-) -> CompiledLoss:
-    r"""A loss whose value and gradient, and all derivatives inside it, run as one compiled graph.
+@final
+class _Gradient:
+    """(value, gradients, what they are gradients of) of a loss.
 
-        loss = hog.compiled_loss(lambda real, fake: critic_loss(real, fake) + penalty(critic, real))
-        loss(real, fake).backward()
-
-    loss_fn: a function whose value is a scalar tensor, of anything that `compile` takes. It is called
-    as before, and its value is used as before: `backward()`, `torch.autograd.grad`, gradient
-    accumulation, GradScaler, hooks of parameters and of DistributedDataParallel, Lightning's automatic
-    optimisation. The gradients, by all leaf tensors that require grad (arguments, and parameters that
-    the loss reaches), are computed in the forward, with the value; backward scales them and hands them
-    on. With `create_graph=True` they come from a graph of their own, differentiable to any order.
-    Where grad mode is off only the value is computed.
-
-    What a GradScaler scales is a gradient that was computed without its factor: under autocast to
-    float16 small ones may be zero already, and bfloat16 is the better choice. DistributedDataParallel
-    goes around the module that calls the loss, not into the loss.
-
-    Parameters are inputs: they may change between calls, and be replaced. Options and errors as in
-    `compile`; RuntimeError also for a loss that depends on nothing that requires grad.
+    The function that is captured. To be compared, it runs once more with the same tensors in the same
+    order.
     """
-    return CompiledLoss(loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress)
+
+    independent = True  # the gradient of an argument excludes what it was computed from
+
+    def __init__(self, fn: Callable[..., Tensor], name: str, create_graph: bool) -> None:
+        self.fn, self._name, self._create_graph = fn, name, create_graph
+        self._reached: list[int] = []  # ids of the leaves besides arguments, at the last capture
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list[InputRef]]:
+        value = validation.scalar(self._name, self.fn(*args, **kwargs))
+        refuse_outer_graph(self._name)
+        given = requiring_grad(tensors_of((args, kwargs)), [])
+        variables = given + self._leaves(value, given)
+        if value.requires_grad:
+            # As a backward, it runs outside of autocast.
+            with without_tensor_hooks(variables), torch_internals.no_autocast():
+                grads = torch.autograd.grad(
+                    value, variables, create_graph=self._create_graph, allow_unused=True
+                )
+            refs = [
+                *(InputRef(i, True) for i in range(len(given))),
+                *(InputRef(x, False) for x in variables[len(given) :]),
+            ]
+            found = [(g, of) for g, of in zip(grads, refs, strict=True) if g is not None]
+            if found:
+                return value, [g for g, _ in found], [of for _, of in found]
+        raise NoSecondDerivative(
+            f"{self._name}: expected a loss that depends on tensors that require grad, got one that "
+            "does not. Look for .detach(), torch.no_grad(), and parameters that are frozen."
+        )
+
+    def _leaves(self, value: Tensor, given: list[Tensor]) -> list[Tensor]:
+        """The leaves that a loss reaches.
+
+        Leaves that it creates itself, such as ``x.detach().requires_grad_()``, are not among them:
+        during a capture these are fake tensors.
+        """
+        inside = nodes([value], since=[x for x in given if not x.is_leaf])
+        arguments = {id(x) for x in given}
+        leaves = (
+            [value] if value.is_leaf else [n.variable for n in inside if hasattr(n, "variable")]
+        )
+        found = {id(x): x for x in leaves if id(x) not in arguments}
+        if torch_internals.tracing():
+            self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
+        return [found[key] for key in self._reached if key in found]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Gradient) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.fn, self._name, self._create_graph
+
+
+def _without_aliases(grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients with memory of their own: a graph may return an input, or one tensor twice."""
+    known = {x.untyped_storage().data_ptr() for x in inputs}
+    found = []
+    for grad in grads:
+        pointer = grad.untyped_storage().data_ptr()
+        found.append(grad.clone() if pointer in known else grad)
+        known.add(pointer)
+    return found

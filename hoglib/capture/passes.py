@@ -1,4 +1,7 @@
-"""Nodes of a graph: what is known of one, and how to make and replace them."""
+"""Passes over captured graphs: simplification, functionalization, and layouts of convolutions.
+
+Each pass changes a graph in place, or returns a new one, and computes the same up to rounding.
+"""
 
 from collections.abc import Hashable
 from operator import getitem as _get
@@ -20,47 +23,44 @@ VIEWS = {
 }  # fmt: skip
 
 
-def turns(node: fx.Node) -> set[int] | None:
-    """The two dimensions that a node exchanges, if it is a transpose."""
-    if node.target is aten.t.default and value_of(node).dim() == 2:
+def swapped_dims(node: fx.Node) -> set[int] | None:
+    """The two dimensions that a node swaps, if it is a transpose."""
+    if node.target is aten.t.default and fake_value(node).dim() == 2:
         return {0, 1}
     if node.target is aten.transpose.int:
-        dims, given = value_of(node).dim(), [n for n in node.args[1:] if isinstance(n, int)]
+        dims, given = fake_value(node).dim(), [n for n in node.args[1:] if isinstance(n, int)]
         return {n % dims for n in given} if dims else None
     return None
 
 
-def value_of(node: Any) -> Tensor:
-    """What stands for the node's output: a tensor with a shape and a layout, and no values."""
+def fake_value(node: Any) -> Tensor:
+    """The fake tensor of a node's output: it has a shape and a layout, and no values."""
     value: Tensor = node.meta["val"]
     return value
 
 
-def made(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-    """A node where the graph inserts, with what stands for its output."""
+def new_node(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    """A new node at the insertion point of the graph, with the fake tensor of its output."""
     node = graph.call_function(target, args, kwargs or {})
-    node.meta["val"] = target(*fx.map_arg(args, value_of), **(kwargs or {}))
+    node.meta["val"] = target(*fx.map_arg(args, fake_value), **(kwargs or {}))
     return node
 
 
-def replaced(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
-    """The node goes, and another one is used for it."""
+def replace_node(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
+    """Replaces all uses of a node by another one, and erases it."""
     node.replace_all_uses_with(other)
     graph.erase_node(node)
 
 
-# === The same graph without operations in place: what can be reordered, shared and taken apart.
-
-
-def writes(node: fx.Node) -> bool:
+def writes_in_place(node: fx.Node) -> bool:
     """Whether an operation works in place."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
 
 def functional(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
-    """The graph, traced once more where it writes: autograd's own formulas do, to what they made."""
-    if not any(map(writes, module.graph.nodes)):
+    """The graph without in-place operations, which autograd's own formulas contain."""
+    if not any(map(writes_in_place, module.graph.nodes)):
         return module
     run: Any = torch.func.functionalize(module, remove="mutations")
     with torch.no_grad():
@@ -68,25 +68,22 @@ def functional(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
     return found
 
 
-# === The same graph with fewer nodes: nothing unused, nothing computed twice, no views of views.
-
-
 def simplify(module: fx.GraphModule) -> None:
-    """Makes a graph smaller without changing what it computes, to the bit.
+    """Removes unused nodes, repeated computations and views of views; results stay equal bit for bit.
 
-    Where operations work in place nothing but unused nodes go: what is the same before need not be the
-    same after.
+    In a graph with in-place operations only unused nodes are removed, because a repeated computation
+    may have another result after a write.
     """
     graph = module.graph
     graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
-    if not any(writes(node) for node in graph.nodes):
+    if not any(writes_in_place(node) for node in graph.nodes):
         known: dict[Hashable, fx.Node] = {}
         for node in list(graph.nodes):
             if node.op != "call_function" or is_random(node):
                 continue
-            same = _base(node) or known.get(key := _key(node))
+            same = _viewed_node(node) or known.get(key := _key(node))
             if same is None:
-                _shorten(node)
+                _collapse_reshapes(node)
                 known[key] = node
             else:
                 node.replace_all_uses_with(same)
@@ -116,8 +113,8 @@ def _layout(node: Any) -> tuple[Any, ...] | None:
     return value.dtype, tuple(value.shape), value.stride(), value.storage_offset()
 
 
-def _base(node: fx.Node) -> fx.Node | None:
-    """What a view is a view of, if it is all of it as it was: the node that stands for both."""
+def _viewed_node(node: fx.Node) -> fx.Node | None:
+    """The node that a chain of views returns to: it has the same layout as the last view."""
     if node.target not in VIEWS:
         return None
     wanted = _layout(node)
@@ -131,8 +128,8 @@ def _base(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _shorten(node: fx.Node) -> None:
-    """A reshape of a reshape of what lies together is one."""
+def _collapse_reshapes(node: fx.Node) -> None:
+    """Turns a reshape of a reshape of a contiguous tensor into one reshape."""
     if node.target not in RESHAPES:
         return
     source: Any = node.args[0]
@@ -149,15 +146,6 @@ def _shorten(node: fx.Node) -> None:
         node.args = (source, *node.args[1:])
 
 
-# === The same graph with factors as products of their own, where torch's compiler loses them.
-#
-#     add(x, y, alpha=c)              =  x + c y
-#     addmm(x, a, b, beta=c, alpha=d) =  c x + d (a b)        and as such addmv, baddbmm
-#
-# The compiler makes addmm of a sum with a matrix product whatever alpha is, and a sum of addmm
-# whatever
-# alpha and beta are (torch 2.11 and 2.13; the results are wrong, and nothing says so).
-
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor)
 PRODUCTS = {
     aten.addmm.default: aten.mm.default, aten.addmm_.default: aten.mm.default,
@@ -167,74 +155,77 @@ PRODUCTS = {
 
 
 def expand_alpha_beta(module: fx.GraphModule) -> None:
-    """Takes the factors out of the options of sums, in place."""
+    """Replaces the options alpha and beta by products.
+
+        add(x, y, alpha=c)              =  x + c y
+        addmm(x, a, b, beta=c, alpha=d) =  c x + d (a b)        also addmv, baddbmm
+
+    torch's compiler turns a sum with a matrix product into addmm and back, and ignores alpha and beta
+    on the way, so that results are wrong without an error (torch 2.11 and 2.13).
+    """
     graph = module.graph
     for node in list(graph.nodes):
         if node.target in SUMS and node.kwargs:
             with graph.inserting_before(node):
                 x, y = node.args
-                y = _times(graph, y, node.kwargs.get("alpha", 1))
-                replaced(graph, node, made(graph, node.target, (x, y)))
+                y = _scale(graph, y, node.kwargs.get("alpha", 1))
+                replace_node(graph, node, new_node(graph, node.target, (x, y)))
         elif node.target in PRODUCTS and node.kwargs:
             with graph.inserting_before(node):
                 x, a, b = node.args
-                found = made(graph, PRODUCTS[node.target], (a, b))
-                found = _times(graph, found, node.kwargs.get("alpha", 1))
+                found = new_node(graph, PRODUCTS[node.target], (a, b))
+                found = _scale(graph, found, node.kwargs.get("alpha", 1))
                 beta = node.kwargs.get("beta", 1)
-                if beta != 0:  # of which NaN and infinity are nothing
-                    found = made(graph, aten.add.Tensor, (_times(graph, x, beta), found))
-                if writes(node):
-                    found = made(graph, aten.copy_.default, (x, found))
-                replaced(graph, node, found)
+                if beta != 0:  # beta = 0 ignores x, also its NaN and infinity
+                    found = new_node(graph, aten.add.Tensor, (_scale(graph, x, beta), found))
+                if writes_in_place(node):
+                    found = new_node(graph, aten.copy_.default, (x, found))
+                replace_node(graph, node, found)
     module.recompile()
 
 
-def _times(graph: fx.Graph, value: Any, factor: Any) -> Any:
+def _scale(graph: fx.Graph, value: Any, factor: Any) -> Any:
     if isinstance(factor, int | float) and factor == 1:
         return value
     if not isinstance(value, fx.Node):
         return value * factor
-    return made(graph, aten.mul.Tensor, (value, factor))
-
-
-# === Convolutions of a second derivative as the kernels that are made for them.
+    return new_node(graph, aten.mul.Tensor, (value, factor))
 
 
 def specialize_convolutions(module: fx.GraphModule) -> None:
-    """Gradients of convolutions that nothing uses are not computed, and those by a weight are taken by
-    the kernel for that.
+    """Removes unused gradients of convolutions, and uses the kernel for gradients of weights.
 
-        convolution(x^T, g^T)^T = d <convolution(x, w), g> / d w        ^T exchanges dimensions 0 and 1
+        convolution(x^T, g^T)^T = d <convolution(x, w), g> / d w        ^T swaps dimensions 0 and 1
 
-    Autograd computes the left side where it differentiates a gradient: a convolution whose kernel is as
-    large as an image, which takes one and a half to three times as long.
+    Autograd computes the left side when it differentiates a gradient: a convolution whose kernel is as
+    large as an image, which takes 1.5 to 3 times as long as the right side.
     """
     graph = module.graph
     for node in list(graph.nodes):
         if node.target is aten.convolution_backward.default:
-            _prune(node)
+            _prune_gradients(node)
         elif node.target is aten.convolution.default:
-            _by_weight(graph, node)
+            _use_weight_gradient(graph, node)
 
 
-def _prune(node: fx.Node) -> None:
+def _prune_gradients(node: fx.Node) -> None:
     used = {user.args[1] for user in node.users}
     *rest, mask = node.args
     if len(node.args) == 11 and all(isinstance(i, int) for i in used):
         node.args = (*rest, [bool(on and i in used) for i, on in enumerate(mask)])  # type: ignore[arg-type]
 
 
-def _by_weight(graph: fx.Graph, node: fx.Node) -> None:
+def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
     x, g, bias, stride, padding, dilation, transposed, output_padding, groups = node.args
     if (
         bias is not None
         or transposed
         or groups != 1
-        or not all(map(_exchanged, (x, g, *node.users)))
+        or not all(map(_is_exchanged, (x, g, *node.users)))
     ):
         return
     x, g = x.args[0], g.args[0]  # type: ignore[union-attr]
-    found, images, outputs = value_of(node).shape, value_of(x).shape, value_of(g).shape
+    found, images, outputs = fake_value(node).shape, fake_value(x).shape, fake_value(g).shape
     symbols = not all(isinstance(n, int) for n in (*found, *images, *outputs))
     if symbols or found[2:].numel() >= outputs[2:].numel() or not node.users:
         return
@@ -243,52 +234,50 @@ def _by_weight(graph: fx.Graph, node: fx.Node) -> None:
         return
     weight = (found[1], found[0], *found[2:])
     with graph.inserting_before(node):
-        shape = made(graph, aten.new_empty.default, (g, weight))
+        shape = new_node(graph, aten.new_empty.default, (g, weight))
         gradients: tuple[Any, ...] = (
             g, x, shape, [0], dilation, padding, stride, False, output_padding, 1, [False, True, False],
         )  # fmt: skip
         both = graph.call_function(aten.convolution_backward.default, gradients)
-        values = [value_of(y) if isinstance(y, fx.Node) else y for y in gradients]
+        values = [fake_value(y) if isinstance(y, fx.Node) else y for y in gradients]
         both.meta["val"] = aten.convolution_backward.default(*values)
         by_weight = graph.call_function(_get, (both, 1))
         by_weight.meta["val"] = both.meta["val"][1]
     for user in list(node.users):
-        replaced(graph, user, by_weight)
+        replace_node(graph, user, by_weight)
     graph.erase_node(node)
 
 
-def _exchanged(node: Any) -> bool:
-    return isinstance(node, fx.Node) and turns(node) == {0, 1} and value_of(node).dim() > 2
+def _is_exchanged(node: Any) -> bool:
+    return isinstance(node, fx.Node) and swapped_dims(node) == {0, 1} and fake_value(node).dim() > 2
 
 
-# === The same graph with images whose channels lie together, as convolutions of processors want
-# them.
-#
-# oneDNN reorders images whose channels lie apart in every convolution, and in each of its
-# derivatives.
-# The graph is traced once more with convolutions that are given images and weights channels last;
-# what
-# follows them stays so. torch's compiler does that to convolutions alone, and leaves each of their
-# derivatives a second copy in the old order.
 _CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
-_BY_STRIDE = (
+_STRIDED_OPS = (
     aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default,
 )  # fmt: skip
 
 
 def channels_last(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
-    """The graph with images channels last; itself where it has none, or is not of a processor's."""
+    """The graph with images and weights of convolutions in channels-last layout, on a CPU.
+
+    oneDNN reorders images in another layout in every convolution and in each of its derivatives.
+    torch's compiler changes the layout of convolutions only, which leaves each derivative a copy in the
+    old order.
+    """
     nodes = list(module.graph.nodes)
-    if not any(_of_images(node) for node in nodes) or any(n.target in _BY_STRIDE for n in nodes):
+    if not any(_is_image_convolution(node) for node in nodes) or any(
+        n.target in _STRIDED_OPS for n in nodes
+    ):
         return module
     if any(x.device.type != "cpu" for x in tensors):
         return module
-    again = _ChannelsLast(module)
-    return make_fx(lambda *given: again.run(*given), tracing_mode="fake")(*tensors)
+    interpreter = _ChannelsLast(module)
+    return make_fx(lambda *given: interpreter.run(*given), tracing_mode="fake")(*tensors)
 
 
-def _of_images(node: fx.Node) -> bool:
+def _is_image_convolution(node: fx.Node) -> bool:
     value = node.args[0].meta.get("val") if node.target in _CONVOLUTIONS else None  # type: ignore[union-attr]
     return isinstance(value, Tensor) and value.dim() == 4 and value.dtype == torch.float32
 
@@ -297,23 +286,24 @@ class _ChannelsLast(fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _CONVOLUTIONS:
             count = _CONVOLUTIONS[target]
-            args = (*map(_last, args[:count]), *args[count:])
-        if target in _VIEWS:  # of memory that has another order now
+            args = (*map(_to_channels_last, args[:count]), *args[count:])
+        if target in _VIEWS:  # a view may be impossible in the new layout
             target = aten.reshape.default
         return super().call_function(target, args, kwargs)
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """In the layout that there was: .grad takes over what lies in memory as its parameter."""
+        """Outputs keep their layout: autograd keeps a gradient as .grad only in its parameter's
+        layout."""
         (found,) = args
         (nodes,) = next(iter(reversed(self.module.graph.nodes))).args  # type: ignore[union-attr, arg-type]
-        return [_as(x, node) for x, node in zip(found, nodes, strict=True)]
+        return [_like_node(x, node) for x, node in zip(found, nodes, strict=True)]
 
 
-def _last(x: Any) -> Any:
-    four = isinstance(x, Tensor) and x.dim() == 4
-    return x.contiguous(memory_format=torch.channels_last) if four else x
+def _to_channels_last(x: Any) -> Any:
+    is_image = isinstance(x, Tensor) and x.dim() == 4
+    return x.contiguous(memory_format=torch.channels_last) if is_image else x
 
 
-def _as(x: Any, node: Any) -> Any:
+def _like_node(x: Any, node: Any) -> Any:
     was = node.meta["val"] if isinstance(node, fx.Node) else None
     return x.contiguous() if isinstance(was, Tensor) and was.is_contiguous() else x

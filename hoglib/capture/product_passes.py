@@ -1,4 +1,4 @@
-"""Matrix products, and what is done with them, in the layout that runs fastest."""
+"""Passes over the matrix products of a captured graph: layouts, merging, and the choice of kernels."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from hoglib._core import matrix_products, torch_internals
-from hoglib.capture.passes import made, replaced, turns, value_of, writes
+from hoglib.capture.passes import fake_value, new_node, replace_node, swapped_dims, writes_in_place
 
 aten: Any = torch.ops.aten
 
@@ -15,37 +15,37 @@ PRODUCTS: dict[Any, tuple[Any, tuple[int, ...]]] = {
     aten.mm.default: (aten.t.default, ()),
     aten.bmm.default: (aten.transpose.int, (1, 2)),
 }
-BY_ELEMENT = (
+_ELEMENTWISE = (
     aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar,
     aten.div.Scalar, aten.add.Scalar, aten.neg.default,
 )  # fmt: skip
 
 
 def arrange(module: fx.GraphModule) -> None:
-    """Transposes go as far down as they can, where most meet another one and both are gone.
+    """Moves transposes towards the outputs, where most of them cancel with another one.
 
-        A^T + B^T = (A + B)^T        (A B)^T = B^T A^T, where the product is used transposed alone
+        A^T + B^T = (A + B)^T        (A B)^T = B^T A^T, if only the transpose of the product is used
 
-    Autograd gives the gradient of a weight as the transpose of a product, and adds transposes to what
-    lies by rows: such a sum takes four times as long as one of two that lie alike. A matrix product
-    reads either of its factors transposed for nothing.
+    Autograd computes the gradient of a weight as the transpose of a product, and adds it to row-major
+    matrices. A sum of two layouts takes four times as long as a sum of one, while a matrix product
+    reads transposed factors at no cost.
     """
     graph = module.graph
     before = set(graph.nodes)
     for node in list(graph.nodes):
-        if node.target in BY_ELEMENT:
-            _sink(graph, node)
+        if node.target in _ELEMENTWISE:
+            _sink_transpose(graph, node)
     for node in list(graph.nodes):
         if node.target in PRODUCTS:
-            _turn(graph, node)
-    _renew(graph, set(graph.nodes) - before)
+            _swap_factors(graph, node)
+    _update_metadata(graph, set(graph.nodes) - before)
 
 
-def _renew(graph: fx.Graph, changed: set[fx.Node]) -> None:
-    """What follows may lie otherwise in memory now, where a view may have to be a copy."""
+def _update_metadata(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """Recomputes fake tensors after changed nodes; views become reshapes, as layouts may differ."""
     for node in graph.nodes:
         new = node in changed or changed.isdisjoint(node.all_input_nodes)
-        if new or node.op != "call_function" or writes(node):
+        if new or node.op != "call_function" or writes_in_place(node):
             continue
         if node.target is aten.view.default:
             node.target = aten.reshape.default
@@ -61,88 +61,85 @@ def _strides(value: Any) -> Any:
     return value.stride() if isinstance(value, Tensor) else None
 
 
-def _sink(graph: fx.Graph, node: fx.Node) -> None:
+def _sink_transpose(graph: fx.Graph, node: fx.Node) -> None:
     given = [x for x in node.args if isinstance(x, fx.Node)]
-    if not given or not all(turns(x) == turns(given[0]) is not None for x in given):
+    if not given or not all(swapped_dims(x) == swapped_dims(given[0]) is not None for x in given):
         return
-    if len({tuple(value_of(x).shape) for x in given}) > 1:
+    if len({tuple(fake_value(x).shape) for x in given}) > 1:
         return
     before = {x: x.args[0] for x in given}
     with graph.inserting_before(node):
         args = tuple(before.get(x, x) if isinstance(x, fx.Node) else x for x in node.args)
-        inner = made(graph, node.target, args, node.kwargs)
-        replaced(graph, node, made(graph, given[0].target, (inner, *given[0].args[1:])))
+        inner = new_node(graph, node.target, args, node.kwargs)
+        replace_node(graph, node, new_node(graph, given[0].target, (inner, *given[0].args[1:])))
 
 
-def _turn(graph: fx.Graph, node: fx.Node) -> None:
+def _swap_factors(graph: fx.Graph, node: fx.Node) -> None:
     turn, how = PRODUCTS[node.target]
     last = {0, 1} if node.target is aten.mm.default else {1, 2}
-    if not node.users or any(turns(user) != last for user in node.users):
+    if not node.users or any(swapped_dims(user) != last for user in node.users):
         return
     with graph.inserting_before(node):
-        a, b = (made(graph, turn, (x, *how)) for x in node.args)
-        product = made(graph, node.target, (b, a))
+        a, b = (new_node(graph, turn, (x, *how)) for x in node.args)
+        product = new_node(graph, node.target, (b, a))
     for user in list(node.users):
-        replaced(graph, user, product)
+        replace_node(graph, user, product)
     graph.erase_node(node)
 
 
-# === The same graph with fewer and larger products: what is computed for two batches, or added up.
-#
-# A step with a penalty runs a network several times: at real points and at fake ones, forward,
-# backward
-# and backward again. Each run has its own product with each weight, and each of its gradients is a
-# product that is added to the others'. On a processor a product of few rows takes its time to read
-# the
-# weight, and sums of weight-sized matrices take theirs to read and write them:
-#
-#     x1 W, x2 W              =  [x1; x2] W             one product of all rows
-#     a1^T b1 + a2^T b2       =  [a1; a2]^T [b1; b2]    one product, without a sum
-#
-# Sums are in another order then, so this is done for compiled code only.
-
-MOST = 5000  # nodes of a graph, beyond which no one waits for this
+MAX_NODES = 5000  # of a graph; merging a larger one takes too long
 
 
 def merge(module: fx.GraphModule) -> None:
-    """Merges products of a graph, in place."""
+    """Merges matrix products into fewer and larger ones.
+
+        x1 W, x2 W              =  [x1; x2] W             one product of all rows
+        a1^T b1 + a2^T b2       =  [a1; a2]^T [b1; b2]    one product without a sum
+
+    A step with a penalty runs a network several times: on real and on fake points, forward, backward,
+    and backward again. Each run has a product with each weight, and adds its gradient to the others. On
+    a CPU, a product of few rows takes the time to read the weight, and a sum of gradients the time to
+    read and write them. The order of sums changes, so this pass is for compiled code only.
+    """
     graph = module.graph
-    if len(graph.nodes) > MOST:
+    if len(graph.nodes) > MAX_NODES:
         return
-    _sums(graph)
-    _one_factor(graph)
+    _merge_sums(graph)
+    _merge_common_factors(graph)
     graph.eliminate_dead_code()
     module.recompile()
 
 
-def _sums(graph: fx.Graph) -> None:
-    """Sums of products of few inner entries become one product of more."""
+def _merge_sums(graph: fx.Graph) -> None:
+    """Merges sums of products if their inner dimension is small."""
     for root in reversed(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
         if not root.users or not _is_sum(root) or _within_a_sum(root):
             continue
         terms = list(_terms(root, False))
         pairs = [(term, pair) for term in terms if (pair := _factors(term)) is not None]
-        rows, columns = value_of(root).shape
-        inner = sum(value_of(a).shape[1] for _, (a, _, _) in pairs)
+        rows, columns = fake_value(root).shape
+        inner = sum(fake_value(a).shape[1] for _, (a, _, _) in pairs)
         if len(pairs) < 2 or inner * (rows + columns) > rows * columns * (len(pairs) - 1):
             continue
         known = {node for (node, _), _ in pairs}
         with graph.inserting_before(root):
             left = [_transpose(graph, b) if turned else a for _, (a, b, turned) in pairs]
             right = [_transpose(graph, a) if turned else b for _, (a, b, turned) in pairs]
-            found = made(
-                graph, aten.mm.default, (_joined(graph, left, 1), _joined(graph, right, 0))
+            found = new_node(
+                graph,
+                aten.mm.default,
+                (_concatenate(graph, left, 1), _concatenate(graph, right, 0)),
             )
             for term, turned in terms:
                 if term not in known:
                     other = _transpose(graph, term) if turned else term
-                    found = made(graph, aten.add.Tensor, (found, other))
+                    found = new_node(graph, aten.add.Tensor, (found, other))
         root.replace_all_uses_with(found)
         graph.eliminate_dead_code()
 
 
 def _terms(node: fx.Node, turned: bool) -> Iterator[tuple[fx.Node, bool]]:
-    """The terms of a sum of matrices, and whether each is transposed before it is added."""
+    """The terms of a sum of matrices, and whether each is transposed."""
     for term in node.args[:2]:
         at, turns = term, turned
         while isinstance(at, fx.Node) and at.target is aten.t.default and len(at.users) == 1:
@@ -154,15 +151,16 @@ def _terms(node: fx.Node, turned: bool) -> Iterator[tuple[fx.Node, bool]]:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    if node.target is not aten.add.Tensor or node.kwargs or value_of(node).dim() != 2:
+    if node.target is not aten.add.Tensor or node.kwargs or fake_value(node).dim() != 2:
         return False
     return all(
-        isinstance(x, fx.Node) and value_of(x).shape == value_of(node).shape for x in node.args[:2]
+        isinstance(x, fx.Node) and fake_value(x).shape == fake_value(node).shape
+        for x in node.args[:2]
     )
 
 
 def _within_a_sum(node: fx.Node) -> bool:
-    """Whether a sum is a term of another one only."""
+    """Whether a sum is only used as a term of another sum."""
     while len(node.users) == 1:
         (node,) = node.users
         if node.target is not aten.t.default:
@@ -181,22 +179,23 @@ def _factors(term: tuple[Any, bool]) -> tuple[fx.Node, fx.Node, bool] | None:
 def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
     if node.target is aten.t.default:
         return node.args[0]  # type: ignore[return-value]
-    return made(graph, aten.t.default, (node,))
+    return new_node(graph, aten.t.default, (node,))
 
 
-def _joined(graph: fx.Graph, parts: list[fx.Node], dim: int) -> fx.Node:
-    """Parts side by side; of transposed ones the originals, which lie as they do in memory."""
+def _concatenate(graph: fx.Graph, parts: list[fx.Node], dim: int) -> fx.Node:
+    """The parts concatenated; if all are transposes, the transpose of the concatenated originals."""
     if all(part.target is aten.t.default for part in parts):
-        return made(graph, aten.t.default, (_joined(graph, [p.args[0] for p in parts], 1 - dim),))  # type: ignore[misc]
-    return made(graph, aten.cat.default, (parts, dim))
+        originals: Any = [part.args[0] for part in parts]
+        return new_node(graph, aten.t.default, (_concatenate(graph, originals, 1 - dim),))
+    return new_node(graph, aten.cat.default, (parts, dim))
 
 
-def _one_factor(graph: fx.Graph) -> None:
-    """Products of different rows with one matrix, none of which waits for another, become one."""
+def _merge_common_factors(graph: fx.Graph) -> None:
+    """Merges products with the same matrix that do not depend on one another."""
     kinds: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
-        found = _rows_and_rest(node)
-        if found is not None and _is_of_few_rows(*found):
+        found = _split_rows(node)
+        if found is not None and _has_few_rows(*found):
             kinds.setdefault((node.target, *found[1]), []).append(node)
     merged = False
     for nodes in kinds.values():
@@ -204,35 +203,35 @@ def _one_factor(graph: fx.Graph) -> None:
             first = nodes.pop(0)
             together = [first]
             for node in list(nodes):
-                if not any(_needs(node, one) or _needs(one, node) for one in together):
+                if not any(_depends_on(node, one) or _depends_on(one, node) for one in together):
                     together.append(node)
                     nodes.remove(node)
             if len(together) > 1:
-                _put_together(graph, together)
+                _merge_products_of(graph, together)
                 merged = True
     if merged:
-        _in_order(graph)
+        _sort_topologically(graph)
 
 
-def _rows_and_rest(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+def _split_rows(node: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     if node.op != "call_function" or node.kwargs:
         return None
     if node.target is aten.mm.default:
         return node.args[0], (node.args[1],)  # type: ignore[return-value]
-    if node.target is aten.addmm.default and value_of(node.args[0]).dim() == 1:
+    if node.target is aten.addmm.default and fake_value(node.args[0]).dim() == 1:
         return node.args[1], (node.args[0], node.args[2])  # type: ignore[return-value]
     return None
 
 
-def _is_of_few_rows(rows: fx.Node, rest: tuple[fx.Node, ...]) -> bool:
-    """Whether it is the matrix that takes its time to read, and not the rows that are put together."""
-    count, inner = value_of(rows).shape
-    columns = value_of(rest[-1]).shape[1]
+def _has_few_rows(rows: fx.Node, rest: tuple[fx.Node, ...]) -> bool:
+    """Whether reading the matrix takes longer than concatenating the rows."""
+    count, inner = fake_value(rows).shape
+    columns = fake_value(rest[-1]).shape[1]
     return 2 * count * (inner + columns) <= inner * columns
 
 
-def _needs(node: fx.Node, other: fx.Node) -> bool:
-    """Whether a node is computed from another one."""
+def _depends_on(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a node depends on another one."""
     pending, seen = [node], {node}
     while pending:
         for before in pending.pop().all_input_nodes:
@@ -244,27 +243,27 @@ def _needs(node: fx.Node, other: fx.Node) -> bool:
     return False
 
 
-def _put_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
-    rows = [_rows_and_rest(node)[0] for node in nodes]  # type: ignore[index]
-    sizes = [value_of(x).shape[0] for x in rows]
+def _merge_products_of(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    rows = [_split_rows(node)[0] for node in nodes]  # type: ignore[index]
+    sizes = [fake_value(x).shape[0] for x in rows]
     with graph.inserting_after(nodes[-1]):
-        joined = made(graph, aten.cat.default, (rows, 0))
+        joined = new_node(graph, aten.cat.default, (rows, 0))
     at = nodes[0].args.index(rows[0])
     given = [joined if k == at else x for k, x in enumerate(nodes[0].args)]
     with graph.inserting_after(joined):
-        product = made(graph, nodes[0].target, tuple(given))
+        product = new_node(graph, nodes[0].target, tuple(given))
     begin, last = 0, product
     for node, size in zip(nodes, sizes, strict=True):
         with graph.inserting_after(last):
-            last = made(graph, aten.slice.Tensor, (product, 0, begin, begin + size))
+            last = new_node(graph, aten.slice.Tensor, (product, 0, begin, begin + size))
         node.replace_all_uses_with(last)
         begin += size
     for node in nodes:
         graph.erase_node(node)
 
 
-def _in_order(graph: fx.Graph) -> None:
-    """Each node behind those that it is computed from, and otherwise in the order that there was."""
+def _sort_topologically(graph: fx.Graph) -> None:
+    """Moves each node behind those that it depends on, and keeps the order otherwise."""
     place = {node: k for k, node in enumerate(graph.nodes)}
     done: set[fx.Node] = set()
     end = next(iter(reversed(graph.nodes)))
@@ -282,11 +281,10 @@ def _in_order(graph: fx.Graph) -> None:
                 pending.extend(sorted(before, key=place.__getitem__, reverse=True))
 
 
-# === Matrix products of a graph by oneDNN, where that is faster on this machine.
 ONEDNN_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
-# An operation of our own, which torch's compiler calls as it is: its own way with oneDNN's wants
-# weights that are constants.
+# An operator of our own, which torch's compiler calls without a change: its own lowering to oneDNN
+# requires constant weights.
 torch.library.define("hoglib::affine", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
@@ -299,19 +297,20 @@ torch.library.register_fake("hoglib::affine", _fake)
 
 
 def depends_on(module: fx.GraphModule) -> str:
-    """What is chosen on this machine, of a graph that can have it: others wait for no timing."""
+    """The choices on this machine that compiled code of a graph depends on; empty without such
+    products."""
     found = (node for node in module.graph.nodes if node.target in ONEDNN_PRODUCTS)
-    return matrix_products.state() if any(_may_be(value_of(node)) for node in found) else ""
+    return matrix_products.state() if any(_is_eligible(fake_value(node)) for node in found) else ""
 
 
-def _may_be(product: Tensor) -> bool:
+def _is_eligible(product: Tensor) -> bool:
     return product.dtype is torch.float32 and product.device.type == "cpu"
 
 
 def by_onednn(module: fx.GraphModule) -> None:
-    """Products that oneDNN computes faster become its own; the others stay as they are.
+    """Replaces the matrix products that oneDNN computes faster on this machine.
 
-    mm(a, b) = affine(a, b^T, none)        addmm(c, a, b) = affine(a, b^T, c), or its sum with c
+    mm(a, b) = affine(a, b^T)        addmm(c, a, b) = affine(a, b^T, c), or c + affine(a, b^T)
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -321,18 +320,18 @@ def by_onednn(module: fx.GraphModule) -> None:
             added, a, b = node.args
         else:
             continue
-        if _is_chosen(value_of(a), value_of(b)):
+        if _is_chosen(fake_value(a), fake_value(b)):
             with graph.inserting_before(node):
-                replaced(graph, node, _affine(graph, a, b, added))
+                replace_node(graph, node, _affine(graph, a, b, added))
     module.recompile()
 
 
 def _affine(graph: fx.Graph, a: Any, b: Any, added: Any) -> fx.Node:
-    weight = made(graph, aten.t.default, (b,))
-    is_bias = added is not None and value_of(added).shape == value_of(weight).shape[:1]
+    weight = new_node(graph, aten.t.default, (b,))
+    is_bias = added is not None and fake_value(added).shape == fake_value(weight).shape[:1]
     affine: Any = torch.ops.hoglib.affine.default
-    y = made(graph, affine, (a, weight, added if is_bias else None))
-    return y if added is None or is_bias else made(graph, aten.add.Tensor, (y, added))
+    y = new_node(graph, affine, (a, weight, added if is_bias else None))
+    return y if added is None or is_bias else new_node(graph, aten.add.Tensor, (y, added))
 
 
 def _is_chosen(a: Tensor, b: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""What a graph cannot hold, refused while it is traced, with the line of the user's that does it.
+"""Refuses, during a trace, what a graph cannot contain, and names the user's line.
 
-Two modes look on: one sees what is done to tensors in Python (`.item()`, NumPy, `backward()`), the
-other each operation, before it runs, so that nothing is changed by what is refused.
+Two modes check: one sees calls on tensors in Python (`.item()`, NumPy, `backward()`), the other one
+each operation before it runs, so that a refused operation changes nothing.
 """
 
 import sys
@@ -36,9 +36,8 @@ _WORDS = (
 _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
 
 
-class OfPython(TorchFunctionMode):
-    """Refuses what reads values, also those of tensors that are not arguments, which have some; and
-    `backward()`, which gives nothing back."""
+class PythonChecks(TorchFunctionMode):
+    """Refuses calls that read values, also of tensors that are not arguments, and `backward()`."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -47,24 +46,24 @@ class OfPython(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = func in _READ or (func is Tensor.__format__ and not args[0].dim())
         if reads and not torch_internals.transforms_active():
-            raise reads_values(self._what, f"Tensor.{func.__name__}", line())
+            raise value_read_error(self._what, f"Tensor.{func.__name__}", user_line())
         if func is Tensor.backward:
-            raise calls_backward(self._what, line())
+            raise backward_call_error(self._what, user_line())
         return func(*args, **(kwargs or {}))
 
 
-class OfOperations(TorchDispatchMode):
-    """Refuses operations whose result has a shape that depends on values, that draw from a generator
-    of their own, or that write to an argument of the function, or to a tensor that it reaches."""
+class OperationChecks(TorchDispatchMode):
+    """Refuses operations whose shape depends on values, that draw from a `torch.Generator`, or that
+    write to an argument of the function or to a tensor that it reaches."""
 
     supports_higher_order_operators = True
 
     def __init__(self, what: str, given: Sequence[Tensor]) -> None:
         super().__init__()
         self._what = what
-        self._kept = {_memory(x) for x in given}
-        self._views: list[Tensor] = []  # alive, so that no other gets their memory
-        self.outer: list[Tensor] = []  # tensors with values that were computed with a graph
+        self._kept = {_storage_id(x) for x in given}
+        self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
+        self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,9 +71,9 @@ class OfOperations(TorchDispatchMode):
             return func(*args, **kwargs)
         tags = func.tags
         if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-            raise reads_values(self._what, str(func), line())
+            raise value_read_error(self._what, str(func), user_line())
         views = False
-        for argument, value in _named(func, args, kwargs):
+        for argument, value in _named_arguments(func, args, kwargs):
             if isinstance(value, torch.Generator):
                 raise self._draws(func)
             if isinstance(value, Tensor):
@@ -89,40 +88,38 @@ class OfOperations(TorchDispatchMode):
             for one in result if isinstance(result, list | tuple) else (result,):
                 if isinstance(one, Tensor):
                     self._views.append(one)
-                    self._kept.add(_memory(one))
+                    self._kept.add(_storage_id(one))
         return result
 
     def _draws(self, func: Any) -> Exception:
         return UnsupportedError(
-            f"{self._what}: expected a function that is given its random numbers, got one that draws "
-            f"them from a Generator of its own ({func}{line()}). Draw them outside, and pass them as "
-            "an argument."
+            f"{self._what}: expected a function without a torch.Generator, got one that draws from a "
+            f"Generator ({func}{user_line()}). Draw the random numbers outside, and pass them as an "
+            "argument."
         )
 
     def _changes(self, func: Any) -> Exception:
         return UnsupportedError(
-            f"{self._what}: expected a function that leaves its arguments, parameters and buffers as "
-            f"they are, got one that changes one in place ({func}{line()}). Work on a clone(); a "
-            "model in train mode with running statistics runs without them in "
-            "`hoglib.functional_loss(model, criterion)`, and in eval mode as it is."
+            f"{self._what}: expected a function that does not change its arguments, parameters and "
+            f"buffers, got one that changes one in place ({func}{user_line()}). Change a clone() "
+            "instead. For a model with running statistics in train mode, use "
+            "`hoglib.functional_loss(model, criterion)`, which does not update them, or eval mode."
         )
 
     def _is_kept(self, value: Tensor) -> bool:
-        """Whether it is there before the function runs: an argument, or a tensor with values."""
-        return not isinstance(value, FakeTensor) or _memory(value) in self._kept
+        """Whether it exists before the function runs: an argument, or a tensor with values."""
+        return not isinstance(value, FakeTensor) or _storage_id(value) in self._kept
 
 
 def _writes(func: Any, argument: Any) -> bool:
     if argument.alias_info is not None and argument.alias_info.is_write:
         return True
-    return func in _NORMS and argument.name in (
-        "running_mean",
-        "running_var",
-    )  # which do not say so
+    # The schemas of these do not declare it.
+    return func in _NORMS and argument.name in ("running_mean", "running_var")
 
 
-def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Each argument's schema and value; lists of tensors tensor by tensor."""
+def _named_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """The schema and the value of each argument; lists of tensors one tensor at a time."""
     schema = func._schema.arguments
     if func in _NORMS and not args[5]:  # in eval mode nothing is written
         return
@@ -135,25 +132,27 @@ def _named(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
             yield argument, one
 
 
-def _memory(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def refuse_outer_graphs(what: str) -> None:
-    """Raises UnsupportedError where what is traced uses a tensor that already has a graph, by which its
-    gradient would go on to what that tensor was computed from."""
+def refuse_outer_graph(what: str) -> None:
+    """Raises UnsupportedError if the traced function uses a tensor that already has a graph.
+
+    The gradient would have to continue to what this tensor was computed from.
+    """
     mode = _get_current_dispatch_mode()
-    if isinstance(mode, OfOperations) and mode.outer:
+    if isinstance(mode, OperationChecks) and mode.outer:
         raise UnsupportedError(
-            f"{what}: expected a loss of arguments and parameters, got one that also reaches "
-            f"{validation.describe(mode.outer[0])} that was computed with a graph "
+            f"{what}: expected a loss of arguments and parameters, got one that also uses "
+            f"{validation.describe(mode.outer[0])} that was computed with a graph before the call "
             f"({mode.outer[0].grad_fn}). Pass it as an argument."
         )
 
 
 @contextmanager
-def explaining(what: str) -> Iterator[None]:
-    """What torch refuses to trace, in words that say where it stands."""
+def translate_tracing_errors(what: str) -> Iterator[None]:
+    """Raises torch's tracing errors as UnsupportedError, with the user's line."""
     try:
         yield
     except HoglibError:
@@ -161,28 +160,29 @@ def explaining(what: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ in _GUARDS or any(word in str(error) for word in _WORDS):
             how = str(getattr(error, "func", "")) or "a number or a truth value of a tensor"
-            raise reads_values(what, how, line(error.__traceback__)) from error
+            raise value_read_error(what, how, user_line(error.__traceback__)) from error
         raise
 
 
-def reads_values(what: str, how: str, where: str) -> Exception:
+def value_read_error(what: str, how: str, where: str) -> Exception:
     return UnsupportedError(
         f"{what}: expected a function whose graph is the same for all values of its tensors, got one "
-        f"that reads them ({how}{where}): if, float(), .item() and NumPy would be traced in. Use "
-        "torch.where, keep numbers as tensors, or take that part out of what is compiled."
+        f"that reads them ({how}{where}): the value that if, float(), .item() or NumPy reads would "
+        "become a constant. Use torch.where, keep numbers as tensors, or move this part out of the "
+        "function."
     )
 
 
-def calls_backward(what: str, where: str) -> Exception:
+def backward_call_error(what: str, where: str) -> Exception:
     return UnsupportedError(
         f"{what}: expected a function that returns its gradients, got one that calls "
-        f"backward(){where}, which leaves them in .grad. Return those of `torch.autograd.grad`, or "
-        "compile the loss with `hoglib.compiled_loss` and call backward() on its value."
+        f"backward(){where}, which stores them in .grad. Return the result of `torch.autograd.grad`, "
+        "or compile the loss with `hoglib.compiled_loss` and call backward() on its value."
     )
 
 
-def line(trace: TracebackType | None = None) -> str:
-    """File and line of the user's, innermost, of what runs or of a traceback."""
+def user_line(trace: TracebackType | None = None) -> str:
+    """The innermost file and line of the user's, of the current stack or of a traceback."""
     if trace is None:
         frame: Any = sys._getframe(1)
         while frame is not None:

@@ -1,4 +1,4 @@
-"""What of a call a graph depends on: two calls with the same signature run the same graph."""
+"""The signature of a call: calls with the same signature run the same graph."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,13 +14,11 @@ from hoglib._core.closures import is_plain
 from hoglib._core.torch_modes import StandInMode
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 
-Autocasts = tuple[tuple[str, torch.dtype], ...]  # that are on
-
-
+Autocasts = tuple[tuple[str, torch.dtype], ...]  # device types and dtypes of active autocasts
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
-class Slot:
+class TensorSlot:
     """Stands for the i-th tensor of a call."""
 
     __slots__ = ("index",)
@@ -30,87 +28,86 @@ class Slot:
 
 
 class CallSignature:
-    """A call without its tensors: the structure of the arguments, and what was on around it."""
+    """A call without its tensors: the structure and the constants of its arguments, and its context.
 
-    __slots__ = ("_autocast", "_leaves", "_standing", "_structure", "key", "others")
+    Two calls run the same graph if their ``key`` is equal and the guards of the graph hold.
+    """
+
+    __slots__ = ("_autocast", "_leaves", "_stand_ins", "_structure", "constants", "key")
 
     def __init__(
         self, leaves: list[Any], structure: Any, key: Hashable, autocast: Autocasts,
-        standing: TorchFunctionMode | None,
+        stand_ins: TorchFunctionMode | None,
     ) -> None:  # fmt: skip
         self.key = key
-        self.others = [leaf for leaf in leaves if type(leaf) is not Slot]
-        self._leaves, self._structure, self._autocast, self._standing = (
-            leaves,
-            structure,
-            autocast,
-            standing,
-        )
+        self.constants = [leaf for leaf in leaves if type(leaf) is not TensorSlot]
+        self._leaves, self._structure = leaves, structure
+        self._autocast, self._stand_ins = autocast, stand_ins
 
-    def filled(self, tensors: list[Tensor]) -> tuple[Any, Any]:
-        """Arguments and keyword arguments with these tensors."""
-        leaves = [tensors[x.index] if type(x) is Slot else x for x in self._leaves]
+    def fill(self, tensors: list[Tensor]) -> tuple[Any, Any]:
+        """The arguments and keyword arguments with these tensors."""
+        leaves = [tensors[x.index] if type(x) is TensorSlot else x for x in self._leaves]
         args, kwargs = pytree.unflatten(leaves, self._structure)
         return args, kwargs
 
-    def described(self, tensors: list[Tensor]) -> str:
-        """The arguments in short."""
-        parts = [_described(tensors[x.index]) if type(x) is Slot else repr(x) for x in self._leaves]
-        return (
-            ", ".join(parts)
-            if len(parts) < 9
-            else ", ".join([*parts[:7], f"... {len(parts)} in all"])
-        )
+    def describe(self, tensors: list[Tensor]) -> str:
+        """dtypes and shapes of the arguments, in short."""
+        parts = [
+            _describe(tensors[x.index]) if type(x) is TensorSlot else repr(x) for x in self._leaves
+        ]
+        if len(parts) > 8:
+            parts = [*parts[:7], f"... {len(parts)} in all"]
+        return ", ".join(parts)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, autocast and stand-ins are on as they were around the call."""
+    def restored_context(self) -> Iterator[None]:
+        """Inside, autocast and stand-ins are as they were around the call."""
         on = dict(self._autocast)
         with ExitStack() as stack:
             for kind in {"cpu", *on, *dict(_autocast([]))}:
                 if kind in on or torch.is_autocast_enabled(kind):
                     dtype = on.get(kind, torch.get_autocast_dtype(kind))
                     stack.enter_context(torch.autocast(kind, dtype, enabled=kind in on))
-            if self._standing is not None and torch_internals.function_mode(StandInMode) is None:
-                stack.enter_context(self._standing)
+            if self._stand_ins is not None and torch_internals.function_mode(StandInMode) is None:
+                stack.enter_context(self._stand_ins)
             yield
 
 
 def of_call(what: str, args: Any, kwargs: Any, dynamic: bool) -> tuple[CallSignature, list[Tensor]]:
-    """The form of a call, and its tensors, each once."""
+    """The signature of a call, and its tensors, each once."""
     leaves, structure = pytree.flatten((args, kwargs))
     tensors: list[Tensor] = []
-    places: dict[int, Slot] = {}
+    places: dict[int, TensorSlot] = {}
     slots, kinds = [], []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             slot = places.get(id(leaf))
             if slot is None:
-                slot = places[id(leaf)] = Slot(len(tensors))
+                slot = places[id(leaf)] = TensorSlot(len(tensors))
                 tensors.append(leaf)
-                kinds.append(_of_argument(what, leaf, dynamic))
+                kinds.append(_argument_key(what, leaf, dynamic))
             else:
-                kinds.append(slot.index)  # the same tensor twice is one variable
+                kinds.append(slot.index)  # a tensor that is passed twice is one variable
             slots.append(slot)
         else:
-            kinds.append(_of_constant(what, leaf))
+            kinds.append(_constant_key(what, leaf))
             slots.append(leaf)
     autocast = _autocast(tensors)
-    standing = device = None
+    stand_ins = device = None
     if torch._C._len_torch_function_stack():
-        standing = torch_internals.function_mode(StandInMode)
+        stand_ins = torch_internals.function_mode(StandInMode)
         device = torch.get_default_device()
     key = (
         tuple(kinds), structure, torch.is_grad_enabled(), torch.get_default_dtype(), autocast,
-        standing is not None, device,
+        stand_ins is not None, device,
     )  # fmt: skip
-    return CallSignature(slots, structure, key, autocast, standing), tensors
+    return CallSignature(slots, structure, key, autocast, stand_ins), tensors
 
 
-def of_tensor(tensor: Tensor, dynamic: bool = False) -> Hashable:
-    """Everything of a tensor but its values."""
+def tensor_key(tensor: Tensor, dynamic: bool = False) -> Hashable:
+    """All properties of a tensor but its values."""
     shape: Hashable = tensor.shape
-    if dynamic:  # 0 and 1 are never symbols
+    if dynamic:  # sizes 0 and 1 are never symbolic
         shape = tuple(size if size < 2 else None for size in tensor.shape)
     dtype, layout = tensor.dtype, None
     if dtype in _COMPLEX or not tensor.is_contiguous() or tensor.numel() == 1:
@@ -118,24 +115,21 @@ def of_tensor(tensor: Tensor, dynamic: bool = False) -> Hashable:
     return shape, dtype, tensor.device, tensor.requires_grad, layout
 
 
-def _of_argument(what: str, tensor: Tensor, dynamic: bool) -> Hashable:
+def _argument_key(what: str, tensor: Tensor, dynamic: bool) -> Hashable:
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         raise UnsupportedError(
             f"{what}: expected dense tensors of torch's own class, got "
             f"{validation.describe(tensor)} of class {type(tensor).__name__} and layout "
-            f"{tensor.layout}; convert it before the call, or do not compile."
+            f"{tensor.layout}. Convert it before the call, or do not compile."
         )
-    return of_tensor(tensor, dynamic)
+    return tensor_key(tensor, dynamic)
 
 
-def _of_constant(what: str, leaf: Any) -> Hashable:
+def _constant_key(what: str, leaf: Any) -> Hashable:
     if is_plain(leaf):
-        return (
-            type(leaf),
-            leaf,
-            repr(leaf) if isinstance(leaf, float | complex) else None,
-        )  # 0.0 and -0.0, nan
-    if isinstance(leaf, torch.Generator):  # to which torch 2.11 has no weak references
+        # repr distinguishes 0.0 from -0.0, and equals itself for nan
+        return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None
+    if isinstance(leaf, torch.Generator):  # has no weak references in torch 2.11
         return type(leaf), id(leaf)
     try:
         hash(leaf)
@@ -143,8 +137,8 @@ def _of_constant(what: str, leaf: Any) -> Hashable:
     except TypeError:
         raise ArgumentTypeError(
             f"{what}: expected arguments of tensors, numbers, strings and containers of them, got "
-            f"{validation.describe(leaf)}; a graph is captured anew for each other value, and this one "
-            "cannot be compared. Pass tensors, or close over it."
+            f"{validation.describe(leaf)}, which has no hash. Each other value of an argument needs "
+            "another graph, so its values must be comparable. Pass tensors, or use it in a closure."
         ) from None
 
 
@@ -159,5 +153,5 @@ def _autocast(tensors: list[Tensor]) -> Autocasts:
     )
 
 
-def _described(x: Tensor) -> str:
+def _describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"

@@ -129,8 +129,8 @@ def test_a_backend_that_is_wrong_is_found_out():
         return x * 2, x.long()
 
     for backend, words in (
-        (wrong, "a distance of"),
-        (wrong_for_others, "for other values than those it was captured with"),
+        (wrong, "a difference of norm"),
+        (wrong_for_others, "at other values than those of the capture"),
         (wrong_integers, "other integers in output 1"),
         (wrong_shape, "shape"),
     ):

@@ -1,0 +1,121 @@
+"""Whether a graph computes what its function does: at the values of the first call, and at others."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hoglib._core import validation
+from hoglib._core.state import random_state, set_random_state
+from hoglib.capture.trace import as_leaf, tensors_of
+from hoglib.errors import NoSecondDerivative
+
+# Relative to the norm of an output. Compiled code adds in another order, and in float32 a cancellation
+# or a point without a derivative amplifies that beyond rounding; a value that was traced in as a
+# constant is off by far more.
+TOLERANCES = {
+    torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 2e-3, torch.complex64: 2e-3,
+}  # fmt: skip
+HALF_PRECISION_TOLERANCE = 5e-2
+# Relative to the norm of all outputs: a gradient that cancels, such as that of a last bias, consists
+# of rounding errors only.
+ROUNDING = 1e-4
+
+
+class Graph(Protocol):
+    """What is compared: an entry of the graphs of a function."""
+
+    @property
+    def shared(self) -> list[tuple[int, int]]: ...
+
+    def execute(self, inputs: list[Tensor]) -> list[Tensor]: ...
+
+    def graph_inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]: ...
+
+
+def check_equal(
+    name: str, function: Callable[..., Any], tensors: list[Tensor], lifted: list[Tensor],
+    graph: Graph, *, independent: bool,
+) -> None:  # fmt: skip
+    """Raises NoSecondDerivative if the outputs of a graph differ from those of its function.
+
+    It compares at perturbed values first, so that what modules keep of their last run belongs to the
+    given values. At the given values, the tensors keep their graphs, because the function may
+    differentiate with respect to them; with ``independent``, it differentiates with respect to each
+    argument as if none was computed from another. The state of the random generators changes.
+    """
+    perturbed = _perturbed(tensors)
+    given = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
+    for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
+        perturbed[i] = given[i] = tensors[i]
+    for where, values in ((" at other values than those of the capture", perturbed), ("", given)):
+        try:
+            state = random_state()
+            expected = tensors_of(function(*values))
+        except Exception:
+            if where:  # a function need not accept every value
+                continue
+            raise
+        set_random_state(state)
+        found = graph.execute(graph.graph_inputs([x.detach() for x in values], lifted))
+        scale = _norm(expected)
+        for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+            _compare(name, i, a.detach(), b, scale, where)
+
+
+def _compare(name: str, i: int, expected: Tensor, found: Tensor, scale: float, where: str) -> None:
+    if expected.shape != found.shape or expected.dtype is not found.dtype:
+        difference = f"{validation.describe(found)} instead of {validation.describe(expected)}"
+    elif expected.is_meta:
+        return
+    elif not (expected.is_floating_point() or expected.is_complex()):
+        if torch.equal(expected, found):
+            return
+        difference = "other integers"
+    else:
+        finite = expected.isfinite() & found.isfinite()
+        same_nans = torch.equal(expected.isnan(), found.isnan())
+        distance = _norm([torch.where(finite, expected - found, 0)])
+        norm = _norm([torch.where(finite, expected, 0)])
+        tolerance = TOLERANCES.get(expected.dtype, HALF_PRECISION_TOLERANCE)
+        if same_nans and distance <= tolerance * max(norm, ROUNDING * scale, 1e-30):
+            return
+        difference = f"a difference of norm {distance:.1e} where the norm is {norm:.1e}"
+    raise NoSecondDerivative(
+        f"{name}: expected a graph that computes what the function does, got {difference} in output "
+        f"{i}{where}. Either the graph contains a constant that should be an input (a result of "
+        "NumPy, a value kept from an earlier call, random numbers of another library), or the "
+        "compiler is wrong: try backend='eager' to find out. Pass the value as an argument, or pass "
+        "check=False to skip this comparison."
+    )
+
+
+def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
+    """Values of about the same size and sign, in the same layout, so that probabilities stay so."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    found = []
+    for x in tensors:
+        if (x.is_floating_point() or x.is_complex()) and x.numel():
+            # All memory that x spans, of which it may show parts more than once.
+            span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            plain = x.detach()
+            if x.is_neg() or x.is_conj():
+                plain = torch.empty_strided(
+                    x.shape, x.stride(), dtype=x.dtype, device=x.device
+                ).copy_(plain)
+            memory = plain.as_strided((span,), (1,))
+            factor = 1 - 0.1 * torch.rand(memory.shape, generator=generator, device="cpu")
+            changed = (memory * factor.to(device=x.device)).to(x.dtype)
+            found.append(changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad))
+        else:
+            found.append(x)
+    return found
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    total = 0.0
+    for x in tensors:
+        if (x.is_floating_point() or x.is_complex()) and not x.is_meta:
+            total += float(torch.nan_to_num(x.detach().abs().double()).square().sum())
+    return total**0.5
