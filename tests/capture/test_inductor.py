@@ -181,12 +181,14 @@ class Artifact:
 )
 def test_a_directory_that_cannot_be_written_is_told_of(tmp_path, monkeypatch, error):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "new"))
-    with pytest.warns(UserWarning, match=r"could not keep what it compiled.*set HOGLIB_CACHE_DIR"):
+    with pytest.warns(
+        UserWarning, match=r"could not write compiled code to .*Set HOGLIB_CACHE_DIR"
+    ):
         backends._save(Artifact(error), "key")
     assert list((tmp_path / "new").iterdir()) == []  # nothing half written
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="could not keep"):
+    with pytest.warns(UserWarning, match="could not write"):
         backends._save(Artifact(), "key")
 
 
@@ -212,11 +214,11 @@ def test_the_directory_is_the_users_own(tmp_path, monkeypatch):
 
 def test_the_oldest_go_where_the_directory_grows_too_large(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(backends, "LIMIT", 25)
+    monkeypatch.setattr(backends, "MAX_BYTES", 25)
     for i, name in enumerate("abcd"):
         backends._save(Artifact(), name)
         os.utime(tmp_path / f"{name}.bin", (i, i))
-        backends._prune(tmp_path)
+        backends._evict(tmp_path)
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["c", "d"]
     backends._save(Artifact(size=100), "e")
     assert [path.stem for path in tmp_path.iterdir()] == [
@@ -226,7 +228,7 @@ def test_the_oldest_go_where_the_directory_grows_too_large(tmp_path, monkeypatch
 
 def test_what_is_kept_in_memory_is_limited(monkeypatch):
     graph, inputs = graph_and_inputs()
-    monkeypatch.setattr(backends, "MOST", 3)
+    monkeypatch.setattr(backends, "MAX_IN_MEMORY", 3)
     monkeypatch.setattr(backends, "_load", lambda key: None)
     monkeypatch.setattr(backends, "_compile", lambda *args: object())
     keys = iter(range(10))
@@ -368,13 +370,13 @@ def test_factors_in_the_options_of_sums_are_heeded(other_cache, dynamic):
 
 
 def test_machine_code_goes_with_them_and_what_is_not_ours_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(backends, "LIMIT", 25)
+    monkeypatch.setattr(backends, "MAX_BYTES", 25)
     (tmp_path / "torch" / "a").mkdir(parents=True)
     files = ["torch/a/x.so", "a.bin", "torch/a/y.so", "b.bin", "mine.txt", "mine/of.so"]
     (tmp_path / "mine").mkdir()
     for i, name in enumerate(files):
         (tmp_path / name).write_bytes(b"x" * 10)
         os.utime(tmp_path / name, (i, i))
-    backends._prune(tmp_path)
+    backends._evict(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"torch/a/y.so", "b.bin", "mine.txt", "mine/of.so"}
