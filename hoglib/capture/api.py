@@ -107,8 +107,8 @@ class Compiled:
         check: Whether the first run of each graph is compared with ``fn``.
         name: The name of the function in messages. Default: its qualified name.
         progress: Whether compilations are printed to stderr.
-        graphs: Where graphs are kept, for functions that are made anew at each call and compute the same
-            from what they reach. Default: one place per function and options.
+        graphs: Where graphs are kept, for functions that are made anew at each call and compute the
+            same from what they reach. Default: one place per function and options.
         before: A function that is called before each capture.
     Example:
         >>> square = hog.compile(lambda x: x.square(), backend="eager", name="square")

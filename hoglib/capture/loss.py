@@ -86,8 +86,8 @@ class CompiledLoss:
         check: Whether the first run of each graph is compared with ``fn`` and its gradient.
         progress: Whether compilations are printed to stderr.
         name: The name of the loss in messages. Default: its qualified name.
-        graphs: Where graphs are kept: of the value, of the value with its gradient, and of the same with
-            ``create_graph``. Default: one place per function and options.
+        graphs: Where graphs are kept: of the value, of the value with its gradient, and of the same
+            with ``create_graph``. Default: one place per function and options.
         before: A function that is called before each capture.
     Example:
         >>> hog.compiled_loss(nn.functional.mse_loss, backend="eager")

@@ -235,7 +235,7 @@ def test_what_is_kept_in_memory_is_limited(monkeypatch):
     monkeypatch.setattr(backends, "_key", lambda *args: str(next(keys)))
     backends.forget()
     for _ in range(5):
-        backends.make(graph, inputs, False, lambda text: None)
+        backends.compile_graph(graph, inputs, False, lambda text: None)
     assert list(backends._IN_MEMORY) == ["2", "3", "4"]
     backends.forget()
 

@@ -237,7 +237,7 @@ def test_numbers_that_are_no_tensors_of_the_call_are_constants():
 
 def test_a_generator_as_an_argument_is_refused():
     fast = hog.compile(lambda x, g: x * torch.rand(3, generator=g), backend="eager")
-    with pytest.raises(NotImplementedError, match="without a torch.Generator"):
+    with pytest.raises(NotImplementedError, match=r"without a torch\.Generator"):
         fast(draw(3), GENERATOR)
 
 
