@@ -26,8 +26,9 @@ from hoglib._core.autograd import (
     translate_errors,
     vjp,
 )
-from hoglib._core.gradient_graph import user_functions, value_checks_on
+from hoglib._core.gradient_graph import GraphSummary, graph_summary
 from hoglib._core.source_location import warn
+from hoglib._core.torch_modes import value_checks_on
 
 STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # of the size of the parameters, along v
 VectorFunction = Callable[[Vector], Vector]
@@ -122,11 +123,11 @@ OFF = 0.05  # of the product; a smooth function is off by a hundredth of that in
 _SEEN: WeakSet[type[Function]] = WeakSet()
 
 
-def unchecked_functions(value: Tensor) -> list[type[Function]]:
-    """The custom Functions that a value was computed by, and that no product ran through before."""
+def unchecked_functions(value: Tensor, graph: GraphSummary) -> list[type[Function]]:
+    """The custom Functions in the graph of a value that no product ran through before."""
     if value.dtype not in (torch.float32, torch.float64) or not value_checks_on():
         return []
-    found = {function for _, function in user_functions(value)} - set(_SEEN)
+    found = {entry.function for entry in graph.user_functions if entry.function} - set(_SEEN)
     return sorted(found, key=lambda function: function.__qualname__)
 
 
@@ -143,8 +144,9 @@ def check_hessian_product(
     """
     with fixed_random_numbers(leaves), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what there is to tell of a cut was told
-        _, own, gradient = gradient_with_graph(func, leaves, what, create_graph=False)
-        product = materialize_grads(vjp(gradient, own, vector, what), own)
+        gradient = gradient_with_graph(func, leaves, what, create_graph=False)
+        own = gradient.leaves
+        product = materialize_grads(vjp(gradient.parts, own, vector, what), own)
     finite_difference_check(what, functions, gradient_function(func), func, leaves, vector, product)
 
 
@@ -188,7 +190,7 @@ def _stops_gradient(func: Callable[..., Tensor], leaves: Vector) -> bool:
         given = [g for g in returned if isinstance(g, Tensor) and g.is_floating_point()]
         stopped.append(any(not bool(g.any()) for g in given))
 
-    for node, _ in user_functions(value):
+    for node, _ in graph_summary(value).user_functions:
         node.register_hook(note)
     torch.autograd.grad(value, own, allow_unused=True)
     return any(stopped)

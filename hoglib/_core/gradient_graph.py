@@ -1,10 +1,15 @@
-"""When guards look at values: not while a graph is captured, whose tensors have none, and not where
-what was looked at is run again to be compared with a graph.
+"""The graph that a gradient is computed by: one walk answers what hoglib asks of it.
+
+    graph = graph_summary(value)
+    check_custom_functions(graph, "hvp")      # refuses what has no second derivative
+    with warn_detached(graph, "hvp"):         # notices a backward that loses its graph
+        grads = torch.autograd.grad(value, leaves, create_graph=True)
+
+A summary is made once for a value and passed to all who ask, because a walk takes time for each node.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,70 +17,154 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import torch_internals
+from hoglib._core.pytree import is_float
 from hoglib._core.source_location import warn
+from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import NoSecondDerivative
 
-_OFF: ContextVar[bool] = ContextVar("hoglib_unguarded", default=False)
+# torch's next_functions: (node, index of its output), and (None, 0) for an input without a graph
+Parents = tuple[tuple[Any, int], ...]
 
 
-def value_checks_on() -> bool:
-    """Whether to look."""
-    return not (_OFF.get() or torch_internals.tracing())
+class FunctionNode(NamedTuple):
+    """A node whose backward runs Python, and the custom Function that it belongs to."""
+
+    node: Any
+    function: type[Function] | None  # None for code that torch.compile made
+
+    @property
+    def by_user(self) -> bool:
+        """Whether the Function is neither torch's nor hoglib's."""
+        function = self.function
+        return function is not None and not function.__module__.startswith(("torch.", "hoglib."))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile made it, whose backward has no derivative."""
+        return type(self.node).__name__ == "CompiledFunctionBackward"
 
 
-@contextmanager
-def value_checks_off() -> Iterator[None]:
-    """Inside, nothing is looked at; it was before."""
-    token = _OFF.set(True)
-    try:
-        yield
-    finally:
-        _OFF.reset(token)
+class GraphSummary(NamedTuple):
+    """What tensors were computed from, and by which custom Functions."""
+
+    leaves: dict[int, Tensor]  # those that require grad, by id
+    functions: list[FunctionNode]
+
+    @property
+    def user_functions(self) -> list[FunctionNode]:
+        """The nodes of custom Functions that are neither torch's nor hoglib's."""
+        return [entry for entry in self.functions if entry.by_user]
+
+    @property
+    def has_compiled_code(self) -> bool:
+        return any(entry.is_compiled for entry in self.functions)
+
+    @property
+    def has_user_code(self) -> bool:
+        """Whether a user's custom Function, or code that torch.compile made, runs in it."""
+        return any(entry.by_user or entry.is_compiled for entry in self.functions)
+
+    @property
+    def needs_stand_ins(self) -> bool:
+        """Whether a backward runs Python that may call a torch function which has a stand-in."""
+        return any(getattr(entry.function, "runs_user_code", True) for entry in self.functions)
+
+    def reached(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The indices of those tensors that are leaves of the graph."""
+        return [i for i, tensor in enumerate(tensors) if id(tensor) in self.leaves]
 
 
-# === The custom Functions in a graph that is to be differentiated again, and what they lose.
+def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) -> GraphSummary:
+    """The leaves and custom Functions in the graphs of tensors, up to those in `since`."""
+    leaves, functions = {}, []
+    for node, parents in walk([values] if isinstance(values, Tensor) else values, since):
+        if parents:
+            if hasattr(node, "_forward_cls"):
+                functions.append(FunctionNode(node, torch_internals.custom_function(node)))
+        elif hasattr(node, "variable"):
+            leaf = node.variable
+            leaves[id(leaf)] = leaf
+    return GraphSummary(leaves, functions)
 
-LOSES = (
-    "which makes the second derivative through it zero, without an error. Compute in backward by "
-    "differentiable torch operations from the saved inputs and outputs, without the decorator"
-)
 
+def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[tuple[Any, Parents]]:
+    """Each node in the graphs of the tensors among the outputs, with its parents.
 
-def check_custom_functions(
-    values: Tensor | list[Tensor], what: str, since: Iterable[Tensor] = ()
-) -> None:
-    """Look at the custom Functions that values were computed by, from the tensors `since` on.
-
-    Raises NoSecondDerivative for one whose backward is `@once_differentiable`; warns of one that keeps
-    a floating-point tensor that is neither its input nor its output. Costs microseconds a node.
+    The nodes that `since` were computed by are not visited, nor is anything that is reached through
+    them alone.
     """
-    for node, function in user_functions(values, since):
+    pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
+    seen: set[Any] = {None, *(x.grad_fn for x in since)}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        parents = node.next_functions
+        yield node, parents
+        for parent, _ in parents:
+            if parent not in seen:
+                pending.append(parent)
+
+
+def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[Tensor]:
+    """The leaves of graphs one by one, for those who need not see all of a large graph."""
+    for node, parents in walk(outputs, since):
+        if not parents and hasattr(node, "variable"):
+            yield node.variable
+
+
+def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
+    """Whether a value was computed from one of these leaf tensors; ends at the first."""
+    wanted = {id(leaf) for leaf in leaves}
+    return any(id(leaf) in wanted for leaf in leaf_tensors([value]))
+
+
+def graph_bytes(values: Iterable[Tensor]) -> int:
+    """Roughly the memory that graphs hold: the outputs of every operation in them."""
+    return sum(torch_internals.output_bytes(node) for node, _ in walk(values))
+
+
+def check_custom_functions(graph: GraphSummary, what: str) -> None:
+    """Refuses custom Functions whose second derivative is lost without an error.
+
+    Raises NoSecondDerivative for one whose backward is `@once_differentiable`. Warns of one that saves
+    a floating-point tensor which is neither its input nor its output.
+    """
+    for node, function in graph.user_functions:
+        assert function is not None
         name = function.__qualname__
         if torch_internals.is_once_differentiable(function):
             raise NoSecondDerivative(
                 f"{what}: expected Functions that can be differentiated twice, got {name}, whose "
-                f"backward is @once_differentiable, {LOSES}; `hoglib.verify({name}, inputs)` shows it."
+                "backward is @once_differentiable: the second derivative through it is zero, without "
+                "an error. Remove the decorator, and compute backward by differentiable torch "
+                f"operations from the saved inputs and outputs; `hoglib.verify({name}, inputs)` "
+                "checks it."
             )
-        kept = list(_without_graph(node)) if value_checks_on() else []
-        if kept:
+        saved = list(_saved_without_graph(node)) if value_checks_on() else []
+        if saved:
             warn(
-                f"{what}: {name} keeps {' and '.join(kept)} for its backward, without a graph: what "
-                "forward made, and is neither input nor output, is a constant to the second "
-                f"derivative, which may lack its part. `hoglib.verify({name}, inputs)` tells.",
+                f"{what}: {name} keeps {' and '.join(saved)} for its backward, without a graph. "
+                "A tensor that forward computes, and that is neither an input nor an output, is a "
+                "constant to the second derivative, which may lack a part. "
+                f"`hoglib.verify({name}, inputs)` checks it.",
             )
 
 
 @contextmanager
-def warn_detached(values: Tensor | list[Tensor], what: str) -> Iterator[None]:
-    """While the gradient is taken with a graph: warns of custom Functions whose gradient comes out
-    without one, because backward runs under no_grad, detaches, or leaves torch.
+def warn_detached(graph: GraphSummary, what: str) -> Iterator[None]:
+    """While a gradient is taken with create_graph=True: warns of custom Functions that detach it,
+    because backward runs under no_grad, calls detach(), or leaves torch.
 
-    The incoming gradients are made to require grad, so that what backward gives without a cut does too.
+    The incoming gradients are made to require grad. Then what backward returns requires grad as well,
+    unless backward has detached it.
     """
     handles: list[Any] = []
-    for node, function in user_functions(values) if value_checks_on() else ():
-        handles.append(node.register_prehook(_requiring_grad))
-        handles.append(node.register_hook(partial(_tell, function.__qualname__, what)))
+    for node, function in graph.user_functions if value_checks_on() else ():
+        assert function is not None
+        handles.append(node.register_prehook(_require_grad))
+        handles.append(node.register_hook(partial(_warn_of_detached, function.__qualname__, what)))
     try:
         yield
     finally:
@@ -83,7 +172,39 @@ def warn_detached(values: Tensor | list[Tensor], what: str) -> Iterator[None]:
             handle.remove()
 
 
-def _requiring_grad(grads: Any) -> Any:
+def saved_tensors(node: Any, *, unpack: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point and complex tensors that the node of a custom Function keeps, by name.
+
+    unpack: also those that saved-tensor hooks keep, for which a checkpoint runs again.
+    """
+    if unpack or not torch_internals.has_saved_by_hooks(node):
+        with suppress(RuntimeError):  # the graph was freed, or a tensor changed: using it raises
+            for k, tensor in enumerate(node.saved_tensors):
+                if is_float(tensor):
+                    yield f"ctx.saved_tensors[{k}]", tensor
+    for name, value in vars(node).items():
+        if is_float(value):
+            yield f"ctx.{name}", value
+
+
+def all_inputs_require_grad(node: Any) -> bool:
+    """Whether every tensor that the operation of a node was given requires grad."""
+    return all(parent is not None for parent, _ in node.next_functions)
+
+
+def _saved_without_graph(node: Any) -> Iterator[str]:
+    """The names of floating-point tensors that a node keeps and that were computed in forward.
+
+    A tensor without a graph may also be an input that does not require grad. So nothing is reported
+    unless all inputs require grad.
+    """
+    if all_inputs_require_grad(node):
+        for name, tensor in saved_tensors(node):
+            if tensor.is_floating_point() and not tensor.requires_grad:
+                yield name
+
+
+def _require_grad(grads: Any) -> Any:
     return tuple(
         g.detach().requires_grad_()
         if isinstance(g, Tensor) and g.is_floating_point() and not g.requires_grad
@@ -92,105 +213,11 @@ def _requiring_grad(grads: Any) -> Any:
     )
 
 
-def _tell(name: str, what: str, returned: Any, incoming: Any) -> None:
+def _warn_of_detached(name: str, what: str, returned: Any, incoming: Any) -> None:
     floats = [g for g in returned if isinstance(g, Tensor) and g.is_floating_point()]
     if any(not g.requires_grad and bool(g.any()) for g in floats):
         warn(
             f"{what}: the backward of {name} gives a gradient without a graph: it runs under no_grad, "
-            "detaches, or leaves torch. The second derivative through it is taken for zero. "
+            "detaches, or leaves torch. The second derivative through it is taken as zero. "
             f"`hoglib.verify({name}, inputs)` names the line.",
         )
-
-
-def nodes(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[Any]:
-    """The nodes of the graphs of the tensors among the outputs, but for what `since` came from."""
-    pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
-    seen: set[Any] = {None, *(x.grad_fn for x in since)}
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        for parent, _ in node.next_functions:
-            if parent not in seen:
-                pending.append(parent)
-
-
-def directly_reached(value: Tensor, tensors: list[Tensor]) -> list[int]:
-    """Which of these leaf tensors, and not copies of them, a value was computed from."""
-    found = {id(node.variable) for node in nodes([value]) if hasattr(node, "variable")}
-    return [i for i, tensor in enumerate(tensors) if id(tensor) in found]
-
-
-def graph_bytes(values: list[Tensor]) -> int:
-    """About what the graphs of these tensors hold: what came out of each operation in them."""
-    return sum(torch_internals.output_bytes(node) for node in nodes(values))
-
-
-def user_functions(
-    values: Tensor | list[Tensor], since: Iterable[Tensor] = ()
-) -> Iterator[tuple[Any, type[Function]]]:
-    """The nodes of custom Functions, but for those of torch and of hoglib."""
-    for node in nodes([values] if isinstance(values, Tensor) else values, since):
-        function = user_function(node)
-        if function is not None:
-            yield node, function
-
-
-class GraphSummary(NamedTuple):
-    """What a value was computed from and by."""
-
-    leaves: dict[int, Tensor]  # the leaf tensors, by their ids
-    users: bool  # by a custom Function of the user's, or compiled code
-    runs_python: bool  # by anything whose backward runs Python that is not one of hoglib's ops
-
-
-def graph_summary(value: Tensor) -> GraphSummary:
-    """One walk of a graph for all that is asked of it."""
-    leaves, users, runs_python = {}, False, False
-    for node in nodes([value]):
-        if hasattr(type(node), "_forward_cls"):
-            if getattr(torch_internals.custom_function(node), "runs_user_code", True):
-                runs_python = True
-                users = users or user_function(node) is not None or is_compiled_node(node)
-        elif hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-    return GraphSummary(leaves, users, runs_python)
-
-
-def is_compiled_node(node: Any) -> bool:
-    """Whether a node is the backward of what torch.compile made, which has no derivative."""
-    return type(node).__name__ == "CompiledFunctionBackward"
-
-
-def user_function(node: Any) -> type[Function] | None:
-    """The custom Function of a node, but for those of torch and of hoglib."""
-    function = torch_internals.custom_function(node)
-    if function is None or function.__module__.startswith(("torch.", "hoglib.")):
-        return None
-    return function
-
-
-def _without_graph(node: Any) -> Iterator[str]:
-    """The slots of a node that hold a floating-point tensor made in forward.
-
-    A tensor without a graph may be an input that needs no gradient; only where every tensor that came
-    in needs one is it certain that it is none.
-    """
-    if any(parent is None for parent, _ in node.next_functions):
-        return
-    try:
-        saved = node.saved_tensors
-    except RuntimeError:  # its graph is gone, and differentiating it says so
-        return
-    for k, tensor in enumerate(saved):
-        if _is_bare(tensor):
-            yield f"ctx.saved_tensors[{k}]"
-    for name, value in vars(node).items():
-        if _is_bare(value):
-            yield f"ctx.{name}"
-
-
-def _is_bare(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad

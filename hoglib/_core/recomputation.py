@@ -322,7 +322,7 @@ class _Call:
         for i, tensor in zip(self.slots, tensors, strict=False):
             leaves[i] = tensor
         args, keywords = pytree.unflatten(leaves, self.structure)
-        with _inside(), self.standing.again(), self.surroundings.autocast.restored():
+        with _inside(), self.standing.resume(), self.surroundings.autocast.restored():
             return self.fn(*args, **keywords)
 
     def result(self, tensors: Tensors) -> Any:

@@ -1,6 +1,8 @@
-"""Which derivatives may be taken of what runs now, and who looks on."""
+"""Which modes the caller runs in: stand-ins, forward mode and tracing, and checks of values."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 
 from torch.overrides import TorchFunctionMode
 
@@ -8,32 +10,61 @@ from hoglib._core import torch_internals
 
 
 class StandInMode(TorchFunctionMode):
-    """The mode by which torch's functions go to hoglib's; what it does is in `hoglib.stand_ins`."""
+    """Base of the mode that sends torch calls to their stand-ins, which is in `hoglib.stand_ins`.
+
+    It is here for the packages beneath `hoglib.stand_ins`, which suspend it or enter it again.
+    """
 
 
 def without_stand_ins() -> torch_internals.SuspendedMode:
-    """Inside, an op of hoglib runs without that mode, which has nothing to do there."""
+    """Inside, the stand-ins are off: an op of hoglib needs none for the torch calls it makes."""
     return torch_internals.SuspendedMode(StandInMode)
 
 
 class ActiveStandIns:
-    """The stand-ins that are on, to be on again where something is run later, or by torch.func, which
-    switches modes off while it applies a Function."""
+    """The mode of `second_order()` that is active where this is made.
+
+    For code that runs later, or inside torch.func, which removes modes while it applies a custom
+    Function.
+    """
 
     def __init__(self) -> None:
         self._mode = torch_internals.function_mode(StandInMode)
 
-    def again(self) -> AbstractContextManager[object]:
+    def resume(self) -> AbstractContextManager[object]:
+        """Inside, they are on again."""
         if self._mode is None or torch_internals.function_mode(StandInMode) is not None:
             return nullcontext()
         return self._mode
 
 
 def reverse_only() -> bool:
-    """Whether forward mode has no part in it: none is active, and no tracer records for later."""
+    """Whether no forward-mode derivative can be taken: none is active, and nothing is traced to run
+    under one later."""
     return not torch_internals.tracing() and not torch_internals.forward_mode_active()
 
 
 def plain_reverse_mode() -> bool:
-    """Whether reverse mode alone has a part in it, and no transform of torch.func."""
+    """Whether only autograd's reverse mode is active: no forward mode, and no torch.func transform."""
     return not torch_internals.transforms_active() and reverse_only()
+
+
+# Ambient state, because the checks run beneath the user's function, which may call hoglib itself (an
+# hvp inside a loss). An argument would have to pass through code that is not hoglib's.
+_VALUE_CHECKS_OFF: ContextVar[bool] = ContextVar("hoglib_value_checks_off", default=False)
+
+
+def value_checks_on() -> bool:
+    """Whether checks may read the values of tensors: not while a graph is captured, where there are
+    none, nor inside `value_checks_off`."""
+    return not (_VALUE_CHECKS_OFF.get() or torch_internals.tracing())
+
+
+@contextmanager
+def value_checks_off() -> Iterator[None]:
+    """Inside, checks that read values are skipped: for what was checked in an earlier run."""
+    token = _VALUE_CHECKS_OFF.set(True)
+    try:
+        yield
+    finally:
+        _VALUE_CHECKS_OFF.reset(token)

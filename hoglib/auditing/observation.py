@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from hoglib._core import pytree
 from hoglib._core.autograd import fresh_leaves
 from hoglib._core.detachment import name_of_call
-from hoglib._core.gradient_graph import is_compiled_node, nodes
+from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.module_names import watching_modules
 from hoglib._core.pytree import is_float
 from hoglib._core.state import OutsideState, StateGuard
@@ -91,7 +91,7 @@ def _compiled(seen: Look, problem: Problem, state: StateGuard) -> None:
     except Exception:  # told where it is watched
         return
     modules = any(map(has_compiled, problem.names.roots))
-    seen.compiled = modules or any(map(is_compiled_node, nodes([value])))
+    seen.compiled = modules or graph_summary(value).has_compiled_code
     if seen.compiled:
         try:
             v = [torch.ones_like(x) for x in problem.leaves]
@@ -105,7 +105,7 @@ def _compiled(seen: Look, problem: Problem, state: StateGuard) -> None:
 
 def _leaves_of(seen: Look, problem: Problem, value: Tensor, leaves: list[Tensor]) -> None:
     """Which parameters the value was computed from."""
-    reached = {id(node.variable) for node in nodes([value]) if hasattr(node, "variable")}
+    reached = graph_summary(value).leaves
     reentrant = any(function is CheckpointFunction for function, _ in seen.functions)
     pairs = list(zip(problem.paths, leaves, strict=True))
     unused = [path for path, leaf in pairs if id(leaf) not in reached]

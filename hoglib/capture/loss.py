@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import with_gradients
-from hoglib._core.gradient_graph import nodes
+from hoglib._core.gradient_graph import leaf_tensors
 from hoglib.capture import signature
 from hoglib.capture.api import (
     OPTIONS,
@@ -169,8 +169,9 @@ class CompiledLoss:
             return grads
 
         return with_gradients(
-            value, grads, variables, again=differentiable_gradients, anew=lambda: compute()[1:]
-        )
+            value, grads, variables, with_graph=differentiable_gradients,
+            recompute=lambda: compute()[1:],
+        )  # fmt: skip
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """Binds like a function, so that a method can be compiled."""
@@ -228,11 +229,9 @@ class _Gradient:
         Leaves that it creates itself, such as ``x.detach().requires_grad_()``, are not among them:
         during a capture these are fake tensors.
         """
-        inside = nodes([value], since=[x for x in given if not x.is_leaf])
+        inside = leaf_tensors([value], since=[x for x in given if not x.is_leaf])
         arguments = {id(x) for x in given}
-        leaves = (
-            [value] if value.is_leaf else [n.variable for n in inside if hasattr(n, "variable")]
-        )
+        leaves = [value] if value.is_leaf else inside
         found = {id(x): x for x in leaves if id(x) not in arguments}
         if torch_internals.tracing():
             self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, validation
-from hoglib._core.gradient_graph import nodes
+from hoglib._core.gradient_graph import leaf_tensors, walk
 from hoglib.capture.refusals import (
     OperationChecks,
     PythonChecks,
@@ -229,9 +229,8 @@ def _lift(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tens
             add(value, node.meta)
         node.replace_all_uses_with(inputs[id(value)])
         graph.graph.erase_node(node)
-    for node in nodes(recorded, since=[x for x in lifted.values() if not x.is_leaf]):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and type(leaf) in (Tensor, nn.Parameter) and id(leaf) not in lifted:
+    for leaf in leaf_tensors(recorded, since=[x for x in lifted.values() if not x.is_leaf]):
+        if type(leaf) in (Tensor, nn.Parameter) and id(leaf) not in lifted:
             add(leaf, {})
     for attribute in [attribute for attribute in vars(graph) if "_constant" in attribute]:
         delattr(graph, attribute)
@@ -260,9 +259,9 @@ def _check_independent(name: str, lifted: list[Tensor]) -> None:
     for x in lifted:
         if x.grad_fn is None:
             continue
-        for node in nodes([x]):
-            parents = {parent for parent, _ in node.next_functions}
-            if id(getattr(node, "variable", None)) in ids or parents & ends:
+        for node, _ in walk([x]):
+            computed = node is not x.grad_fn and node in ends
+            if computed or id(getattr(node, "variable", None)) in ids:
                 raise UnsupportedError(
                     f"{name}: expected tensors in closures and attributes that were not computed from "
                     f"one another, got {validation.describe(x)} that was computed from another one "

@@ -18,9 +18,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, grad_enabled
 from hoglib._core.closures import Weak, holder
-from hoglib._core.gradient_graph import value_checks_off
 from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
+from hoglib._core.torch_modes import value_checks_off
 from hoglib.capture import backend as backends
 from hoglib.capture.api import Compiled, named
 from hoglib.capture.passes import VIEWS, functional, simplify

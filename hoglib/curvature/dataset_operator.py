@@ -26,7 +26,7 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.closures import StateFingerprint
 from hoglib._core.finite_differences import to_double
-from hoglib._core.gradient_graph import graph_bytes
+from hoglib._core.gradient_graph import graph_bytes, graph_summary
 from hoglib._core.swap import PatchState, keep_swapped, restored
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import backend_of, linearised
@@ -111,7 +111,7 @@ class Summed(LinearOperator):
             own = fresh_leaves(leaves, False)
             with self._context(), keep_swapped():
                 value = self._value(own, batch)
-                check_uses_given_params(value, leaves, "gradient")
+                check_uses_given_params(graph_summary(value), leaves, "gradient")
                 with translate_errors("gradient"):
                     parts = torch.autograd.grad(value, own, allow_unused=True)
             self.space.add(row[0], materialize_grads(list(parts), own), share)

@@ -150,8 +150,8 @@ def _hessian_rows(
     func: ScalarFunction, leaves: Vector, groups: list[list[int]], call: Call
 ) -> dict[tuple[int, int], Tensor]:
     """H[a][b] for each pair of leaves in a group."""
-    value, own, gradient = gradient_with_graph(func, leaves, call.what, call.create_graph)
-    unseen = [] if call.create_graph else unchecked_functions(value)
+    value, own, gradient, graph = gradient_with_graph(func, leaves, call.what, call.create_graph)
+    unseen = [] if call.create_graph else unchecked_functions(value, graph)
     if unseen:
         check_hessian_product(
             call.what, unseen, func, leaves, [torch.ones_like(leaf) for leaf in own]

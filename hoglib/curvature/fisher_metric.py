@@ -20,8 +20,8 @@ from torch import distributions as D
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
-from hoglib._core.gradient_graph import value_checks_on
 from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.likelihood import Likelihood, Weight
 from hoglib.errors import ArgumentTypeError, ArgumentValueError

@@ -21,8 +21,9 @@ from hoglib._core.autograd import (
     translate_errors,
     without_graph,
 )
-from hoglib._core.gradient_graph import check_custom_functions, value_checks_on, warn_detached
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary, warn_detached
 from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature.routes import (
     Call,
     LinearMap,
@@ -119,9 +120,10 @@ def in_reverse(split: CompositeLoss, leaves: Vector, call: Call) -> LinearMap:
     depends = [i for i, y in enumerate(every) if y.requires_grad]
     ys = [every[i] for i in depends]
     _depends_on_params(ys)
-    check_custom_functions(ys, call.what)
+    graph = graph_summary(ys)
+    check_custom_functions(graph, call.what)
     us = [torch.ones_like(y, requires_grad=True) for y in ys]
-    with translate_errors(call.what), warn_detached(ys, call.what):
+    with translate_errors(call.what), warn_detached(graph, call.what):
         by_u = torch.autograd.grad(ys, own, us, create_graph=True, allow_unused=True)
     if any(part is not None and not part.requires_grad for part in by_u):
         raise _lost(call)  # J^T u is linear in u: a part without a graph has lost it
@@ -193,7 +195,7 @@ def in_forward(split: CompositeLoss, leaves: Vector, call: Call) -> LinearMap:
             tangents = [t.detach() for t in tangents]
         depends = [i for i, y in enumerate(every) if y.requires_grad]
         _depends_on_params([every[i] for i in depends])
-        check_custom_functions([every[i] for i in depends], call.what)
+        check_custom_functions(graph_summary(every[i] for i in depends), call.what)
         weighted = split.metric(every, call)(tangents, False)
         ys, us = [every[i] for i in depends], [weighted[i] for i in depends]
         try:

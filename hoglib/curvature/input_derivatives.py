@@ -18,7 +18,12 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled, translate_errors
 from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib._core.gradient_graph import check_custom_functions, nodes, warn_detached
+from hoglib._core.gradient_graph import (
+    GraphSummary,
+    check_custom_functions,
+    graph_summary,
+    warn_detached,
+)
 from hoglib._core.swap import call_with, keep_swapped
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 from hoglib.stand_ins.mode import stand_ins_if
@@ -38,15 +43,18 @@ def by_reverse(
     """
     own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
     value = func(own)
-    check_custom_functions(value, WHAT)
-    keep = keep and (always or x.requires_grad or _has_other_leaves(value, own))
+    graph = graph_summary(value)
+    check_custom_functions(graph, WHAT)
+    keep = keep and (
+        always or x.requires_grad or any(leaf is not own for leaf in graph.leaves.values())
+    )
     points, outputs, probes = _sizes(x, value, signs)
     y = value.reshape(points, outputs)
     # all at once takes twice the passes where none is kept, which pays from four outputs on
     together = outputs > (1 if keep else 3) and y.dtype == x.dtype
-    result = _of_all_outputs(y, own, probes, keep) if together else None
+    result = _of_all_outputs(y, own, graph, probes, keep) if together else None
     if result is None:
-        found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
+        found = [_of_one_output(f, own, graph, probes, keep) for f in y.unbind(1)]
         result = torch.stack(found, 1) if found else torch.zeros_like(y)
     result = result.reshape(value.shape)
     if not keep:
@@ -56,8 +64,10 @@ def by_reverse(
     return value, result
 
 
-def _of_one_output(f: Tensor, own: Tensor, probes: Sequence[Probe], keep: bool) -> Tensor:
-    gradient = _gradient(f, own, torch.ones_like(f))
+def _of_one_output(
+    f: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Probe], keep: bool
+) -> Tensor:
+    gradient = _gradient(f, own, graph, torch.ones_like(f))
     total = torch.zeros_like(f, requires_grad=False)
     ones = torch.ones_like(total, dtype=own.dtype)
     for probe in probes:
@@ -67,7 +77,9 @@ def _of_one_output(f: Tensor, own: Tensor, probes: Sequence[Probe], keep: bool) 
     return total
 
 
-def _of_all_outputs(y: Tensor, own: Tensor, probes: Sequence[Probe], keep: bool) -> Tensor | None:
+def _of_all_outputs(
+    y: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Probe], keep: bool
+) -> Tensor | None:
     """All outputs in the passes of one.
 
         S(u)_n = sum_c u_nc L_nc, computed with the cotangents u; linear in them, so L = dS/du
@@ -78,7 +90,7 @@ def _of_all_outputs(y: Tensor, own: Tensor, probes: Sequence[Probe], keep: bool)
     # different for each output: those of a softmax, whose sum is constant, would cancel
     weights = torch.linspace(1, 2, y.shape[1], dtype=y.dtype, device=y.device)
     u = weights.expand_as(y).clone().requires_grad_()
-    gradient = _gradient(y, own, u)
+    gradient = _gradient(y, own, graph, u)
     S = size = torch.zeros_like(y[:, 0], requires_grad=False)
     L = torch.zeros_like(y, requires_grad=False)
     ones = torch.ones_like(S)
@@ -103,10 +115,10 @@ def _of_all_outputs(y: Tensor, own: Tensor, probes: Sequence[Probe], keep: bool)
     return L
 
 
-def _gradient(y: Tensor, own: Tensor, cotangents: Tensor) -> Tensor:
+def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
     gradient = None
     if y.requires_grad:
-        with translate_errors(WHAT), warn_detached(y, WHAT):
+        with translate_errors(WHAT), warn_detached(graph, WHAT):
             (gradient,) = torch.autograd.grad(
                 y, own, cotangents, create_graph=True, allow_unused=True
             )
@@ -151,7 +163,7 @@ def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tup
 
     def watched(own: Tensor) -> Tensor:
         value = func(own)
-        check_custom_functions(value, WHAT)
+        check_custom_functions(graph_summary(value), WHAT)
         if not value.requires_grad:
             _dependent(None)
         return value
@@ -193,12 +205,6 @@ def _sizes(
     if not (x.numel() and value.numel()):
         return points, outputs, ()
     return points, outputs, range(x.numel() // points) if signs is None else signs
-
-
-def _has_other_leaves(value: Tensor, own: Tensor) -> bool:
-    """Whether the value was computed from something that needs a gradient, besides the points."""
-    leaves = (n.variable for n in nodes([value]) if type(n).__name__ == "AccumulateGrad")
-    return any(leaf is not own for leaf in leaves)
 
 
 # === The Laplacian of a network in its inputs: what PINNs and score matching differentiate.

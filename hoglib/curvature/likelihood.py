@@ -15,8 +15,8 @@ from torch.distributions import constraints
 from hoglib import nn as hog_nn
 from hoglib import ops
 from hoglib._core import validation
-from hoglib._core.gradient_graph import value_checks_on
 from hoglib._core.torch_internals import tracing
+from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError, UnsupportedError
 
 

@@ -15,7 +15,7 @@ from hoglib._core.autograd import (
     vjp,
 )
 from hoglib._core.finite_differences import check_hessian_product, unchecked_functions
-from hoglib._core.gradient_graph import check_custom_functions
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib.errors import ArgumentValueError, HoglibError, NoSecondDerivative, UnsupportedError
 
 ScalarFunction = Callable[..., Tensor]
@@ -69,8 +69,8 @@ def apply_block(point: LinearMap, vectors: Vector, block: bool) -> tuple[Tensor,
 
 def reverse_over_reverse(func: ScalarFunction, leaves: Vector, call: Call) -> LinearMap:
     """H v as the gradient of <grad f, v>; the gradient's graph is kept from one v to the next."""
-    value, own, gradient = gradient_with_graph(func, leaves, call.what, call.create_graph)
-    unseen = unchecked_functions(value)
+    value, own, gradient, graph = gradient_with_graph(func, leaves, call.what, call.create_graph)
+    unseen = unchecked_functions(value, graph)
 
     def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
         product = vjp(gradient, own, vector, call.what, keep, call.create_graph)
@@ -82,9 +82,9 @@ def reverse_over_reverse(func: ScalarFunction, leaves: Vector, call: Call) -> Li
             unseen.clear()
         return value, found
 
-    graph = tuple(g for g in gradient if g is not None and g.requires_grad)
+    kept = tuple(g for g in gradient if g is not None and g.requires_grad)
     unused = tuple(i for i, g in enumerate(gradient) if g is None)
-    return LinearMap(apply, graph, unused)
+    return LinearMap(apply, kept, unused)
 
 
 def _strictly(call: Call, names: list[str], product: list[Tensor | None]) -> None:
@@ -103,7 +103,7 @@ def forward_over_reverse(func: ScalarFunction, leaves: Vector, call: Call) -> Li
 
     def watched(*own: Tensor) -> Tensor:
         value = func(*own)
-        check_custom_functions(value, call.what)
+        check_custom_functions(graph_summary(value), call.what)
         return value
 
     def gradient(*own: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:

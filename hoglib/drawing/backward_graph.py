@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.gradient_graph import user_function
+from hoglib._core.gradient_graph import FunctionNode
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import keep_swapped
 from hoglib.drawing import gathering as gather
@@ -154,7 +154,7 @@ class _Collector:
             if (f := torch_internals.custom_function(n)) is not None
         ]
         slots = {n: list(gather.by_custom(n, f, self._applications)) for n, f in functions}
-        users = [node for node, _ in functions if user_function(node) is not None]
+        users = [node for node, function in functions if FunctionNode(node, function).by_user]
         for node in users:
             lost = [slot for slot in slots[node] if slot.lost]
             self._tell_of_leaks(node, lost)

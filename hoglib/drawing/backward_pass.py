@@ -1,6 +1,6 @@
 """A gradient with a graph, watched from inside: which Function loses the graph, and what raises."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from hoglib._core import torch_internals
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
-from hoglib._core.gradient_graph import nodes, user_functions
+from hoglib._core.gradient_graph import FunctionNode, graph_summary, walk
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib.verification.call import is_part
@@ -59,13 +59,15 @@ class Pass:
         *, create_graph: bool = True,
     ) -> list[Tensor | None]:  # fmt: skip
         """The gradients; None for each if the pass raised."""
-        users = dict(user_functions(list(values)))
+        functions = graph_summary(values).functions if create_graph else []
+        by_node = {entry.node: entry for entry in functions}
         handles = []
-        for node in nodes(values):
-            if hasattr(node, "variable"):
+        for node, parents in walk(values):
+            if not parents and hasattr(node, "variable"):
                 continue
-            watched = users.get(node) if create_graph else None
-            function = torch_internals.custom_function(node) if create_graph else None
+            entry = by_node.get(node, FunctionNode(node, None))
+            watched = entry.function if entry.by_user else None
+            function = entry.function
             handles.append(node.register_prehook(partial(self._enter, node, watched)))
             handles.append(node.register_hook(partial(self._leave, node, function)))
         try:
@@ -136,10 +138,9 @@ def _depends_on_more(node: Any, grads: Sequence[Tensor], incoming: Sequence[Any]
     """Whether gradients that a node gave depend on anything but the incoming ones."""
     ids = {id(u) for u in incoming}
     since = [u for u in incoming if isinstance(u, Tensor)]
-    found: Iterator[Any] = nodes(grads, since)
     return any(
-        id(part.variable) not in ids
-        if hasattr(part, "variable")
-        else torch_internals.made_by(part) is not node
-        for part in found
+        torch_internals.made_by(part) is not node
+        if parents
+        else id(getattr(part, "variable", None)) not in ids
+        for part, parents in walk(grads, since)
     )

@@ -1,7 +1,7 @@
 """A graph as plain data, without a tensor or a node of autograd: what a picture is drawn from."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from hoglib._core import pytree, torch_internals
-from hoglib._core.gradient_graph import nodes
+from hoglib._core.gradient_graph import all_inputs_require_grad, saved_tensors, walk
 from hoglib._core.module_names import ModuleNames
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import ModulePatch, swap_parameters
@@ -92,16 +92,10 @@ def by_custom(node: Any, function: type[Function], applications: Applications) -
     """What a custom Function keeps: in save_for_backward, and as attributes of ctx."""
     # what came in without a graph is no loss; where Functions were applied in other threads it is
     # certain only if nothing did
-    certain = applications.knows(function) or all(parent for parent, _ in node.next_functions)
-    named: list[tuple[str, Any]] = []
-    if not torch_internals.has_saved_by_hooks(node):
-        with suppress(RuntimeError):  # its graph is gone, or a tensor was changed: using it raises
-            named += [(f"ctx.saved_tensors[{i}]", x) for i, x in enumerate(node.saved_tensors)]
-    named += [(f"ctx.{name}", x) for name, x in vars(node).items()]
-    for name, x in named:
-        if is_float(x):
-            bare = not x.requires_grad and not applications.was_given(function, x)
-            yield Slot(name, x, bare and certain)
+    certain = applications.knows(function) or all_inputs_require_grad(node)
+    for name, x in saved_tensors(node, unpack=False):
+        bare = not x.requires_grad and not applications.was_given(function, x)
+        yield Slot(name, x, bare and certain)
 
 
 def by_torch(node: Any) -> Iterator[Slot]:
@@ -234,8 +228,8 @@ class Gathering:
 
     def graph(self, values: Sequence[Tensor], order: int) -> None:
         """The nodes that values were computed by, and that have no part yet."""
-        new = [node for node in nodes(values) if node not in self._keys]
-        for node in reversed(new):
+        new = [(node, parents) for node, parents in walk(values) if node not in self._keys]
+        for node, _ in reversed(new):
             if hasattr(node, "variable"):
                 self._keys[node] = self._of_leaf(node.variable, order)
                 continue
@@ -249,8 +243,8 @@ class Gathering:
             part = Part(kind, name, _shapes(shapes), order, self._made_in(node))
             self._keys[node] = self.found.add(part)
             self.operations.append(node)
-        for node in reversed(new):
-            for parent, _ in node.next_functions:
+        for node, parents in reversed(new):
+            for parent, _ in parents:
                 if parent is not None and not hasattr(node, "variable"):
                     self.found.join(self._keys[parent], self._keys[node])
 

@@ -91,17 +91,12 @@ def _foreign(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     return [leaf for key, leaf in found.items() if key not in known]
 
 
-def uses_any(value: Tensor, tensors: list[Tensor]) -> bool:
-    """Whether a value was computed from one of these leaves."""
-    found = graph_summary(value).leaves
-    return any(id(x) in found for x in tensors)
-
-
 def look_at_functions(what: str, loss: Callable[..., Tensor], leaves: list[Tensor]) -> None:
     """Compares a product with the Hessian of an inner loss with differences, if it runs through
     custom Functions that no product ran through before, and warns where they are apart."""
     with keep_swapped():
-        functions = unchecked_functions(loss(*fresh_leaves(leaves, False)))
+        value = loss(*fresh_leaves(leaves, False))
+        functions = unchecked_functions(value, graph_summary(value))
         if not functions:
             return
         generator = torch.Generator().manual_seed(0)

@@ -13,6 +13,7 @@ from hoglib._core.autograd import (
     grad_enabled,
     materialize_grads,
 )
+from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.swap import keep_swapped
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.meta.guards import inner_losses_finite
@@ -119,7 +120,7 @@ def hypergradient(
                 _check_finite(losses, value)
                 grads: list[Tensor | None] = [None] * len(own)
                 if value.requires_grad:
-                    check_uses_given_params(value, given, "hypergradient")
+                    check_uses_given_params(graph_summary(value), given, "hypergradient")
                     grads = list(torch.autograd.grad(value, own, allow_unused=True))
             check_used(grads)
             result = pytree.unflatten(materialize_grads(grads, own), form)

@@ -95,7 +95,7 @@ def implicit_gradient(
     v, direct = materialize_grads(found[:count], own[:count]), found[count:]
     x, system = _solve(inner, params, hyper, pytree.unflatten(v, structure), solver)
     with keep_swapped(), torch.enable_grad():
-        _, own, gradient = gradient_with_graph(
+        _, own, gradient, _ = gradient_with_graph(
             of_leaves(inner), [*at, *of], "the inner loss", False
         )
         mixed = vjp(gradient[:count], own[count:], x, "the inner loss")

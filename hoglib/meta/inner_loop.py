@@ -11,7 +11,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hoglib._core import closures, pytree, torch_internals, validation
 from hoglib._core.autograd import fresh_leaves, materialize_grads
-from hoglib._core.gradient_graph import check_custom_functions
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.recomputation import recompute, running_again
 from hoglib._core.swap import Params, keep_swapped
 from hoglib.errors import NoSecondDerivative
@@ -198,7 +198,7 @@ def _by_transform(
     def checked(params: Params, batch: Any) -> tuple[Tensor, Any]:
         value, notes = loss(params, batch)
         if check:
-            check_custom_functions(value, "the inner step")
+            check_custom_functions(graph_summary(value), "the inner step")
         return value, (value, notes)
 
     at = pytree.map_tensors(Tensor.detach, params) if constant else params
@@ -220,7 +220,7 @@ def _by_autograd(
         if not value.requires_grad:
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
         if check and create_graph:
-            check_custom_functions(value, "the inner step", own)
+            check_custom_functions(graph_summary(value, since=own), "the inner step")
         grads = torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True)
     return pytree.unflatten(materialize_grads(list(grads), own), structure), (value.detach(), notes)
 

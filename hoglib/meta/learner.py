@@ -16,12 +16,13 @@ from hoglib._core.autograd import (
     with_gradients,
 )
 from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import NoSecondDerivative, UnsupportedError
 from hoglib.meta import norms
 from hoglib.meta import tasks as stacks
-from hoglib.meta.guards import check_finite, look_at_functions, only_what_is_learned, uses_any
+from hoglib.meta.guards import check_finite, look_at_functions, only_what_is_learned
 from hoglib.meta.inner_loop import RUNS_AGAIN, UNUSED
 from hoglib.meta.mapping import TaskResult, TaskRunner
 from hoglib.meta.module_loop import InnerLoop, MetaParams
@@ -187,7 +188,7 @@ class Learner(InnerLoop):
         def losses() -> list[Tensor]:
             """The inner one at the start, and the outer one after a step or two."""
             first = inner(at, *before.values())
-            if not uses_any(first, list(before.values())):
+            if not depends_on_any(first, list(before.values())):
                 raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
             after, state = before, self._rule(0, at, names).init(before)
             for i in range(min(2, self.inner_steps)):  # some rules show all of them in the second

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, materialize_grads, translate_errors
-from hoglib._core.gradient_graph import value_checks_off, value_checks_on
+from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
+from hoglib._core.torch_modes import value_checks_off, value_checks_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.penalties import batch_dependence, gradient_flow
+from hoglib.penalties import batch_dependence
 from hoglib.penalties.compiled import chosen, leaves_of, run
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import InputVJP, input_vjp_at
@@ -126,9 +127,7 @@ def _only(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reach(gradient: Vector, point: InputVJP) -> bool:
-    return any(
-        g.requires_grad and gradient_flow.gradient_reaches(g, point.trainable) for g in gradient
-    )
+    return any(g.requires_grad and depends_on_any(g, point.trainable) for g in gradient)
 
 
 def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:

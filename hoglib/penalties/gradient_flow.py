@@ -7,12 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
-from hoglib._core.gradient_graph import (
-    check_custom_functions,
-    is_compiled_node,
-    nodes,
-    user_functions,
-)
+from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
 from hoglib._core.torch_internals import watching_functions
 from hoglib.errors import NoSecondDerivative, UnsupportedError
 from hoglib.stand_ins.mode import in_module
@@ -21,28 +16,22 @@ OF_X = "what it returns does not depend on the points"
 OF_PARAMETERS = "its gradient by the points does not reach any parameter that learns"
 
 
-def check_gradient_flow(what: str, y: Tensor) -> None:
+def check_gradient_flow(what: str, graph: GraphSummary) -> None:
     """Raises for a custom Function that cuts the gradient's graph, and for compiled code, which has no
     second derivative; warns of a Function that may cut it."""
-    if any(is_compiled_node(node) for node in nodes([y])):
+    if graph.has_compiled_code:
         raise UnsupportedError(
             f"{what}: expected operations that torch can differentiate twice, got a part that "
             "torch.compile made, which it cannot. Compile the critic as a whole, whose own code a "
             "penalty then runs, or call it in here inside `torch.compiler.set_stance('force_eager')`."
         )
     try:
-        check_custom_functions(y, what)
+        check_custom_functions(graph, what)
     except NoSecondDerivative as error:
         raise NoSecondDerivative(
             f"{what}: this penalty has no effect because its gradient is cut in a custom Function. "
             f"{error}"
         ) from error
-
-
-def gradient_reaches(value: Tensor, leaves: list[Tensor]) -> bool:
-    """Whether a value was computed from one of these leaf tensors; ends at the first."""
-    wanted = {id(leaf) for leaf in leaves}
-    return any(id(getattr(node, "variable", None)) in wanted for node in nodes([value]))
 
 
 def no_gradient_flow(
@@ -70,9 +59,8 @@ def _cuts(func: Callable[..., Any], x: Any, args: tuple[Any, ...]) -> list[str]:
             result = func(x, *args)
         found = [watch.said(cut) for cut in watch.cuts]
         if not found and isinstance(result, Tensor):
-            found = [
-                f"the backward of {function.__qualname__}" for _, function in user_functions(result)
-            ]
+            functions = [entry.function for entry in graph_summary(result).user_functions]
+            found = [f"the backward of {f.__qualname__}" for f in functions if f is not None]
         return list(dict.fromkeys(found))
     return []
 

@@ -64,7 +64,7 @@ class InputVJP:
         self._pull: Callable[[Tensor], tuple[Tensor, ...]] | None = None
         self._transposed: tuple[Tensor, list[Tensor | None]] | None = None
         if self._functional:
-            self.wanted, self.own, self.trainable, self.functions = True, self._given, [], False
+            self.wanted, self.own, self.trainable, self.tells = True, self._given, [], False
             self._pull = self._by_transform()
             return
         self.own = fresh_leaves(self._given, wanted)
@@ -75,14 +75,13 @@ class InputVJP:
         self.y = self._tensor(picked(self.outputs, given.output))
         if self.samples is not None and self.samples.count == 1 and not self.y.dim():
             self.y = self.y.reshape(1)  # of one sample, squeezed
-        leaves, self.functions, self._runs_python = graph_summary(self.y)
-        for own in self.own:
-            leaves.pop(id(own), None)
-        self.trainable = list(leaves.values())
-        self.wanted = wanted and bool(leaves)
-        self.tells = self.wanted and self.functions  # of those that cut the gradient's graph
+        self.graph = graph_summary(self.y)
+        own = {id(leaf) for leaf in self.own}
+        self.trainable = [leaf for key, leaf in self.graph.leaves.items() if key not in own]
+        self.wanted = wanted and bool(self.trainable)
+        self.tells = self.wanted and self.graph.has_user_code  # of what detaches the gradient
         if self.tells:
-            gradient_flow.check_gradient_flow(what, self.y)
+            gradient_flow.check_gradient_flow(what, self.graph)
         elif wanted and not self.y.requires_grad and not frozen(func):
             raise gradient_flow.no_gradient_flow(
                 what, gradient_flow.OF_X, func, self.at(self.own), args
@@ -118,7 +117,9 @@ class InputVJP:
 
     def standing_in(self) -> AbstractContextManager[None]:
         """The stand-ins, for backward passes that run Python which may need them."""
-        return stand_ins_if(True) if self.stand_ins and self._runs_python else nullcontext()
+        return (
+            stand_ins_if(True) if self.stand_ins and self.graph.needs_stand_ins else nullcontext()
+        )
 
     def pull(
         self, cotangent: Tensor | None, keep: bool = False, graph: bool | None = None
@@ -132,7 +133,7 @@ class InputVJP:
             return list(self._pull(u))
         grads: list[Tensor | None] = [None] * len(self.own)
         if self.y.requires_grad:
-            telling = warn_detached(self.y, self.what) if self.tells else nullcontext()
+            telling = warn_detached(self.graph, self.what) if self.tells else nullcontext()
             with self.standing_in(), translate_errors(self.what), telling:
                 grads = list(
                     torch.autograd.grad(

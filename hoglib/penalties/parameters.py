@@ -100,7 +100,7 @@ class Norm:
             if functional:
                 value, found = _by_transform(of_leaves, leaves)
             else:
-                value, _, grads = gradient_with_graph(of_leaves, leaves, WHAT, wanted)
+                value, _, grads, _ = gradient_with_graph(of_leaves, leaves, WHAT, wanted)
                 found = [g for g in grads if g is not None]
             norm = pytree.sum_scalars([(g * g.conj()).real.sum() for g in map(upcast_half, found)])
             norm = norm if self.squared else root(norm)

@@ -14,9 +14,10 @@ from hoglib._core.finite_differences import (
     fixed_random_numbers,
     unchecked_functions,
 )
-from hoglib._core.gradient_graph import value_checks_off, value_checks_on
+from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.pytree import rows
 from hoglib._core.torch_internals import transforms_active
+from hoglib._core.torch_modes import value_checks_off, value_checks_on
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.penalties import batch_dependence, gradient_flow
 from hoglib.penalties.compiled import Draws, chosen, leaves_of, run
@@ -121,13 +122,11 @@ def terms_at(
     """The terms of a rule at x, checked, and the point; the conditions of a penalty hold inside."""
     with input_vjp_at(what, func, x, args, given) as point:
         point.draws = draws
-        unseen = unchecked_functions(point.y) if point.wanted and point.functions else []
+        unseen = unchecked_functions(point.y, point.graph) if point.tells else []
         state = generator.get_state() if unseen and generator is not None else None
         terms = rule(point)
         if point.wanted and not transforms_active():
-            if not terms.requires_grad or not gradient_flow.gradient_reaches(
-                terms, point.trainable
-            ):
+            if not terms.requires_grad or not depends_on_any(terms, point.trainable):
                 raise gradient_flow.no_gradient_flow(
                     what, gradient_flow.OF_PARAMETERS, func, point.at(point.own), point.args
                 )

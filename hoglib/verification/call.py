@@ -12,10 +12,10 @@ from torch.autograd import forward_ad
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.element_differences import Map
-from hoglib._core.gradient_graph import nodes
+from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
-from hoglib._core.torch_internals import custom_function, transforms_active
+from hoglib._core.torch_internals import transforms_active
 
 
 def fresh(value: Any) -> Any:
@@ -290,7 +290,7 @@ def name_of(fn: Any) -> str:
 
 def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function]]:
     """The custom Functions in the graphs of the outputs."""
-    found = (custom_function(node) for node in nodes(outputs))
+    found = (entry.function for entry in graph_summary(outputs).functions)
     return {function for function in found if function is not None and not is_part(function)}
 
 
