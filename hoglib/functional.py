@@ -1,4 +1,4 @@
-"""How a batch goes into a model and a criterion, and what is said when it does not fit."""
+"""The loss of a module as a function of parameters and a batch of any kind."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -18,64 +18,349 @@ from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_ba
 from hoglib._core.torch_internals import eagerly, has_compiled
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
 
-BY_ITSELF = "a tensor, a dict or an object of your own is handed to the model as it is"
+__all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
+
+Criterion = Callable[[Any, Any], Tensor]
+Forward = Callable[[nn.Module, Any], Any]
 
 
-def inputs_of(batch: Any) -> tuple[Any, ...]:
+def functional_loss(
+    model: nn.Module, criterion: Criterion, *, forward: Forward | None = None
+) -> "FunctionalLoss":
+    r"""The loss of an unmodified module as a pure function of parameters and a batch of any kind.
+
+        batch                              loss(params, batch), a scalar
+        (x, y)                             criterion(model(x), y)
+        (x1, x2, ..., y)                   criterion(model(x1, x2, ...), y)
+        anything else                      criterion(model(batch), batch)
+        anything, with forward=f           criterion(f(model, batch), batch)
+
+    The first two are tuples (named tuples too) and lists; x may itself be a tuple or dict, and is
+    passed to the model unchanged. Anything else is a tensor, a dict, a dataclass, a graph, or any other
+    object. The outputs may be anything that the criterion takes.
+
+    `params` is a dict by qualified name, as :func:`trainable_params` returns it; for parameters that
+    are not in it the model's own values are used. The model is called in the mode it is in (train or
+    eval) and is not changed.
+
+    Args:
+        model: The module, used as it is.
+        criterion: A function or module (outputs, targets) -> scalar; with `forward`, or for a batch
+            that is no tuple or list, (outputs, batch) -> scalar.
+        forward: How the model is called on a batch, a function (model, batch) -> outputs:
+            `lambda model, batch: model(**batch)`, several calls, or calls of its parts
+            (`model.encoder(x)`). Default: as in the table above.
+    Returns:
+        A :class:`FunctionalLoss`, to be called as `loss(params, batch)`. Its parts are
+        `loss.outputs(params, batch)` and `loss.criterion(outputs, batch)`; `loss.double()` is the same
+        loss in float64.
+    Raises:
+        ArgumentTypeError: if the model is no module or the criterion or forward no function; when the
+            loss is called, if the model does not take the batch's arguments.
+        ArgumentValueError: when the loss is called, if the criterion's value is not a scalar, if the
+            batch is a tuple or list of fewer than two, or if it is on another device than the
+            parameters.
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> loss = hog.functional_loss(model, F.mse_loss)
+        >>> params = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
+        >>> loss(params, (torch.ones(4, 2), torch.zeros(4, 1)))
+        tensor(4.)
+    """
+    return FunctionalLoss(model, criterion, forward)
+
+
+def trainable_params(model: nn.Module) -> Params:
+    """The parameters of a model that require grad, by qualified name.
+
+    They are the parameters themselves, not copies. A parameter that the model uses in two places (tied
+    weights) appears once, under its first name.
+
+    Args:
+        model: The module.
+    Returns:
+        A dict from names to parameters.
+    Raises:
+        ArgumentTypeError: if the model is not an `nn.Module`.
+        ArgumentValueError: if the model has no parameter that requires grad.
+    Example:
+        >>> {name: tuple(p.shape) for name, p in hog.trainable_params(nn.Linear(2, 3)).items()}
+        {'weight': (3, 2), 'bias': (3,)}
+    """
+    _check_module(model)
+    params: Params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
+        total = sum(1 for _ in model.parameters())
+        raise ArgumentValueError(
+            f"model: expected at least one trainable parameter, got none in {type(model).__name__} "
+            + (
+                f"(all {total} are frozen). Call requires_grad_(True) on those to be trained."
+                if total
+                else "(it has no parameters). Pass the module that holds the weights."
+            )
+        )
+    return params
+
+
+class FunctionalLoss:
+    """The loss of a module as a function of parameters and a batch; :func:`functional_loss` makes it.
+
+        loss(params, batch) = criterion(outputs, targets)
+
+    Args:
+        model: The module, used as it is.
+        criterion: A function or module (outputs, targets) -> scalar.
+        forward: How the model is called on a batch, (model, batch) -> outputs. The criterion is then
+            given (outputs, batch). Default: `model(*inputs)` for a batch (*inputs, targets), and
+            `model(batch)` for one that is no tuple or list.
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> loss = hog.functional_loss(model, F.mse_loss)
+        >>> batch = torch.ones(4, 2), torch.zeros(4, 1)
+        >>> outputs = loss.outputs({}, batch)
+        >>> torch.equal(loss.criterion(outputs, batch), loss({}, batch))
+        True
+    """
+
+    def __init__(
+        self, model: nn.Module, criterion: Criterion, forward: Forward | None = None
+    ) -> None:
+        _check_module(model)
+        self.model = model
+        self._criterion = check_instance("criterion", criterion)
+        self._forward = None if forward is None else check_instance("forward", forward)
+        reason = None if forward is None else _binding_error(forward, (model, None))
+        if reason is not None:
+            raise ArgumentTypeError(
+                f"forward: expected a function of two arguments, (model, batch), got "
+                f"{validation.describe(forward)} ({reason}). Write for instance "
+                "`forward=lambda model, batch: model(**batch)`."
+            )
+        self._dtype: torch.dtype | None = None
+        self._norm_policy: NormPolicy = train_mode_batch_statistics
+        self._names: set[str] = set()
+        self._compiled = False  # until the first call
+
+    def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
+        if more:
+            raise ArgumentTypeError(
+                f"loss(params, batch): expected one batch, got {1 + len(more)} arguments in its place. "
+                "Pass them as one tuple, (x, y)."
+            )
+        with self._swapped(
+            params
+        ):  # around the criterion too, which may use the model's parameters
+            return self.criterion(self._outputs(params, batch), batch)
+
+    def outputs(self, params: Params, batch: Any) -> Any:
+        """The model's outputs on a batch.
+
+        Args:
+            params: Parameters by qualified name; for those that are missing the model's own are used.
+            batch: The batch, of any kind that the loss takes.
+        Returns:
+            What the model returns: a tensor, tuple, dict or any other object.
+        """
+        with self._swapped(params):
+            return self._outputs(params, batch)
+
+    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+        """The criterion at given outputs of the model.
+
+        Args:
+            outputs: What :meth:`outputs` returned.
+            batch: The batch, whose targets, or which itself, the criterion is given.
+        Returns:
+            A scalar.
+        """
+        targets = self.targets(batch)
+        with _translate_device_errors(batch, outputs):
+            if self._dtype is not None and isinstance(self._criterion, nn.Module):
+                with swap_parameters(self._criterion, {}, self._dtype):
+                    value = self._criterion(outputs, targets)
+            else:
+                value = self._criterion(outputs, targets)
+        second = "batch" if targets is batch else "targets"
+        return validation.scalar(f"criterion(outputs, {second})", value)
+
+    def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for arguments of any kind.
+
+        Args:
+            params: Parameters by qualified name; for those that are missing the model's own are used.
+            args: Positional arguments of the model.
+            kwargs: Keyword arguments of the model.
+        Returns:
+            What the model returns.
+        """
+        with self._swapped(params):
+            return self.model(*args, **kwargs)
+
+    def double(self) -> "FunctionalLoss":
+        """This loss in float64, for parameters in float64, such as finite differences need.
+
+        What `params` does not contain (frozen parameters and buffers), and the parameters and buffers
+        of a criterion that is a module, are converted at each call: complex ones to complex128,
+        integers not at all. The model is not changed, and no copy of it is kept, so the loss follows
+        what the model learns. (A deepcopy would also fail on a model that keeps an output.) The caller
+        converts parameters and batch. Tensors that are plain attributes, and dtypes that forward
+        names, are not converted: where they cannot be combined with float64, torch raises.
+
+        Returns:
+            The loss in float64.
+        """
+        loss = copy(self)
+        loss._dtype = torch.float64
+        return loss
+
+    def with_norm_policy(self, policy: NormPolicy) -> "FunctionalLoss":
+        """This loss with other batch statistics in the model's normalisation layers.
+
+        Args:
+            policy: A function that is called with a patch and the model before each run, and replaces
+                running statistics by `patch.put(layer, name, value)`.
+        Returns:
+            The loss with this policy.
+        """
+        loss = copy(self)
+        loss._norm_policy = policy
+        return loss
+
+    def targets(self, batch: Any) -> Any:
+        """The second argument of the criterion.
+
+        Args:
+            batch: The batch.
+        Returns:
+            The last element of a tuple or list; the whole batch otherwise, and with `forward`.
+        """
+        return batch if self._forward is not None else _targets_of(batch)
+
+    @property
+    def user_criterion(self) -> Criterion:
+        """The criterion that was passed to :func:`functional_loss`."""
+        return self._criterion
+
+    def __repr__(self) -> str:
+        parts = [type(self.model).__name__, _name(self._criterion)]
+        if self._forward is not None:
+            parts.append(f"forward={_name(self._forward)}")
+        return f"functional_loss({', '.join(parts)})" + (".double()" if self._dtype else "")
+
+    def _outputs(self, params: Params, batch: Any) -> Any:
+        """The model's outputs, where its parameters have been swapped."""
+        reference = params or list(self.model.parameters())
+        with _translate_device_errors(batch, reference), eagerly(self._compiled):
+            if self._forward is not None:
+                return self._forward(self.model, batch)
+            args = _inputs_of(batch)
+            with _translate_call_errors(self.model, args, batch):
+                return self.model(*args)
+
+    def _swapped(self, params: Params) -> AbstractContextManager[None]:
+        """A context in which the model has these parameters."""
+        if not isinstance(params, dict):
+            raise ArgumentTypeError(
+                f"params: expected a dict of tensors by qualified name, got "
+                f"{validation.describe(params)}. Make one with `hoglib.trainable_params(model)`."
+            )
+        if not params.keys() <= self._names:
+            self._check_names(params)
+        return swap_parameters(self.model, params, self._dtype, self._norm_policy)
+
+    def _check_names(self, params: Params) -> None:
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        self._names = {name for name, _ in parameters}
+        self._compiled = has_compiled(self.model)
+        for name in params:
+            if name not in self._names:
+                close = get_close_matches(str(name), self._names, n=1)
+                raise ArgumentValueError(
+                    f"params: expected names of parameters of {type(self.model).__name__}, got "
+                    f"{name!r}"
+                    + (f"; did you mean {close[0]!r}?" if close else ".")
+                    + " `hoglib.trainable_params(model)` returns those that require grad."
+                )
+
+
+def check_instance(what: str, value: Any) -> Any:
+    """The function or module, unless it is the class that one is made from."""
+    validation.function(what, value)
+    if isinstance(value, type):
+        raise ArgumentTypeError(
+            f"{what}: expected a function or module, got the class {value.__name__}; "
+            f"make one: `{value.__name__}()`."
+        )
+    return value
+
+
+def _check_module(model: Any) -> None:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ArgumentTypeError(
+            f"model: expected a torch.nn.Module written in Python, got a {type(model).__name__}, whose "
+            "parameters cannot be swapped; pass the module that was scripted."
+        )
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(
+            f"model: expected a torch.nn.Module, got {validation.describe(model)}."
+        )
+    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
+        raise ArgumentTypeError(
+            "model: expected a module that runs in the calling thread, got a DataParallel, whose "
+            "replicas run in other threads with copies of the parameters; pass `model.module`."
+        )
+
+
+def _inputs_of(batch: Any) -> tuple[Any, ...]:
     """The positional arguments of the model: all but the last of a tuple or list, or the batch."""
-    return tuple(batch[:-1]) if _in_parts(batch) else (batch,)
+    return tuple(batch[:-1]) if _is_sequence(batch) else (batch,)
 
 
-def targets_of(batch: Any) -> Any:
+def _targets_of(batch: Any) -> Any:
     """What the criterion compares outputs with: the last of a tuple or list, or the batch."""
-    return batch[-1] if _in_parts(batch) else batch
+    return batch[-1] if _is_sequence(batch) else batch
 
 
-def _in_parts(batch: Any) -> bool:
+def _is_sequence(batch: Any) -> bool:
+    """Whether a batch consists of inputs and targets."""
     if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence):
         return False
     if len(batch) < 2:
         raise ArgumentValueError(
-            f"batch: expected a pair (inputs, targets), or (several, inputs, ..., targets), got a "
-            f"{type(batch).__name__} of {len(batch)}; {BY_ITSELF}"
-            + (", so pass its one element." if batch else ".")
+            f"batch: expected a pair (inputs, targets), or (input, input, ..., targets), got a "
+            f"{type(batch).__name__} of {len(batch)}; a tensor, a dict or an object of your own is "
+            "passed to the model as it is" + (", so pass its one element." if batch else ".")
         )
     return True
 
 
 @contextmanager
-def explaining_arguments(model: nn.Module, args: tuple[Any, ...], batch: Any) -> Iterator[None]:
-    """Says how to call a model whose forward does not take these arguments.
+def _translate_call_errors(model: nn.Module, args: tuple[Any, ...], batch: Any) -> Iterator[None]:
+    """Inside, a TypeError about the arguments of the model becomes one that says how to call it.
 
-    Only where they do not bind and forward was never entered: a TypeError from inside it is its own.
+    Only if the arguments do not bind and forward was never entered: other TypeErrors are the model's.
     """
     try:
         yield
     except TypeError as error:
-        reason = binding_error(model.forward, args)
-        if reason is None or _ran(model.forward, error.__traceback__):
+        reason = _binding_error(model.forward, args)
+        if reason is None or _was_entered(model.forward, error.__traceback__):
             raise
-        takes = ", ".join(inspect.signature(model.forward).parameters)
-        came = ", ".join(map(_describe, args))
+        signature = ", ".join(inspect.signature(model.forward).parameters)
+        passed = ", ".join(map(_describe, args))
         raise ArgumentTypeError(
-            f"model: expected the arguments of {type(model).__name__}.forward({takes}), got "
-            f"{len(args)} from the batch: {came} ({reason}). Say how the model is called: "
-            f"`functional_loss(model, criterion, forward={_advice(args, batch)})`; the criterion then "
-            "gets (outputs, batch)."
+            f"model: expected the arguments of {type(model).__name__}.forward({signature}), got "
+            f"{len(args)} from the batch: {passed} ({reason}). Say how the model is called: "
+            f"`functional_loss(model, criterion, forward={_forward_hint(args, batch)})`. The criterion "
+            "then gets (outputs, batch)."
         ) from error
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{type(value).__name__} with {', '.join(map(repr, value))}"
-    return validation.describe(value)
-
-
-def binding_error(function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
-    """Why a function cannot be called with these positional arguments; None where it can."""
+def _binding_error(function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
+    """Why a function cannot be called with these positional arguments; None if it can."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions of C have none
+    except (TypeError, ValueError):  # some functions written in C have none
         return None
     try:
         signature.bind(*args)
@@ -84,7 +369,7 @@ def binding_error(function: Callable[..., Any], args: tuple[Any, ...]) -> str | 
     return None
 
 
-def _ran(function: Callable[..., Any], traceback: TracebackType | None) -> bool:
+def _was_entered(function: Callable[..., Any], traceback: TracebackType | None) -> bool:
     code = getattr(inspect.unwrap(function), "__code__", None)
     while traceback is not None:
         if traceback.tb_frame.f_code is code:
@@ -93,7 +378,14 @@ def _ran(function: Callable[..., Any], traceback: TracebackType | None) -> bool:
     return False
 
 
-def _advice(args: tuple[Any, ...], batch: Any) -> str:
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with {', '.join(map(repr, value))}"
+    return validation.describe(value)
+
+
+def _forward_hint(args: tuple[Any, ...], batch: Any) -> str:
+    """A `forward` that may be what the user needs."""
     whole = len(args) == 1 and args[0] is batch
     part = "batch" if whole else "batch[0]"
     if len(args) > 1:
@@ -108,233 +400,30 @@ def _advice(args: tuple[Any, ...], batch: Any) -> str:
 
 
 @contextmanager
-def explaining_devices(batch: Any, home: Any) -> Iterator[None]:
-    """Names the tensors of the batch that are not where the tensors of `home` are."""
+def _translate_device_errors(batch: Any, reference: Any) -> Iterator[None]:
+    """Inside, torch's error about devices names the tensor of the batch that is on another device than
+    the tensors of `reference`."""
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, HoglibError) or not _about_devices(str(error)):
+        if isinstance(error, HoglibError) or not _is_device_error(str(error)):
             raise
-        devices = {tensor.device for _, tensor in tensors_in("", home)}
+        devices = {tensor.device for _, tensor in tensors_in("", reference)}
         away = [(name, t) for name, t in tensors_in("batch", batch) if t.device not in devices]
         if not devices or not away:
             raise
         name, tensor = away[0]
-        where = " and ".join(sorted(map(str, devices)))
+        expected = " and ".join(sorted(map(str, devices)))
         raise ArgumentValueError(
-            f"{name}: expected a tensor on {where}, where the model's parameters and outputs are, got "
-            f"{validation.describe(tensor)} on {tensor.device}; move the batch with "
-            f"`.to({where.split(' and ')[0]!r})`, or the model with `.to({str(tensor.device)!r})`."
+            f"{name}: expected a tensor on {expected}, where the model's parameters and outputs are, "
+            f"got {validation.describe(tensor)} on {tensor.device}; move the batch with "
+            f"`.to({expected.split(' and ')[0]!r})`, or the model with `.to({str(tensor.device)!r})`."
         ) from error
 
 
-def _about_devices(text: str) -> bool:
+def _is_device_error(text: str) -> bool:
     # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
     return "device" in text.lower() or "torch.cuda." in text
-
-
-Criterion = Callable[[Any, Any], Tensor]
-Forward = Callable[[nn.Module, Any], Any]
-
-
-def trainable_params(model: nn.Module) -> Params:
-    """The parameters of a model that require grad, by qualified name, as the tensors they are.
-
-    A parameter that the model uses in two places (tied weights) appears once, under its first name.
-    Raises ValueError for a model without any, TypeError for what is no `nn.Module`.
-    """
-    _module(model)
-    params: Params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not params:
-        total = sum(1 for _ in model.parameters())
-        raise ArgumentValueError(
-            f"model: expected at least one trainable parameter, got none in {type(model).__name__} "
-            + (
-                f"(all {total} are frozen); call requires_grad_(True) on what should learn."
-                if total
-                else "(it has no parameters at all); pass the module that holds the weights."
-            )
-        )
-    return params
-
-
-class FunctionalLoss:
-    """The loss of a model as a function of parameters and batch; made by `functional_loss`."""
-
-    def __init__(
-        self, model: nn.Module, criterion: Criterion, forward: Forward | None = None
-    ) -> None:
-        _module(model)
-        self.model = model
-        self._criterion = instance("criterion", criterion)
-        self._forward = None if forward is None else instance("forward", forward)
-        reason = None if forward is None else binding_error(forward, (model, None))
-        if reason is not None:
-            raise ArgumentTypeError(
-                f"forward: expected a function of two arguments, (model, batch), got "
-                f"{validation.describe(forward)} ({reason}); for instance "
-                "`forward=lambda model, batch: model(**batch)`."
-            )
-        self._dtype: torch.dtype | None = None
-        self._treat: NormPolicy = train_mode_batch_statistics
-        self._names: set[str] = set()
-        self._compiled = False  # until the first call
-
-    def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
-        if more:
-            raise ArgumentTypeError(
-                f"loss(params, batch): expected one batch, got {1 + len(more)} arguments in its place; "
-                "pass them as a tuple, (x, y)."
-            )
-        with self._with(params):  # a criterion may use the model's parameters too
-            return self.criterion(self._run(params, batch), batch)
-
-    def outputs(self, params: Params, batch: Any) -> Any:
-        """The model's outputs on a batch, as they are: a tensor, tuple, dict or anything else."""
-        with self._with(params):
-            return self._run(params, batch)
-
-    def _run(self, params: Params, batch: Any) -> Any:
-        home = params or list(self.model.parameters())
-        with explaining_devices(batch, home), eagerly(self._compiled):
-            if self._forward is not None:
-                return self._forward(self.model, batch)
-            args = inputs_of(batch)
-            with explaining_arguments(self.model, args, batch):
-                return self.model(*args)
-
-    def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for any arguments, with these parameters."""
-        with self._with(params):
-            return self.model(*args, **kwargs)
-
-    def criterion(self, outputs: Any, batch: Any) -> Tensor:
-        """The criterion of outputs and the targets of the batch, or the whole batch."""
-        targets = self.targets(batch)
-        with explaining_devices(batch, outputs):
-            if self._dtype is not None and isinstance(self._criterion, nn.Module):
-                with swap_parameters(self._criterion, {}, self._dtype):
-                    value = self._criterion(outputs, targets)
-            else:
-                value = self._criterion(outputs, targets)
-        second = "batch" if targets is batch else "targets"
-        return validation.scalar(f"criterion(outputs, {second})", value)
-
-    def double(self) -> "FunctionalLoss":
-        """This loss with the model's own parameters and buffers in float64, for parameters in float64.
-
-        For differences of values or gradients, which need the digits. What `params` does not hold
-        (frozen parameters, buffers), and those of a criterion that is a module, are converted at each
-        call: complex ones to complex128, integers not at all. So it follows the model, which is not
-        changed, takes no copy of its other attributes (a deepcopy fails on a model that keeps an
-        output), and `forward` may reach modules by other ways than its argument. Parameters and batch
-        are the caller's to convert.
-        Tensors that are plain attributes, and dtypes that forward names, stay as they are: where they
-        do not go together with float64, torch raises.
-        """
-        loss = copy(self)
-        loss._dtype = torch.float64
-        return loss
-
-    def treating(self, treat: NormPolicy) -> "FunctionalLoss":
-        """This loss with something else in the places of the model's layers; see `substituted`."""
-        loss = copy(self)
-        loss._treat = treat
-        return loss
-
-    def _with(self, params: Params) -> AbstractContextManager[None]:
-        if not isinstance(params, dict):
-            raise ArgumentTypeError(
-                f"params: expected a dict of tensors by qualified name, got "
-                f"{validation.describe(params)}; make one with `hoglib.trainable_params(model)`."
-            )
-        if not params.keys() <= self._names:
-            self._check_names(params)
-        return swap_parameters(self.model, params, self._dtype, self._treat)
-
-    def _check_names(self, params: Params) -> None:
-        parameters = self.model.named_parameters(remove_duplicate=False)
-        self._names = {name for name, _ in parameters}
-        self._compiled = has_compiled(self.model)
-        for name in params:
-            if name not in self._names:
-                close = get_close_matches(str(name), self._names, n=1)
-                raise ArgumentValueError(
-                    f"params: expected names of parameters of {type(self.model).__name__}, got "
-                    f"{name!r}"
-                    + (f"; did you mean {close[0]!r}?" if close else ".")
-                    + " `hoglib.trainable_params(model)` gives them all."
-                )
-
-    @property
-    def user_criterion(self) -> Criterion:
-        """The criterion as it was given to `functional_loss`."""
-        return self._criterion
-
-    def targets(self, batch: Any) -> Any:
-        """What the criterion is given of a batch, beside the outputs."""
-        return batch if self._forward is not None else targets_of(batch)
-
-    def __repr__(self) -> str:
-        parts = [type(self.model).__name__, _name(self._criterion)]
-        if self._forward is not None:
-            parts.append(f"forward={_name(self._forward)}")
-        return f"functional_loss({', '.join(parts)})" + (".double()" if self._dtype else "")
-
-
-def functional_loss(
-    model: nn.Module, criterion: Criterion, *, forward: Forward | None = None
-) -> FunctionalLoss:
-    """The loss of an unmodified module as a pure function of parameters and a batch of any kind.
-
-        batch                              loss(params, batch), a scalar
-        (x, y)                             criterion(model(x), y)
-        (x1, x2, ..., y)                   criterion(model(x1, x2, ...), y)
-        anything else                      criterion(model(batch), batch)
-        anything, with forward=f           criterion(f(model, batch), batch)
-
-    The first two are tuples (named ones too) and lists; x may be a tuple or dict, and is handed over
-    as it is. Anything else is a tensor, a dict, a dataclass, a graph, any object. `f` calls the model
-    as it likes: `lambda model, batch: model(**batch)`, several calls, its parts (`model.encoder(x)`),
-    in the mode that the model is in. Outputs may be anything that the criterion takes.
-
-    `params` is a dict by qualified name, as `trainable_params` gives it; parameters that are not in
-    it keep the model's own values. The model is called in the mode it is in (train or eval) and is
-    not changed. The parts are there too: `loss.outputs(params, batch)` and
-    `loss.criterion(outputs, batch)`; and `loss.double()`, the same in float64.
-    Raises TypeError for what is no module or function and, when called, for arguments that the model
-    does not take; ValueError, when called, for a criterion whose value is not a scalar, a tuple or list
-    of fewer than two, or a batch on another device than the parameters.
-    """
-    return FunctionalLoss(model, criterion, forward)
-
-
-def _module(model: Any) -> None:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise ArgumentTypeError(
-            f"model: expected a torch.nn.Module of Python, got a {type(model).__name__}, whose "
-            "parameters cannot be exchanged; pass the module that was scripted."
-        )
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(
-            f"model: expected a torch.nn.Module, got {validation.describe(model)}."
-        )
-    if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
-        raise ArgumentTypeError(
-            "model: expected one that runs where it is, got a DataParallel, whose replicas run in "
-            "other threads, with copies of the parameters; pass `model.module`."
-        )
-
-
-def instance(what: str, value: Any) -> Any:
-    """A function or module, not the class that one is made from."""
-    validation.function(what, value)
-    if isinstance(value, type):
-        raise ArgumentTypeError(
-            f"{what}: expected a function or module, got the class {value.__name__}; "
-            f"make one: `{value.__name__}()`."
-        )
-    return value
 
 
 def _name(function: Any) -> str:

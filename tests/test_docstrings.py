@@ -31,11 +31,9 @@ PUBLIC = [
 ]
 # Packages whose docstrings are still to be rewritten.
 PENDING = {
-    "hoglib._core",
     "hoglib.auditing",
     "hoglib.curvature",
     "hoglib.drawing",
-    "hoglib.functional",
     "hoglib.lightning",
     "hoglib.meta",
     "hoglib.penalties",

@@ -97,7 +97,7 @@ class IMAML(Learner):
         none = value.new_zeros(())
         residual, grads = Residual(none, none), {}
         if wanted:
-            loss = self.inner_objective.treating(self._norms(self.inner_steps))
+            loss = self.inner_objective.with_norm_policy(self._norms(self.inner_steps))
             value, found, residual = implicit_gradient(
                 lambda params, point: self._outer_value(point, params, query, self.inner_steps),
                 lambda params, point: self._inner_value(point, params, support, loss),

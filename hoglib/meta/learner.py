@@ -65,7 +65,7 @@ class Learner(InnerLoop):
         if params is None:
             return self.model(*args, **kwargs)
         self._look_at_norms()
-        loss = self.objective.treating(self._norms(self.inner_steps))
+        loss = self.objective.with_norm_policy(self._norms(self.inner_steps))
         with self._kept(LATER):
             return loss.call(params, *args, **kwargs)
 
@@ -177,7 +177,7 @@ class Learner(InnerLoop):
         norm = self._norms(0)
 
         def inner(at: MetaParams, *leaves: Tensor) -> Tensor:
-            loss = self.inner_objective.treating(norm)
+            loss = self.inner_objective.with_norm_policy(norm)
             return self._inner_value(at, dict(zip(names, leaves, strict=True)), support, loss)
 
         leaves, structure = pytree.flatten(point)

@@ -15,8 +15,8 @@ from hoglib.functional import (
     Criterion,
     Forward,
     FunctionalLoss,
+    check_instance,
     functional_loss,
-    instance,
     trainable_params,
 )
 from hoglib.meta import norms
@@ -135,7 +135,7 @@ class InnerLoop(nn.Module, ABC):
         self._objectives: dict[str, FunctionalLoss] = {}
         functional_loss(model, criterion, forward=forward)
         if inner_loss is not None:
-            instance("inner_loss", inner_loss)
+            check_instance("inner_loss", inner_loss)
         trainable_params(model)  # raises here, not at the first step, if there is nothing to learn
         self.model = model
         self.criterion = criterion
@@ -206,7 +206,7 @@ class InnerLoop(nn.Module, ABC):
 
     def _outer_value(self, point: MetaParams, params: Params, query: Any, step: int) -> Tensor:
         """The loss of the query set at the parameters after so many steps."""
-        loss = self.objective.treating(self._norms(step))
+        loss = self.objective.with_norm_policy(self._norms(step))
         with self._extras_at(point):
             return loss({**point.model, **params}, query)
 
@@ -259,7 +259,7 @@ class InnerLoop(nn.Module, ABC):
     def _gradient(
         self, i: int, point: MetaParams, params: Params, support: Any, constant: bool, alone: bool
     ) -> tuple[Params, Any]:
-        loss = self.inner_objective.treating(self._norms(i))
+        loss = self.inner_objective.with_norm_policy(self._norms(i))
 
         def noted(params: Params, support: Any) -> tuple[Tensor, Any]:
             with self._noting() as statistics:
