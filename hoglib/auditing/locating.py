@@ -22,7 +22,7 @@ from hoglib.auditing.problem import padding_rows
 from hoglib.auditing.route_checker import CheckResult, RouteChecker
 from hoglib.auditing.routes import Scalar
 from hoglib.auditing.stop_gradients import INNER, StopGradientReplay
-from hoglib.stand_ins.mode import seen_through
+from hoglib.stand_ins.mode import without_override_check
 from hoglib.verification.call import is_part
 
 
@@ -140,7 +140,7 @@ class _Operations(TorchFunctionMode):
             return func(*args, **kwargs)
         # what it calls says more than its name
         inside = isinstance(func, FunctionType) and func.__name__ not in INNER
-        again = seen_through(func) if inside else None
+        again = without_override_check(func) if inside else None
         if again is not None:
             with self:
                 return again(*args, **kwargs)

@@ -139,12 +139,12 @@ def _of_operation(op: Operation) -> str:
             "setup_context must save inputs and outputs themselves, and backward must be of "
             "differentiable torch operations."
         )
-    need = stand_in_of(op.func)
-    if need is None:
+    stand_in = stand_in_of(op.func)
+    if stand_in is None:
         return "Use another route or another operation."
-    lacks = f"What torch has there: {need.lacks}."
-    if not need.replaces:
-        return f"{lacks} {need.instead}"
+    lacks = f"What torch has there: {stand_in.lacks}."
+    if not stand_in.replaces:
+        return f"{lacks} {stand_in.instead}"
     return (
         f"{lacks} hoglib has a stand-in, which `hoglib.second_order()` puts in its place, and hvp, "
         "hessian, MAML and the penalties by themselves; audit(..., stand_ins=True) judges that."

@@ -20,7 +20,7 @@ from hoglib._core.detachment import ALIASES, ESCAPES, VALUELESS, name_of_call, o
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine
 from hoglib._core.torch_internals import Applying, transforms_active, unwrap, watching_functions
-from hoglib.stand_ins.mode import seen_through
+from hoglib.stand_ins.mode import without_override_check
 
 STOPPING = frozenset({"detach"})  # what a Python function of torch may call
 INNER = ("grad", "backward")  # run Python of their own, which is judged and not held
@@ -73,7 +73,7 @@ class _Watch(TorchFunctionMode):
         if self.applying.depth:
             return func(*args, **kwargs)
         inside = isinstance(func, FunctionType) and func.__name__ not in INNER
-        again = seen_through(func, STOPPING) if inside else None
+        again = without_override_check(func, STOPPING) if inside else None
         if again is not None:
             with self:
                 return again(*args, **kwargs)

@@ -9,7 +9,7 @@ import torch
 
 from hoglib._core import matrix_products
 from hoglib._version import __version__
-from hoglib.stand_ins.mode import rows
+from hoglib.stand_ins.mode import stand_in_table
 from hoglib.verification.report import MODES
 
 WIDTH = 100
@@ -34,7 +34,7 @@ def facts() -> dict[str, Any]:
                 "instead": row.instead,
                 "issue": row.issue,
             }
-            for row in rows()
+            for row in stand_in_table()
         ],
     }
 
@@ -51,8 +51,8 @@ def text() -> str:
         f"{known['threads']} threads",
         *textwrap.wrap(_products(known["matrix_products"]), WIDTH),
     ]
-    replaced = [row for row in rows() if row.replaces]
-    refused = [row for row in rows() if not row.replaces]
+    replaced = [row for row in stand_in_table() if row.replaces]
+    refused = [row for row in stand_in_table() if not row.replaces]
     keys = ", ".join(f"{mode.key} {mode.title}" for mode in MODES.values())
     for title, table in (
         ("Inside hoglib.second_order() these torch calls go to stand-ins:", replaced),

@@ -1,5 +1,11 @@
-"""`hoglib.second_order`: replacements of torch calls whose second derivative is missing or wrong."""
+"""Replacements of torch calls whose second derivative is missing or wrong.
 
-from hoglib.stand_ins.mode import active, rows, second_order
+    torch call  ->  its stand-in            inside `hoglib.second_order()`
 
-__all__ = ["active", "rows", "second_order"]
+`hoglib env` lists them; :func:`stand_in_table` returns the list.
+"""
+
+from hoglib.stand_ins.mode import active, second_order, stand_in_table
+from hoglib.stand_ins.table import StandIn
+
+__all__ = ["StandIn", "active", "second_order", "stand_in_table"]

@@ -1,13 +1,13 @@
-"""`hoglib.second_order`: torch calls without a right second derivative go to their stand-ins.
+"""The mode that sends torch calls without a right second derivative to their stand-ins.
 
     with hoglib.second_order():
         loss = criterion(model(x), y)          # an unmodified module
         g = torch.autograd.grad(loss, model.parameters(), create_graph=True)
 
-A `TorchFunctionMode` sees every torch call of this thread. One that is in the table below goes to a
-function of hoglib with the same signature, a product of large matrices to the faster of torch's own
-two; everything else goes straight through. What torch calls below Python (inside its own kernels,
-scripted or compiled code) is not seen.
+A `TorchFunctionMode` sees every torch call of its thread. A call that is in `STAND_INS` goes to a
+function of hoglib with the same signature, and a product of large matrices to the faster of two
+kernels. All other calls run unchanged. Calls below Python (inside torch's own kernels, scripted or
+compiled code) are not seen.
 """
 
 import functools
@@ -30,34 +30,40 @@ from hoglib._core.torch_modes import StandInMode
 from hoglib.errors import UnsupportedError
 from hoglib.stand_ins.table import STAND_INS, StandIn
 
-__all__ = ["active", "rows", "second_order"]
+__all__ = ["active", "second_order", "stand_in_table"]
 
-# What computes the same sooner, or gives None.
-_FASTER: dict[Any, Callable[..., Tensor | None]] = {
-    F.linear: faster_affine,
-    **dict.fromkeys(
-        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), faster_product
-    ),
-}
+# Ambient state, because an argument could not reach the torch calls of an unmodified module.
 _ACTIVE: ContextVar["_SecondOrder | None"] = ContextVar("hoglib_second_order", default=None)
-
-
-def active() -> bool:
-    """Whether the caller stands inside `second_order()`."""
-    return _ACTIVE.get() is not None
 
 
 @contextmanager
 def second_order() -> Iterator[None]:
-    """Inside, torch calls whose second derivative torch lacks, or has wrong, go to their stand-ins.
+    r"""Inside, torch calls whose second derivative is missing or wrong go to stand-ins.
 
-    `hoglib env` lists them. `hoglib.hvp`, `hoglib.hessian` and `hoglib.MAML` enter it themselves
-    (`stand_ins=False` switches that off). It works inside and outside of torch.func transforms, under
-    autocast and under make_fx; entering it twice is entering it once; another thread has to enter it
-    itself. Also a decorator. Values and first derivatives stay those of torch, to rounding. What a
-    checkpoint runs again in a later backward runs inside again (not one inside of another).
-    Raises NotImplementedError, inside, where a call that needs a gradient has no second derivative and
-    no stand-in.
+        torch call  ->  a function with the same value and first derivative, to rounding,
+                        whose second derivative is right
+
+    `hoglib env` lists the calls. `hoglib.hvp`, `hoglib.hessian` and `hoglib.MAML` enter this context
+    themselves, unless they are called with `stand_ins=False`.
+
+    It is also a decorator. It works inside and outside torch.func transforms, under autocast and under
+    make_fx. Entering it inside itself changes nothing. It holds for one thread: other threads enter it
+    themselves. What a checkpoint recomputes in a later backward is computed with stand-ins again; that
+    does not hold for a checkpoint inside a checkpoint.
+
+    Returns:
+        A context manager without a value.
+    Raises:
+        UnsupportedError: inside, at a call on a tensor that requires grad, if it has neither a second
+            derivative nor a stand-in.
+    Example:
+        >>> x = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
+        >>> with hog.second_order():
+        ...     distance = torch.cdist(x, x)[0, 1]      # no double backward in torch
+        ...     (g,) = torch.autograd.grad(distance, x, create_graph=True)
+        ...     (h,) = torch.autograd.grad(g[0, 0], x)
+        >>> h[0]
+        tensor([ 0.1280, -0.0960])
     """
     if active():
         yield
@@ -73,121 +79,103 @@ def second_order() -> Iterator[None]:
 
 @contextmanager
 def stand_ins_if(wanted: bool) -> Iterator[None]:
-    """`second_order()` for a function that only computes a derivative; or nothing."""
+    """`second_order()`, if wanted, for a function that only computes a derivative: inside, running
+    statistics are not updated."""
     with second_order() if wanted else nullcontext(), frozen_running_statistics():
         yield
 
 
-def rows() -> tuple[StandIn, ...]:
-    """What is replaced, or refused, for the installed torch."""
-    return tuple(need for need in STAND_INS if need.applies)
+def active() -> bool:
+    """Whether the caller runs inside :func:`second_order`.
+
+    Returns:
+        True inside the context, in the thread that entered it.
+    Example:
+        >>> with hog.second_order():
+        ...     hog.stand_ins.active()
+        True
+        >>> hog.stand_ins.active()
+        False
+    """
+    return _ACTIVE.get() is not None
+
+
+def stand_in_table() -> tuple[StandIn, ...]:
+    """The torch operations that are replaced, or refused, with the installed version of torch.
+
+    Returns:
+        One :class:`StandIn` for each operation, as `hoglib env` prints them.
+    Example:
+        >>> row = hog.stand_ins.stand_in_table()[0]
+        >>> row.name, row.modes
+        ('scaled_dot_product_attention', ('rr', 'fr', 'rf', 'ff'))
+    """
+    return tuple(stand_in for stand_in in STAND_INS if stand_in.applies)
 
 
 def stand_in_of(func: Any) -> StandIn | None:
-    """What is known of a torch callable that lacks a second derivative, or has it wrong."""
-    return next((need for need in rows() if func in need.replaces or func in need.refuses), None)
+    """The row of the table for a torch callable, or None."""
+    return next((s for s in stand_in_table() if func in s.replaces or func in s.refuses), None)
 
 
 class _SecondOrder(StandInMode):
     def __init__(self) -> None:
         super().__init__()
-        self._table = _table()
+        self._replacements = _replacements()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        instead = self._table.get(func)
-        if instead is not None:
-            _inside_when_run_again()
-            return instead(*args, **kwargs)
+        replacement = self._replacements.get(func)
+        if replacement is not None:
+            _recompute_inside()
+            return replacement(*args, **kwargs)
         faster = _FASTER.get(func)
         if faster is not None and not kwargs:
-            found = faster(*args)
-            if found is not None:
-                _inside_when_run_again()
-                return found
+            product = faster(*args)
+            if product is not None:
+                _recompute_inside()
+                return product
         if isinstance(func, FunctionType):
-            again = seen_through(func)
-            if again is not None:
+            copy = without_override_check(func)
+            if copy is not None:
                 with self:
-                    return again(*args, **kwargs)
+                    return copy(*args, **kwargs)
         return func(*args, **kwargs)
 
 
+# Functions that compute the same in less time, or return None.
+_FASTER: dict[Any, Callable[..., Tensor | None]] = {
+    F.linear: faster_affine,
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), faster_product
+    ),
+}
+
+
 @functools.cache
-def _table() -> dict[Any, Callable[..., Any]]:
-    """By the torch callable, what runs in its place."""
+def _replacements() -> dict[Any, Callable[..., Any]]:
+    """What runs in the place of each torch callable."""
     table: dict[Any, Callable[..., Any]] = {}
-    for need in rows():
-        for original, instead in need.replaces.items():
-            table[original] = instead
-        for original in need.refuses:
-            table[original] = functools.partial(_refuse, original, need)
+    for stand_in in stand_in_table():
+        table |= stand_in.replaces
+        for original in stand_in.refuses:
+            table[original] = functools.partial(_refuse, original, stand_in)
     return table
 
 
-@functools.cache
-def seen_through(
-    func: FunctionType, calls: frozenset[str] | None = None
-) -> Callable[..., Any] | None:
-    """A copy of a Python function of torch that a mode sees into, if there is something to see.
-
-    calls: the names of what it may call that is worth seeing; by default what has a stand-in.
-
-    Such a function asks `has_torch_function` first, which is true under any mode, and the mode is not
-    there while it handles the call. The copy's globals answer False, and so it runs on, with the mode
-    on again. What backward runs is seen in the same way.
-    """
-    if func not in _RUNNING_BACKWARD:
-        known = calls or {getattr(original, "__name__", "") for original in _table()}
-        if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
-            return None
-    answers = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
-    copy = FunctionType(
-        func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__,
-        func.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-_RUNNING_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
-
-
-def _inside_when_run_again() -> None:
-    """A checkpoint around the caller runs its function again in here too: else torch's own operation
-    would save other tensors than the stand-in did."""
-    frame = checkpoint_frame()
-    if frame is not None and not isinstance(frame.recompute_fn, _Inside):
-        frame.recompute_fn = _Inside(frame.recompute_fn)
-
-
-class _Inside:
-    """A function that runs as it would where this was made."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function, self._frozen = function, running_statistics_frozen()
-
-    def __call__(self, *args: Any) -> None:
-        with second_order(), frozen_running_statistics() if self._frozen else nullcontext():
-            self._function(*args)
-
-
-def _no(*args: Any) -> bool:
-    return False
-
-
-def _refuse(original: Callable[..., Any], need: StandIn, *args: Any, **kwargs: Any) -> Any:
+def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwargs: Any) -> Any:
+    """Raises where a gradient is needed; runs the original elsewhere."""
     tensors = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return original(*args, **kwargs)
     raise UnsupportedError(
-        f"{need.name}{in_module()}: expected an operation with a second derivative, got one without: "
-        f"{need.lacks}. {need.instead}"
+        f"{stand_in.name}{in_module()}: expected an operation with a second derivative, got one "
+        f"without: {stand_in.lacks}. {stand_in.instead}"
     )
 
 
 def in_module() -> str:
-    """The innermost module that is running its forward, by its class."""
+    """For a message: " in Linear", by the innermost module whose forward is running, or ""."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -195,3 +183,56 @@ def in_module() -> str:
             return f" in {type(owner).__name__}"
         frame = frame.f_back
     return ""
+
+
+_RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
+@functools.cache
+def without_override_check(
+    func: FunctionType, calls: frozenset[str] | None = None
+) -> Callable[..., Any] | None:
+    """A copy of a Python function of torch whose own torch calls a mode sees; None if it makes none.
+
+    calls: the names of the calls that matter. Default: those that have a stand-in.
+
+    Such a function asks `has_torch_function` first. That is true under any mode, and while the mode
+    handles the function, the mode itself is off. In the copy `has_torch_function` returns False, so
+    that it runs to its end with the mode on. The functions that run backward are copied too: a backward
+    may call Python code.
+    """
+    if func not in _RUNS_BACKWARD:
+        known = calls or {getattr(original, "__name__", "") for original in _replacements()}
+        if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
+            return None
+    checks = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    copy = FunctionType(
+        func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__,
+        func.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def _no(*args: Any) -> bool:
+    return False
+
+
+def _recompute_inside() -> None:
+    """Makes the checkpoint around the caller recompute with stand-ins: torch's own operation would save
+    other tensors than the stand-in did."""
+    frame = checkpoint_frame()
+    if frame is not None and not isinstance(frame.recompute_fn, _Inside):
+        frame.recompute_fn = _Inside(frame.recompute_fn)
+
+
+class _Inside:
+    """A function that runs inside `second_order()`, and updates running statistics if that was done
+    where this was made."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function, self._frozen = function, running_statistics_frozen()
+
+    def __call__(self, *args: Any) -> None:
+        with second_order(), frozen_running_statistics() if self._frozen else nullcontext():
+            self._function(*args)

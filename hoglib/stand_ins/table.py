@@ -1,6 +1,7 @@
-"""What torch lacks or has wrong at second order: data, with the torch versions and the upstream issues.
+"""The torch operations whose second derivative is missing or wrong, and what runs in their place.
 
-`tests/stand_ins/test_table.py` shows for each row that the installed torch still needs it.
+Each row names the operation, what is missing or wrong, in which modes of differentiation, the torch
+versions and the upstream issue. A test shows for each row that the installed torch still needs it.
 """
 
 import functools
@@ -16,46 +17,62 @@ from hoglib.ops import replacements
 Version = tuple[int, int]
 
 
-def version_of(text: str) -> Version:
+def parse_version(text: str) -> Version:
+    """Major and minor of a version such as "2.13.0+cpu"."""
     major, minor, *_ = text.split("+")[0].split(".")
     return int(major), int(minor)
 
 
-INSTALLED = version_of(torch.__version__)
+TORCH_VERSION = parse_version(torch.__version__)
 
 
 class StandIn(NamedTuple):
-    """One operation."""
+    """A torch operation whose second derivative is missing or wrong, and its replacement.
+
+    Attributes:
+        name: The operation, or several of one kind.
+        lacks: What is missing or wrong in torch.
+        modes: The modes of differentiation in which it is: of "rr" (reverse over reverse), "fr"
+            (forward over reverse), "rf" and "ff".
+        replaces: From torch callables to the functions that run in their place.
+        refuses: Torch callables without a replacement: a call that needs a gradient raises.
+        instead: For those, what to write instead.
+        issue: The number of the issue of pytorch/pytorch.
+        since: The first torch version it was measured on.
+        until: The last torch version that needs the replacement; None if the newest one does.
+        device: The type of device on which the derivative is missing or wrong.
+    """
 
     name: str
-    lacks: str  # what torch lacks, or has wrong
-    modes: tuple[str, ...]  # in which, of "rr", "fr", "rf", "ff"
-    replaces: Mapping[Any, Callable[..., Any]] = {}  # torch callable -> its stand-in
-    refuses: tuple[Any, ...] = ()  # torch callables without one
-    instead: str = ""  # the nearest workaround for those
-    issue: str = ""  # of pytorch/pytorch
-    since: Version = (2, 11)  # the first torch version it was measured on
-    until: Version | None = None  # the last one that needs it
-    device: str = "cpu"  # where it shows
+    lacks: str
+    modes: tuple[str, ...]
+    replaces: Mapping[Any, Callable[..., Any]] = {}
+    refuses: tuple[Any, ...] = ()
+    instead: str = ""
+    issue: str = ""
+    since: Version = (2, 11)
+    until: Version | None = None
+    device: str = "cpu"
 
     @property
     def applies(self) -> bool:
-        return self.since <= INSTALLED and (self.until is None or self.until >= INSTALLED)
+        """Whether the installed torch needs it."""
+        return self.since <= TORCH_VERSION and (self.until is None or self.until >= TORCH_VERSION)
 
 
 def lstm(*args: Any, **kwargs: Any) -> Any:
-    """torch.lstm by torch's own kernels, in the dtype that autocast gives it."""
+    """torch.lstm by torch's own kernels, in the dtype of autocast."""
     with native_kernels():
-        found = torch.lstm(*args, **kwargs)
-    device = found[0].device.type
+        outputs = torch.lstm(*args, **kwargs)
+    device = outputs[0].device.type
     if not autocast_on(device):
-        return found
+        return outputs
     dtype = torch.get_autocast_dtype(device)
-    return tuple(y if y.dtype == torch.float64 else y.to(dtype) for y in found)
+    return tuple(y if y.dtype == torch.float64 else y.to(dtype) for y in outputs)
 
 
-def natively(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same by torch's own kernels, without those of oneDNN and cuDNN."""
+def with_native_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, run by torch's own kernels instead of those of oneDNN and cuDNN."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -65,27 +82,30 @@ def natively(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-NO_TWICE = "no double backward, no forward mode"
+NO_DOUBLE_BACKWARD = "no double backward, no forward mode"
 NO_FORWARD = "no forward mode"
 SILENT = ", without an error"
 OVER_FORWARD = f"derivatives of its forward mode are wrong{SILENT}"
-DET = f"{OVER_FORWARD}; det near a singular matrix in reverse too"
-THIRD = f"{OVER_FORWARD}; third derivatives too"
+DET = f"{OVER_FORWARD}; near a singular matrix det is wrong in reverse over reverse too"
+THIRD = f"{OVER_FORWARD}; so are third derivatives"
 EVERY, OVER = ("rr", "fr", "rf", "ff"), ("rf", "ff")
 VENDOR = "cuDNN's has no double backward, oneDNN's (float32) no forward mode; torch's own has both"
 UMBRELLA = "198017"
 
 STAND_INS: tuple[StandIn, ...] = (
     StandIn(
-        "scaled_dot_product_attention", f"{NO_TWICE}: its fused kernels", EVERY,
+        "scaled_dot_product_attention", f"{NO_DOUBLE_BACKWARD}: its fused kernels", EVERY,
         replacements.ATTENTION, issue="116350",
     ),
-    StandIn("cdist, pdist, pairwise_distance", NO_TWICE, EVERY, replacements.DISTANCE, issue="83510"),
-    StandIn("embedding_bag", NO_TWICE, EVERY, replacements.EMBEDDING_BAG),
-    StandIn("ctc_loss", NO_TWICE, EVERY, replacements.CTC_LOSS, issue="70108"),
-    StandIn("segment_reduce", NO_TWICE, EVERY, replacements.SEGMENT_REDUCE),
-    StandIn("multi_margin_loss", NO_TWICE, EVERY, replacements.MARGIN_LOSS),
-    StandIn("hardsigmoid", NO_TWICE, ("rr", "fr", "ff"), replacements.HARDSIGMOID),
+    StandIn(
+        "cdist, pdist, pairwise_distance", NO_DOUBLE_BACKWARD, EVERY, replacements.DISTANCE,
+        issue="83510",
+    ),
+    StandIn("embedding_bag", NO_DOUBLE_BACKWARD, EVERY, replacements.EMBEDDING_BAG),
+    StandIn("ctc_loss", NO_DOUBLE_BACKWARD, EVERY, replacements.CTC_LOSS, issue="70108"),
+    StandIn("segment_reduce", NO_DOUBLE_BACKWARD, EVERY, replacements.SEGMENT_REDUCE),
+    StandIn("multi_margin_loss", NO_DOUBLE_BACKWARD, EVERY, replacements.MARGIN_LOSS),
+    StandIn("hardsigmoid", NO_DOUBLE_BACKWARD, ("rr", "fr", "ff"), replacements.HARDSIGMOID),
     StandIn(
         "linear_cross_entropy", f"chunked, a wrong double backward{SILENT}", ("rr",),
         replacements.LINEAR_CROSS_ENTROPY, since=(2, 13),
@@ -101,31 +121,32 @@ STAND_INS: tuple[StandIn, ...] = (
         replacements.CHOLESKY_INVERSE, issue=UMBRELLA,
     ),
     StandIn(
-        "mse_loss, huber_loss", "forward mode raises over a backward", ("fr",),
-        replacements.REGRESSION_LOSS, issue="123996",
+        "mse_loss, huber_loss", "forward mode over a backward raises", ("fr",), replacements.REGRESSION_LOSS,
+        issue="123996",
     ),
     StandIn("soft_margin_loss", NO_FORWARD, ("fr",), replacements.SOFT_MARGIN_LOSS),
     StandIn(
         "sparse_coo_tensor", "its values get no second derivative", ("rr", "fr"),
         refuses=(torch.sparse_coo_tensor, torch.sparse_csr_tensor),
-        instead="Build it of values that need no gradient, or multiply by index_select and index_add.",
+        instead="Build it from values that do not require grad, or multiply by index_select and "
+        "index_add.",
     ),
     StandIn(
         "triangular_solve", f"a wrong forward mode{SILENT}", ("fr", "ff"),
         replacements.TRIANGULAR_SOLVE, issue=UMBRELLA,
     ),
-    StandIn("glu", "no derivative of its tangent", OVER, replacements.GLU),
+    StandIn("glu", "its tangent has no derivative", OVER, replacements.GLU),
     StandIn("grid_sample", NO_FORWARD, ("fr", "rf", "ff"), replacements.GRID_SAMPLE, issue="117582"),
     StandIn(
-        "scatter_reduce, index_reduce", f"products with a wrong forward mode{SILENT}, or none",
+        "scatter_reduce, index_reduce", f"for products a wrong forward mode{SILENT}, or none",
         ("fr", "rf", "ff"), replacements.SCATTER_REDUCE,
     ),
     StandIn("sparse.mm", NO_FORWARD, ("fr", "rf", "ff"), replacements.SPARSE_MM),
     StandIn("lstm", VENDOR, ("fr",), {torch.lstm: lstm}),
     *(
         StandIn(
-            name, "cuDNN's has no double backward, torch's own has", ("rr",),
-            {getattr(torch, name): natively(getattr(torch, name))}, device="cuda",
+            name, "cuDNN's kernel has no double backward, torch's own has one", ("rr",),
+            {getattr(torch, name): with_native_kernels(getattr(torch, name))}, device="cuda",
         )
         for name in ("gru", "rnn_tanh", "rnn_relu")
     ),

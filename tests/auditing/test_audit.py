@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import hoglib as hog
 from hoglib.errors import NoSecondDerivative
-from hoglib.stand_ins.table import INSTALLED
+from hoglib.stand_ins.table import TORCH_VERSION
 from tests.auditing.cases import (
     Applies,
     Cached,
@@ -250,7 +250,7 @@ def test_what_was_not_asked_for_is_a_warning_that_names_the_module() -> None:
 
 
 @pytest.mark.skipif(
-    INSTALLED < (2, 13), reason="grid_sample has no double backward either before torch 2.13"
+    TORCH_VERSION < (2, 13), reason="grid_sample has no double backward either before torch 2.13"
 )
 def test_a_route_that_raises_is_a_skip_that_names_module_and_operation() -> None:
     class Sampled(nn.Module):

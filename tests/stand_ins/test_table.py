@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import hoglib as hog
 from hoglib.cli.main import main
 from hoglib.stand_ins import mode as stand_in_mode
-from hoglib.stand_ins.table import INSTALLED, STAND_INS, version_of
+from hoglib.stand_ins.table import STAND_INS, TORCH_VERSION, parse_version
 
 F64 = torch.float64
 
@@ -65,7 +65,7 @@ SAMPLES = {
     "rnn_tanh": [(recurrent(torch.nn.RNN), X.float())],
     "rnn_relu": [(recurrent(lambda *sizes: torch.nn.RNN(*sizes, nonlinearity="relu")), X.float())],
 }
-if INSTALLED >= (2, 13):
+if TORCH_VERSION >= (2, 13):
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
     SAMPLES["linear_cross_entropy"] = [(lambda x, w: F.linear_cross_entropy(x, w, LABELS, options=LinearCrossEntropyOptions()), (X, Y))]
@@ -73,16 +73,16 @@ if INSTALLED >= (2, 13):
 
 CASES = [
     pytest.param(
-        need,
+        row,
         fn,
         inputs,
         mode,
-        id=f"{need.name} {i} {mode}",
-        marks=[pytest.mark.gpu] if need.device == "cuda" else [],
+        id=f"{row.name} {i} {mode}",
+        marks=[pytest.mark.gpu] if row.device == "cuda" else [],
     )
-    for need in stand_in_mode.rows()
-    for i, (fn, inputs) in enumerate(SAMPLES[need.name])
-    for mode in need.modes
+    for row in stand_in_mode.stand_in_table()
+    for i, (fn, inputs) in enumerate(SAMPLES[row.name])
+    for mode in row.modes
 ]
 
 
@@ -91,22 +91,22 @@ def report(fn, inputs, mode):
 
 
 def test_every_row_has_a_sample():
-    assert {need.name for need in STAND_INS if need.applies} == set(SAMPLES)
+    assert {row.name for row in STAND_INS if row.applies} == set(SAMPLES)
 
 
-@pytest.mark.parametrize(("need", "fn", "inputs", "mode"), CASES)
-def test_torch_needs_it_still_and_the_stand_in_is_right(need, fn, inputs, mode):
-    if need.device == "cuda":
+@pytest.mark.parametrize(("row", "fn", "inputs", "mode"), CASES)
+def test_torch_needs_it_still_and_the_stand_in_is_right(row, fn, inputs, mode):
+    if row.device == "cuda":
         inputs = inputs.cuda()
     alone = report(fn, inputs, mode)
-    assert not alone.ok, f"torch {torch.__version__} no longer needs {need.name} in {mode}"
+    assert not alone.ok, f"torch {torch.__version__} no longer needs {row.name} in {mode}"
 
     def replaced(*given):
         with hog.second_order():
             return fn(*given)
 
-    if need.refuses:
-        with pytest.raises(NotImplementedError, match=f"{need.name}: expected an operation with a"):
+    if row.refuses:
+        with pytest.raises(NotImplementedError, match=f"{row.name}: expected an operation with a"):
             replaced(*(x.clone().requires_grad_() for x in (inputs,)))
     else:
         assert report(replaced, inputs, mode).ok
@@ -137,8 +137,8 @@ def test_a_refused_call_is_named_with_its_module_and_runs_where_nothing_is_diffe
 
 
 def test_versions():
-    assert version_of("2.13.0+cpu") == (2, 13)
-    assert version_of("2.14.0a0+git1234") == (2, 14)
+    assert parse_version("2.13.0+cpu") == (2, 13)
+    assert parse_version("2.14.0a0+git1234") == (2, 14)
     gone = STAND_INS[0]._replace(until=(2, 9))
     assert not gone.applies
     assert not STAND_INS[0]._replace(since=(9, 0)).applies
@@ -148,11 +148,11 @@ def test_env_lists_them(capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
     assert torch.__version__ in out
-    for need in stand_in_mode.rows():
-        assert need.name in out
+    for row in stand_in_mode.stand_in_table():
+        assert row.name in out
     assert main(["env", "--json"]) == 0
     known = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in known["stand_ins"]] == [
-        need.name for need in stand_in_mode.rows()
+        row.name for row in stand_in_mode.stand_in_table()
     ]
     assert all(row["lacks"] for row in known["stand_ins"])
