@@ -11,6 +11,22 @@ Each is a :class:`HoglibError` and also the built-in error of its kind, so both 
 
 A message says what was expected, what was passed, and what to do next. The commands print it
 without a traceback.
+
+    class                      also a
+    ArgumentTypeError          TypeError
+    ArgumentValueError         ValueError
+    ArgumentIndexError         ArgumentValueError, IndexError
+    NoSecondDerivative         RuntimeError
+    UnsupportedError           NotImplementedError, and so a RuntimeError
+    NonFiniteError             FloatingPointError, and so an ArithmeticError
+    NotPositiveDefiniteError   ArithmeticError
+    NondeterministicError      RuntimeError
+    ConvergenceError           RuntimeError
+    DistributedError           RuntimeError
+    VerificationError          AssertionError
+    MissingDependencyError     ImportError
+    OutputError                OSError
+    DrawingError               RuntimeError
 """
 
 __all__ = [
@@ -33,70 +49,125 @@ __all__ = [
 
 
 class HoglibError(Exception):
-    """Base class of all errors that hoglib raises itself."""
+    """Base class of all errors that hoglib raises itself.
+
+    Errors of torch, and of the functions and modules that hoglib calls, pass through unchanged.
+    """
 
 
 class ArgumentTypeError(HoglibError, TypeError):
-    """An argument has the wrong type or dtype."""
+    """An argument has the wrong type or dtype. Also a :class:`TypeError`.
+
+    The message names the argument, or the leaf of a pytree, and the expected type. Convert the
+    argument, or pass the object that the message asks for.
+    """
 
 
 class ArgumentValueError(HoglibError, ValueError):
-    """An argument has the right type and a value, shape or device that cannot be used."""
+    """An argument has the right type and a value that cannot be used. Also a :class:`ValueError`.
+
+    Raised for shapes, devices, names and options that do not exist, and for options that cannot be
+    combined. The message names the argument and the values that are allowed.
+    """
 
 
 class ArgumentIndexError(ArgumentValueError, IndexError):
-    """A dimension is out of range. Also an :class:`IndexError`, which torch raises there."""
+    """A dimension or index is out of range. Also an :class:`IndexError`, which torch raises there.
+
+    The message gives the range. Check the shape of the tensor, and whether dimensions are counted
+    from 0.
+    """
 
 
 class NoSecondDerivative(HoglibError, RuntimeError):
     """A second derivative does not exist, or part of it would be missing without an error.
 
     Raised where the value does not depend on the parameters, where a custom Function is
-    ``@once_differentiable``, and where a graph that is needed has been detached.
+    ``@once_differentiable``, where a gradient that must be differentiated has been detached, and where
+    a loss uses the parameters from elsewhere than its argument. Also a :class:`RuntimeError`. Look in
+    the loss for ``.detach()``, ``.item()``, ``.data``, ``torch.no_grad()`` and custom Functions:
+    :func:`hoglib.audit` and :func:`hoglib.verify` name the line.
     """
 
 
 class UnsupportedError(HoglibError, NotImplementedError):
-    """The request is valid, and torch or hoglib has no implementation for it."""
+    """The request is valid, and torch or hoglib has no implementation for it.
+
+    Raised for operations without the derivative that is needed, and for combinations that are not
+    implemented. Also a :class:`NotImplementedError`, and so a :class:`RuntimeError`. Use the other
+    mode, option or operation that the message names.
+    """
 
 
 class NonFiniteError(HoglibError, FloatingPointError):
-    """A loss, gradient, product or penalty is NaN or infinite."""
+    """A loss, gradient, product or penalty is NaN or infinite.
 
-
-class NondeterministicError(HoglibError, RuntimeError):
-    """A loss has different values in two evaluations at the same parameters and data."""
-
-
-class ConvergenceError(HoglibError, RuntimeError):
-    """An iterative method did not reach its tolerance."""
+    Also a :class:`FloatingPointError`, and so an :class:`ArithmeticError`. Look for a square root, norm
+    or logarithm at zero, for NaN in the data, and for overflow; lower the learning rate of a training
+    that diverges.
+    """
 
 
 class NotPositiveDefiniteError(HoglibError, ArithmeticError):
-    """A linear solve met a direction of zero or negative curvature.
+    """A linear solve met a direction of zero or negative curvature. Also an :class:`ArithmeticError`.
+
+    Add damping, use a positive semi-definite matrix (GGN or Fisher) instead of the Hessian, or train
+    the inner problem nearer to its minimum.
 
     Attributes:
-        iterations: the iteration of conjugate gradients in which it was met.
+        iterations: The iteration of conjugate gradients in which the direction was met.
     """
 
     iterations = 1
 
 
+class NondeterministicError(HoglibError, RuntimeError):
+    """Two evaluations at the same parameters and data have different values.
+
+    Raised by operators over a data set, whose passes must agree. Also a :class:`RuntimeError`. Turn off
+    dropout and random augmentation (``model.eval()``), and shuffling (``shuffle=False``).
+    """
+
+
+class ConvergenceError(HoglibError, RuntimeError):
+    """An iterative method did not reach its tolerance. Also a :class:`RuntimeError`.
+
+    Allow more iterations, a larger tolerance, or ask for fewer results.
+    """
+
+
 class DistributedError(HoglibError, RuntimeError):
-    """Processes of torch.distributed disagree, or one of them failed."""
+    """Processes of torch.distributed disagree, or one of them failed. Also a :class:`RuntimeError`.
+
+    The message names the process that failed or differs, and its error. Correct the cause in that
+    process.
+    """
 
 
 class VerificationError(HoglibError, AssertionError):
-    """Raised by :meth:`hoglib.Report.raise_if_failed`; its text is the report."""
+    """A verification failed; its text is the report. Also an :class:`AssertionError`.
+
+    Raised by :meth:`hoglib.Report.raise_if_failed` and by audits that refuse a training. Each failed
+    row of the report names the culprit and how to correct it.
+    """
 
 
 class MissingDependencyError(HoglibError, ImportError):
-    """An optional package that the call needs is not installed."""
+    """An optional package or program that the call needs is not installed.
+
+    Also an :class:`ImportError`. The message says how to install it, and how to do without.
+    """
 
 
 class OutputError(HoglibError, OSError):
-    """A file could not be written."""
+    """A file could not be written. Also an :class:`OSError`.
+
+    Check that the folder exists and can be written to, and that there is space.
+    """
 
 
 class DrawingError(HoglibError, RuntimeError):
-    """Graphviz could not draw a graph."""
+    """Graphviz could not draw a graph. Also a :class:`RuntimeError`.
+
+    Draw a smaller part of the graph, allow more time, or save it as ``.dot``.
+    """
