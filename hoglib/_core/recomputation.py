@@ -1,8 +1,8 @@
-"""Recomputation instead of memory: what `jax.checkpoint` is to JAX.
+"""Recomputation in backward instead of saved intermediate values, as `jax.checkpoint` does.
 
-The idea fits in a line: a Function whose backward is the vjp of `fn` at the saved inputs, where that
-vjp is run by *the same Function*. So backward saves only its inputs as well, the derivative of the
-derivative is recomputed too, and so on to any order.
+A custom Function saves the inputs of `fn`, and its backward is the vjp of `fn` at those inputs. That
+vjp is run by *the same Function*: so it saves only its own inputs too, and derivatives of every order
+are recomputed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,33 +27,44 @@ Tensors = tuple[Tensor | None, ...]
 
 
 def remat(fn: F) -> F:
-    r"""`fn`, with its intermediate values recomputed in backward instead of kept in memory.
+    r"""A function whose intermediate values are recomputed in backward instead of kept in memory.
 
-        y = fn(x)        g -> vjp(fn, x)(g), run again from x
-        h -> vjp(vjp(fn), (x, g))(h), run again from (x, g), and so on
+        y = fn(x)        g -> vjp(fn, x)(g), recomputed from x
+        h -> vjp(vjp(fn), (x, g))(h), recomputed from (x, g), and so on to any order
 
-    fn: a function of tensors, or an `nn.Module`, whose parameters and buffers become inputs, so that
-    gradients arrive in them. Arguments and result are any pytrees; a module among the arguments is
-    lifted in the same way; what is neither tensor nor module is passed as it is. An input that the
-    result does not depend on gets None from `torch.autograd`, as it would without remat.
+    Derivatives of any order can be taken by `torch.autograd` (`create_graph=True`) and inside
+    `torch.func.{grad, vjp, vmap, jacrev, hessian}`; each order runs fn once more. In forward mode
+    (`jvp`, `jacfwd`, dual tensors) fn runs without recomputation, which is correct and saves no memory.
+    Under a tracer (torch.compile, make_fx) it does too, and the compiler decides what to keep. Of
+    nested remats only the outermost recomputes.
 
-    Orders and modes: any order by `torch.autograd` (`create_graph=True`) and inside
-    `torch.func.{grad, vjp, vmap, jacrev, hessian}`; each order runs fn once more. Under forward mode
-    (`jvp`, `jacfwd`, dual tensors) fn itself runs, which is right and saves no memory; under a tracer
-    (torch.compile, make_fx) likewise, and the compiler decides what to keep. Inside a recomputation
-    remat does nothing, so the outermost of nested ones counts.
+    A recomputation runs under the conditions of the first run: the states of random generators (also of
+    those among the arguments and in the closure), autocast, and the train or eval mode of modules. It
+    changes no buffer: the running statistics of a train-mode BatchNorm are updated once, by the first
+    run, and not at all inside torch.func transforms, where torch cannot. fn runs without a graph of its
+    own; derivatives inside it are taken by `torch.func.grad`, or with respect to tensors made inside.
 
-    A recomputation sees what the first run saw: random generators (those among the arguments and in
-    the closure too), autocast, and the train or eval mode of lifted modules. It changes no buffer: the
-    running statistics of a train-mode BatchNorm are updated once, by the first run, and inside
-    torch.func transforms, where torch cannot, not at all. fn runs without a graph of its own; where
-    it needs derivatives inside, it takes them by `torch.func.grad` or by variables of its own.
-
-    Raises ValueError for a function whose closure, globals, defaults, partial arguments or self hold
-    tensors or modules, because their gradients would vanish, and shows how to write it (functions of
-    installed libraries are trusted); ValueError for a module with unregistered parameters, and for a
-    function that changes an input in place.
-    Source: Griewank and Walther, Evaluating Derivatives, 2008, ch. 12; `jax.checkpoint`.
+    Args:
+        fn: A function of tensors, or an `nn.Module`, whose parameters and buffers become inputs, so
+            that they receive gradients. Arguments and result are any pytrees. A module among the
+            arguments is treated like fn; what is neither tensor nor module is passed unchanged.
+    Returns:
+        A function with the signature and the values of fn. An input that the result does not depend on
+        has the gradient None, as without remat.
+    Raises:
+        ArgumentTypeError: if fn is not callable.
+        ArgumentValueError: if the closure, globals, defaults, partial arguments or self of fn hold
+            tensors or modules, because these would receive no gradient (functions of installed
+            libraries are not searched); if a module has unregistered parameters; and, at a call, if fn
+            changes an input in place.
+    References:
+        Griewank and Walther, Evaluating Derivatives, 2008, chapter 12; `jax.checkpoint`.
+    Example:
+        >>> f = hog.ops.remat(lambda x: x.sin().exp())
+        >>> x = torch.tensor(0.5, requires_grad=True)
+        >>> (g,) = torch.autograd.grad(f(x), x, create_graph=True)
+        >>> torch.autograd.grad(g, x)
+        (tensor(0.4695),)
     """
     validation.function("fn", fn)
     if getattr(fn, "_rematerialized", False):
@@ -68,7 +79,7 @@ def remat(fn: F) -> F:
             return fn(*args, **kwargs)
         if isinstance(fn, nn.Module):
             return recompute(_call_module, fn, args, kwargs)
-        # Asked again, for what the closure was given since.
+        # Checked at each call, because the closure may have changed.
         return recompute(fn, *args, generators=closures.refuse("remat", fn), keywords=kwargs)
 
     update_wrapper(rematerialized, fn, updated=())
@@ -83,20 +94,20 @@ def recompute(
     keywords: dict[str, Any] | None = None,
     modes_of: Sequence[nn.Module] = (),
 ) -> Any:
-    """fn(*args, **keywords) as `remat` runs it, for a caller who vouches for the closure of fn.
+    """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
-    modes_of: modules, beside those among the arguments, whose train or eval mode counts.
+    modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
     """
     keywords = keywords or {}
-    if _runs_as_it_is():
+    if _is_bypassed():
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
     call = _Call(fn, leaves, structure)
     tensors = call.tensors(leaves)
     if not tensors:
         return fn(*args, **keywords)
-    with without_stand_ins():  # but for fn, which is given them again
-        call.surroundings = RunState(
+    with without_stand_ins():  # fn itself runs with them, see `_Call._call`
+        call.run_state = RunState(
             tensors, [*generators, *_generators(leaves)], [*call.scope.modules(), *modes_of]
         )
         return call.result(_Recompute.apply(call.first, *tensors))
@@ -106,34 +117,34 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _runs_as_it_is() -> bool:
-    """Where nothing would be saved, or a Function would be wrong or in the way."""
-    unrecorded = not torch.is_grad_enabled() and not torch_internals.transforms_active()
+def _is_bypassed() -> bool:
+    """Whether fn runs without the Function: nothing would be saved, or a derivative be wrong."""
+    no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
     return (
-        unrecorded
-        or running_again()
+        no_graph
+        or inside_recomputation()
         or torch_internals.forward_mode_active()
         or torch_internals.tracing()
     )
 
 
 class _Recompute(torch.autograd.Function):
-    """Run a function of tensors, save its inputs, and have its vjp run in the same manner."""
+    """Runs a function of tensors and saves its inputs; its backward runs the vjp by this Function."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(run: Callable[..., Tensors], *inputs: Tensor | None) -> Tensors:
-        # Autograd will not save an input that is an output too.
-        given = {id(x) for x in inputs}
-        return tuple(y if y is None or id(y) not in given else y.view_as(y) for y in run(*inputs))
+        # Autograd does not save an input that is an output too.
+        ids = {id(x) for x in inputs}
+        return tuple(y if y is None or id(y) not in ids else y.view_as(y) for y in run(*inputs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
         run, *tensors = inputs
-        ctx.again, ctx.count = run.again, len(tensors)
-        ctx.kept = [i for i, t in enumerate(tensors) if t is not None and ctx.again.reads(i)]
-        ctx.save_for_backward(*(tensors[i] for i in ctx.kept))
+        ctx.rerun, ctx.count = run.rerun, len(tensors)
+        ctx.saved = [i for i, t in enumerate(tensors) if t is not None and ctx.rerun.uses(i)]
+        ctx.save_for_backward(*(tensors[i] for i in ctx.saved))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(y for y in outputs if y is not None and not _has_derivatives(y))
@@ -142,7 +153,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         inputs: list[Tensor | None] = [None] * ctx.count
-        for i, tensor in zip(ctx.kept, ctx.saved_tensors, strict=True):
+        for i, tensor in zip(ctx.saved, ctx.saved_tensors, strict=True):
             inputs[i] = tensor
         wanted = [
             i
@@ -152,39 +163,40 @@ class _Recompute(torch.autograd.Function):
         arrived = [j for j, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * ctx.count
         if wanted and arrived:
-            given = (*inputs, *(grads[j] for j in arrived))
-            autocast = AutocastState(tensor for tensor in given if tensor is not None)
-            vjp = _Vjp(ctx.again, ctx.count, wanted, arrived, autocast)
-            run = vjp if _runs_as_it_is() else partial(_Recompute.apply, vjp)
-            for i, grad in zip(wanted, run(*given), strict=True):
+            tensors = (*inputs, *(grads[j] for j in arrived))
+            autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
+            vjp = _Vjp(ctx.rerun, ctx.count, wanted, arrived, autocast)
+            run = vjp if _is_bypassed() else partial(_Recompute.apply, vjp)
+            for i, grad in zip(wanted, run(*tensors), strict=True):
                 result[i] = grad
         return None, *result
 
 
 class _Vjp:
-    """(inputs, cotangents) -> a gradient for each wanted input: a function of tensors once more."""
+    """The vjp (inputs, cotangents) -> gradients of the wanted inputs, again a function of tensors."""
 
     def __init__(
         self, run: Any, count: int, wanted: list[int], arrived: list[int], autocast: AutocastState
     ) -> None:
         self.run, self.count, self.wanted, self.arrived = run, count, wanted, arrived
-        self.autocast, self.again = autocast, self
+        self.autocast, self.rerun = autocast, self
 
-    def reads(self, index: int) -> bool:
-        return index >= self.count or self.run.reads(index)
+    def uses(self, index: int) -> bool:
+        return index >= self.count or self.run.uses(index)
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         inputs, cotangents = tensors[: self.count], tensors[self.count :]
-        # What backward of fn runs again (a checkpoint in a module) finds the parameters of this run.
+        # What the backward of fn recomputes (a checkpoint in a module) uses the parameters of this run.
         with self.autocast.restored(), keep_swapped():
             # torch.func is slower, and refuses Functions without setup_context.
-            by = self._by_func if torch_internals.transforms_active() else self._by_autograd
-            return by(inputs, cotangents)
+            if torch_internals.transforms_active():
+                return self._by_func(inputs, cotangents)
+            return self._by_autograd(inputs, cotangents)
 
     def _by_autograd(self, inputs: Tensors, cotangents: Tensors) -> Tensors:
         nested = torch.is_grad_enabled()
         with torch.enable_grad():
-            own = [None if t is None else self._own(i, t, nested) for i, t in enumerate(inputs)]
+            own = [None if t is None else self._fresh(i, t, nested) for i, t in enumerate(inputs)]
             outputs = self.run(*own)
         pairs = [
             (outputs[j], cotangent)
@@ -199,22 +211,22 @@ class _Vjp:
             values, variables, weights, create_graph=nested, allow_unused=True
         )
 
-    def _own(self, index: int, tensor: Tensor, nested: bool) -> Tensor:
-        """A variable of this vjp alone, which is joined to the caller's graph if there is one."""
+    def _fresh(self, index: int, tensor: Tensor, nested: bool) -> Tensor:
+        """A tensor to differentiate by, connected to the caller's graph if there is one."""
         if nested and tensor.requires_grad:
             return tensor.view_as(tensor)
         tangent = forward_ad.unpack_dual(tensor).tangent if forward_ad._current_level >= 0 else None
-        variable = tensor.detach()  # which drops the tangent as well
+        variable = tensor.detach()  # without its tangent
         if index in self.wanted:
             variable.requires_grad_()
         return variable if tangent is None else forward_ad.make_dual(variable, tangent)
 
     def _by_func(self, inputs: Tensors, cotangents: Tensors) -> Tensors:
         def of_wanted(*variables: Tensor) -> tuple[Tensor, ...]:
-            filled = list(inputs)
+            arguments = list(inputs)
             for i, variable in zip(self.wanted, variables, strict=True):
-                filled[i] = variable
-            outputs = self.run(*filled)
+                arguments[i] = variable
+            outputs = self.run(*arguments)
             return tuple(outputs[j] for j in self.arrived)
 
         _, pull = torch.func.vjp(of_wanted, *(cast(Tensor, inputs[i]) for i in self.wanted))[:2]
@@ -223,26 +235,26 @@ class _Vjp:
 
 
 class _Run:
-    """A call of the user's function as a function of its tensors: the first time, or again."""
+    """A call of the user's function as a function of its tensors: the first run, or a later one."""
 
     def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
         self.call, self.body = call, body
 
     @property
-    def again(self) -> "_Run":
-        return self.call.again
+    def rerun(self) -> "_Run":
+        return self.call.rerun
 
-    def reads(self, index: int) -> bool:
-        return index not in self.call.changed
+    def uses(self, index: int) -> bool:
+        return index not in self.call.changed_buffers
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         return self.body(tensors)
 
 
 class _Call:
-    """What one call was given, without its tensors, which only the graph may keep alive."""
+    """The arguments of one call without its tensors, which only the graph may keep alive."""
 
-    surroundings: RunState
+    run_state: RunState
 
     def __init__(self, fn: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
         self.fn, self.structure = fn, structure
@@ -250,15 +262,17 @@ class _Call:
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
         self.transformed = torch_internals.transforms_active()
-        self.standing = ActiveStandIns()
-        self.changed: dict[int, Tensor] = {}  # buffers that the first run changed, as they were
-        self.first, self.again = _Run(self, self._first), _Run(self, self._again)
+        self.stand_ins = ActiveStandIns()
+        self.changed_buffers: dict[int, Tensor] = {}  # as they were before the first run
+        self.first, self.rerun = _Run(self, self._first), _Run(self, self._rerun)
 
     def tensors(self, leaves: list[Any]) -> list[Tensor]:
-        """Tensor arguments, then the parameters and the buffers of modules, shared ones once."""
+        """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once."""
         tensors = [leaves[i] for i in self.slots]
         index: dict[int, int] = {}
-        self.places: dict[str, int] = {}  # every name of a parameter or buffer -> its tensor
+        self.state_names: dict[
+            str, int
+        ] = {}  # name of a parameter or buffer -> index of its tensor
         for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
             start = len(tensors)
             for prefix, module in self.scope.named_modules():
@@ -266,53 +280,53 @@ class _Call:
                     if id(tensor) not in index:
                         index[id(tensor)] = len(tensors)
                         tensors.append(tensor)
-                    self.places[f"{prefix}.{name}"] = index[id(tensor)]
+                    self.state_names[f"{prefix}.{name}"] = index[id(tensor)]
         self.buffers = range(start, len(tensors))
         return tensors
 
     def _first(self, tensors: Tensors) -> Tensors:
-        """With every side effect that the function has on its modules, where torch can have them."""
+        """The first run, with the function's side effects on its modules where torch allows them."""
         versions = [_version(tensor) for tensor in tensors]
         if self.transformed:
             outputs = self._with_state(tensors)
         else:
             before = {i: cast(Tensor, tensors[i]).clone() for i in self.buffers}
             outputs = self._call(tensors)
-            self.changed = {
+            self.changed_buffers = {
                 i: copy for i, copy in before.items() if _version(tensors[i]) != versions[i]
             }
         for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if _version(tensor) != version and i not in self.buffers:
                 raise ArgumentValueError(
-                    f"remat: expected a function that leaves its inputs as they are, got "
+                    f"remat: expected a function that does not change its inputs, got "
                     f"`{closures.name_of(self.fn)}`, which changed {validation.describe(tensor)} "
-                    f"in place, so that it cannot be run again; let it work on a copy, "
-                    f"`x = x.clone()`, or return the new value."
+                    f"in place, so that it cannot be run again. Change a copy, `x = x.clone()`, or "
+                    f"return the new value."
                 )
         leaves, self.output_structure = pytree.flatten(outputs)
         self.outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.output_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         return tuple(leaves[i] for i in self.output_slots)
 
-    def _again(self, tensors: Tensors) -> Tensors:
-        with self.surroundings.restored():
+    def _rerun(self, tensors: Tensors) -> Tensors:
+        with self.run_state.restored():
             outputs = self._with_state(tensors)
         return tuple(leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, Tensor))
 
     def _with_state(self, tensors: Sequence[Tensor | None]) -> Any:
-        """With these tensors in the place of the modules' parameters and buffers."""
-        if not self.places:
+        """Runs the function with these tensors as the modules' parameters and buffers."""
+        if not self.state_names:
             return self._call(tensors)
-        given = {i: self._undisturbed(i, tensors[i]) for i in self.places.values()}
-        state: Any = {name: given[i] for name, i in self.places.items()}
+        swapped = {i: self._unchanged(i, tensors[i]) for i in self.state_names.values()}
+        state: Any = {name: swapped[i] for name, i in self.state_names.items()}
         run = partial(self._call, tensors)
         with batch_statistics(self.scope):
             return functional_call(self.scope, state, (run,), tie_weights=False)
 
-    def _undisturbed(self, index: int, tensor: Tensor | None) -> Tensor | None:
-        """A copy of a buffer that fn may change, as it was before the first run."""
-        if index in self.changed:
-            return self.changed[index].clone()
+    def _unchanged(self, index: int, tensor: Tensor | None) -> Tensor | None:
+        """The tensor; of a buffer that fn may change, a copy from before the first run."""
+        if index in self.changed_buffers:
+            return self.changed_buffers[index].clone()
         if tensor is not None and self.transformed and index in self.buffers:
             return tensor.clone()
         return tensor
@@ -322,7 +336,7 @@ class _Call:
         for i, tensor in zip(self.slots, tensors, strict=False):
             leaves[i] = tensor
         args, keywords = pytree.unflatten(leaves, self.structure)
-        with _inside(), self.standing.resume(), self.surroundings.autocast.restored():
+        with _recomputing(), self.stand_ins.resume(), self.run_state.autocast.restored():
             return self.fn(*args, **keywords)
 
     def result(self, tensors: Tensors) -> Any:
@@ -333,7 +347,7 @@ class _Call:
 
 
 class _Scope(nn.Module):
-    """The modules of a call as one, whose state `functional_call` can exchange."""
+    """The modules of a call as one module, for `functional_call`."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         super().__init__()
@@ -343,12 +357,13 @@ class _Scope(nn.Module):
         return run()
 
 
+# Ambient state of a thread, because a nested remat is reached through the user's function.
 _running = local()
 
 
 @contextmanager
-def _inside() -> Iterator[None]:
-    before = running_again()
+def _recomputing() -> Iterator[None]:
+    before = inside_recomputation()
     _running.inside = True
     try:
         yield
@@ -356,13 +371,13 @@ def _inside() -> Iterator[None]:
         _running.inside = before
 
 
-def running_again() -> bool:
-    """Whether the caller is what a recomputation runs, or its first run."""
+def inside_recomputation() -> bool:
+    """Whether the caller is run by a remat, for the first time or again."""
     return getattr(_running, "inside", False)
 
 
 def _generators(leaves: list[Any]) -> list[torch.Generator]:
-    """The generators among the arguments; an argument that hides a tensor is refused."""
+    """The generators among the arguments. Refuses objects that hold a tensor."""
     found = []
     for leaf in leaves:
         if isinstance(leaf, Tensor | nn.Module):
@@ -372,10 +387,10 @@ def _generators(leaves: list[Any]) -> list[torch.Generator]:
                 found.append(capture.value)
                 continue
             raise ArgumentValueError(
-                f"remat: expected tensors and modules as arguments of their own, or in lists, tuples "
-                f"and dicts, got a {type(leaf).__name__} that holds one ({capture.path}): no gradient "
-                f"would reach it. Pass it beside the {type(leaf).__name__}, or register the type with "
-                f"torch.utils._pytree.register_pytree_node."
+                f"remat: expected tensors and modules as separate arguments, or in lists, tuples and "
+                f"dicts, got a {type(leaf).__name__} that holds one ({capture.path}): it would receive "
+                f"no gradient. Pass it separately from the {type(leaf).__name__}, or register the type "
+                f"with torch.utils._pytree.register_pytree_node."
             )
     return found
 
@@ -385,5 +400,5 @@ def _has_derivatives(tensor: Tensor) -> bool:
 
 
 def _version(tensor: Tensor | None) -> int:
-    # Inference tensors count no changes.
+    # Inference tensors have no version counter.
     return 0 if tensor is None or tensor.is_inference() else tensor._version

@@ -12,7 +12,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from hoglib._core import closures, pytree, torch_internals, validation
 from hoglib._core.autograd import fresh_leaves, materialize_grads
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
-from hoglib._core.recomputation import recompute, running_again
+from hoglib._core.recomputation import inside_recomputation, recompute
 from hoglib._core.swap import Params, keep_swapped
 from hoglib.errors import NoSecondDerivative
 from hoglib.functional import FunctionalLoss
@@ -214,7 +214,7 @@ def _by_autograd(
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = pytree.flatten(params)
     own = fresh_leaves(leaves, create_graph)
-    refused = create_graph and not (alone and running_again())
+    refused = create_graph and not (alone and inside_recomputation())
     with torch.enable_grad(), keep_swapped(), hooks_refused(refused):
         value, notes = loss(pytree.unflatten(own, structure), batch)
         if not value.requires_grad:
