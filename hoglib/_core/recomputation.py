@@ -64,7 +64,7 @@ def remat(fn: F) -> F:
         >>> x = torch.tensor(0.5, requires_grad=True)
         >>> (g,) = torch.autograd.grad(f(x), x, create_graph=True)
         >>> torch.autograd.grad(g, x)
-        (tensor(0.4695),)
+        (tensor(0.4696),)
     """
     validation.function("fn", fn)
     if getattr(fn, "_rematerialized", False):
