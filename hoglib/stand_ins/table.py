@@ -121,8 +121,8 @@ STAND_INS: tuple[StandIn, ...] = (
         replacements.CHOLESKY_INVERSE, issue=UMBRELLA,
     ),
     StandIn(
-        "mse_loss, huber_loss", "forward mode over a backward raises", ("fr",), replacements.REGRESSION_LOSS,
-        issue="123996",
+        "mse_loss, huber_loss", "forward mode over a backward raises", ("fr",),
+        replacements.REGRESSION_LOSS, issue="123996",
     ),
     StandIn("soft_margin_loss", NO_FORWARD, ("fr",), replacements.SOFT_MARGIN_LOSS),
     StandIn(

@@ -1,4 +1,4 @@
-"""Custom Functions in a graph that is differentiated twice: which are refused, and which are told of."""
+"""The walk of a gradient's graph, and its custom Functions: which are refused, and which are warned of."""
 
 import warnings
 
@@ -10,33 +10,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import hoglib as hog
+from hoglib._core import gradient_graph
+from hoglib._core.gradient_graph import graph_summary
+from tests.functions import Cube
 
 F64 = torch.float64
-
-
-class Cube(Function):
-    """Right: it keeps its input."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * g * x**2
-
-    @staticmethod
-    def jvp(ctx, t):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * t
 
 
 class Once(Cube):
@@ -44,7 +22,7 @@ class Once(Cube):
 
 
 class Saves(Cube):
-    """Keeps what forward made."""
+    """Saves an intermediate."""
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -85,6 +63,74 @@ def problem(function):
     return loss, params, {k: torch.ones_like(p) for k, p in params.items()}, batch
 
 
+def test_a_summary_has_leaves_and_custom_functions():
+    x, w, unused = (torch.randn(3, dtype=F64, requires_grad=True) for _ in range(3))
+    y = (Cube.apply(x) * hog.ops.tanh(w) + x + Cube.apply(unused).detach()).sum()
+    graph = graph_summary(y)
+    assert set(graph.leaves) == {id(x), id(w)}
+    assert graph.reached([unused, w, w.clone()]) == [1]
+    assert [entry.function for entry in graph.user_functions] == [Cube]
+    assert len(graph.functions) == 2
+    assert graph.has_user_code
+    assert not graph.has_compiled_code
+    assert graph.needs_stand_ins
+    assert not graph_summary(hog.ops.tanh(w)).has_user_code
+
+
+def test_stand_ins_are_for_a_backward_that_may_call_torch_functions_which_have_one():
+    class TorchCallsOfItsOwn(Cube):
+        runs_user_code = False
+
+    x = torch.randn(3, dtype=F64, requires_grad=True)
+    assert not graph_summary(x.sin()).needs_stand_ins
+    assert not graph_summary(TorchCallsOfItsOwn.apply(x)).needs_stand_ins
+    assert graph_summary(TorchCallsOfItsOwn.apply(Cube.apply(x))).needs_stand_ins
+
+
+def test_a_summary_ends_at_the_tensors_it_starts_from():
+    x = torch.randn(3, dtype=F64, requires_grad=True)
+    h = Cube.apply(x)
+    since = graph_summary([Once.apply(h)], since=[h])
+    assert [entry.function for entry in since.user_functions] == [Once]
+    assert not since.leaves
+
+
+def test_a_summary_of_a_value_without_a_graph_is_empty():
+    graph = graph_summary(torch.ones(3))
+    assert not graph.leaves
+    assert not graph.functions
+
+
+# what is differentiated -> how many graphs its derivatives have, each of which is walked
+WALKS = {
+    "hvp": (lambda loss, params, v, batch: hog.hvp(loss, params, v, batch), 1),
+    "a block of hvp": (lambda loss, params, v, batch: hog.hvp(loss, params, {k: torch.stack([x] * 3, -1) for k, x in v.items()}, batch), 1),
+    "hessian": (lambda loss, params, v, batch: hog.hessian(loss, params, batch), 1),
+    "laplacian": (lambda loss, params, v, batch: hog.laplacian(lambda x: Cube.apply(x).sum(1), batch[0]), 1),
+    "ggn_vp, of outputs and criterion": (lambda loss, params, v, batch: hog.ggn_vp(loss, params, v, batch), 2),
+    "a penalty, of outputs and gradient norms": (lambda loss, params, v, batch: hog.penalties.r1(Net(Cube.apply).double(), batch[0]), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_each_graph_is_walked_once(name, monkeypatch):
+    derivative, graphs = WALKS[name]
+    loss, params, v, batch = problem(Cube.apply)
+    derivative(
+        loss, params, v, batch
+    )  # the first product through Cube is compared with differences
+    walks = []
+
+    def counting(outputs, since=()):
+        walks.append(outputs)
+        return walk(outputs, since)
+
+    walk = gradient_graph.walk
+    monkeypatch.setattr(gradient_graph, "walk", counting)
+    derivative(loss, params, v, batch)
+    assert len(walks) == graphs
+
+
 def test_once_differentiable_raises_by_name():
     loss, params, v, batch = problem(Once.apply)
     for mode in ("reverse-over-reverse", "forward-over-reverse"):
@@ -94,19 +140,19 @@ def test_once_differentiable_raises_by_name():
         hog.hessian(loss, params, batch)
 
 
-@pytest.mark.filterwarnings("ignore:.*from a difference of first ones")  # told besides
+@pytest.mark.filterwarnings("ignore:.*from a difference of first ones")  # warned of too
 @pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
 @pytest.mark.parametrize(
     ("function", "slot"), [(Saves, r"ctx.saved_tensors\[0\]"), (Attribute, "ctx.slope")]
 )
-def test_what_forward_made_and_kept_is_told_by_name(function, slot, mode):
+def test_warns_of_saved_intermediates_by_name(function, slot, mode):
     loss, params, v, batch = problem(function.apply)
     with pytest.warns(UserWarning, match=rf"hvp: {function.__name__} keeps {slot}.*hoglib.verify"):
         hog.hvp(loss, params, v, batch, mode=mode)
 
 
 @pytest.mark.parametrize("over_tasks", ["vmap", "loop"])
-def test_maml_looks_too(over_tasks):
+def test_maml_checks_too(over_tasks):
     tasks = tuple((torch.ones(2, 3, 2), torch.zeros(2, 3, 1)) for _ in range(2))
 
     def run(function, **options):
@@ -138,8 +184,8 @@ class Zero(Cube):
         return torch.zeros_like(g)
 
 
-@pytest.mark.filterwarnings("ignore:.*from a difference of first ones")  # told besides
-def test_a_backward_that_leaves_the_graph_is_told_by_name():
+@pytest.mark.filterwarnings("ignore:.*from a difference of first ones")  # warned of too
+def test_warns_of_a_detached_gradient_by_name():
     loss, params, v, batch = problem(NoGrad.apply)
     for derivative in (
         lambda: hog.hvp(loss, params, v, batch),
@@ -150,7 +196,7 @@ def test_a_backward_that_leaves_the_graph_is_told_by_name():
 
 
 class Scaled(Function):
-    """Keeps constants: a number, an integer tensor, a mask that was passed."""
+    """Saves constants: a number, an integer tensor, a mask that was passed."""
 
     @staticmethod
     def forward(ctx, x, mask, index, factor):
@@ -165,7 +211,7 @@ class Scaled(Function):
 
 
 class Exp(Function):
-    """Keeps its output, as an attribute too."""
+    """Saves its output, as an attribute too."""
 
     @staticmethod
     def forward(ctx, x):
