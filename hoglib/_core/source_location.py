@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, however deep in hoglib they are given."""
+"""Where in the user's code something happens: for warnings, and for the lines that messages name."""
 
 import linecache
 import os
@@ -13,55 +13,23 @@ from torch import nn
 
 from hoglib.errors import HoglibError
 
-_NOT_THE_USERS = tuple(
-    folder + os.sep
-    for folder in (
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-        os.path.dirname(os.path.abspath(str(torch.__file__))),
-    )
-)
-
-
-def warn(message: str) -> None:
-    """A UserWarning at the innermost line that belongs neither to hoglib nor to torch."""
-    level, frame = 1, sys._getframe()
-    caller: FrameType | None = frame
-    while caller is not None and _is_hoglib_or_torch(caller.f_code.co_filename):
-        level, caller = level + 1, caller.f_back
-    warnings.warn(message, stacklevel=level)
-
-
-def is_user_file(file: str) -> bool:
-    """Whether a file belongs neither to hoglib nor to torch."""
-    return not (
-        file.startswith((*_NOT_THE_USERS, "<")) or os.path.basename(file) == "contextlib.py"
-    )
-
-
-def _is_hoglib_or_torch(file: str) -> bool:
-    return file.startswith(_NOT_THE_USERS) or os.path.basename(file) == "contextlib.py"
-
-
-# === Where in the user's code something happens.
-
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_WATCHES = ("__torch_function__", "__torch_dispatch__")
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _HOGLIB = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_VERIFIED = tuple(
+_TORCH = os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+# Files of hoglib that define differentiable functions, which are verified as a user's are.
+_DEFINES_FUNCTIONS = tuple(
     os.path.join(_HOGLIB, *name.split("/"))
     for name in (
         "ops/", "nn.py", "testing/opinfo/", "_core/mixed_precision.py", "_core/norms.py",
         "_core/recomputation.py", "_core/torch_errors.py",
     )
 )  # fmt: skip
-
-
-LONGEST = 100  # characters of a line that are quoted
+_MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__")
+_MAX_QUOTED = 100  # characters of a line
 
 
 class SourceLine(NamedTuple):
-    """A line of code."""
+    """A line of code; its string is "file:line: `source`"."""
 
     file: str
     line: int
@@ -73,56 +41,70 @@ class SourceLine(NamedTuple):
     def __str__(self) -> str:
         path = self.file
         if not path.startswith("<"):
-            near = os.path.relpath(path)
-            path = path if near.startswith("..") else near
-        source = self.source if len(self.source) <= LONGEST else self.source[: LONGEST - 3] + "..."
+            relative = os.path.relpath(path)
+            path = path if relative.startswith("..") else relative
+        source = self.source
+        if len(source) > _MAX_QUOTED:
+            source = source[: _MAX_QUOTED - 3] + "..."
         code = f": `{source}`" if source else ""
         return f"{path}:{self.line}{code}"
 
 
+def warn(message: str) -> None:
+    """Gives a UserWarning that points at the innermost line outside hoglib and torch."""
+    level, frame = 1, sys._getframe()
+    caller: FrameType | None = frame
+    while caller is not None and _is_library(caller.f_code.co_filename):
+        level, caller = level + 1, caller.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a file belongs neither to hoglib nor to torch."""
+    return not (file.startswith("<") or _is_library(file))
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_HOGLIB, _TORCH)) or os.path.basename(file) == "contextlib.py"
+
+
 def is_user_code(file: str) -> bool:
-    """Whether a file belongs neither to Python, nor to torch, nor to hoglib."""
+    """Whether a file may define the function that is verified.
+
+    That is none of Python's standard library, torch and hoglib, but for hoglib's own differentiable
+    functions.
+    """
     if file.startswith(_STDLIB) and "-packages" not in file:
         return False
-    return not (file.startswith((_TORCH, "<frozen")) or _ours(file))
+    return not (file.startswith((_TORCH, "<frozen")) or _is_machinery(file))
 
 
-def _ours(file: str) -> bool:
-    """hoglib, but for the ops, which are verified like anyone's."""
-    return file.startswith(_HOGLIB) and not file.startswith(_VERIFIED)
+def _is_machinery(file: str) -> bool:
+    """Whether a file of hoglib runs or verifies functions, rather than defining them."""
+    return file.startswith(_HOGLIB) and not file.startswith(_DEFINES_FUNCTIONS)
 
 
 def torch_call_line() -> SourceLine | None:
-    """The line that made a torch call, for a watch on it; None if verification itself made it."""
+    """The line whose torch call a mode is handling; None for a call of hoglib's own machinery."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in _WATCHES:
+    while frame is not None and frame.f_code.co_name not in _MODE_HANDLERS:
         frame = frame.f_back
     return _innermost(frame.f_back if frame is not None else None)
 
 
 def caller_line() -> SourceLine | None:
-    """The line of the user's that led here; None if verification itself did."""
+    """The user's line that called hoglib; None if hoglib's machinery called itself."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _ours(frame.f_code.co_filename):
+    while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return _innermost(frame)
 
 
-def running_module() -> nn.Module | None:
-    """The module whose method is running, the innermost one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module):
-            return found
-        frame = frame.f_back
-    return None
-
-
 def _innermost(frame: FrameType | None) -> SourceLine | None:
+    """The first line of user code from a frame outwards; None if hoglib's machinery comes first."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if _ours(file) and frame.f_code.co_name not in _WATCHES:
+        if _is_machinery(file) and frame.f_code.co_name not in _MODE_HANDLERS:
             return None
         if is_user_code(file):
             return SourceLine(file, frame.f_lineno)
@@ -130,25 +112,37 @@ def _innermost(frame: FrameType | None) -> SourceLine | None:
     return None
 
 
+def running_module() -> nn.Module | None:
+    """The innermost module of which a method is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return owner
+        frame = frame.f_back
+    return None
+
+
 def error_line(error: BaseException) -> SourceLine | None:
-    """The innermost line of the user's that an error went through."""
+    """The innermost line of user code in the traceback of an error."""
     trace: TracebackType | None = error.__traceback__
-    found = None
+    innermost = None
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if is_user_code(file):
-            found = SourceLine(file, trace.tb_lineno)
+            innermost = SourceLine(file, trace.tb_lineno)
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 def format_error(error: BaseException) -> str:
-    """The first line of an error, and where the user's code raised it."""
+    """The type and first line of an error, and the line of user code that raised it."""
     text = f"{type(error).__name__}: {error}".splitlines()[0][:300].rstrip(". ")
-    place = error_line(error)
-    return f"{text} (at {place})" if place else text
+    line = error_line(error)
+    return f"{text} (at {line})" if line else text
 
 
 def error_text(error: BaseException) -> str:
+    """The message of an error, with its type unless it is an error of hoglib."""
     text = str(error)
     return text if isinstance(error, HoglibError) else f"{type(error).__name__}: {text}"

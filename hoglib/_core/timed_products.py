@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.cache import cache_dir, made
+from hoglib._core.cache import cache_dir, make_private_dir
 
 SIZES: tuple[int, ...] = (64, 256, 1024)
 ROUNDS = 5
@@ -174,7 +174,7 @@ def _write(path: Path, times: dict[Class, Times]) -> bool:
         "seconds": {_name(of): list(pair) for of, pair in times.items()},
     }
     try:
-        handle, name = mkstemp(dir=made(path.parent))
+        handle, name = mkstemp(dir=make_private_dir(path.parent))
         with os.fdopen(handle, "w") as file:
             json.dump(text, file, indent=1)
         try:

@@ -1,4 +1,4 @@
-"""What an exact derivative is allowed to lose to rounding, by the dtype it was computed in."""
+"""How far an exact derivative may differ from a reference by rounding, for each dtype."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,20 @@ import torch
 
 
 class Tolerance(NamedTuple):
-    """|a - b| <= atol + rtol |b|."""
+    """The tolerance of a comparison.
+
+        |a - b| <= atol + rtol |b|
+
+    Attributes:
+        atol: Absolute tolerance.
+        rtol: Relative tolerance.
+    """
 
     atol: float
     rtol: float
 
 
+# By the dtype that a derivative was computed in.
 TOLERANCES = {
     torch.float64: Tolerance(1e-10, 1e-8),
     torch.complex128: Tolerance(1e-10, 1e-8),

@@ -1,4 +1,4 @@
-"""Errors of the stand-ins: of the type that torch raises, with a message that explains itself."""
+"""Errors of stand-ins: also a RuntimeError, which torch raises for the same argument."""
 
 from torch import Tensor
 
@@ -6,19 +6,19 @@ from hoglib._core import validation
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 
-class Refused(ArgumentValueError, RuntimeError):
-    """A ValueError that is a RuntimeError to those who expect torch's own; it explains itself."""
+class TorchValueError(ArgumentValueError, RuntimeError):
+    """An ArgumentValueError where torch raises RuntimeError."""
 
 
-class RefusedType(ArgumentTypeError, RuntimeError):
-    """A TypeError that is a RuntimeError to those who expect torch's own; it explains itself."""
+class TorchTypeError(ArgumentTypeError, RuntimeError):
+    """An ArgumentTypeError where torch raises RuntimeError."""
 
 
 def real(what: str, value: Tensor) -> Tensor:
-    """A tensor of a real floating-point dtype."""
+    """The argument, a tensor of a real floating-point dtype."""
     try:
         return validation.real(what, value)
     except ArgumentTypeError as error:
-        if not isinstance(value, Tensor):  # torch too has a TypeError for it
+        if not isinstance(value, Tensor):  # torch raises TypeError too
             raise
-        raise RefusedType(str(error)) from None
+        raise TorchTypeError(str(error)) from None

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from hoglib._core import validation
-from hoglib._core.cache import cache_dir
-from hoglib._core.cache import made as made_directory
+from hoglib._core.cache import cache_dir, make_private_dir
 from hoglib._core.source_location import warn
 from hoglib._version import __version__
 from hoglib.capture.passes import (
@@ -291,7 +290,7 @@ def _save(artifact: Any, key: str) -> None:
     """Saves compiled code atomically; if that fails, the next process compiles again."""
     directory = cache_dir()
     try:
-        made_directory(directory)
+        make_private_dir(directory)
         handle, name = mkstemp(dir=directory)
         os.close(handle)
         try:
@@ -314,7 +313,7 @@ def _save(artifact: Any, key: str) -> None:
 def _torch_cache_in(directory: Path) -> Iterator[None]:
     """Inside, torch's compiler caches machine code in the same directory, to which our files refer."""
     try:
-        made_directory(directory)
+        make_private_dir(directory)
     except OSError:  # `_save` warns about it
         yield
         return

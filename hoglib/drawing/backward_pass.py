@@ -10,7 +10,7 @@ from torch.autograd import Function
 
 from hoglib._core import torch_internals
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
-from hoglib._core.gradient_graph import FunctionNode, graph_summary, walk
+from hoglib._core.gradient_graph import FunctionNode, walk
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib.verification.call import is_part
@@ -59,15 +59,12 @@ class Pass:
         *, create_graph: bool = True,
     ) -> list[Tensor | None]:  # fmt: skip
         """The gradients; None for each if the pass raised."""
-        functions = graph_summary(values).functions if create_graph else []
-        by_node = {entry.node: entry for entry in functions}
         handles = []
-        for node, parents in walk(values):
-            if not parents and hasattr(node, "variable"):
+        for node, _ in walk(values):
+            if hasattr(node, "variable"):
                 continue
-            entry = by_node.get(node, FunctionNode(node, None))
-            watched = entry.function if entry.by_user else None
-            function = entry.function
+            function = torch_internals.custom_function(node) if create_graph else None
+            watched = function if FunctionNode(node, function).by_user else None
             handles.append(node.register_prehook(partial(self._enter, node, watched)))
             handles.append(node.register_hook(partial(self._leave, node, function)))
         try:
@@ -139,8 +136,8 @@ def _depends_on_more(node: Any, grads: Sequence[Tensor], incoming: Sequence[Any]
     ids = {id(u) for u in incoming}
     since = [u for u in incoming if isinstance(u, Tensor)]
     return any(
-        torch_internals.made_by(part) is not node
-        if parents
-        else id(getattr(part, "variable", None)) not in ids
-        for part, parents in walk(grads, since)
+        id(part.variable) not in ids
+        if hasattr(part, "variable")
+        else torch_internals.made_by(part) is not node
+        for part, _ in walk(grads, since)
     )

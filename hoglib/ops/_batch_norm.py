@@ -13,7 +13,7 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.mixed_precision import upcast_dtype
 from hoglib._core.running_statistics import running_statistics_frozen
-from hoglib._core.torch_errors import Refused
+from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode
 from hoglib.errors import ArgumentIndexError, ArgumentValueError
@@ -287,7 +287,7 @@ def _check_channels(input: Tensor, **given: Tensor | None) -> None:
         )
     for name, value in given.items():
         if value is not None and value.numel() != input.shape[1]:
-            raise Refused(
+            raise TorchValueError(
                 f"{name}: expected {input.shape[1]} elements, one for each channel, got "
                 f"{validation.describe(value)}."
             )

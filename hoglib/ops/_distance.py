@@ -66,12 +66,12 @@ def cdist(
     for name, x in (("x1", x1), ("x2", x2)):
         torch_errors.real(name, x)
         if x.dim() < 2:
-            raise torch_errors.Refused(
+            raise torch_errors.TorchValueError(
                 f"{name}: expected at least 2 dimensions, rows and entries, got "
                 f"{validation.describe(x)}; one row is `{name}[None]`."
             )
     if x1.shape[-1] != x2.shape[-1]:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             f"x2: expected rows of {x1.shape[-1]} entries as in x1, got {x2.shape[-1]}; "
             "distances are between rows of one length."
         )
@@ -79,7 +79,7 @@ def cdist(
     norm = _check_norm(p)
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
-        raise torch_errors.RefusedType(
+        raise torch_errors.TorchTypeError(
             f"x2: expected {x1.dtype} as in x1, got {x2.dtype}; convert one of them."
         )
     rows = max(a.shape[-2], b.shape[-2])
@@ -122,7 +122,7 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
     """
     torch_errors.real("input", input)
     if input.dim() != 2:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             f"input: expected 2 dimensions, got {validation.describe(input)}; use `vmap` for more."
         )
     norm, n, x = _check_norm(p), input.shape[0], upcast_half(input)
@@ -196,7 +196,7 @@ def _norm_is_cast(x: Tensor) -> bool:
 
 def _check_norm(p: float) -> float:
     if not p >= 0:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             f"p: expected a number of at least 0, got {p}; 2 is the usual one."
         )
     return float(p)

@@ -217,7 +217,7 @@ def _empty_bags(weight: Tensor, count: int) -> Tensor:
 def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:
     count = offsets.shape[0] - 1 if ends else offsets.shape[0]
     if count < 0:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             "offsets: expected at least one under include_last_offset, got none; the last is the end."
         )
     place = torch.arange(input.shape[0], dtype=offsets.dtype, device=input.device)
@@ -234,7 +234,7 @@ def _padding_row(padding_idx: int | None, weight: Tensor) -> int | None:
         return None
     rows = weight.shape[0]
     if not -rows <= padding_idx < rows:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             f"padding_idx: expected one of the {rows} rows of weight, {-rows} to {rows - 1}, got "
             f"{padding_idx}."
         )
@@ -256,11 +256,11 @@ def _check(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) -> No
         )
     torch_errors.real("weight", weight)
     if scale is not None and scale.dtype != weight.dtype:
-        raise torch_errors.RefusedType(
+        raise torch_errors.TorchTypeError(
             f"per_sample_weights: expected {weight.dtype} as in weight, got {scale.dtype}; convert it."
         )
     if input.dtype not in (torch.int64, torch.int32):
-        raise torch_errors.RefusedType(
+        raise torch_errors.TorchTypeError(
             f"input: expected indices, int64 or int32, got {validation.describe(input)}; use `.long()`."
         )
 

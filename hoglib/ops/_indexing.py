@@ -120,24 +120,26 @@ def index_reduce(
     """
     validation.tensor("input", input)
     if reduce not in ("prod", "mean", "amax", "amin"):
-        raise torch_errors.Refused(f"reduce: expected prod, mean, amax or amin, got {reduce!r}.")
+        raise torch_errors.TorchValueError(
+            f"reduce: expected prod, mean, amax or amin, got {reduce!r}."
+        )
     if index.dim() > 1:
         raise ArgumentIndexError(
             f"index: expected a vector of indices, got {validation.describe(index)}."
         )
     if index.dtype not in (torch.int64, torch.int32):
-        raise torch_errors.RefusedType(
+        raise torch_errors.TorchTypeError(
             f"index: expected int64 or int32, got {validation.describe(index)}; use `.long()`."
         )
     if source.dtype != input.dtype:
-        raise torch_errors.RefusedType(
+        raise torch_errors.TorchTypeError(
             f"source: expected {input.dtype} as in input, got {source.dtype}; convert one of them."
         )
     axis = validation.dim("dim", dim, input.dim())
     x, s = torch.atleast_1d(input), torch.atleast_1d(source)
     shape = (*x.shape[:axis], index.numel(), *x.shape[axis + 1 :])
     if s.shape != shape:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             f"source: expected shape {shape}, that of input with {index.numel()} entries of index at "
             f"dim, got {tuple(s.shape)}."
         )
@@ -203,7 +205,7 @@ def segment_reduce(
     validation.tensor("data", data)
     given, axis = _check_segments(data, lengths, indices, offsets, axis)
     if reduce not in _SEGMENT_REDUCTIONS:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
         )
     torch_errors.real("data", data)
@@ -238,27 +240,27 @@ def _check_segments(
 ) -> tuple[Tensor, int]:
     """The lengths, or the offsets where they are given, and the axis counted from 0."""
     if indices is not None:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             "indices: expected None, got a tensor; torch does not take them yet."
         )
     given = lengths if offsets is None else offsets
     if given is None:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             "lengths: expected lengths or offsets of the segments, got neither."
         )
     axis = validation.dim("axis", axis, data.dim())
     if data.dim() < given.dim() or given.dim() != axis + 1:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             f"axis: expected the last dimension of lengths or offsets, got axis {axis} of data "
             f"{tuple(data.shape)} and {validation.describe(given)}."
         )
     if given.shape[:-1] != data.shape[:axis]:
-        raise torch_errors.Refused(
+        raise torch_errors.TorchValueError(
             f"lengths: expected {tuple(data.shape[:axis])} before the last dimension, as in data, got "
             f"{tuple(given.shape[:-1])}."
         )
     if given.dtype not in (torch.int64, torch.int32):
-        raise torch_errors.RefusedType(
+        raise torch_errors.TorchTypeError(
             f"lengths: expected whole numbers, int64 or int32, got {validation.describe(given)}."
         )
     return given, axis

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import autocast_on, upcast_dtype
-from hoglib._core.torch_errors import Refused
+from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_modes import plain_reverse_mode
 from hoglib.errors import ArgumentTypeError
 from hoglib.ops._fused_norms import fused_layer_norm
@@ -66,7 +66,7 @@ def layer_norm(
     shape = _check_shape(input, normalized_shape)
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and tuple(value.shape) != shape:
-            raise Refused(
+            raise TorchValueError(
                 f"{name}: expected normalized_shape {shape}, got {validation.describe(value)}."
             )
     dtype = input.dtype
@@ -108,7 +108,7 @@ def _check_shape(input: Tensor, shape: Any) -> tuple[int, ...]:
         )
     result = tuple(shape)
     if not result or tuple(input.shape[-len(result) :]) != result:
-        raise Refused(
+        raise TorchValueError(
             f"normalized_shape: expected the last dimensions of the input, at least one, got "
             f"{list(result)}; the input has shape {tuple(input.shape)}."
         )

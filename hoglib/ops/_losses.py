@@ -11,7 +11,7 @@ from torch.nn import _reduction
 
 from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_half, upcast_half
-from hoglib._core.torch_errors import Refused
+from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_modes import reverse_only
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
@@ -285,7 +285,7 @@ def soft_margin_loss(
     """
     validation.real("input", input)
     if target.requires_grad and torch.is_grad_enabled():
-        raise Refused(
+        raise TorchValueError(
             "target: expected a constant, by which soft_margin_loss is not differentiable, got a "
             "tensor that requires grad; pass it detached."
         )

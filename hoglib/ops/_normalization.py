@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import upcast_dtype
-from hoglib._core.torch_errors import Refused
+from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_internals import forward_mode_active
 
 
@@ -80,7 +80,7 @@ def check_dtypes(input: Tensor, **parameters: Tensor | None) -> None:
     allowed = [{input.dtype}, {upcast_dtype(input.dtype)}]
     if dtypes and dtypes not in allowed:
         names = ", ".join(f"{name} {value.dtype}" for name, value in given.items())
-        raise Refused(
+        raise TorchValueError(
             f"{names}: expected {' or '.join(sorted({str(*d) for d in allowed}))} for all of them, as "
             f"the input is {input.dtype}; convert them with `.to`."
         )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib._core.torch_errors import Refused
+from hoglib._core.torch_errors import TorchValueError
 from hoglib.errors import ArgumentValueError
 
 
@@ -45,7 +45,7 @@ def check_running_statistics(mean: Tensor | None, var: Tensor | None, *, require
     given = {"running_mean": mean, "running_var": var}
     missing = [name for name, value in given.items() if value is None]
     if required and missing:
-        raise Refused(
+        raise TorchValueError(
             f"{', '.join(missing)}: expected running statistics, got None; pass both, or normalise by "
             "the statistics of the input."
         )
@@ -55,7 +55,7 @@ def check_running_statistics(mean: Tensor | None, var: Tensor | None, *, require
         )
     for name, value in given.items():
         if value is not None and value.requires_grad and torch.is_grad_enabled():
-            raise Refused(
+            raise TorchValueError(
                 f"{name}: expected a tensor that does not require grad; batch norm is not "
                 "differentiable by it. Pass it detached."
             )

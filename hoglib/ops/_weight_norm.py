@@ -5,7 +5,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import upcast_dtype
-from hoglib._core.torch_errors import Refused
+from hoglib._core.torch_errors import TorchValueError
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -47,7 +47,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 def torch_weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     """`torch._weight_norm_interface`: the norms too, as constants, in the dtype computed in."""
     if dim not in (0, v.dim() - 1):
-        raise Refused(f"dim: expected the first or the last dimension, got {dim}.")
+        raise TorchValueError(f"dim: expected the first or the last dimension, got {dim}.")
     w, squares = _weight_and_squares(v, g, dim)
     return w, squares.detach().sqrt()
 
@@ -81,7 +81,7 @@ def _result_type(v: Tensor, g: Tensor) -> torch.dtype:
 def _one_for_each_norm(v: Tensor, g: Tensor, length: Tensor, squares: Tensor) -> Tensor:
     """Along the first and the last dimension torch reads g as a list, whatever its shape."""
     if v.dtype != g.dtype or g.numel() != squares.numel():
-        raise Refused(
+        raise TorchValueError(
             f"g: expected {squares.numel()} elements of {v.dtype}, one for each norm, got "
             f"{validation.describe(g)}."
         )
