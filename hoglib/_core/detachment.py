@@ -1,9 +1,10 @@
-"""Finds where a function leaves the graph: a watch on every torch call that it makes.
+"""Finds where a function leaves the graph: a mode that sees every torch call of the function.
 
-A call is a cut if a floating-point tensor with a graph goes in and one without comes out, or a number.
-That names `.detach()` and `.data`, code under `no_grad`, kernels without a derivative, and whatever
-torch adds tomorrow. Not every cut does harm; to find out, the watch can mend one: it hands back the
-tensor that was detached, or records a call that ran with gradients off.
+A call detaches if a floating-point tensor with a graph is passed to it, and its result is a tensor
+without one, or a number. That finds `.detach()` and `.data`, code under `no_grad`, and kernels without
+a derivative, also those of future versions of torch. Not every detached gradient does harm. To find
+out, the mode can repair one: it returns the tensor that was detached, or enables gradients for a call
+that ran without.
 """
 
 from collections.abc import Collection
@@ -19,18 +20,21 @@ from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine
 from hoglib._core.torch_internals import Applying
 
-# What they return does not depend on the values that they are given.
-VALUELESS = (
+# Calls whose result does not depend on the values of their arguments.
+VALUE_INDEPENDENT = (
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
     "new_zeros", "new_ones", "new_full", "heaviside",
 )  # fmt: skip
+# Calls that may take only the dtype or shape of a second tensor.
 LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")
+# Calls whose result is no tensor of torch: the method -> what users write.
 ESCAPES = {
     "item": ".item()", "__float__": "float()", "__complex__": "complex()", "tolist": ".tolist()",
     "numpy": ".numpy()", "__array__": "NumPy", "__dlpack__": "DLPack", "data_ptr": ".data_ptr()",
     "untyped_storage": ".untyped_storage()",
 }  # fmt: skip
 INNER = "torch.autograd.grad without create_graph=True"
+# Calls that return the values of a tensor without its graph: the method -> what users write.
 ALIASES = {
     "data": ".data", "detach": ".detach()", "tensor": "torch.tensor()", "new_tensor": ".new_tensor()",
 }  # fmt: skip
@@ -38,15 +42,19 @@ ALIASES = {
 
 @dataclass
 class DetachedGradient:
-    """One place where the graph ends."""
+    """A place where a function leaves the graph, and how."""
 
-    how: str  # ".detach()"
-    kind: str  # "alias", "escape", "off", "inner", "write" or "kernel"
+    how: str  # such as ".detach()"
+    # "alias": the values without the graph; "escape": no tensor any more; "off": gradients disabled;
+    # "inner": autograd.grad without create_graph; "write": in place, unseen by autograd;
+    # "kernel": an operation without a derivative
+    kind: str
     place: SourceLine | None
-    then: str = ""  # ".numpy()", where the detached tensor left torch
+    then: str = ""  # such as ".numpy()", by which the detached tensor left torch
 
     @property
-    def mendable(self) -> bool:
+    def repairable(self) -> bool:
+        """Whether the call can be run so that its result keeps the graph."""
         return self.kind in ("alias", "off", "inner") and not self.then
 
     def __str__(self) -> str:
@@ -55,18 +63,23 @@ class DetachedGradient:
 
 
 class DetachmentWatch(TorchFunctionMode):
-    """`cuts` are the cuts seen, each place once; those in `mend` are mended as they pass."""
+    """A mode that collects in `detached` the places where the calls inside it leave the graph.
 
-    def __init__(self, mend: Collection[tuple[str, SourceLine | None]] = ()) -> None:
+    repair: (how, place) of those that are repaired.
+    """
+
+    def __init__(self, repair: Collection[tuple[str, SourceLine | None]] = ()) -> None:
         super().__init__()
-        self.applying = Applying()  # what another Function's forward does has a backward of its own
-        self._mend = set(mend)
+        self.applying = Applying()  # calls in the forward of another Function are not seen
+        self._repair = set(repair)
         self._lost: list[tuple[Tensor, DetachedGradient]] = []
-        self._aliases: list[Tensor] = []  # what .data and .detach() gave of tensors without a graph
+        # results of .data and .detach() of tensors without a graph
+        self._aliases: list[Tensor] = []
         self._seen: dict[tuple[str, SourceLine | None], DetachedGradient] = {}
 
     @property
-    def cuts(self) -> list[DetachedGradient]:
+    def detached(self) -> list[DetachedGradient]:
+        """The places found so far, each once."""
         return list(self._seen.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,60 +87,65 @@ class DetachmentWatch(TorchFunctionMode):
         if self.applying.depth:
             return func(*args, **kwargs)
         name = name_of_call(func)
-        given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        graphed = any(x.requires_grad and is_float(x) for x in given)
-        if name == "detach_" and graphed:
-            cut = self._note(".detach_()", "alias")
-            if (cut.how, cut.place) in self._mend:
+        tensors = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        has_graph = any(x.requires_grad and is_float(x) for x in tensors)
+        if name == "detach_" and has_graph:
+            found = self._note(".detach_()", "alias")
+            if (found.how, found.place) in self._repair:
                 return args[0]
-            self._lost.append((args[0], cut))
+            self._lost.append((args[0], found))
             return func(*args, **kwargs)
-        if func is torch.autograd.grad and (INNER, source_location.torch_call_line()) in self._mend:
+        if (
+            func is torch.autograd.grad
+            and (INNER, source_location.torch_call_line()) in self._repair
+        ):
             return func(*args, **(kwargs | {"create_graph": True}))
         result = func(*args, **kwargs)
-        if name in ALIASES and not graphed and isinstance(result, Tensor):
+        if name in ALIASES and not has_graph and isinstance(result, Tensor):
             self._aliases.append(result)
-        if graphed and _changed(name, args, kwargs, self._aliases):
+        if has_graph and _changed(name, args, kwargs, self._aliases):
             self._note(f"a write through .data by `{_short(func)}`", "write")
             return result
         if name in ESCAPES:
-            self._escape(ESCAPES[name], given, graphed)
-        elif graphed and name not in VALUELESS and not only_like(name, args):
+            self._escape(ESCAPES[name], tensors, has_graph)
+        elif has_graph and name not in VALUE_INDEPENDENT and not uses_only_metadata(name, args):
             return self._check(func, name, args, kwargs, result)
         return result
 
     def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
-        made = [y for y in pytree.leaves(result) if is_float(y)]
-        without = [y for y in made if not y.requires_grad]
-        # what torch's fallback for kernels without a formula leaves behind
-        raw = [y for y in made if y.grad_fn and "NotImplemented" in y.grad_fn.name()]
+        """The result of a call, after noting whether it lost the graph of the arguments."""
+        outputs = [y for y in pytree.leaves(result) if is_float(y)]
+        without = [y for y in outputs if not y.requires_grad]
+        # of torch's fallback for kernels without a derivative
+        raw = [y for y in outputs if y.grad_fn and "NotImplemented" in y.grad_fn.name()]
         if not without and not raw:
             return result
         if name in ALIASES:
-            cut = self._note(ALIASES[name], "alias")
+            found = self._note(ALIASES[name], "alias")
         elif name == "grad" and func is torch.autograd.grad:
-            cut = self._note(INNER, "inner")
+            found = self._note(INNER, "inner")
         elif not torch.is_grad_enabled():
             by = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
-            cut = self._note(f"`{_short(func)}` under {by}", "off")
+            found = self._note(f"`{_short(func)}` under {by}", "off")
         else:
-            cut = self._note(f"`{_short(func)}`, which has no derivative", "kernel")
-        if (cut.how, cut.place) in self._mend:
+            found = self._note(f"`{_short(func)}`, which has no derivative", "kernel")
+        if (found.how, found.place) in self._repair:
             if name in ALIASES:
                 return args[0]
-            if cut.kind == "off":
+            if found.kind == "off":
                 with torch.inference_mode(False), torch.enable_grad():
                     return func(*args, **kwargs)
-        self._lost += [(y, cut) for y in without]
+        self._lost += [(y, found) for y in without]
         return result
 
-    def _escape(self, how: str, given: list[Tensor], graphed: bool) -> None:
-        for x in given:
-            for lost, cut in self._lost:
+    def _escape(self, how: str, tensors: list[Tensor], has_graph: bool) -> None:
+        """Notes that values of a tensor leave torch, which has a graph, or was detached before."""
+        for x in tensors:
+            for lost, found in self._lost:
                 if lost is x:
-                    cut.then = how
+                    found.then = how
                     return
-        if graphed:
+        if has_graph:
             self._note(how, "escape")
 
     def _note(self, how: str, kind: str) -> DetachedGradient:
@@ -136,20 +154,20 @@ class DetachmentWatch(TorchFunctionMode):
 
 
 def _changed(name: str, args: Any, kwargs: Any, aliases: list[Tensor]) -> bool:
-    """Whether it writes into a tensor that autograd does not see."""
+    """Whether a call writes into a tensor that autograd does not see."""
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     written = args[0] if args and in_place else kwargs.get("out")
     return any(written is alias for alias in aliases)
 
 
 def name_of_call(func: Any) -> str:
-    """What the user calls it: `data` for the getter of Tensor.data."""
+    """The name by which a user knows a torch callable: `data` for the getter of Tensor.data."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
-def only_like(name: str, args: Any) -> bool:
-    """Whether the tensor with a graph lends its dtype or shape only: x.to(other), x.view_as(other)."""
+def uses_only_metadata(name: str, args: Any) -> bool:
+    """Whether only the dtype or shape of the tensor with a graph is used: x.to(y), x.view_as(y)."""
     return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
 
 

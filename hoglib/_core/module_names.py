@@ -1,4 +1,4 @@
-"""Qualified names of the modules that a function calls."""
+"""Qualified names of the modules that a function holds or calls."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -13,19 +13,21 @@ from hoglib._core.closures import Capture, held
 
 
 class ModuleNames:
-    """Names of the modules that a function is, holds, or is seen to call.
+    """Names of the modules that a function is, holds, or calls while it is watched.
 
-    Those of the one model have the names that its parameters have. Of several models each name starts
-    with what the function calls the model; with `always`, also of one that it only closes over.
+    The modules of a single model are named as in `model.named_modules()`. With several models, each
+    name starts with the name that the function has for the model.
+
+    always: that prefix is used for a single model too, unless the model is the function itself.
     """
 
     def __init__(self, fn: Any, *, always: bool = False) -> None:
-        everything = list(held(fn))
-        found = [one for one in everything if isinstance(one.value, nn.Module)]
-        self._generators = [x.value for x in everything if isinstance(x.value, torch.Generator)]
+        captures = list(held(fn))
+        found = [one for one in captures if isinstance(one.value, nn.Module)]
+        self._generators = [x.value for x in captures if isinstance(x.value, torch.Generator)]
         self._names: dict[int, str] = {}
         self.roots: list[nn.Module] = []
-        self.prefixes: list[str] = []  # of the names in each root
+        self.prefixes: list[str] = []  # of the names in each of the roots
         if hasattr(fn, "user_criterion"):  # of `hoglib.functional_loss`
             self._add("", fn.model)
             if isinstance(fn.user_criterion, nn.Module):
@@ -45,12 +47,11 @@ class ModuleNames:
 
     @contextmanager
     def discovering(self) -> Iterator[None]:
-        """Modules that run inside, and that nothing known holds, get names; their buffers stay as they
-        are."""
+        """Inside, modules that run and have no name get one; their buffers are restored afterwards."""
         late: list[tuple[Tensor, Tensor]] = []
 
         def start(module: nn.Module, args: Any) -> None:
-            if self.meet(module):
+            if self.add(module):
                 late.extend((b, b.detach().clone()) for b in module.buffers())
 
         try:
@@ -61,42 +62,44 @@ class ModuleNames:
                 for buffer, kept in reversed(late):
                     buffer.copy_(kept)
 
-    def meet(self, module: nn.Module) -> bool:
-        """Give a module that runs a name, unless it has one; whether it had none."""
+    def add(self, module: nn.Module) -> bool:
+        """Names a module and its submodules; False if it has a name already."""
         if id(module) in self._names:
             return False
         self._add("" if not self.roots else type(module).__name__, module)
         return True
 
     def of(self, module: nn.Module) -> str:
+        """The qualified name of a module, "" for a single model itself, its class if it is unknown."""
         return self._names.get(id(module), type(module).__name__)
 
     def title(self, module: nn.Module | None) -> str:
-        """Its qualified name; for a whole model, which has none, its class."""
+        """The qualified name, or the class of a whole model."""
         return "the loss" if module is None else self.of(module) or type(module).__name__
 
     def briefly(self, module: nn.Module | None) -> str:
-        """The same in a sentence of many."""
+        """The name for a list in a sentence."""
         if module is None:
             return "the loss"
         name = self.of(module)
         return f"`{name}`" if name else "the model itself"
 
     def called(self, module: nn.Module | None) -> str:
-        """The same in a sentence, with its class."""
+        """The name and class for a sentence."""
         if module is None:
             return "the loss, outside of modules"
         name, kind = self.of(module), type(module).__name__
         return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
 
     def modules(self) -> Iterator[nn.Module]:
+        """All modules that have a name."""
         for root in self.roots:
             yield from root.modules()
 
     def generators(self) -> list[torch.Generator]:
-        """Those that the loss holds, and that modules keep."""
-        kept = [x for m in self.modules() for x in vars(m).values()]
-        return [*self._generators, *(x for x in kept if isinstance(x, torch.Generator))]
+        """The random generators that the function holds, and those that are attributes of modules."""
+        attributes = [x for m in self.modules() for x in vars(m).values()]
+        return [*self._generators, *(x for x in attributes if isinstance(x, torch.Generator))]
 
 
 @contextmanager
@@ -104,21 +107,21 @@ def watching_modules(
     start: Callable[[nn.Module, Any], None],
     end: Callable[[nn.Module, Any, Any], None] = lambda module, args, output: None,
 ) -> Iterator[None]:
-    """Calls these before and after each module that this thread runs inside, but for what is compiled.
+    """Inside, calls `start` before and `end` after each module that this thread runs.
 
-    Those that another thread runs meanwhile, of a model in training perhaps, are not this one's.
+    Modules that are being compiled, or that other threads run, are left out.
     """
     here = threading.get_ident()
 
-    def ours() -> bool:
+    def watched() -> bool:
         return threading.get_ident() == here and not torch.compiler.is_compiling()
 
     def before(module: nn.Module, args: Any) -> None:
-        if ours():
+        if watched():
             start(module, args)
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if ours():
+        if watched():
             end(module, args, output)
 
     handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
@@ -130,7 +133,7 @@ def watching_modules(
 
 
 def _tops(found: list[Capture]) -> list[Capture]:
-    """Those that are no part of another one, each once."""
+    """The modules that are not part of another of them, each once."""
     parts = {id(part) for one in found for part in one.value.modules() if part is not one.value}
     tops = {id(one.value): one for one in reversed(found) if id(one.value) not in parts}
     return list(reversed(tops.values()))

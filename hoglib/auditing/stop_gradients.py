@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
-from hoglib._core.detachment import ALIASES, ESCAPES, VALUELESS, name_of_call, only_like
+from hoglib._core.detachment import (
+    ALIASES,
+    ESCAPES,
+    VALUE_INDEPENDENT,
+    name_of_call,
+    uses_only_metadata,
+)
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine
 from hoglib._core.torch_internals import Applying, transforms_active, unwrap, watching_functions
@@ -81,7 +87,7 @@ class _Watch(TorchFunctionMode):
         given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
         graphed = any(is_float(x) and _graphed(x) for x in given)
         result = func(*args, **kwargs)
-        if not graphed or name in VALUELESS or only_like(name, args):
+        if not graphed or name in VALUE_INDEPENDENT or uses_only_metadata(name, args):
             return result
         if name in INNER and kwargs.get("create_graph"):
             return result

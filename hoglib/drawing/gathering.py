@@ -150,7 +150,7 @@ class ModuleCalls:
         end of `places`, so that its statistics stay as they are."""
 
         def before(module: nn.Module, args: Any) -> None:
-            self._names.meet(module)
+            self._names.add(module)
             if not self._open and not places.in_use(module):
                 with swap_parameters(module, {}):  # for as long as places stand
                     pass

@@ -57,7 +57,7 @@ def _cuts(func: Callable[..., Any], x: Any, args: tuple[Any, ...]) -> list[str]:
         with watching_functions(lambda function, given: None) as applying:
             watch.applying = applying
             result = func(x, *args)
-        found = [watch.said(cut) for cut in watch.cuts]
+        found = [watch.said(cut) for cut in watch.detached]
         if not found and isinstance(result, Tensor):
             functions = [entry.function for entry in graph_summary(result).user_functions]
             found = [f"the backward of {f.__qualname__}" for f in functions if f is not None]

@@ -239,7 +239,7 @@ class _Examination:
         total = sum(lost.values())
         if total <= LOST * size:
             return Diagnosis(0.0, [], [], self._once, None, inner)
-        cuts = self._blamed(watch.cuts, total, size)
+        cuts = self._blamed(watch.detached, total, size)
         slots = [slot for slot in self._described() if lost.get(slot.label, 0.0) > LOST * size]
         for slot in slots:
             slot.lost = lost[slot.label]
@@ -255,20 +255,20 @@ class _Examination:
         watch = DetachmentWatch()
         with suppress(Exception):
             self._seen(watch)
-        return watch.cuts
+        return watch.detached
 
     def _blamed(
         self, cuts: list[DetachedGradient], total: float, size: float
     ) -> list[DetachedGradient]:
         """The cuts without whose mending more is lost; what cannot be mended answers for the rest."""
-        mendable = [cut for cut in cuts if cut.mendable]
+        mendable = [cut for cut in cuts if cut.repairable]
         least = self._left(mendable)
         guilty = []
         for cut in mendable:
             without = self._left([other for other in mendable if other is not cut])
             if without > least + max(0.01 * total, LOST * size):
                 guilty.append(cut)
-        others = [cut for cut in cuts if not cut.mendable]
+        others = [cut for cut in cuts if not cut.repairable]
         if others and least > LOST * size:
             guilty += others
         return guilty or (cuts if self._left([]) > LOST * size else [])

@@ -269,7 +269,7 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
 
     with watching_functions(ignore) as watch.applying, watch:
         subject.map(*(y.clone().requires_grad_() for y in x))
-    for cuts in _together(watch.cuts):
+    for cuts in _together(watch.detached):
         shown = "; ".join(map(str, cuts[:3]))
         yield Row(
             f"graph cut: {title(cuts[0])}", "fail", None,

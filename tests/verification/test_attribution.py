@@ -132,7 +132,7 @@ def test_cuts_are_named_with_file_and_line(case):
     rule, how = CUTS[case]
     report = hog.verify(with_backward(rule), x)
     texts = [row.text for row in report.failed if row.name.startswith("graph cut: ")]
-    assert any(how in text and "test_doctor.py:" in text for text in texts), str(report)
+    assert any(how in text and "test_attribution.py:" in text for text in texts), str(report)
     assert report.failed[0].name.startswith("graph cut: ")  # cuts come first
 
 

@@ -64,7 +64,7 @@ class Subject:
                 critic.calls = []
             with DetachmentWatch() as watch:
                 returned = self.once(critic, real, fake)
-            cuts += [cut for cut in watch.cuts if cut.place is not None and FLAG not in cut.how]
+            cuts += [cut for cut in watch.detached if cut.place is not None and FLAG not in cut.how]
             values.append(number(returned, real))
             calls.append(critic.calls if isinstance(critic, Critic) else [])
         mean = torch.stack([v.to(real.dtype) for v in values]).mean()
