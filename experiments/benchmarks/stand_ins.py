@@ -52,7 +52,7 @@ def calls(repeats: int) -> list[str]:
         value = torch.sin(value)
     value = value.sum()
     seconds = interleaved({"walk": partial(graph_summary, value)}, repeats)
-    lines.append(f"| the look at one node of a graph | | {seconds['walk'] / MANY * 1e6:.2f} |")
+    lines.append(f"| the walk over one node of a graph | | {seconds['walk'] / MANY * 1e6:.2f} |")
     return lines
 
 
