@@ -38,8 +38,8 @@ class Race(Belonging):
     two), times the share of the images that it is of; a step of Adam adam_batch / batch.
 
     hidden, act: of the networks, from pixels to pixels; curvature_batch: images that the matrix of a
-    step is of, null for all; damping, max_iter, progress: of `hoglib.curvature.NewtonCG`; adam_batch,
-    adam_lr: of Adam.
+    step is of, null for all; damping, max_iter, stagnation_tol: of
+    `hoglib.curvature.NewtonCG`; adam_batch, adam_lr: of Adam.
     """
 
     evaluations: Tensor
@@ -51,7 +51,7 @@ class Race(Belonging):
         curvature_batch: int | None = 256,
         damping: float = 0.1,
         max_iter: int = 100,
-        progress: float = 0.01,
+        stagnation_tol: float = 0.01,
         adam_batch: int = 128,
         adam_lr: float = 1e-3,
     ) -> None:
@@ -68,7 +68,7 @@ class Race(Belonging):
         self.newton: dict[str, Any] = {
             "damping": damping,
             "max_iter": max_iter,
-            "progress": progress,
+            "stagnation_tol": stagnation_tol,
         }
         start = mlp([PIXELS, *widths, PIXELS], act)
         self.networks = nn.ModuleDict({NEWTON: deepcopy(start), ADAM: start})

@@ -16,7 +16,7 @@ from hoglib.meta import Learner
 if TYPE_CHECKING:  # what brings Lightning, which benchmarks do without
     from experiments.benchmarks.summary import Line
     from experiments.data.noisy_digits import Examples
-    from hoglib.curvature.whole_spectrum import Spectrum
+    from hoglib.curvature.spectrum import Spectrum
     from hoglib.lightning.curvature import Measurement
 
 mpl.use("Agg")

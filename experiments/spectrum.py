@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 
 from experiments import plots, runs, verify
-from hoglib.curvature.whole_spectrum import spectrum_of
+from hoglib.curvature.spectrum import spectrum_of
 from hoglib.lightning.audit import check_method, problems_of
 
 FILE = "spectrum.json"
@@ -51,9 +51,9 @@ class Trainer(verify.Trainer):
         for name, loss, params, given in problems_of(model, batch):
             found = spectrum_of(loss, params, given, k, num_samples, steps, stand_ins, shown)
             print(f"\nHessian of {name}, {found.size:,} parameters, {found.products} products")
-            print(found.told())
+            print(found.summary())
             spectra[name] = found
-        numbers = {name: found.numbers() for name, found in spectra.items()}
+        numbers = {name: found.to_dict() for name, found in spectra.items()}
         (folder / FILE).write_text(json.dumps(numbers, indent=1) + "\n")
         picture = plots.spectra(spectra, folder / "spectrum.png")
         print(f"\nSaved {folder / FILE} and {picture}")

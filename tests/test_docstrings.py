@@ -32,7 +32,6 @@ PUBLIC = [
 # Packages whose docstrings are still to be rewritten.
 PENDING = {
     "hoglib.auditing",
-    "hoglib.curvature",
     "hoglib.drawing",
     "hoglib.lightning",
     "hoglib.meta",

@@ -1,8 +1,8 @@
-"""The data of an operator: what a batch is, how much it weighs, how it is split and moved."""
+"""The data of an operator: what a batch is, its weight, how it is split and moved."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hoglib._core import pytree, validation
 from hoglib._core.pytree import rows, tensors_in
-from hoglib.curvature.processes import Processes, mixed
+from hoglib.curvature.processes import Processes, checksum
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
-Size = Callable[[Any], float]
+BatchSize = Callable[[Any], float]
 
 
 class Piece(NamedTuple):
@@ -24,69 +24,67 @@ class Piece(NamedTuple):
     number: int  # among the pieces of all batches, in all processes
 
 
-class Portion(NamedTuple):
-    """What this process takes of a batch."""
+class LocalBatch(NamedTuple):
+    """A batch, and the pieces of it that this process takes."""
 
-    batch: Any  # all of it
+    batch: Any
     pieces: list[Piece]
-    parted: bool  # whether other processes take pieces too
+    shared: bool  # whether other processes take pieces too
 
 
+@final
 class Batches:
-    """One batch, or batches that can be gone through again and again, each with its weight.
+    """One batch, or batches that can be iterated again and again, each with its weight.
 
     A tensor, a mapping, a tuple, a list with a tensor in it, and what cannot be iterated is one batch;
-    any other re-iterable yields batches. Of several processes that are given the same, each takes
-    every so many-th batch, or piece of the one batch.
+    any other re-iterable yields batches. Of several processes that are given the same data, each takes
+    every n-th batch, or piece of the only batch.
     """
 
     def __init__(
         self,
         data: Any,
         device: torch.device,
-        batch_size: Size | None,
+        batch_size: BatchSize | None,
         micro_batch: int | None,
         processes: Processes,
     ) -> None:
         self._one = one = _is_batch(data)
         self._processes = processes
-        self.seen = 0.0  # a number that changes with what all processes were given
+        self.checksum = 0.0  # of the data that all processes were given
         self._data: Iterable[Any] = [data] if one else data
         self._device = device
-        self._batch_size = (
-            leading if batch_size is None else validation.function("batch_size", batch_size)
-        )
-        if micro_batch is not None:
-            validation.at_least("micro_batch", micro_batch, 1)
+        self._batch_size = leading_dimension if batch_size is None else batch_size
         self._micro_batch = micro_batch
-        self.whole = one and micro_batch is None  # all of the data at once
+        self.single = one and micro_batch is None  # all of the data at once
 
     def __len__(self) -> int:
-        """How many batches this process takes of; 0 where that is not known."""
+        """How many batches this process takes; 0 where that is not known."""
         count = length_hint(self._data)
         return count if self._one else self._processes.share(count)
 
-    def __iter__(self) -> Iterator[Portion]:
-        takes, index, seen = self._processes.takes, 0, 0.0
+    def __iter__(self) -> Iterator[LocalBatch]:
+        takes, index, total = self._processes.takes, 0, 0.0
         for number, batch in enumerate(self._data):
             if self._processes.splitting:
-                seen += (number + 1) * mixed((*fingerprint(batch), 1.0))
+                total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if self._one or takes(number):
                 moved = _to(batch, self._device)
                 pieces = self._pieces(moved, index)
                 index += len(pieces)
-                parted = self._one and self._processes.splitting
-                yield Portion(moved, [p for p in pieces if not parted or takes(p.number)], parted)
+                shared = self._one and self._processes.splitting
+                mine = [piece for piece in pieces if not shared or takes(piece.number)]
+                yield LocalBatch(moved, mine, shared)
             else:
                 index += len(self._split(batch))
-        self.seen = seen
+        self.checksum = total
 
-    def at_hand(self) -> list[Any]:
-        """The one batch that there is."""
+    def current(self) -> list[Any]:
+        """The batches as they are now."""
         return list(self._data)
 
     def _pieces(self, batch: Any, index: int) -> list[Piece]:
-        """The pieces of a batch, the first of which has that index in this process' data."""
+        """The pieces of a batch; `index` is that of the first among the pieces of this process."""
         parts, number = self._split(batch), self._processes.number
         return [Piece(part, self._weight(part), number(index + j)) for j, part in enumerate(parts)]
 
@@ -94,7 +92,7 @@ class Batches:
         try:
             weight = float(self._batch_size(batch))
         except ArgumentTypeError:
-            if self.whole and self._processes.alone:  # it is all that there is, whatever it weighs
+            if self.single and self._processes.alone:  # the weight cancels
                 return 1.0
             raise
         if not weight > 0:
@@ -105,7 +103,7 @@ class Batches:
         return weight
 
     def _split(self, batch: Any) -> list[Any]:
-        """The batch, or what it is split into along its leading dimension."""
+        """The batch, or its pieces along the leading dimension."""
         shared = self._one and self._processes.splitting
         if self._micro_batch is None and not shared:
             return [batch]
@@ -113,17 +111,17 @@ class Batches:
         if not sizes:
             raise ArgumentTypeError(
                 f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of "
-                f"tensors that can be split, got {validation.describe(batch)}; pass smaller batches in "
-                "its place."
+                f"tensors that can be split, got {validation.describe(batch)}; pass smaller batches "
+                "instead."
             )
         count = sizes[0]
-        size = self._micro_batch or -(-count // self._processes.world)  # the larger half
+        size = self._micro_batch or -(-count // self._processes.world)  # rounded up
         if count <= size:
             return [batch]
         return [rows(batch, count, start, start + size) for start in range(0, count, size)]
 
 
-def leading(batch: Any) -> float:
+def leading_dimension(batch: Any) -> float:
     """The leading dimension of the first tensor of a batch."""
     for x in pytree.leaves(batch):
         if isinstance(x, Tensor):
@@ -131,9 +129,9 @@ def leading(batch: Any) -> float:
                 break
             return len(x)
     raise ArgumentTypeError(
-        f"data: expected batches whose first tensor counts the examples, got "
-        f"{validation.describe(batch)}; say what a batch weighs by batch_size=, a "
-        "function of the batch."
+        "data: expected batches whose first tensor has the examples as its leading dimension, got "
+        f"{validation.describe(batch)}; give the weight of a batch by batch_size=, a function of the "
+        "batch."
     )
 
 
@@ -160,8 +158,8 @@ def _is_batch(data: Any) -> bool:
         )
     if isinstance(data, Iterator):
         raise ArgumentTypeError(
-            f"data: expected what can be gone through again for every product, got a "
-            f"{type(data).__name__}, which is used up after once; pass list(...) of it, or the loader."
+            "data: expected batches that can be iterated again for every product, got a "
+            f"{type(data).__name__}, which can be iterated once; pass list(...) of it, or the loader."
         )
     if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
         raise ArgumentTypeError(

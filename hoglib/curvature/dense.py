@@ -1,7 +1,6 @@
 """Whole matrices, or their blocks, for networks small enough to hold them."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +19,17 @@ from hoglib._core.autograd import (
 from hoglib._core.finite_differences import check_hessian_product, unchecked_functions
 from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
-from hoglib.curvature.compiled import backend_of, linearised
-from hoglib.curvature.kinds import GaussNewtonKind, HessianKind
-from hoglib.curvature.routes import Call, LinearMap, ScalarFunction
+from hoglib.curvature.compiled import compiled_linear_map
+from hoglib.curvature.gauss_newton import GaussNewtonKind
+from hoglib.curvature.hessian_product import HessianKind
+from hoglib.curvature.linear_map import BoundLoss, LinearMap, ProductOptions, check_backend
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.stand_ins.mode import stand_ins_if
 
 Tree = Any
+Groups = list[list[int]]  # the leaves that share a block, for each block
+Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
 
 
 def hessian(
@@ -43,77 +45,159 @@ def hessian(
 
         H[a][b][i, j] = d^2 func(params, *args) / d params[a][i] d params[b][j]
 
-    Shapes: for params a dict, H is a dict of dicts and H[a][b] has the shape of params[a] followed by
-    that of params[b]; for any other pytree the nesting is alike, for one tensor H is one tensor.
-    blocks: only the blocks on the diagonal, of params a dict by qualified name. "parameter" has one
-    for each tensor, "module" one for the parameters of each module; a function of the name gives the
-    block that it belongs to, a list of lists of names the blocks themselves. Then H[a] has the names
-    that share a block with a, and what lies between blocks is neither computed nor held. The Hessian
-    of one module alone is that of the params that belong to it.
+    It is computed row by row, reverse-over-reverse: P backward passes for P numbers in params, and P^2
+    numbers of memory. (`torch.func.hessian` batches the rows with vmap, which is silently wrong in the
+    rows of a LayerNorm's weight.) Inside torch.func transforms it is `jacfwd(grad)`. The inputs are not
+    changed, and it works under no_grad and inference_mode.
 
-    Computed row by row, reverse-over-reverse, one backward pass a row: P passes for P numbers in
-    params, and P^2 numbers of memory. (`torch.func.hessian` batches the rows with vmap, which is
-    silently wrong in the rows of a LayerNorm's weight.) Inside torch.func transforms it is
-    `jacfwd(grad)`. create_graph: whether H can be differentiated again. stand_ins, compile: as in
-    `hvp`; compiled, without create_graph, a row is a product, and what all rows share runs once.
-    The inputs are not changed, and it works under no_grad and inference_mode.
-    Raises what `hvp` raises.
+    Args:
+        func: The function ``func(params, *args)`` that returns a scalar.
+        params: Where the Hessian is taken; any pytree of real floating-point tensors.
+        *args: Further arguments of func, such as a batch.
+        blocks: Compute only the blocks on the diagonal, of params that are a dict by qualified name.
+            "parameter" is one block for each tensor, "module" one for the parameters of each module; a
+            function of the name returns the block that it belongs to; a list of lists of names is the
+            blocks themselves. H[a] then has the names that share a block with a.
+        create_graph: Whether H can be differentiated again.
+        stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+        compile: Capture the product with a vector as a graph and compile it: True for inductor, "eager"
+            to run the captured graph by torch. What all rows share runs once. Not with create_graph.
+    Returns:
+        H: for params a dict, a dict of dicts; for any other pytree nested alike; for one tensor one
+        tensor.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for params, blocks or a value of the wrong kind.
+        NoSecondDerivative: when the value does not depend on params, or its gradient lost its graph.
+        UnsupportedError: where torch has no derivative of an operation.
+    Shape:
+        - H[a][b]: that of params[a] followed by that of params[b]
+    Example:
+        >>> hog.hessian(lambda p: p[0] ** 2 * p[1], torch.tensor([1.0, 2.0]))
+        tensor([[4., 2.],
+                [2., 0.]])
     """
     validation.function("func", func)
     leaves, structure = _real_leaves(params)
     groups = groups_of(blocks, params)
-    call, matrix = Call("hessian", create_graph), HessianKind("auto")
-    backend = backend_of("hessian", compile, matrix)
-    if backend and create_graph:
+    kind = HessianKind()
+    options = ProductOptions(
+        "hessian", create_graph, stand_ins, check_backend("hessian", compile, kind)
+    )
+    if options.backend and create_graph:
         raise ArgumentValueError(
             "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
         )
-    if backend and not runs_elsewhere():
+    if options.backend and not runs_elsewhere():
         with torch.inference_mode(False), torch.no_grad():
             leaves, inputs = clone_inference_tensors((leaves, args))
-            point = linearised(
-                func, matrix, call, stand_ins, backend, leaves, structure, inputs, True
-            )
+            loss = BoundLoss(func, structure, inputs)
+            point = compiled_linear_map(kind, loss, leaves, options, True)
             return _nested(_by_products(point, leaves, groups), params, structure, blocks)
     with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
         leaves, inputs = clone_inference_tensors((leaves, args))
-
-        def of_leaves(*values: Tensor) -> Tensor:
-            value = func(pytree.unflatten(values, structure), *inputs)
-            return validation.scalar("func(params, *args)", value)
-
+        loss = BoundLoss(func, structure, inputs)
         if torch_internals.transforms_active():
             every = tuple(range(len(leaves)))
-            full = torch.func.jacfwd(torch.func.grad(of_leaves, every), every)(*leaves)
-            rows = {(a, b): full[a][b] for group in groups for a in group for b in group}
+            full = torch.func.jacfwd(torch.func.grad(loss, every), every)(*leaves)
+            entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
-            rows = _hessian_rows(of_leaves, leaves, groups, call)
-    return _nested(rows, params, structure, blocks)
+            entries = _by_rows(loss, leaves, groups, options)
+    return _nested(entries, params, structure, blocks)
 
 
 def ggn(
     loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, stand_ins: bool = True
 ) -> Tree:
-    r"""The generalised Gauss-Newton matrix J^T H J of `ggn_vp`, in the layout of `hessian`.
+    r"""The generalised Gauss-Newton matrix, in the layout of `hessian`.
 
-    One product for each number in params, with the graph of the outputs kept between them. blocks and
-    stand_ins as in `hessian`. Raises what `ggn_vp` raises.
+        G = J^T H J
+
+    with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs. It
+    takes one product for each number in params; the graph of the outputs is kept between them.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of real floating-point tensors.
+        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        blocks: Compute only the blocks on the diagonal: "parameter", "module", a function of a
+            qualified name that returns its block, or a list of lists of names.
+        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+    Returns:
+        G: for params a dict, a dict of dicts; G[a][b] has the shape of params[a] followed by that of
+        params[b].
+    Raises:
+        ArgumentTypeError: for a loss without ``outputs`` and ``criterion``, and for params of the wrong
+            kind.
+        NoSecondDerivative: where the outputs do not depend on params, or lose their graph.
+        UnsupportedError: where torch has no derivative of an operation.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> G = hog.curvature.ggn(loss, params, (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
+        >>> G["weight"]["weight"].item()  # 2 (1 + 9) / 2
+        10.0
     """
-    matrix = GaussNewtonKind("auto")
-    matrix.check(loss)
+    kind = GaussNewtonKind()
+    kind.check_loss(loss)
     leaves, structure = _real_leaves(params)
     groups = groups_of(blocks, params)
     with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
         leaves, args = clone_inference_tensors((leaves, (batch,)))
-        params_of = partial(pytree.unflatten, structure=structure)
-        point = matrix.at(loss, params_of, args, leaves, Call("ggn"), several=True)
-        columns = _by_products(point, leaves, groups)
-    return _nested(columns, params, structure, blocks)
+        bound = BoundLoss(loss, structure, args)
+        options = ProductOptions("ggn", stand_ins=stand_ins)
+        point = kind.linearize(bound, leaves, options, True)
+        entries = _by_products(point, leaves, groups)
+    return _nested(entries, params, structure, blocks)
 
 
-def _by_products(
-    point: LinearMap, leaves: Vector, groups: list[list[int]]
-) -> dict[tuple[int, int], Tensor]:
+def _real_leaves(params: Tree) -> tuple[Vector, Any]:
+    validation.parameters(params)
+    leaves, structure = pytree.flatten(params)
+    if any(leaf.is_complex() for leaf in leaves):
+        raise ArgumentTypeError(
+            "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
+            "its real view, `torch.view_as_real(p)`, and rebuild it in func."
+        )
+    return leaves, structure
+
+
+def _by_rows(loss: BoundLoss, leaves: Vector, groups: Groups, options: ProductOptions) -> Entries:
+    """H[a][b] for each pair of leaves in a group, one backward pass a row."""
+    caller = options.caller
+    value, own, gradient, graph = gradient_with_graph(loss, leaves, caller, options.create_graph)
+    unchecked = [] if options.create_graph else unchecked_functions(value, graph)
+    if unchecked:
+        ones = [torch.ones_like(leaf) for leaf in own]
+        check_hessian_product(caller, unchecked, loss, leaves, ones)
+    entries = {}
+    for group in groups:
+        columns = [own[b] for b in group]
+        for a in group:
+            rows = list(_rows(gradient[a], columns, options))
+            for b, *parts in zip(group, *rows, strict=True):
+                shape = own[a].shape + own[b].shape
+                whole = torch.stack(parts) if parts else own[a].new_zeros(shape)
+                entries[a, b] = whole.reshape(shape)
+    return entries
+
+
+def _rows(gradient: Tensor | None, columns: Vector, options: ProductOptions) -> Iterable[Vector]:
+    """The derivative of each entry of the gradient of a leaf, by the leaves of the columns."""
+    if gradient is None or not gradient.requires_grad:
+        return
+    create_graph = options.create_graph
+    for entry in dense(gradient).reshape(-1).unbind():
+        with translate_errors(options.caller):
+            row = torch.autograd.grad(
+                entry, columns, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
+        yield materialize_grads(list(row), columns)
+
+
+def _by_products(point: LinearMap, leaves: Vector, groups: Groups) -> Entries:
     """M[a][b] for each pair of leaves in a group, one product a column."""
     columns = {}
     for group in groups:
@@ -135,53 +219,8 @@ def _units(leaves: Vector, which: int) -> Iterable[Vector]:
         yield unit
 
 
-def _real_leaves(params: Tree) -> tuple[Vector, Any]:
-    validation.parameters(params)
-    leaves, structure = pytree.flatten(params)
-    if any(leaf.is_complex() for leaf in leaves):
-        raise ArgumentTypeError(
-            "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
-            "its real view, `torch.view_as_real(p)`, and rebuild it in func."
-        )
-    return leaves, structure
-
-
-def _hessian_rows(
-    func: ScalarFunction, leaves: Vector, groups: list[list[int]], call: Call
-) -> dict[tuple[int, int], Tensor]:
-    """H[a][b] for each pair of leaves in a group."""
-    value, own, gradient, graph = gradient_with_graph(func, leaves, call.what, call.create_graph)
-    unseen = [] if call.create_graph else unchecked_functions(value, graph)
-    if unseen:
-        check_hessian_product(
-            call.what, unseen, func, leaves, [torch.ones_like(leaf) for leaf in own]
-        )
-    blocks = {}
-    for group in groups:
-        among = [own[b] for b in group]
-        for a in group:
-            rows = list(_rows(gradient[a], among, call))
-            for b, *entries in zip(group, *rows, strict=True):
-                shape = own[a].shape + own[b].shape
-                whole = torch.stack(entries) if entries else own[a].new_zeros(shape)
-                blocks[a, b] = whole.reshape(shape)
-    return blocks
-
-
-def _rows(gradient: Tensor | None, among: Vector, call: Call) -> Iterable[Vector]:
-    if gradient is None or not gradient.requires_grad:
-        return
-    for entry in dense(gradient).reshape(-1).unbind():
-        with translate_errors(call.what):
-            row = torch.autograd.grad(
-                entry, among, retain_graph=True, create_graph=call.create_graph, allow_unused=True
-            )
-        yield materialize_grads(list(row), among)
-
-
-def _nested(
-    entries: dict[tuple[int, int], Tensor], params: Tree, structure: Any, blocks: Blocks
-) -> Tree:
+def _nested(entries: Entries, params: Tree, structure: Any, blocks: Blocks) -> Tree:
+    """The entries in the structure of params, twice; with blocks as a dict of dicts."""
     count = len(pytree.leaves(params))
     if blocks is None:
         rows = [

@@ -1,41 +1,54 @@
 """Spectral densities of operators, by stochastic Lanczos quadrature."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.curvature.eigenvalues import ROUNDING
-from hoglib.curvature.symmetric_matrix import SymmetricMatrix
-from hoglib.curvature.traces import mean_of, signs
+from hoglib.curvature.traces import Estimate, mean_of, random_signs
+from hoglib.curvature.vector_space import SymmetricMatrix
 from hoglib.errors import ArgumentValueError
 
 MOST_POINTS = 100_000
 AT_ONCE = 2**30  # bytes of the bases of the samples that run at once
 
 
-@dataclass(frozen=True)
-class SpectralDensity:
+class SpectralDensity(NamedTuple):
     """Quadrature nodes and weights of each sample, and their density; float64, on the CPU.
 
     mean over the eigenvalues of f(eigenvalue) = E[sum over i of weights_i f(nodes_i)]
+
+    Attributes:
+        nodes: [samples, steps], ascending.
+        weights: [samples, steps]; each row sums to 1.
+        grid: [points], where the density is evaluated.
+        density: [points]; its integral is 1.
+        error: [points], one standard error over the samples; infinite for a single one.
+        width: Standard deviation of the Gaussian around each node.
+        products: Products of A with one vector.
     """
 
-    nodes: Tensor  # [samples, steps], ascending
-    weights: Tensor  # [samples, steps]; each row sums to 1
-    grid: Tensor  # [points]
-    density: Tensor  # [points]; its integral is 1
-    error: Tensor  # [points], one standard error over the samples; infinite for a single one
-    width: float  # standard deviation of the Gaussian that stands for an eigenvalue
-    products: int  # products of A with one vector
+    nodes: Tensor
+    weights: Tensor
+    grid: Tensor
+    density: Tensor
+    error: Tensor
+    width: float
+    products: int
 
-    def average(self, f: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean of f over all eigenvalues, tr f(A) / P, and one standard error of it.
+    def average(self, f: Callable[[Tensor], Tensor]) -> Estimate:
+        """The mean of f over all eigenvalues, tr f(A) / P.
 
-        f takes a tensor, elementwise. For a polynomial of a degree below 2 steps each sample is
-        v^T f(A) v exactly, so that all of the error is that of the samples.
+        For a polynomial of a degree below 2 steps each sample is v^T f(A) v exactly, so that all of the
+        error is that of the samples.
+
+        Args:
+            f: A function of a tensor, elementwise.
+        Returns:
+            An `Estimate`: the mean over the samples and one standard error of it.
         """
         return mean_of((self.weights * f(self.nodes)).sum(1))
 
@@ -57,12 +70,27 @@ def spectral_density(
 
     Each sample takes `steps` of Lanczos, T = V^T A V, with full reorthogonalisation: nodes are the
     eigenvalues of T, weights the squared first entries of its eigenvectors. The samples' vectors are
-    multiplied as one block. width: of the Gaussian, 1% of the range of the nodes by default. grid: the
-    points t, by default from end to end of the nodes and five widths more, a quarter of a width apart
-    (10^5 points at most). generator: of the signs. Returns `SpectralDensity`. Memory: samples x steps
-    vectors, or 1 GiB, or the steps of one sample.
-    Source: Golub & Meurant, Matrices, Moments and Quadrature, 2010; Ubaru, Chen & Saad, 2017; Ghorbani,
-    Krishnan & Xiao, An Investigation into Neural Net Optimization via Hessian Eigenvalue Density, 2019.
+    multiplied as one block. It holds samples x steps vectors in memory, or 1 GiB of them, or the steps
+    of one sample.
+
+    Args:
+        operator: The matrix A [P, P], a `LinearOperator`.
+        num_samples: Random vectors.
+        steps: Lanczos steps of each, one product a step.
+        grid: The points t, [n]; by default from end to end of the nodes and five widths more, a quarter
+            of a width apart (10^5 points at most).
+        width: Standard deviation of the Gaussian. Default: 1% of the range of the nodes.
+        generator: Of the signs; None is torch's global generator.
+    Returns:
+        `SpectralDensity`.
+    References:
+        Golub and Meurant, Matrices, Moments and Quadrature, 2010. Ubaru, Chen and Saad, Fast
+        Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017. Ghorbani, Krishnan and Xiao, An
+        Investigation into Neural Net Optimization via Hessian Eigenvalue Density, 2019.
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> hog.curvature.spectral_density(A, 3, width=0.1).average(lambda t: t**2).value
+        tensor(4., dtype=torch.float64)
     """
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
@@ -78,14 +106,14 @@ def spectral_density(
             "`torch.linspace` makes one."
         )
     before = operator.count
-    exact = torch.promote_types(operator.dtype, torch.float32)  # what bases are orthogonal in
-    at_once = max(1, AT_ONCE // (steps * size * exact.itemsize))
+    wide = torch.promote_types(operator.dtype, torch.float32)  # of the bases
+    at_once = max(1, AT_ONCE // (steps * size * wide.itemsize))
     found = []
     for start in range(0, num_samples, at_once):
-        v = signs(operator, min(at_once, num_samples - start), generator).to(exact)
+        v = random_signs(operator, min(at_once, num_samples - start), generator).to(wide)
         found.append(
             tridiagonal(
-                lambda rows: operator.apply(rows.to(operator.dtype)).to(exact),
+                lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
                 v / size**0.5, steps,
             )
         )  # fmt: skip
@@ -98,47 +126,49 @@ def spectral_density(
 def tridiagonal(apply: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
     """T = V^T A V [samples, steps, steps], float64 on the CPU, V from each row v of start [samples, P].
 
-    Where v and its products span less, the rest of T is zero: it has no part in functions of T at v.
+    Where v and its products span a smaller space, the rest of T is zero, and functions of T at v do not
+    depend on it.
     """
     samples, size = start.shape
     V = start.new_zeros(samples, steps, size)
     T = start.new_zeros(samples, steps, steps)
     largest = start.new_zeros(samples)
-    going = torch.ones(samples, dtype=torch.bool, device=start.device)
+    active = torch.ones(samples, dtype=torch.bool, device=start.device)
     V[:, 0] = start
     for j in range(steps):
         w = torch.zeros_like(start)
-        w[going] = apply(V[going, j])
-        so_far = V[:, : j + 1]
-        for _ in range(2):  # which makes it orthogonal to rounding
-            coefficients = torch.einsum("snp,sp->sn", so_far, w)
-            w = w - torch.einsum("snp,sn->sp", so_far, coefficients)
+        w[active] = apply(V[active, j])
+        basis = V[:, : j + 1]
+        for _ in range(2):  # twice is enough: orthogonal to rounding
+            coefficients = torch.einsum("snp,sp->sn", basis, w)
+            w = w - torch.einsum("snp,sn->sp", basis, coefficients)
             T[:, j, j] += coefficients[:, j]
         beta = w.norm(dim=1)
         largest = torch.stack([largest, T[:, j, j].abs(), beta]).amax(0)
-        going = going & (beta > ROUNDING * torch.finfo(w.dtype).eps * largest)
-        if j + 1 == steps or not bool(going.any()):
+        active = active & (beta > ROUNDING * torch.finfo(w.dtype).eps * largest)
+        if j + 1 == steps or not bool(active.any()):
             break
-        T[:, j, j + 1] = T[:, j + 1, j] = torch.where(going, beta, 0)
-        V[going, j + 1] = w[going] / beta[going, None]
+        T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
+        V[active, j + 1] = w[active] / beta[active, None]
     return T.to("cpu", torch.float64)
 
 
 def _smoothed(
     nodes: Tensor, weights: Tensor, grid: Tensor | None, width: float | None, products: int
 ) -> SpectralDensity:
-    there = nodes[weights > torch.finfo(weights.dtype).eps]
-    low, high = float(there.min()), float(there.max())
+    """The density of the nodes, each of which is a Gaussian, on a grid."""
+    present = nodes[weights > torch.finfo(weights.dtype).eps]
+    low, high = float(present.min()), float(present.max())
     if width is None:
-        # of a multiple of the identity 1% of that; of zero, of one
+        # for a multiple of the identity 1% of the eigenvalue; for zero 1% of one
         width = 0.01 * ((high - low) or abs(high) or 1.0)
     if grid is None:
         points = int(min(4 * (high - low) / width + 41, MOST_POINTS))
         grid = torch.linspace(low - 5 * width, high + 5 * width, points, dtype=torch.float64)
     grid = grid.to("cpu", torch.float64)
-    of_samples = []
+    densities = []
     for t, w in zip(nodes, weights, strict=True):
         z = (grid[:, None] - t) / width
-        of_samples.append((torch.exp(-z.square() / 2) @ w) / (width * (2 * torch.pi) ** 0.5))
-    density, error = mean_of(torch.stack(of_samples))
+        densities.append((torch.exp(-z.square() / 2) @ w) / (width * (2 * torch.pi) ** 0.5))
+    density, error = mean_of(torch.stack(densities))
     return SpectralDensity(nodes, weights, grid, density, error, width, products)

@@ -1,45 +1,163 @@
-"""Thick-restart Lanczos: eigenpairs of a symmetric operator, its basis on the operator's device."""
+"""Eigenpairs of symmetric operators by thick-restart Lanczos, the basis on the operator's device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.symmetric_matrix import SymmetricMatrix
+from hoglib.curvature.vector_space import SymmetricMatrix
 from hoglib.errors import ArgumentValueError, ConvergenceError, MissingDependencyError
 
-CACHED = 2**24  # bytes of basis that cost little beside a product; a larger basis saves products
+CACHED = 2**24  # bytes of a basis that cost little beside a product; a larger basis saves products
 AT_ONCE = 2**16  # entries of each vector that are combined at once
-ROUNDING = 10  # times eps |A|: what a product may be wrong by
+ROUNDING = 10  # times eps |A|: the error of a product
+TOL = {torch.float64: 1e-10, torch.float32: 1e-5}
+# the indices of k of some ascending values
+ENDS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
+    "LA": lambda values, k: torch.arange(len(values) - k, len(values)),
+    "SA": lambda values, k: torch.arange(k),
+    "BE": lambda values, k: torch.arange(k // 2 - k, k // 2) % len(values),
+    "SM": lambda values, k: values.abs().argsort()[:k],
+}
 
 Apply = Callable[[Tensor], Tensor]
 Draw = Callable[[int], Tensor]
-Choose = Callable[[Tensor, int], Tensor]  # the indices of that many of some ascending values
+Choose = Callable[[Tensor, int], Tensor]
 
 
-def first_look(k: int, block: int) -> int:
-    """The products after which k eigenvalues are looked for."""
+@final
+@dataclass(frozen=True)
+class Eigenpairs:
+    """Eigenvalues in ascending order, and eigenvectors; the pair (values, vectors) with more beside it.
+
+    It is unpacked and indexed as that pair, like what `scipy.sparse.linalg.eigsh` returns.
+
+    Attributes:
+        values: [k].
+        vectors: [P, k], of length one.
+        residuals: [k], |A v - value v|, computed from the vectors themselves.
+        products: Products of A with one vector, without those for the residuals.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    products: int
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.values, self.vectors))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.values, self.vectors)[index]
+
+
+def eigsh(
+    operator: SymmetricMatrix,
+    k: int = 6,
+    *,
+    which: str = "LM",
+    tol: float | None = None,
+    max_iter: int | None = None,
+    block: int = 1,
+    generator: torch.Generator | None = None,
+) -> Eigenpairs:
+    r"""k eigenvalues and eigenvectors of an operator, by thick-restart Lanczos.
+
+        A v = value v,        |A v - value v| <= tol |value|
+
+    The basis holds 2 k + 20 vectors, on the device; more where they are short. Matrices of up to 21 or
+    2 k + 2 rows are made dense.
+
+    Args:
+        operator: The matrix A [P, P], a `LinearOperator`.
+        k: How many eigenpairs.
+        which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both ends, "SM"
+            the smallest in magnitude, which takes many products.
+        tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in float64,
+            1e-5 in float32.
+        max_iter: How often the basis is filled, at most. Default: 10 P.
+        block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
+            found as often, where a single vector may miss some.
+        generator: Of the starting vectors; None is the same ones every time.
+    Returns:
+        `Eigenpairs`, which unpack as (values, vectors): values ascending.
+    Raises:
+        ConvergenceError: where it did not converge, with the eigenvalues that were found.
+    References:
+        Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * p * x).sum(), torch.ones(3), torch.arange(3.0))
+        >>> values, vectors = hog.curvature.eigsh(A, 2)
+        >>> values
+        tensor([2., 4.])
+    """
+    size = operator.shape[0]
+    if validation.at_least("k", k, 1) > size:
+        raise ArgumentValueError(
+            f"k: expected at most {size} eigenvalues, the size of A, got {k}; ask for fewer."
+        )
+    validation.one_of("which", which, ENDS)
+    validation.at_least("block", block, 1)
+    limit = 10 * size if max_iter is None else validation.at_least("max_iter", max_iter, 1)
+    tol = TOL.get(operator.dtype, 1e-2) if tol is None else validation.number("tol", tol, minimum=0)
+    random = validation.generator(generator) or torch.Generator().manual_seed(0)
+    before = operator.count
+    if size <= first_check(k, block):
+        A = operator.to_dense().to(torch.float64)
+        every, columns = torch.linalg.eigh((A + A.T) / 2)
+        chosen = _chosen(every.cpu(), k, which).to(A.device)
+        values, rows = every[chosen], columns[:, chosen].T
+    else:
+        wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
+
+        def draw(count: int) -> Tensor:
+            v = torch.randn(
+                count, size, dtype=torch.float64, generator=random, device=random.device
+            )
+            return v.to(operator.device, wide)
+
+        values, rows = lanczos(
+            lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
+            draw, block, k, partial(_chosen, which=which), tol, limit,
+        )  # fmt: skip
+    values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
+    products = operator.count - before
+    residuals = (operator.apply(rows) - values[:, None] * rows).norm(dim=1)
+    return Eigenpairs(values, rows.T, residuals, products)
+
+
+def _chosen(values: Tensor, k: int, which: str) -> Tensor:
+    """The indices of k of ascending values."""
+    return ENDS[which](values, k).sort().values
+
+
+def first_check(k: int, block: int) -> int:
+    """The number of products after which convergence is checked first."""
     return max(2 * k + 2, 21, k + 2 * block)
 
 
 def lanczos(
     apply: Apply, draw: Draw, block: int, k: int, choose: Choose, tol: float, restarts: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """k values, ascending, and unit vectors [k, P], from the space of block vectors and products.
+    """k values, ascending, and unit vectors [k, P], from the Krylov space of `block` vectors.
 
-    They are near enough where |A v - value v| <= tol |value|, or 10 eps |A|, which is rounding.
-    draw gives that many vectors [count, P]: to start with, and where that space ends.
+    They are converged where |A v - value v| <= tol |value|, or 10 eps |A|, which is rounding.
+    draw(count) returns random vectors [count, P]: to start with, and where the Krylov space ends.
     """
     start = draw(block)
     size = start.shape[1]
-    first = first_look(k, block)
+    first = first_check(k, block)
     cached = CACHED // (size * start.element_size())
     most = min(size, max(first, 2 * k + 20, min(3 * first, cached)))
-    # copies of an eigenvalue come in by rounding, some products after the eigenvalue itself
+    # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself
     second = first + (first - k) // 2
     basis = Basis(start, most, draw)
     done = 0
@@ -47,7 +165,7 @@ def lanczos(
         full = False
         while not full:
             before, done = done, done + len(basis.rest)
-            basis.multiplied(apply(basis.rest))
+            basis.add_products(apply(basis.rest))
             full = basis.m + len(basis.rest) > most or basis.m == size
             if full or before < first <= done or done >= second:
                 theta, S, residuals = basis.ritz()
@@ -55,7 +173,7 @@ def lanczos(
                 values = theta[chosen]
                 good = residuals[chosen] <= (tol * values.abs()).clamp(min=basis.noise)
                 if bool(good.all()):
-                    return values, basis.combined(S[:, chosen])
+                    return values, basis.combine(S[:, chosen])
         kept = choose(theta, k + (basis.m - k) // 2)
         basis.restart(theta[kept], S[:, kept])
     raise ConvergenceError(
@@ -65,12 +183,13 @@ def lanczos(
     )
 
 
+@final
 class Basis:
-    """Orthonormal rows V [n, P], of which the first m are multiplied: A v_j = sum of T_ij v_i.
+    """Orthonormal rows V [n, P], the first m of which are multiplied: A v_j = sum of T_ij v_i.
 
-    T is small and lives in float64 on the CPU; its rows from m on are what products have outside of
-    the first m vectors, hence the residuals of Ritz vectors. Every product is made orthogonal to all
-    of V, twice, which keeps V orthonormal to rounding.
+    T is small, in float64 on the CPU; its rows from m on are the components of products outside of the
+    first m vectors, which give the residuals of Ritz vectors. Every product is orthogonalised against
+    all of V, twice, which keeps V orthonormal to rounding.
     """
 
     def __init__(self, start: Tensor, most: int, draw: Draw) -> None:
@@ -78,22 +197,22 @@ class Basis:
         self.V = start.new_empty(min(most + block, self._size), self._size)
         self.T = torch.zeros(len(self.V), len(self.V), dtype=torch.float64)
         self.n = self.m = 0
-        self.noise = 0.0  # what rounding may make of a product
+        self.noise = 0.0  # the rounding error of a product
         self._draw = draw
         for v in start:
-            self._append(self._outside(v)[0])
+            self._append(self._orthogonalize(v)[0])
 
     @property
     def rest(self) -> Tensor:
         """The vectors to be multiplied next."""
         return self.V[self.m : self.n]
 
-    def multiplied(self, products: Tensor) -> None:
-        """The products of `rest`, by which the basis grows until it is the whole space."""
+    def add_products(self, products: Tensor) -> None:
+        """Take the products of `rest`, by which the basis grows until it spans the whole space."""
         first = self.m
         self.m = self.n
         for j, product in enumerate(products, start=first):
-            outside, coefficients = self._outside(product)
+            outside, coefficients = self._orthogonalize(product)
             found = torch.cat([coefficients, outside.norm()[None]]).to("cpu", torch.float64)
             eps = torch.finfo(self.V.dtype).eps
             self.noise = max(self.noise, ROUNDING * eps * float(found.abs().max()))
@@ -103,8 +222,8 @@ class Basis:
             if float(found[-1]) > self.noise:
                 self.T[self.n, j] = found[-1]
                 self._append(outside)
-            else:  # V has the product in itself, and goes on in any other direction
-                self._append(self._outside(self._draw(1)[0])[0])
+            else:  # the product lies in the span of V, which goes on in a random direction
+                self._append(self._orthogonalize(self._draw(1)[0])[0])
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
@@ -112,12 +231,12 @@ class Basis:
         theta, S = torch.linalg.eigh((T + T.T) / 2)
         return theta, S, (self.T[self.m : self.n, : self.m] @ S).norm(dim=0)
 
-    def combined(self, S: Tensor) -> Tensor:
+    def combine(self, S: Tensor) -> Tensor:
         """S^T V [k, P]."""
         return S.T.to(self.V) @ self.V[: self.m]
 
     def restart(self, theta: Tensor, S: Tensor) -> None:
-        """Keeps these Ritz vectors, and those to be multiplied next."""
+        """Keep these Ritz vectors, and the vectors to be multiplied next."""
         kept, n = len(theta), len(theta) + len(self.rest)
         coupling = self.T[self.m : self.n, : self.m] @ S
         combine = S.T.to(self.V)
@@ -133,8 +252,8 @@ class Basis:
         self.V[self.n] = v / v.norm()
         self.n += 1
 
-    def _outside(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What of v is not in V, and its coefficients in V."""
+    def _orthogonalize(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The component of v orthogonal to V, and the coefficients of the rest in V."""
         V = self.V[: self.n]
         total = v.new_zeros(self.n)
         for _ in range(2):
@@ -144,112 +263,23 @@ class Basis:
         return v, total
 
 
-# === Eigenvalues of operators.
-
-
-ENDS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
-    "LA": lambda values, k: torch.arange(len(values) - k, len(values)),
-    "SA": lambda values, k: torch.arange(k),
-    "BE": lambda values, k: torch.arange(k // 2 - k, k // 2) % len(values),
-    "SM": lambda values, k: values.abs().argsort()[:k],
-}
-TOL = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Eigenpairs:
-    """Eigenvalues, in ascending order, and eigenvectors; unpacks as (values, vectors)."""
-
-    values: Tensor  # [k]
-    vectors: Tensor  # [P, k], of length one
-    residuals: Tensor  # [k], |A v - value v|, computed from the vectors themselves
-    products: int  # products of A with one vector, without those for the residuals
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.values, self.vectors))
-
-
-def eigsh(
-    operator: SymmetricMatrix,
-    k: int = 6,
-    *,
-    which: str = "LM",
-    tol: float | None = None,
-    max_iter: int | None = None,
-    block: int = 1,
-    generator: torch.Generator | None = None,
-) -> Eigenpairs:
-    r"""k eigenvalues and eigenvectors of an operator, A v = value v, by thick-restart Lanczos.
-
-    which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both ends, "SM" the
-    smallest in magnitude, which takes many products. tol: |A v - value v| is tol |value| or less, as
-    far as rounding allows; 1e-10 in float64, 1e-5 in float32 by default. max_iter: how often the basis
-    is filled. block: vectors that are multiplied at once; eigenvalues that are repeated up to as often
-    are found as often, where a single vector may miss some. generator: of the starting vectors; None
-    is the same ones every time. Returns `Eigenpairs`: values ascending, vectors, their true residuals.
-    Memory: a basis of 2 k + 20 vectors, on the device; more where they are short. Matrices of up to
-    21 or 2 k + 2 rows are made dense.
-    Raises RuntimeError where it did not converge, with what was found.
-    Source: Wu & Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
-    """
-    size = operator.shape[0]
-    if validation.at_least("k", k, 1) > size:
-        raise ArgumentValueError(
-            f"k: expected at most {size} eigenvalues, the size of A, got {k}; ask for fewer."
-        )
-    validation.one_of("which", which, ENDS)
-    validation.at_least("block", block, 1)
-    limit = 10 * size if max_iter is None else validation.at_least("max_iter", max_iter, 1)
-    tol = TOL.get(operator.dtype, 1e-2) if tol is None else validation.number("tol", tol, minimum=0)
-    random = validation.generator(generator) or torch.Generator().manual_seed(0)
-    before = operator.count
-    if size <= first_look(k, block):
-        A = operator.to_dense().to(torch.float64)
-        every, columns = torch.linalg.eigh((A + A.T) / 2)
-        chosen = _chosen(every.cpu(), k, which).to(A.device)
-        values, rows = every[chosen], columns[:, chosen].T
-    else:
-        exact = torch.promote_types(operator.dtype, torch.float32)  # what a basis is orthogonal in
-
-        def draw(count: int) -> Tensor:
-            v = torch.randn(
-                count, size, dtype=torch.float64, generator=random, device=random.device
-            )
-            return v.to(operator.device, exact)
-
-        values, rows = lanczos(
-            lambda rows: operator.apply(rows.to(operator.dtype)).to(exact),
-            draw, block, k, partial(_chosen, which=which), tol, limit,
-        )  # fmt: skip
-    values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
-    products = operator.count - before
-    residuals = (operator.apply(rows) - values[:, None] * rows).norm(dim=1)
-    return Eigenpairs(values, rows.T, residuals, products)
-
-
 def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:
     """`LinearOperator.to_scipy`."""
     linalg = _scipy_linalg()
     import numpy as np
 
     own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
-    of = np.dtype(str(own).removeprefix("torch.") if dtype is None else dtype)
+    target = np.dtype(str(own).removeprefix("torch.") if dtype is None else dtype)
 
     def matmat(V: Any) -> Any:
         rows = torch.from_numpy(np.ascontiguousarray(np.asarray(V).reshape(len(V), -1).T))
         result = operator.apply(rows.to(operator.device, operator.dtype))
-        return result.T.to("cpu", own).numpy().astype(of, copy=False)
+        return result.T.to("cpu", own).numpy().astype(target, copy=False)
 
     return linalg.LinearOperator(
-        operator.shape, matvec=lambda v: matmat(v).reshape(-1), matmat=matmat, dtype=of,
+        operator.shape, matvec=lambda v: matmat(v).reshape(-1), matmat=matmat, dtype=target,
         rmatvec=lambda v: matmat(v).reshape(-1), rmatmat=matmat,
     )  # fmt: skip
-
-
-def _chosen(values: Tensor, k: int, which: str) -> Tensor:
-    """The indices of k of ascending values."""
-    return ENDS[which](values, k).sort().values
 
 
 def _scipy_linalg() -> Any:

@@ -1,4 +1,4 @@
-"""The output-space half of Fisher-vector products: F v = J^T M J v, and here is M.
+"""The Fisher matrix on the outputs, M in F v = J^T M J v.
 
     exact       M = w sum_t  E[s_t s_t^T] over y_t ~ p(. | outputs)
     mc          M = w / S  sum over S draws and examples n of  s_n s_n^T,  s_n = sum of s_t, t in n
@@ -6,112 +6,152 @@
 
 with s_t = d(-log p(y_t)) / doutputs the score of a term, w = 1/T for the mean over T terms, and W = N
 for the mean over N examples; both are 1 for a sum.
-Sources: Amari, Natural Gradient Works Efficiently in Learning, 1998; Martens, New Insights and
-Perspectives on the Natural Gradient Method, 2020, sections 8 and 9 (exact, mc) and 11 (empirical).
+
+References:
+    Amari, Natural Gradient Works Efficiently in Learning, 1998. Martens, New Insights and Perspectives
+    on the Natural Gradient Method, 2020, sections 8 and 9 (exact, mc) and 11 (empirical).
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, final
 
 import torch
 from torch import Generator, Tensor
 from torch import distributions as D
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.torch_modes import value_checks_on
+from hoglib.curvature import distributions
 from hoglib.curvature import likelihood as likelihoods
+from hoglib.curvature.gauss_newton import CompositeLoss, MetricProduct, OutputMetric
 from hoglib.curvature.likelihood import Likelihood, Weight
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.curvature.linear_map import ProductOptions
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.stand_ins.mode import stand_ins_if
 
 Tree = Any
-Metric = Callable[[list[Tensor]], list[Tensor]]
+Metric = Callable[[Vector], Vector]
 
 
-def fisher_metric(
-    kind: str,
-    loss: Any,
-    outputs: Tree,
-    batch: Any,
-    *,
-    likelihood: Any,
-    reduction: str,
-    num_samples: int,
-    generator: Generator | None,
-) -> Metric:
-    """M, as a function of a list of tensors like the floating-point leaves of outputs.
+@final
+@dataclass(frozen=True)
+class FisherMetric(OutputMetric):
+    """The Fisher matrix of the likelihood of a loss, by its outputs.
 
     kind: "exact", "mc" or "empirical". likelihood: outputs -> torch.distributions.Distribution whose
     terms are the elements of its batch_shape; or "categorical" (logits, the classes in dimension 1,
     or in the only one), "bernoulli" (logits), "gaussian" (unit variance), "poisson" (log rates); or
-    None, to take it from the criterion of the loss. reduction: "mean" or "sum". num_samples, generator:
-    of "mc", whose samples are drawn here, once; without a generator from torch's own.
+    None, to take it from the criterion of the loss. num_samples, generator: of "mc"; the seed, where
+    it is given, takes the place of the generator.
+    """
+
+    kind: str = "exact"
+    likelihood: Any = None
+    reduction: str = "mean"
+    num_samples: int = 1
+    generator: Generator | None = field(default=None, compare=False)
+    seed: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        validation.one_of("kind", self.kind, ("exact", "mc", "empirical"))
+        validation.one_of("reduction", self.reduction, ("mean", "sum"))
+        validation.at_least("num_samples", self.num_samples, 1)
+        validation.generator(self.generator)
+
+    @property
+    def random(self) -> bool:
+        return self.kind == "mc"
+
+    def at(
+        self, composite: CompositeLoss, outputs: Vector, mode: str, options: ProductOptions
+    ) -> MetricProduct:
+        if torch_internals.transforms_active():
+            raise UnsupportedError(
+                f"{options.caller}: expected to run outside of torch.func transforms, got a call "
+                "inside; loop over what vmap maps, or use ggn_vp: for most criteria the exact Fisher "
+                "matrix is the Gauss-Newton matrix."
+            )
+        values = composite.with_values([y.detach() for y in outputs])
+        product = fisher_metric(self, composite.loss, values, composite.batch)
+        return lambda u, keep_graph: product(u)
+
+    def seeded(self) -> "FisherMetric":
+        """The metric with a seed, drawn by the generator: the same samples at each product."""
+        if not self.random:
+            return self
+        where = torch.device("cpu") if self.generator is None else self.generator.device
+        drawn = torch.randint(2**31, (), generator=self.generator, device=where)
+        return replace(self, seed=int(drawn))
+
+    def for_batch(self, number: int) -> "FisherMetric":
+        return self if self.seed is None else replace(self, seed=self.seed + number)
+
+    def random_numbers(self, device: torch.device) -> Generator | None:
+        if self.seed is None:
+            return self.generator
+        return torch.Generator(device).manual_seed(self.seed)
+
+
+def fisher_metric(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -> Metric:
+    """M, as a function of a list of tensors like the floating-point leaves of outputs.
 
     M is linear, symmetric and positive semi-definite, holds nothing larger than num_samples times the
-    outputs, and may be called any number of times, also under vmap. It computes in float32 where
-    outputs are in half precision. Products carry no graph.
-    Raises ValueError for a likelihood that cannot be told or has no Fisher matrix, FloatingPointError
-    for outputs that are not finite, NotImplementedError for "exact" where torch has no KL divergence,
-    or one whose second derivative is not the Fisher matrix.
+    outputs, and may be called any number of times, also under vmap; samples are drawn here, once. It
+    computes in float32 where outputs are in half precision. Products carry no graph.
+    Raises ArgumentValueError for a likelihood that is not known or has no Fisher matrix,
+    NonFiniteError for outputs that are not finite, UnsupportedError for "exact" where torch has no KL
+    divergence, or one whose second derivative is not the Fisher matrix.
     """
-    validation.one_of("kind", kind, ("exact", "mc", "empirical"))
-    validation.one_of("reduction", reduction, ("mean", "sum"))
     leaves, structure = pytree.flatten(outputs)
-    names = pytree.paths(outputs)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
-    for name, leaf in zip(names, leaves, strict=True):
-        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            where = f"outputs[{name!r}]" if name else "outputs"
-            advice = "The Fisher matrix does not exist there; look for what overflows in the model."
-            validation.real(where, leaf)
-            if value_checks_on():
-                validation.finite(where, leaf, advice)
-    if not places:
-        raise ArgumentTypeError(
-            f"outputs: expected a floating-point tensor among them, got {validation.describe(outputs)}."
-        )
+    places = _check_outputs(outputs, leaves)
     dtypes = [leaves[i].dtype for i in places]
 
-    def rebuild(values: list[Tensor]) -> Tree:
+    def rebuild(values: Vector) -> Tree:
         whole = list(leaves)
         for i, value in zip(places, values, strict=True):
             whole[i] = value
         return pytree.unflatten(whole, structure)
 
-    with _surroundings(leaves[places[0]]):
+    with _evaluation_context(leaves[places[0]]):
         leaves, batch = clone_inference_tensors((leaves, batch))
         own = [upcast_half(leaves[i].detach()).requires_grad_() for i in places]
-        constant = rebuild([leaf.detach() for leaf in own])
-        if kind == "empirical":
-            metric = _empirical(loss, rebuild, own, batch, likelihood, reduction)
+        if options.kind == "empirical":
+            metric = _empirical(options, loss, rebuild, own, batch)
         else:
-            if likelihood is None:
-                chosen = likelihoods.inferred(loss, constant, batch, reduction)
-            else:
-                chosen = likelihoods.given(likelihood, constant)
-            p = likelihoods.distribution(chosen, constant)
-            weight = likelihoods.weight(chosen, p, reduction)
-            if kind == "mc":
-                count = validation.at_least("num_samples", num_samples, 1)
-                metric = _mc(chosen, p, rebuild, own, weight, count, generator)
-            elif chosen.family is not None:
-                metric = _closed_form(chosen, own, weight)
-            else:
-                metric = _exact(chosen, p, rebuild, own, weight)
+            constant = rebuild([leaf.detach() for leaf in own])
+            metric = _expected(options, loss, rebuild, own, constant, batch)
 
-    def product(vector: list[Tensor]) -> list[Tensor]:
-        with _surroundings(own[0]), torch.no_grad():
+    def product(vector: Vector) -> Vector:
+        with _evaluation_context(own[0]), torch.no_grad():
             wide = [upcast_half(u) for u in clone_inference_tensors(vector)]
             return [x.to(dtype) for x, dtype in zip(metric(wide), dtypes, strict=True)]
 
     return product
 
 
-def _surroundings(like: Tensor) -> ExitStack:
-    """Gradients on, autocast off, and torch calls that lack a second derivative replaced."""
+def _check_outputs(outputs: Tree, leaves: list[Any]) -> list[int]:
+    """The places of the floating-point tensors; all must be real and finite."""
+    for name, leaf in zip(pytree.paths(outputs), leaves, strict=True):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            where = f"outputs[{name!r}]" if name else "outputs"
+            advice = "The Fisher matrix does not exist there; look for overflow in the model."
+            validation.real(where, leaf)
+            if value_checks_on():
+                validation.finite(where, leaf, advice)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+    if not places:
+        raise ArgumentTypeError(
+            f"outputs: expected a floating-point tensor among them, got {validation.describe(outputs)}."
+        )
+    return places
+
+
+def _evaluation_context(like: Tensor) -> ExitStack:
+    """Gradients on, autocast off, and stand-ins for torch calls that lack a second derivative."""
     stack = ExitStack()
     stack.enter_context(grad_enabled())
     stack.enter_context(stand_ins_if(True))
@@ -120,12 +160,34 @@ def _surroundings(like: Tensor) -> ExitStack:
     return stack
 
 
-def _closed_form(likelihood: Likelihood, own: list[Tensor], weight: Weight) -> Metric:
+def _expected(
+    options: FisherMetric,
+    loss: Any,
+    rebuild: Callable[[Vector], Tree],
+    own: Vector,
+    constant: Tree,
+    batch: Any,
+) -> Metric:
+    """The kinds with targets from the likelihood: exact, or by sampling."""
+    if options.likelihood is None:
+        chosen = likelihoods.inferred(loss, constant, batch, options.reduction)
+    else:
+        chosen = likelihoods.given(options.likelihood, constant)
+    p = distributions.make(chosen, constant)
+    weight = likelihoods.weight(chosen, p, options.reduction)
+    if options.kind == "mc":
+        return _sampled(options, chosen, p, rebuild, own, weight)
+    if chosen.family is not None:
+        return _closed_form(chosen, own, weight)
+    return _exact(chosen, p, rebuild, own, weight)
+
+
+def _closed_form(likelihood: Likelihood, own: Vector, weight: Weight) -> Metric:
     family, f = likelihood.family, own[0].detach()
     assert family is not None
     mask = likelihoods.mask(likelihood, f)
 
-    def metric(vector: list[Tensor]) -> list[Tensor]:
+    def metric(vector: Vector) -> Vector:
         return [weight * mask * family.information(f, vector[0])]
 
     return metric
@@ -134,22 +196,22 @@ def _closed_form(likelihood: Likelihood, own: list[Tensor], weight: Weight) -> M
 def _exact(
     likelihood: Likelihood,
     p: D.Distribution,
-    rebuild: Callable[[list[Tensor]], Tree],
-    own: list[Tensor],
+    rebuild: Callable[[Vector], Tree],
+    own: Vector,
     weight: Weight,
 ) -> Metric:
     """M u by differentiating the gradient of w sum_t KL(p_t(outputs0) || p_t(outputs)) once more."""
-    q = likelihoods.distribution(likelihood, rebuild(own))
-    likelihoods.refuse_moving_support(q)
-    likelihoods.refuse_wrong_divergence(q)
-    with likelihoods.no_second_derivative(q):
+    q = distributions.make(likelihood, rebuild(own))
+    distributions.refuse_moving_support(q)
+    distributions.refuse_wrong_divergence(q)
+    with distributions.translate_divergence_errors(q):
         divergence = weight * D.kl_divergence(p, q).sum()
         if not divergence.requires_grad:
-            likelihoods.refuse_constant()
+            distributions.refuse_constant()
         gradient = torch.autograd.grad(divergence, own, create_graph=True, allow_unused=True)
     pairs = [(i, g) for i, g in enumerate(gradient) if g is not None]
 
-    def metric(vector: list[Tensor]) -> list[Tensor]:
+    def metric(vector: Vector) -> Vector:
         product = torch.autograd.grad(
             [g for _, g in pairs], own, [vector[i] for i, _ in pairs],
             retain_graph=True, allow_unused=True,
@@ -160,52 +222,51 @@ def _exact(
 
     if not value_checks_on():
         return metric
-    with likelihoods.no_second_derivative(q):  # it shows when it is used
+    with distributions.translate_divergence_errors(q):  # some appear in the second derivative only
         for part in (*(g for _, g in pairs), *metric([torch.ones_like(leaf) for leaf in own])):
             validation.finite("KL(p || p)", part, "Its derivatives are not finite at p.")
     return metric
 
 
-def _mc(
+def _sampled(
+    options: FisherMetric,
     likelihood: Likelihood,
     p: D.Distribution,
-    rebuild: Callable[[list[Tensor]], Tree],
-    own: list[Tensor],
+    rebuild: Callable[[Vector], Tree],
+    own: Vector,
     weight: Weight,
-    count: int,
-    generator: Generator | None,
 ) -> Metric:
     """The terms are independent and their scores have mean zero, so that the square of the sum of the
     scores of any group of them is, on average, the sum of their squares."""
-    family = likelihood.family
+    family, count = likelihood.family, options.num_samples
+    random = options.random_numbers(own[0].device)
     if family is not None:
         f = own[0].detach()
-        y = likelihoods.sample(p, count, f, generator)
+        y = distributions.sample(p, count, f, random)
         scores = [family.score(f, y).mul_(likelihoods.mask(likelihood, f))]
         by_example = f.dim() > (1 if family.classes else 0)
     else:
-        q = likelihoods.distribution(likelihood, rebuild(own))
-        likelihoods.refuse_moving_support(q)
-        y = likelihoods.sample(p, count, own[0], generator)
-        scores, by_example = likelihoods.scores(q, y, own)
+        q = distributions.make(likelihood, rebuild(own))
+        distributions.refuse_moving_support(q)
+        y = distributions.sample(p, count, own[0], random)
+        scores, by_example = distributions.scores(q, y, own)
     return _outer_products(scores, weight / count, by_example)
 
 
 def _empirical(
+    options: FisherMetric,
     loss: Any,
-    rebuild: Callable[[list[Tensor]], Tree],
-    own: list[Tensor],
+    rebuild: Callable[[Vector], Tree],
+    own: Vector,
     batch: Any,
-    likelihood: Any,
-    reduction: str,
 ) -> Metric:
-    if likelihood is not None:
+    if options.likelihood is not None:
         raise ArgumentValueError(
             "kind='empirical': expected likelihood=None, got one; it takes the gradients of the "
             "criterion at the actual targets. Use kind='mc' or 'exact' for a likelihood."
         )
     # batchmean is the sum over examples by their number, which is what "mean" means here
-    likelihoods.check_reduction(loss, reduction, besides={"batchmean": "mean"})
+    likelihoods.check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
     row = likelihoods.row_of(loss)
     one = row is not None and row.family.classes and own[0].dim() == 1  # logits [C] of one example
     sizes = {leaf.shape[:1] for leaf in own}
@@ -227,16 +288,16 @@ def _empirical(
         validation.finite("dloss/doutputs", part, advice)
     examples = 1 if one else own[0].shape[0]
     scores = [part.unsqueeze(0) for part in gradient]
-    return _outer_products(scores, examples if reduction == "mean" else 1.0, not one)
+    return _outer_products(scores, examples if options.reduction == "mean" else 1.0, not one)
 
 
-def _outer_products(scores: list[Tensor], weight: Weight, by_example: bool) -> Metric:
+def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
     """M u = weight sum_sn s_sn (s_sn . u_n), of scores [S, *leaf]; n are the examples, or one group."""
     samples = scores[0].shape[0]
     groups = scores[0].shape[1] if by_example else 1
     flat = [s.reshape(samples, groups, s[0].numel() // max(groups, 1)) for s in scores]
 
-    def metric(vector: list[Tensor]) -> list[Tensor]:
+    def metric(vector: Vector) -> Vector:
         parts = [
             torch.einsum("snd,nd->sn", s, u.reshape(groups, s.shape[2]))
             for s, u in zip(flat, vector, strict=True)

@@ -1,12 +1,14 @@
-"""Products J^T M J v at one point: generalised Gauss-Newton and Fisher matrices.
+"""J^T M J v: generalised Gauss-Newton and Fisher matrices at one point.
 
 J is the Jacobian of a model's outputs by its parameters, M a symmetric matrix on the outputs: the
-Hessian of the criterion, or the Fisher matrix of the distribution that the outputs stand for.
+Hessian of the criterion, or the Fisher matrix of the distribution that the outputs parametrise.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -21,137 +23,318 @@ from hoglib._core.autograd import (
     translate_errors,
     without_graph,
 )
-from hoglib._core.gradient_graph import check_custom_functions, graph_summary, warn_detached
+from hoglib._core.finite_differences import directional_derivative
+from hoglib._core.gradient_graph import (
+    check_custom_functions,
+    graph_bytes,
+    graph_summary,
+    warn_detached,
+)
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.curvature.routes import (
-    Call,
+from hoglib.curvature.hessian_product import forward_over_reverse, reverse_over_reverse
+from hoglib.curvature.linear_map import (
+    DIFFERENCES,
+    BoundLoss,
+    CurvatureKind,
     LinearMap,
-    forward_over_reverse,
+    ProductOptions,
     no_forward_mode,
-    reverse_over_reverse,
 )
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
 
-Metric = Callable[[Vector, bool], Vector]
+MetricProduct = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
+
+
+class OutputMetric(ABC):
+    """The matrix M on the outputs, before its point is given; equal and hashed as `CurvatureKind`."""
+
+    seed: int | None = None  # of the random numbers, where the same are drawn at each product
+
+    @property
+    def random(self) -> bool:
+        """Whether random numbers are drawn for each batch."""
+        return False
+
+    @abstractmethod
+    def at(
+        self, composite: "CompositeLoss", outputs: Vector, mode: str, options: ProductOptions
+    ) -> MetricProduct:
+        """M at these outputs; `mode` is that of the whole product."""
+
+    def for_batch(self, number: int) -> "OutputMetric":
+        """The metric for a batch of that number, which decides its random numbers."""
+        return self
+
+
+@final
+@dataclass(frozen=True)
+class CriterionHessian(OutputMetric):
+    """M = d^2 criterion / d outputs^2."""
+
+    def at(
+        self, composite: "CompositeLoss", outputs: Vector, mode: str, options: ProductOptions
+    ) -> MetricProduct:
+        if mode == DIFFERENCES:
+            gradient = finite_differences.gradient_function(composite.criterion)
+            return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
+        inside = torch_internals.transforms_active()
+        linearize = forward_over_reverse if inside else reverse_over_reverse
+        hessian = linearize(composite.criterion, outputs, options)
+        return lambda u, keep_graph: hessian.apply(u, keep_graph)[1]
+
+
+@final
+@dataclass(frozen=True)
+class GaussNewtonKind(CurvatureKind):
+    """J^T M J, with the metric M on the outputs."""
+
+    mode: str = "auto"
+    metric: OutputMetric = CriterionHessian()
+
+    def __post_init__(self) -> None:
+        validation.one_of("mode", self.mode, ("auto", "forward", "reverse", DIFFERENCES))
+
+    @property
+    def random(self) -> bool:
+        return self.metric.random
+
+    @property
+    def seed(self) -> int:
+        return self.metric.seed or 0
+
+    def for_batch(self, number: int) -> "GaussNewtonKind":
+        metric = self.metric.for_batch(number)
+        return self if metric is self.metric else replace(self, metric=metric)
+
+    def linearize(
+        self, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
+    ) -> LinearMap:
+        at = CompositeLoss(loss, self.metric, self.mode, options), leaves
+        if self.mode == DIFFERENCES:
+            return differences_of_outputs(*at)
+        if torch_internals.transforms_active():
+            return in_transforms(*at)
+        if self.mode == "reverse" or (self.mode == "auto" and several):
+            return double_reverse(*at)
+        forward = forward_then_reverse(*at)
+        if self.mode == "forward":
+            return forward
+
+        def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+            try:
+                return forward.apply(vector, keep_graph)
+            except UnsupportedError:  # an operation has no forward mode
+                return double_reverse(*at).apply(vector, keep_graph)
+
+        return LinearMap(apply)
+
+    def check_loss(self, loss: Any) -> Any:
+        for part in ("outputs", "criterion"):
+            if not callable(getattr(loss, part, None)):
+                raise ArgumentTypeError(
+                    "loss: expected one from `hoglib.functional_loss(model, criterion)`, or an object "
+                    "with .outputs(params, batch) and .criterion(outputs, batch), because the model's "
+                    f"outputs are needed by themselves; got {validation.describe(loss)}."
+                )
+        return loss
 
 
 class CompositeLoss:
-    """A loss in its two halves, at one batch: the outputs of leaves, and the criterion of outputs."""
+    """A loss as criterion(outputs(leaves)) at one batch, with the metric on its outputs."""
 
     def __init__(
-        self,
-        loss: Any,
-        params_of: Callable[[Vector], Any],
-        batch: Any,
-        metric: Callable[["CompositeLoss", Vector, Call], Metric],
+        self, loss: BoundLoss, metric: OutputMetric, mode: str, options: ProductOptions
     ) -> None:
-        self.loss, self.batch = loss, batch
-        self._params_of, self._metric = params_of, metric
-        self.outputs: Any = None  # as the model gave them last
+        self.loss, self.options = loss.func, options
+        (self.batch,) = loss.args
+        self._params_of, self._metric, self._mode = loss.params_of, metric, mode
+        self._last: Any = None  # the outputs as the model gave them last, in their structure
 
-    def floats(self, leaves: Vector) -> Vector:
+    def outputs(self, leaves: Vector) -> Vector:
         """The floating-point tensors among the outputs; the others are constants."""
-        self.outputs = self.loss.outputs(self._params_of(leaves), self.batch)
-        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in self._flat):
+        self._last = self.loss.outputs(self._params_of(leaves), self.batch)
+        found = pytree.leaves(self._last)
+        if any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in found):
             raise ArgumentTypeError(
                 "loss.outputs(params, batch): expected real outputs, got complex ones; give their "
                 "real view, `torch.view_as_real`."
             )
-        return [self._flat[i] for i in self._which]
+        return [leaf for leaf in found if _is_floating(leaf)]
 
-    @property
-    def _flat(self) -> list[Any]:
-        return pytree.leaves(self.outputs)
-
-    @property
-    def _which(self) -> list[int]:
-        return [
-            i
-            for i, leaf in enumerate(self._flat)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        ]
-
-    def floats_alone(self, leaves: Vector) -> Vector:
+    def detached_outputs(self, leaves: Vector) -> Vector:
         """The same without a graph."""
         found: Vector = []
 
         def run() -> Tensor:
-            found[:] = self.floats(leaves)
-            _depends_on_params(found)
+            found[:] = self.outputs(leaves)
+            _check_depends(found)
             return found[0]
 
         without_graph(run)
         return [y.detach() for y in found]
 
-    def with_floats(self, values: Any) -> Any:
-        """The outputs with other values for their floating-point tensors."""
-        flat, structure = pytree.flatten(self.outputs)
-        for i, value in zip(self._which, values, strict=True):
-            flat[i] = value
-        return pytree.unflatten(flat, structure)
+    def with_values(self, values: Any) -> Any:
+        """The last outputs in their structure, with other values for the floating-point tensors."""
+        flat, structure = pytree.flatten(self._last)
+        left = iter(values)
+        return pytree.unflatten(
+            [next(left) if _is_floating(leaf) else leaf for leaf in flat], structure
+        )
 
     def criterion(self, *values: Tensor) -> Tensor:
-        # copies, because a criterion may work in place, which the leaves of a graph do not bear
-        outputs = self.with_floats([y.clone() for y in values])
+        """The loss, of the floating-point tensors among the outputs."""
+        # copies: a criterion may work in place, which leaves of a graph do not allow
+        outputs = self.with_values([y.clone() for y in values])
         value = self.loss.criterion(outputs, self.batch)
         return validation.scalar("criterion(outputs, targets)", value)
 
-    def metric(self, ys: Vector, call: Call) -> Metric:
-        return self._metric(self, ys, call)
+    def value(self, outputs: Vector) -> Tensor:
+        if self.options.create_graph:
+            return self.criterion(*outputs)
+        return without_graph(lambda: self.criterion(*outputs))
 
-    def value(self, ys: Vector, call: Call) -> Tensor:
-        if call.create_graph:
-            return self.criterion(*ys)
-        return without_graph(lambda: self.criterion(*ys))
-
-
-def criterion_hessian(split: CompositeLoss, ys: Vector, call: Call) -> Metric:
-    """M = d^2 criterion / d outputs^2."""
-    inside = torch_internals.transforms_active()
-    at = (forward_over_reverse if inside else reverse_over_reverse)(split.criterion, ys, call)
-    return lambda u, keep: at.apply(u, keep)[1]
+    def metric(self, outputs: Vector) -> MetricProduct:
+        return self._metric.at(self, outputs, self._mode, self.options)
 
 
-def in_reverse(split: CompositeLoss, leaves: Vector, call: Call) -> LinearMap:
-    """J v as the derivative of J^T u by u, without any forward mode; the graphs are kept."""
-    own = fresh_leaves(leaves, call.create_graph)
-    every = split.floats(own)
-    depends = [i for i, y in enumerate(every) if y.requires_grad]
-    ys = [every[i] for i in depends]
-    _depends_on_params(ys)
+def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
+    """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
+    caller, create_graph = composite.options.caller, composite.options.create_graph
+    own = fresh_leaves(leaves, create_graph)
+    every = composite.outputs(own)
+    depends, ys = _dependent(every)
     graph = graph_summary(ys)
-    check_custom_functions(graph, call.what)
+    check_custom_functions(graph, caller)
     us = [torch.ones_like(y, requires_grad=True) for y in ys]
-    with translate_errors(call.what), warn_detached(graph, call.what):
+    with translate_errors(caller), warn_detached(graph, caller):
         by_u = torch.autograd.grad(ys, own, us, create_graph=True, allow_unused=True)
     if any(part is not None and not part.requires_grad for part in by_u):
-        raise _lost(call)  # J^T u is linear in u: a part without a graph has lost it
+        raise _detached(caller)  # J^T u is linear in u: a part without a graph was detached
     used = [i for i, part in enumerate(by_u) if part is not None]
     parts = [part for part in by_u if part is not None]
-    metric, value = split.metric(every, call), split.value(every, call)
+    metric, value = composite.metric(every), composite.value(every)
 
-    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
-        again = {"retain_graph": keep or call.create_graph, "create_graph": call.create_graph}
-        with translate_errors(call.what):
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        with translate_errors(caller):
             along = torch.autograd.grad(
-                parts, us, [vector[i] for i in used], allow_unused=True, **again
+                parts,
+                us,
+                [vector[i] for i in used],
+                retain_graph=keep_graph or create_graph,
+                create_graph=create_graph,
+                allow_unused=True,
             )
         tangents = [torch.zeros_like(y) for y in every]
         for i, part in zip(depends, along, strict=True):
             tangents[i] = tangents[i] if part is None else part
-        weighted = metric(tangents, keep)
-        product = _transposed(ys, own, [weighted[i] for i in depends], call, keep)
-        if not _adjoint(vector, product, tangents, weighted):
-            raise _lost(call)
+        weighted = metric(tangents, keep_graph)
+        product = _transposed_product(
+            ys, own, [weighted[i] for i in depends], composite.options, keep_graph
+        )
+        if not _are_adjoint(vector, product, tangents, weighted):
+            raise _detached(caller)
         return value, product
 
-    unused = tuple(i for i, part in enumerate(by_u) if part is None)
-    return LinearMap(apply, tuple(parts), unused)
+    def unused() -> tuple[int, ...]:
+        return tuple(i for i, part in enumerate(by_u) if part is None)
+
+    return LinearMap(apply, lambda: graph_bytes(parts), unused)
 
 
-def _adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vector) -> bool:
-    """<v, J^T w> = <J v, w>, unless either has lost a part; it costs two inner products."""
+def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
+    """J v in forward mode, in one run with the outputs; nothing is kept between products."""
+    caller, create_graph = composite.options.caller, composite.options.create_graph
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        own = fresh_leaves(leaves, create_graph)
+        try:
+            every, tangents = _outputs_and_tangents(composite, own, vector)
+        except (RuntimeError, NotImplementedError) as error:
+            raise no_forward_mode(caller, "forward", error) from error
+        if not create_graph:
+            tangents = [t.detach() for t in tangents]
+        depends, ys = _dependent(every)
+        check_custom_functions(graph_summary(ys), caller)
+        weighted = composite.metric(every)(tangents, False)
+        us = [weighted[i] for i in depends]
+        try:
+            product = _transposed_product(ys, own, us, composite.options, False)
+        except CheckpointError as error:  # what is recomputed has no tangents
+            raise UnsupportedError(
+                f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
+                "mode='reverse'."
+            ) from error
+        if not _are_adjoint(vector, product, tangents, weighted):
+            raise UnsupportedError(
+                f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
+                "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
+                "torch's gradient is by convention not the derivative (padding_idx). Use "
+                "mode='reverse'."
+            )
+        return composite.value(every), product
+
+    return LinearMap(apply)
+
+
+def _outputs_and_tangents(
+    composite: CompositeLoss, own: Vector, vector: Vector
+) -> tuple[Vector, Vector]:
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(p, v) for p, v in zip(own, vector, strict=True)]
+        pairs = [forward_ad.unpack_dual(y) for y in composite.outputs(duals)]
+        return [y for y, _ in pairs], [torch.zeros_like(y) if t is None else t for y, t in pairs]
+
+
+def in_transforms(composite: CompositeLoss, leaves: Vector) -> LinearMap:
+    """J^T M J v by torch.func, inside of its transforms."""
+
+    def outputs(*own: Tensor) -> tuple[Tensor, ...]:
+        return tuple(composite.outputs(list(own)))
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        outputs_and_vjp: Any = torch.func.vjp(outputs, *leaves)
+        outputs_and_tangents: Any = torch.func.jvp(outputs, tuple(leaves), tuple(vector))
+        (every, transpose), (_, tangents) = outputs_and_vjp, outputs_and_tangents
+        weighted = composite.metric(list(every))(list(tangents), False)
+        return composite.criterion(*every), list(transpose(tuple(weighted)))
+
+    return LinearMap(apply)
+
+
+def differences_of_outputs(composite: CompositeLoss, leaves: Vector) -> LinearMap:
+    """J v by central differences of the outputs, J^T by ordinary backward."""
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        tangents = directional_derivative(composite.detached_outputs, leaves, vector)
+        own = fresh_leaves(leaves, False)
+        every = composite.outputs(own)
+        depends, ys = _dependent(every)
+        weighted = composite.metric([y.detach() for y in every])(tangents, False)
+        us = [weighted[i] for i in depends]
+        return composite.value(every), _transposed_product(ys, own, us, composite.options, False)
+
+    return LinearMap(apply)
+
+
+def _transposed_product(
+    ys: Vector, own: Vector, us: Vector, options: ProductOptions, keep_graph: bool
+) -> Vector:
+    """J^T u."""
+    with translate_errors(options.caller):
+        parts: Any = torch.autograd.grad(
+            ys,
+            own,
+            us,
+            retain_graph=keep_graph or options.create_graph,
+            create_graph=options.create_graph,
+            allow_unused=True,
+        )
+    return materialize_grads(list(parts), own)
+
+
+def _are_adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vector) -> bool:
+    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products."""
     if not value_checks_on():
         return True
     pairs = [
@@ -168,119 +351,37 @@ def _adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vector
     rtol = max(TOLERANCES[dtype].rtol for dtype in dtypes)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if not isfinite(one + other):
-        return True  # which is told of elsewhere
+        return True  # a value that is not finite is reported elsewhere
     rounding = rtol * size + 100 * eps * max(lengths)
     return abs(one - other) <= rounding
 
 
-def _lost(call: Call) -> Exception:
+def _detached(caller: str) -> Exception:
     return NoSecondDerivative(
-        f"{call.what}(mode='reverse'): expected a backward that can be differentiated, got one whose "
+        f"{caller}(mode='reverse'): expected a backward that can be differentiated, got one whose "
         "gradient has lost its graph: it runs under no_grad, detaches, or leaves torch. "
         "`hoglib.verify` of the custom Functions in the model names the line; mode='forward' does "
-        "without, where they have a jvp."
+        "not need that graph, if they have a jvp."
     )
 
 
-def in_forward(split: CompositeLoss, leaves: Vector, call: Call) -> LinearMap:
-    """J v in forward mode, in one run with the outputs; nothing is kept between products."""
-
-    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
-        own = fresh_leaves(leaves, call.create_graph)
-        try:
-            every, tangents = _with_tangents(split, own, vector)
-        except (RuntimeError, NotImplementedError) as error:
-            raise no_forward_mode(call.what, "mode='forward'", error) from error
-        if not call.create_graph:
-            tangents = [t.detach() for t in tangents]
-        depends = [i for i, y in enumerate(every) if y.requires_grad]
-        _depends_on_params([every[i] for i in depends])
-        check_custom_functions(graph_summary(every[i] for i in depends), call.what)
-        weighted = split.metric(every, call)(tangents, False)
-        ys, us = [every[i] for i in depends], [weighted[i] for i in depends]
-        try:
-            product = _transposed(ys, own, us, call, False)
-        except CheckpointError as error:  # what is run again has no tangents
-            raise UnsupportedError(
-                f"{call.what}(mode='forward'): expected no checkpoint in the model, got one; use "
-                "mode='reverse'."
-            ) from error
-        if not _adjoint(vector, product, tangents, weighted):
-            raise UnsupportedError(
-                f"{call.what}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
-                "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
-                "torch's gradient is by convention not the derivative (padding_idx). Use "
-                "mode='reverse'."
-            )
-        return split.value(every, call), product
-
-    return LinearMap(apply)
+def _dependent(every: Vector) -> tuple[list[int], Vector]:
+    """The outputs that depend on the parameters, and their places."""
+    depends = [i for i, y in enumerate(every) if y.requires_grad]
+    ys = [every[i] for i in depends]
+    _check_depends(ys)
+    return depends, ys
 
 
-def _with_tangents(split: CompositeLoss, own: Vector, vector: Vector) -> tuple[Vector, Vector]:
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(p, v) for p, v in zip(own, vector, strict=True)]
-        pairs = [forward_ad.unpack_dual(y) for y in split.floats(duals)]
-        return [y for y, _ in pairs], [torch.zeros_like(y) if t is None else t for y, t in pairs]
-
-
-def in_transforms(split: CompositeLoss, leaves: Vector, call: Call) -> LinearMap:
-    """The same by torch.func, inside of its transforms."""
-
-    def outputs(*own: Tensor) -> tuple[Tensor, ...]:
-        return tuple(split.floats(list(own)))
-
-    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
-        pulled_back: Any = torch.func.vjp(outputs, *leaves)
-        pushed: Any = torch.func.jvp(outputs, tuple(leaves), tuple(vector))
-        (every, transpose), (_, tangents) = pulled_back, pushed
-        weighted = split.metric(list(every), call)(list(tangents), False)
-        return split.criterion(*every), list(transpose(tuple(weighted)))
-
-    return LinearMap(apply)
-
-
-def by_differences(split: CompositeLoss, leaves: Vector, call: Call) -> LinearMap:
-    """J v by differences of the outputs, J^T by ordinary backward."""
-
-    def apply(vector: Vector, keep: bool) -> tuple[Tensor, Vector]:
-        tangents = finite_differences.directional_derivative(split.floats_alone, leaves, vector)
-        own = fresh_leaves(leaves, False)
-        every = split.floats(own)
-        depends = [i for i, y in enumerate(every) if y.requires_grad]
-        _depends_on_params([every[i] for i in depends])
-        weighted = split.metric([y.detach() for y in every], call)(tangents, False)
-        ys, us = [every[i] for i in depends], [weighted[i] for i in depends]
-        return split.value(every, call), _transposed(ys, own, us, call, False)
-
-    return LinearMap(apply)
-
-
-def hessian_by_differences(split: CompositeLoss, ys: Vector, call: Call) -> Metric:
-    """M = d^2 criterion / d outputs^2, by differences of the criterion's gradient."""
-    gradient: Callable[[Vector], Vector] = finite_differences.gradient_function(split.criterion)
-    return lambda u, keep: finite_differences.directional_derivative(gradient, ys, u)
-
-
-def _transposed(ys: Vector, own: Vector, us: Vector, call: Call, keep: bool) -> Vector:
-    """J^T u."""
-    with translate_errors(call.what):
-        parts: Any = torch.autograd.grad(
-            ys,
-            own,
-            us,
-            retain_graph=keep or call.create_graph,
-            create_graph=call.create_graph,
-            allow_unused=True,
-        )
-    return materialize_grads(list(parts), own)
-
-
-def _depends_on_params(ys: Vector) -> None:
+def _check_depends(ys: Vector) -> None:
     if not ys:
         raise NoSecondDerivative(
             "loss.outputs(params, batch): expected outputs that depend on params, got none that do; "
             "look for .detach(), .item(), .data or a torch.no_grad() in the model, for a loss that "
             "uses the model's own parameters instead of the params it is given, and for outputs in an "
-            "object of your own (give a tensor, a tuple or a dict, for instance by forward=)."
+            "object of your own class (give a tensor, a tuple or a dict, for instance by forward=)."
         )
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()

@@ -1,14 +1,14 @@
-"""Second derivatives of many values, each by its own point: the routes of `laplacian`.
+"""Second derivatives of functions in their inputs: the Laplacian, which PINNs and score matching take.
 
-A probe is the number i of an element of a point, and asks for d^2 f / dx_i^2; or a tensor v like x, and
-asks for v^T H v at each point. The routes give values and sums over the probes.
+A probe is the index i of an element of a point, and stands for d^2 f / dx_i^2; or a tensor v like x,
+and stands for v^T H v at each point. Each route computes values and the sums over the probes.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,143 @@ from hoglib.stand_ins.mode import stand_ins_if
 
 Probe = int | Tensor
 Function = Callable[[Tensor], Tensor]
-WHAT = "laplacian"
+CALLER = "laplacian"
+
+
+def laplacian(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+    num_projections: int | None = None,
+    generator: torch.Generator | None = None,
+    create_graph: bool | None = None,
+    stand_ins: bool = True,
+) -> tuple[Tensor, Tensor]:
+    r"""The value of a function at many points, and its Laplacian by their coordinates.
+
+        f_n = func(x, *args)_n        L_n = sum_i d^2 f_n / d x_{n,i}^2
+        with num_projections = k:     L_n ~ 1/k sum_v v^T (d^2 f_n / d x_n^2) v,  v_i = -1 or 1
+
+    The exact Laplacian takes a gradient with its graph, and a backward pass for each of the D elements
+    of a point; several outputs take the passes of one. The estimate takes k passes; its mean is L, its
+    variance 2/k sum_{i != j} H_ij^2, and for a diagonal H it is exact.
+
+    The inputs are not changed, and it works under no_grad and inference_mode. Inside torch.func
+    transforms the route is forward-over-reverse, with a run of func for each element. A network of
+    ReLUs has Laplacian zero: take tanh, SiLU or sine.
+
+    Args:
+        func: The function ``func(x, *args)``, or an `nn.Module`, that treats each point by itself.
+        x: N points, [N, ...]; one point of any shape if func returns a scalar.
+        *args: Further arguments of func, such as data for each point (a time, a class).
+        num_projections: k random vectors instead of all elements of a point; None is exact.
+        generator: Of these vectors; None is torch's global generator.
+        create_graph: Whether f and L can be differentiated again, by parameters, x or args. By default
+            they can where gradients are enabled and something requires one; then all D passes stay in
+            memory until backward. Inside torch.func transforms they always can.
+        stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+    Returns:
+        The pair (f, L).
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and
+            where train-mode batch norm makes points depend on each other.
+        NoSecondDerivative: where the value does not depend on x.
+        UnsupportedError: where torch has no derivative of an operation.
+    Shape:
+        - x: [N, ...]
+        - f, L: [N] or [N, ...outputs]
+    References:
+        Raissi, Perdikaris and Karniadakis, Physics-informed Neural Networks, 2019.
+        Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990.
+        Song, Garg, Shi and Ermon, Sliced Score Matching, 2019.
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> f, lap = hog.laplacian(lambda x: (x**3).sum(1), x)
+        >>> lap  # 6 (x_1 + x_2)
+        tensor([18.,  6.])
+    """
+    validation.function("func", func)
+    _check_points(x)
+    if create_graph is not None:
+        validation.flag("create_graph", create_graph)
+    keep = torch.is_grad_enabled() if create_graph is None else create_graph
+    signs = None if num_projections is None else _signs(x, num_projections, generator)
+    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
+        x, inputs = clone_inference_tensors((x, args))
+        # a module's own parameters, but copies of the buffers, which its forward may change
+        call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
+
+        def values(points: Tensor) -> Tensor:
+            with _BatchNormWatcher() as norms:
+                value = _check_value(call(points, *inputs), points)
+            if value.dim() and norms.in_training:
+                raise ArgumentValueError(
+                    "func(x, *args): expected each point's value to depend on that point alone, got "
+                    "a batch norm in training mode, whose mean and variance come from all points. "
+                    "Call `.eval()` on the model, or use LayerNorm or GroupNorm in its place."
+                )
+            return value
+
+        if torch_internals.transforms_active():
+            value, total = by_forward(values, x, signs)
+        else:
+            value, total = by_reverse(values, x, signs, keep, always=create_graph is True)
+    return value, total if num_projections is None else total / num_projections
+
+
+@final
+class _BatchNormWatcher(TorchFunctionMode):
+    """Notes whether a batch norm took its statistics from the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_training = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm or func is torch.batch_norm:
+            self.in_training |= bool(args[5] if len(args) > 5 else kwargs.get("training", False))
+        return func(*args, **kwargs)
+
+
+def _check_points(x: Any) -> None:
+    """Raise for points that have no Laplacian."""
+    validation.differentiable("x", x)
+    if x.is_complex():
+        raise ArgumentTypeError(
+            f"x: expected real coordinates, got {validation.describe(x)}, whose Laplacian is not "
+            "defined; pass its real view, `torch.view_as_real(x)`, and rebuild it in func."
+        )
+
+
+def _signs(x: Tensor, number: Any, generator: Any) -> list[Tensor]:
+    """Rademacher vectors: -1 or 1 at each element of each point."""
+    validation.at_least("num_projections", number, 1)
+    if validation.generator(generator) is not None and generator.device.type != x.device.type:
+        raise ArgumentValueError(
+            f"generator: expected one on {x.device.type}, as x, got one on {generator.device.type}; "
+            f"make it with `torch.Generator({x.device.type!r})`."
+        )
+    shape = (number, *x.shape)
+    signs = torch.randint(0, 2, shape, generator=generator, device=x.device)
+    return list((2 * signs - 1).to(x.dtype))
+
+
+def _check_value(value: Any, x: Tensor) -> Tensor:
+    """The value, unless it is not one of each point."""
+    validation.tensor("func(x, *args)", value)
+    if not value.is_floating_point():
+        raise ArgumentTypeError(
+            f"func(x, *args): expected a real floating-point tensor, got {validation.describe(value)}."
+        )
+    if value.dim() and (x.dim() == 0 or value.shape[0] != x.shape[0]):
+        raise ArgumentValueError(
+            f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "
+            f"or a scalar for one point, got {validation.describe(value)} for x of shape "
+            f"{tuple(x.shape)}; the points are the first dimension of x, `x[:, None]` for numbers."
+        )
+    return value
 
 
 def by_reverse(
@@ -38,19 +174,19 @@ def by_reverse(
 ) -> tuple[Tensor, Tensor]:
     """Reverse-over-reverse: one run of func, one gradient, and a backward pass for each probe.
 
-    keep: the results can be differentiated, if there is something to differentiate by; always: even
-    if there is nothing.
+    keep: the results can be differentiated, if something requires a gradient; always: even if nothing
+    does.
     """
     own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
     value = func(own)
     graph = graph_summary(value)
-    check_custom_functions(graph, WHAT)
+    check_custom_functions(graph, CALLER)
     keep = keep and (
         always or x.requires_grad or any(leaf is not own for leaf in graph.leaves.values())
     )
     points, outputs, probes = _sizes(x, value, signs)
     y = value.reshape(points, outputs)
-    # all at once takes twice the passes where none is kept, which pays from four outputs on
+    # all at once takes twice the passes where no graph is kept, which pays from four outputs on
     together = outputs > (1 if keep else 3) and y.dtype == x.dtype
     result = _of_all_outputs(y, own, graph, probes, keep) if together else None
     if result is None:
@@ -67,6 +203,7 @@ def by_reverse(
 def _of_one_output(
     f: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Probe], keep: bool
 ) -> Tensor:
+    """The sum over the probes for one output of each point, [N]."""
     gradient = _gradient(f, own, graph, torch.ones_like(f))
     total = torch.zeros_like(f, requires_grad=False)
     ones = torch.ones_like(total, dtype=own.dtype)
@@ -84,10 +221,10 @@ def _of_all_outputs(
 
         S(u)_n = sum_c u_nc L_nc, computed with the cotangents u; linear in them, so L = dS/du
 
-    None where that last derivative is not right, because torch lacks it or somebody's Function cuts
+    None where that last derivative is not right, because torch lacks it or a custom Function detaches
     it: then sum_c u_nc dS/du_nc is not S.
     """
-    # different for each output: those of a softmax, whose sum is constant, would cancel
+    # different for each output: equal ones cancel for a softmax, whose sum is constant
     weights = torch.linspace(1, 2, y.shape[1], dtype=y.dtype, device=y.device)
     u = weights.expand_as(y).clone().requires_grad_()
     gradient = _gradient(y, own, graph, u)
@@ -101,7 +238,7 @@ def _of_all_outputs(
                 continue
             size = size + term.detach().abs()
             S = S + (term if keep else term.detach())
-            if term.requires_grad and not keep:  # what a pass holds goes with it
+            if term.requires_grad and not keep:  # frees what the pass holds
                 L = L + torch.autograd.grad(term, u, ones, retain_graph=True)[0]
         if S.requires_grad:
             (L,) = torch.autograd.grad(S, u, ones, create_graph=True)
@@ -116,16 +253,18 @@ def _of_all_outputs(
 
 
 def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
+    """The gradient by the points, with its graph."""
     gradient = None
     if y.requires_grad:
-        with translate_errors(WHAT), warn_detached(graph, WHAT):
+        with translate_errors(CALLER), warn_detached(graph, CALLER):
             (gradient,) = torch.autograd.grad(
                 y, own, cotangents, create_graph=True, allow_unused=True
             )
-    return _dependent(gradient)
+    return _check_dependent(gradient)
 
 
-def _dependent(gradient: Tensor | None) -> Tensor:
+def _check_dependent(gradient: Tensor | None) -> Tensor:
+    """The gradient, unless the value does not depend on the points."""
     if gradient is None:
         raise NoSecondDerivative(
             "func(x, *args): expected a value that depends on x, got one that does not; look for "
@@ -136,18 +275,18 @@ def _dependent(gradient: Tensor | None) -> Tensor:
 
 
 def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool) -> Tensor | None:
-    """[N], or None where the gradient does not depend on the points."""
-    along = _along(gradient, probe, len(ones))
-    if not along.requires_grad:
+    """The term of a probe, [N], or None where the gradient does not depend on the points."""
+    component = _component(gradient, probe, len(ones))
+    if not component.requires_grad:
         return None
-    with translate_errors(WHAT):
+    with translate_errors(CALLER):
         (product,) = torch.autograd.grad(
-            along, own, ones, retain_graph=True, create_graph=keep, allow_unused=True
+            component, own, ones, retain_graph=True, create_graph=keep, allow_unused=True
         )
-    return None if product is None else _along(product, probe, len(ones))
+    return None if product is None else _component(product, probe, len(ones))
 
 
-def _along(vectors: Tensor, probe: Probe, points: int) -> Tensor:
+def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:
     """The component of each point's vector that a probe asks for: [N]."""
     if isinstance(probe, int):
         flat = vectors.dim() == 2 and len(vectors) == points
@@ -156,16 +295,16 @@ def _along(vectors: Tensor, probe: Probe, points: int) -> Tensor:
 
 
 def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Forward-over-reverse: a run of func for each probe, without vmap, which not every func stands.
+    """Forward-over-reverse: a run of func for each probe, without vmap, which not every func supports.
 
-    All runs see the same random numbers, and those move on as by one run.
+    All runs draw the same random numbers, and the generators advance as by one run.
     """
 
-    def watched(own: Tensor) -> Tensor:
+    def checked(own: Tensor) -> Tensor:
         value = func(own)
-        check_custom_functions(graph_summary(value), WHAT)
+        check_custom_functions(graph_summary(value), CALLER)
         if not value.requires_grad:
-            _dependent(None)
+            _check_dependent(None)
         return value
 
     with fixed_random_numbers([x]):
@@ -175,20 +314,21 @@ def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tup
     for k, probe in enumerate(probes):
 
         def derivatives(own: Tensor, probe: Probe = probe) -> tuple[Tensor, ...]:
-            pulling: Any = torch.func.vjp(watched, own)
+            pulling: Any = torch.func.vjp(checked, own)
             y, pull = pulling
             chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
             gradients = (pull(row.expand(points, outputs).reshape(y.shape))[0] for row in chosen)
-            return tuple(_along(gradient, probe, points) for gradient in gradients)
+            return tuple(_component(gradient, probe, points) for gradient in gradients)
 
         last = k == len(probes) - 1
-        with nullcontext() if last else fixed_random_numbers([x]), translate_errors(WHAT):
+        with nullcontext() if last else fixed_random_numbers([x]), translate_errors(CALLER):
             output: Any = torch.func.jvp(derivatives, (x,), (_tangent(x, probe, points),))
         total = total + torch.stack(output[1], 1)
     return value, total.reshape(value.shape)
 
 
 def _tangent(x: Tensor, probe: Probe, points: int) -> Tensor:
+    """The direction of a probe at all points."""
     if isinstance(probe, Tensor):
         return probe
     one = torch.zeros(x.numel() // points, dtype=x.dtype, device=x.device)
@@ -199,130 +339,9 @@ def _tangent(x: Tensor, probe: Probe, points: int) -> Tensor:
 def _sizes(
     x: Tensor, value: Tensor, signs: Sequence[Tensor] | None
 ) -> tuple[int, int, Sequence[Probe]]:
-    """Points, outputs of each, and the probes: signs, or the elements of a point."""
+    """The number of points, the outputs of each, and the probes: signs, or the elements of a point."""
     points = value.shape[0] if value.dim() else 1
     outputs = prod(value.shape[1:])
     if not (x.numel() and value.numel()):
         return points, outputs, ()
     return points, outputs, range(x.numel() // points) if signs is None else signs
-
-
-# === The Laplacian of a network in its inputs: what PINNs and score matching differentiate.
-
-
-def laplacian(
-    func: Callable[..., Tensor],
-    x: Tensor,
-    *args: Any,
-    num_projections: int | None = None,
-    generator: torch.Generator | None = None,
-    create_graph: bool | None = None,
-    stand_ins: bool = True,
-) -> tuple[Tensor, Tensor]:
-    r"""The value of a function at many points, and its Laplacian by their coordinates.
-
-        f_n = func(x, *args)_n        L_n = sum_i d^2 f_n / d x_{n,i}^2
-        with num_projections = k:     L_n ~ 1/k sum_v v^T (d^2 f_n / d x_n^2) v,  v_i = -1 or 1
-
-    Shapes: x [N, ...], N points that func treats each by itself; f and L [N] or [N, ...outputs]. If
-    func gives a scalar, x is one point of any shape. func may be an `nn.Module`; per-point data
-    (a time, a class) go into args.
-
-        u, lap = hoglib.laplacian(net, x)                  # x [N, 2], net(x) [N, 1]
-        loss = (lap + source).square().mean()              # Poisson's equation
-        loss.backward()
-
-    Exact: a gradient with its graph, and a backward pass for each of the D elements of a point;
-    several outputs take the passes of one. The estimate takes k passes; its mean is L, its variance
-    2/k sum_{i != j} H_ij^2, and for a diagonal H it is exact.
-    create_graph: whether f and L can be differentiated again, by parameters, x or args. By default
-    they can where gradients are enabled and something needs one; then all D passes stay in memory
-    until backward. Inside torch.func transforms they always can, and the route is forward-over-reverse,
-    with a run of func for each element. stand_ins: as in `hvp`.
-
-    The inputs are not changed, and it works under no_grad and inference_mode. A network of ReLUs has
-    Laplacian zero: take tanh, SiLU or sine.
-    Raises TypeError and ValueError for an x, a value or an option of the wrong kind, and where
-    train-mode batch norm makes points depend on each other; RuntimeError where the value does not
-    depend on x; NotImplementedError where torch has no derivative.
-    Source: Raissi, Perdikaris and Karniadakis, 2019; the estimate: Hutchinson, 1989, and Song et al.,
-    Sliced Score Matching, 2019.
-    """
-    validation.function("func", func)
-    _points(x)
-    if create_graph is not None:
-        validation.flag("create_graph", create_graph)
-    keep = torch.is_grad_enabled() if create_graph is None else create_graph
-    signs = None if num_projections is None else _signs(x, num_projections, generator)
-    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
-        x, inputs = clone_inference_tensors((x, args))
-        # a module's own parameters, but copies of the buffers, which its forward may change
-        call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
-
-        def values(points: Tensor) -> Tensor:
-            with _BatchNorms() as norms:
-                value = _value(call(points, *inputs), points)
-            if value.dim() and norms.in_training:
-                raise ArgumentValueError(
-                    "func(x, *args): expected each point's value to depend on that point alone, got "
-                    "a batch norm in training mode, whose mean and variance come from all points. "
-                    "Call `.eval()` on the model, or use LayerNorm or GroupNorm in its place."
-                )
-            return value
-
-        if torch_internals.transforms_active():
-            value, total = by_forward(values, x, signs)
-        else:
-            value, total = by_reverse(values, x, signs, keep, always=create_graph is True)
-    return value, total if num_projections is None else total / num_projections
-
-
-class _BatchNorms(TorchFunctionMode):
-    """Sees whether a batch norm took its statistics from the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_training = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm or func is torch.batch_norm:
-            self.in_training |= bool(args[5] if len(args) > 5 else kwargs.get("training", False))
-        return func(*args, **kwargs)
-
-
-def _points(x: Any) -> None:
-    validation.differentiable("x", x)
-    if x.is_complex():
-        raise ArgumentTypeError(
-            f"x: expected real coordinates, got {validation.describe(x)}, whose Laplacian is not one "
-            "thing; pass its real view, `torch.view_as_real(x)`, and rebuild it in func."
-        )
-
-
-def _signs(x: Tensor, number: Any, generator: Any) -> list[Tensor]:
-    """Rademacher vectors: -1 or 1 at each element of each point."""
-    validation.at_least("num_projections", number, 1)
-    if validation.generator(generator) is not None and generator.device.type != x.device.type:
-        raise ArgumentValueError(
-            f"generator: expected one on {x.device.type}, as x, got one on {generator.device.type}; "
-            f"make it with `torch.Generator({x.device.type!r})`."
-        )
-    shape = (number, *x.shape)
-    signs = torch.randint(0, 2, shape, generator=generator, device=x.device)
-    return list((2 * signs - 1).to(x.dtype))
-
-
-def _value(value: Any, x: Tensor) -> Tensor:
-    validation.tensor("func(x, *args)", value)
-    if not value.is_floating_point():
-        raise ArgumentTypeError(
-            f"func(x, *args): expected a real floating-point tensor, got {validation.describe(value)}."
-        )
-    if value.dim() and (x.dim() == 0 or value.shape[0] != x.shape[0]):
-        raise ArgumentValueError(
-            f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "
-            f"or a scalar for one point, got {validation.describe(value)} for x of shape "
-            f"{tuple(x.shape)}; the points are the first dimension of x, `x[:, None]` for numbers."
-        )
-    return value

@@ -1,9 +1,9 @@
-"""A progress bar that counts products, where one was asked for."""
+"""Symmetric linear operators on the space of parameters, and their algebra."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -11,75 +11,48 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib.curvature import density, eigenvalues, linear_systems, traces
-from hoglib.curvature.traces import xtrace
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, MissingDependencyError
 
-
-class Bar:
-    """Counts the products of an operator; whoever opens it first says what for and of how many."""
-
-    def __init__(self, name: str, enabled: bool) -> None:
-        self._name, self._enabled = name, enabled
-        self._open: Any = None
-        self._done = 0.0
-
-    @contextmanager
-    def over(self, what: str, total: int | None = None) -> Iterator[None]:
-        if not self._enabled or self._open is not None:
-            yield
-            return
-        self._done = 0.0
-        self._open = _tqdm()(total=total, desc=f"{self._name} {what}", unit="product", leave=False)
-        try:
-            yield
-        finally:
-            self._open.close()
-            self._open = None
-
-    def advance(self, products: float) -> None:
-        """Some products more, or a part of one."""
-        if self._open is not None:
-            self._done += products
-            self._open.update(round(self._done, 2) - self._open.n)
-
-
-def _tqdm() -> Any:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise MissingDependencyError(
-            "progress=True: expected the package tqdm to be installed, and it is not; `pip install "
-            "tqdm`, or leave progress at False."
-        ) from error
-    return tqdm
-
-
-# === Symmetric linear operators on the space of parameters, and their algebra.
-
 Tree = Any
-TRACES = {"hutchinson": traces.hutchinson_trace, "xtrace": xtrace}
+TRACES = {"hutchinson": traces.hutchinson_trace, "xtrace": traces.xtrace}
 
 
 class LinearOperator(ABC):
-    """A symmetric matrix A [P, P] that is known by its products with vectors.
+    r"""A symmetric matrix A [P, P] that is known by its products with vectors.
 
-    A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
-                 the product has the form of v
-    A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again
+        A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
+                     the product has the form of v
+        A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again
+
+    Subclasses define the product with vectors as rows, ``_products(rows)``.
+
+    Args:
+        space: The vector space that A acts on, that of some parameters.
+        progress: Show a bar that counts products (needs tqdm).
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> (A + A.damped(1.0)) @ torch.tensor([1.0, 2.0])
+        tensor([ 5., 10.])
     """
 
     def __init__(self, space: Space, progress: bool = False) -> None:
         self.space = space
         self.count = 0  # products with one vector so far
-        self._bar = Bar(type(self).__name__, validation.flag("progress", progress))
+        self._bar = ProgressBar(type(self).__name__, validation.flag("progress", progress))
 
     @abstractmethod
     def _products(self, rows: Tensor) -> Tensor:
         """A times each row of [k, P], as rows."""
 
     def apply(self, rows: Tensor) -> Tensor:
-        """A times each row of [k, P], as rows; counted."""
+        """A times each row; counted, without gradients.
+
+        Args:
+            rows: Vectors [k, P].
+        Returns:
+            The products [k, P].
+        """
         self.count += len(rows)
         with torch.inference_mode(False), torch.no_grad():
             rows = clone_inference_tensors(rows)
@@ -92,14 +65,17 @@ class LinearOperator(ABC):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(P, P)."""
         return self.space.size, self.space.size
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of flat vectors: the widest of the parameters'."""
         return self.space.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device of vectors."""
         return self.space.device
 
     @property
@@ -117,12 +93,24 @@ class LinearOperator(ABC):
         return rebuild(self.apply(rows))
 
     def ravel(self, tree: Tree) -> Tensor:
-        """A vector in the structure of params as a flat one [P], or a block as [P, k]."""
+        """A vector in the structure of params as a flat one.
+
+        Args:
+            tree: The vector, or a block with a trailing dimension of k in every leaf.
+        Returns:
+            The vector [P], or [P, k].
+        """
         rows, _ = self.space.rows(tree, "tree")
         return rows.T if self.space.is_block(tree) else rows[0]
 
     def unravel(self, vector: Tensor) -> Tree:
-        """A flat vector [P] in the structure of params, or [P, k] with a trailing dimension of k."""
+        """A flat vector in the structure of params.
+
+        Args:
+            vector: [P], or a block [P, k].
+        Returns:
+            The vector like params; a block has a trailing dimension of k in every leaf.
+        """
         rows, _ = self.space.rows(vector, "vector")
         return self.space.block(rows) if self.space.is_block(vector) else self.space.tree(rows[0])
 
@@ -137,13 +125,13 @@ class LinearOperator(ABC):
                 "A + B: expected operators on parameters of the same names, shapes and dtypes, got "
                 f"{self.shape} and {other.shape}."
             )
-        return Sum([(1.0, self), (1.0, other)])
+        return ScaledSum([(1.0, self), (1.0, other)])
 
     def __sub__(self, other: Any) -> "LinearOperator":
         return self + (-other) if isinstance(other, LinearOperator) else self + other
 
     def __mul__(self, factor: Any) -> "LinearOperator":
-        return Sum([(_factor(factor), self)])
+        return ScaledSum([(_factor(factor), self)])
 
     __rmul__ = __mul__
 
@@ -151,26 +139,39 @@ class LinearOperator(ABC):
         factor = _factor(divisor)
         if factor == 0:
             raise ArgumentValueError("A / c: expected a number other than 0, got 0.")
-        return Sum([(1 / factor, self)])
+        return ScaledSum([(1 / factor, self)])
 
     def __neg__(self) -> "LinearOperator":
-        return Sum([(-1.0, self)])
+        return ScaledSum([(-1.0, self)])
 
     def damped(self, damping: float) -> "LinearOperator":
-        """A + damping I."""
-        return Sum([(1.0, self)], _factor(damping))
+        """The operator A + damping I.
+
+        Args:
+            damping: What is added to the diagonal.
+        Returns:
+            An operator that shares the products of A.
+        """
+        return ScaledSum([(1.0, self)], _factor(damping))
 
     def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
-        """The blocks on the diagonal alone, one product of A for each; `blocks` as in `hessian`."""
+        """The blocks on the diagonal alone; a product takes one product of A for each block.
+
+        Args:
+            blocks: "parameter", "module", a function of a qualified name that returns its block, or a
+                list of lists of names.
+        Returns:
+            An operator that shares the products of A.
+        """
         groups = groups_of(blocks, self.params)
         owners = torch.cat([
             torch.full((leaf.numel(),), next(g for g, group in enumerate(groups) if i in group))
             for i, leaf in enumerate(self.space.leaves())
         ]).to(self.device)  # fmt: skip
-        return Blocked(self, [(owners == g).to(self.dtype) for g in range(len(groups))])
+        return BlockDiagonal(self, [(owners == g).to(self.dtype) for g in range(len(groups))])
 
     def to_dense(self) -> Tensor:
-        """The matrix [P, P], one product a column."""
+        """The matrix [P, P], by one product a column."""
         eye = torch.eye(self.space.size, dtype=self.dtype, device=self.device)
         with self._bar.over("to_dense", self.space.size):
             return self.apply(eye)
@@ -178,7 +179,10 @@ class LinearOperator(ABC):
     def to_scipy(self, dtype: Any = None) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors; needs SciPy.
 
-        dtype: of those vectors, by default the operator's own; products are computed in that one.
+        Args:
+            dtype: Of those vectors; the operator's own by default, in which products are computed.
+        Returns:
+            The SciPy operator.
         """
         return eigenvalues.to_scipy(self, dtype)
 
@@ -192,15 +196,31 @@ class LinearOperator(ABC):
         max_iter: int | None = None,
         preconditioner: Any = None,
         x0: Tree | None = None,
-        progress: float = 0.0,
+        stagnation_tol: float = 0.0,
         return_info: bool = False,
     ) -> Any:
-        """x with (A + damping I) x = b, by conjugate gradients; see `hoglib.curvature.cg`."""
+        """x with (A + damping I) x = b, by conjugate gradients, as `hoglib.curvature.cg`.
+
+        Args:
+            b: Right-hand side: a vector or a block, flat or in the structure of params.
+            damping: What is added to the diagonal of A.
+            tol: Relative tolerance of the residual. Default: 1e-8 in float64, 1e-5 in float32.
+            atol: Absolute tolerance of the residual.
+            max_iter: Iterations at most. Default: 10 P, at most 1000.
+            preconditioner: An approximation of the diagonal (a vector), or of A^-1 (an operator or a
+                function).
+            x0: Where to start; zero by default.
+            stagnation_tol: Stop where the quadratic function of x falls by less than this, relative to
+                itself, an iteration; 0 for never.
+            return_info: Return how well the system was solved, too.
+        Returns:
+            x in the form of b; with ``return_info``, ``(x, Solution)``.
+        """
         operator = self.damped(damping) if damping else self
         with self._bar.over("solve"):
             return linear_systems.cg(
-                operator, b, tol=tol, atol=atol, max_iter=max_iter,
-                preconditioner=preconditioner, x0=x0, progress=progress, return_info=return_info,
+                operator, b, tol=tol, atol=atol, max_iter=max_iter, preconditioner=preconditioner,
+                x0=x0, stagnation_tol=stagnation_tol, return_info=return_info,
             )  # fmt: skip
 
     def eigsh(
@@ -213,7 +233,20 @@ class LinearOperator(ABC):
         block: int = 1,
         generator: torch.Generator | None = None,
     ) -> eigenvalues.Eigenpairs:
-        """k eigenvalues and eigenvectors, with residuals; see `hoglib.curvature.eigsh`."""
+        """k eigenvalues and eigenvectors, with residuals, as `hoglib.curvature.eigsh`.
+
+        Args:
+            k: How many.
+            which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both ends,
+                "SM" the smallest in magnitude.
+            tol: Tolerance of |A v - value v|, relative to |value|. Default: 1e-10 in float64, 1e-5 in
+                float32.
+            max_iter: How often the basis is filled. Default: 10 P.
+            block: Vectors that are multiplied at once.
+            generator: Of the starting vectors; None is the same ones every time.
+        Returns:
+            `Eigenpairs`, which unpack as (values, vectors).
+        """
         with self._bar.over("eigsh"):
             return eigenvalues.eigsh(
                 self, k, which=which, tol=tol, max_iter=max_iter, block=block, generator=generator
@@ -228,7 +261,17 @@ class LinearOperator(ABC):
         width: float | None = None,
         generator: torch.Generator | None = None,
     ) -> density.SpectralDensity:
-        """The density of the eigenvalues; see `hoglib.curvature.spectral_density`."""
+        """The density of the eigenvalues, as `hoglib.curvature.spectral_density`.
+
+        Args:
+            num_samples: Random vectors.
+            steps: Lanczos steps of each, one product a step.
+            grid: Where the density is evaluated, [n]; over the whole spectrum by default.
+            width: Standard deviation of the Gaussian around each node. Default: 1% of the range.
+            generator: Of the random vectors.
+        Returns:
+            `SpectralDensity`.
+        """
         with self._bar.over("spectral_density", num_samples * min(steps, self.shape[0])):
             return density.spectral_density(
                 self, num_samples, steps=steps, grid=grid, width=width, generator=generator
@@ -242,7 +285,17 @@ class LinearOperator(ABC):
         generator: torch.Generator | None = None,
         return_error: bool = False,
     ) -> Any:
-        """The trace, estimated; see `hutchinson_trace` and `xtrace` of `hoglib.curvature`."""
+        """The trace, estimated by products with random vectors.
+
+        Args:
+            num_samples: Products.
+            method: "hutchinson", as `hoglib.curvature.hutchinson_trace`, or "xtrace", as
+                `hoglib.curvature.xtrace`.
+            generator: Of the random vectors.
+            return_error: Return the standard error, too.
+        Returns:
+            The trace, a scalar tensor; with ``return_error`` an `Estimate`.
+        """
         estimate = TRACES[validation.one_of("method", method, list(TRACES))]
         with self._bar.over("trace", num_samples):
             return estimate(self, num_samples, generator=generator, return_error=return_error)
@@ -254,7 +307,15 @@ class LinearOperator(ABC):
         generator: torch.Generator | None = None,
         return_error: bool = False,
     ) -> Any:
-        """The diagonal [P], estimated; see `hoglib.curvature.hutchinson_diagonal`."""
+        """The diagonal, estimated as by `hoglib.curvature.hutchinson_diagonal`.
+
+        Args:
+            num_samples: Random vectors, one product each.
+            generator: Of the random vectors.
+            return_error: Return the standard errors, too.
+        Returns:
+            The diagonal [P]; with ``return_error`` an `Estimate`.
+        """
         with self._bar.over("diagonal", num_samples):
             return traces.hutchinson_diagonal(
                 self, num_samples, generator=generator, return_error=return_error
@@ -264,7 +325,8 @@ class LinearOperator(ABC):
         return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype})"
 
 
-class Sum(LinearOperator):
+@final
+class ScaledSum(LinearOperator):
     """A sum of multiples of operators and of the identity: sum of c_i A_i + damping I."""
 
     def __init__(self, terms: list[tuple[float, LinearOperator]], damping: float = 0.0) -> None:
@@ -272,7 +334,7 @@ class Sum(LinearOperator):
         self._terms: list[tuple[float, LinearOperator]] = []
         self._damping = damping
         for factor, term in terms:
-            if isinstance(term, Sum):
+            if isinstance(term, ScaledSum):
                 self._terms += [(factor * c, inner) for c, inner in term._terms]
                 self._damping += factor * term._damping
             else:
@@ -286,7 +348,8 @@ class Sum(LinearOperator):
         return total
 
 
-class Blocked(LinearOperator):
+@final
+class BlockDiagonal(LinearOperator):
     """The blocks on the diagonal of an operator, one product of it for each block."""
 
     def __init__(self, operator: LinearOperator, masks: list[Tensor]) -> None:
@@ -306,3 +369,44 @@ def _factor(value: Any) -> float:
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     return float(validation.number("factor", value))
+
+
+@final
+class ProgressBar:
+    """Counts the products of an operator; the outermost call says what for, and how many."""
+
+    def __init__(self, name: str, enabled: bool) -> None:
+        self._name, self._enabled = name, enabled
+        self._open: Any = None
+        self._done = 0.0
+
+    @contextmanager
+    def over(self, work: str, total: int | None = None) -> Iterator[None]:
+        """Show the bar while the work lasts, unless it is shown already."""
+        if not self._enabled or self._open is not None:
+            yield
+            return
+        self._done = 0.0
+        self._open = _tqdm()(total=total, desc=f"{self._name} {work}", unit="product", leave=False)
+        try:
+            yield
+        finally:
+            self._open.close()
+            self._open = None
+
+    def advance(self, products: float) -> None:
+        """Count some products more, or a fraction of one."""
+        if self._open is not None:
+            self._done += products
+            self._open.update(round(self._done, 2) - self._open.n)
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise MissingDependencyError(
+            "progress=True: expected the package tqdm to be installed, and it is not; `pip install "
+            "tqdm`, or leave progress at False."
+        ) from error
+    return tqdm

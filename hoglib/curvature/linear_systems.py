@@ -1,26 +1,33 @@
-"""Linear systems with an operator, by conjugate gradients."""
+"""Linear systems with symmetric positive definite operators, by conjugate gradients."""
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.symmetric_matrix import SymmetricMatrix
+from hoglib.curvature.vector_space import SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
 
 
 class Solution(NamedTuple):
-    """How well a system was solved; a tensor [k] each where b is a block of k."""
+    """How well a system was solved; a tensor [k] each where b is a block of k.
 
-    residual: Tensor  # |b - A x| / |b|, computed from x itself
-    converged: Tensor  # whether it is within the tolerance
+    Attributes:
+        residual: |b - A x| / |b|, computed from x itself.
+        converged: Whether it is within the tolerance.
+        iterations: Of conjugate gradients.
+        products: Products of A with one vector.
+    """
+
+    residual: Tensor
+    converged: Tensor
     iterations: int
-    products: int  # products of A with one vector
+    products: int
 
 
 def cg(
@@ -32,27 +39,44 @@ def cg(
     max_iter: int | None = None,
     preconditioner: Any = None,
     x0: Any = None,
-    progress: float = 0.0,
+    stagnation_tol: float = 0.0,
     return_info: bool = False,
 ) -> Any:
-    r"""x with A x = b, for a symmetric positive definite operator, by conjugate gradients.
+    r"""Solve a symmetric positive definite system by conjugate gradients.
 
-        |b - A x| <= max(tol |b|, atol)
+        A x = b,        |b - A x| <= max(tol |b|, atol)
 
-    b: a vector or a block, flat or in the structure of the operator's params; x has its form. The
-    columns of a block are solved side by side, each by its own coefficients. What ends the iteration
-    is the true residual, computed once more from x where the recurrence says that it is small enough;
-    where the two differ, the iteration starts again from the true one.
-    tol: 1e-8 in float64, 1e-5 in float32 by default. max_iter: by default 10 P, at most 1000.
-    preconditioner: a vector that approximates the diagonal of A (the residual is divided by it), an
-    operator or a function that is applied to residuals of the form of b and approximates A^-1.
-    progress: ends a column also where x^T A x / 2 - b^T x, which the iteration lowers, is negative and
-    fell in the last k = max(10, i / 10) of its i iterations by less than k progress times itself; for
-    Newton steps, which need no more.
-    return_info: (x, `Solution`) instead of x; without it a warning says where the tolerance was missed.
-    Raises ArithmeticError at a direction p with p^T A p <= 0, with its curvature.
-    Source: Hestenes & Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952; of
-    progress, Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.4.
+    The columns of a block are solved side by side, each by its own coefficients. The iteration ends by
+    the true residual, which is computed from x where the recurrence says that it is small enough; where
+    the two differ, the iteration starts again from the true one. A warning says where the tolerance was
+    missed, unless ``return_info`` or ``stagnation_tol`` is given.
+
+    Args:
+        operator: The matrix A [P, P], a `LinearOperator`.
+        b: Right-hand side: a vector or a block, flat or in the structure of the operator's params.
+        tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32.
+        atol: Absolute tolerance.
+        max_iter: Iterations at most. Default: 10 P, at most 1000.
+        preconditioner: A vector that approximates the diagonal of A (the residual is divided by it), or
+            an operator, or a function of residuals in the form of b, that approximates A^-1.
+        x0: Where to start, in the form of b; zero by default.
+        stagnation_tol: End a column also where q(x) = x^T A x / 2 - b^T x, which each iteration lowers,
+            is negative and fell in the last k = max(10, i / 10) of its i iterations by less than
+            k stagnation_tol |q(x)|; for Newton steps, which need no more. 0 for never.
+        return_info: Return how well the system was solved, too.
+    Returns:
+        x in the form of b; with ``return_info``, ``(x, Solution)``.
+    Raises:
+        NotPositiveDefiniteError: at a direction p with p^T A p <= 0, with its curvature.
+    Shape:
+        - b: [P], [P, k], or like params
+    References:
+        Hestenes and Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952.
+        Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.4 (stagnation_tol).
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> hog.curvature.cg(A, torch.ones(2))
+        tensor([0.5000, 0.5000])
     """
     rows, rebuild = operator.space.rows(b, "b")
     tol = (
@@ -67,18 +91,21 @@ def cg(
     if x0 is not None:
         x = operator.space.rows(x0, "x0")[0].clone()
         if x.shape != rows.shape:
-            raise ArgumentValueError("x0: expected as many vectors as in b, got another number.")
+            raise ArgumentValueError(
+                f"x0: expected as many vectors as in b, {len(rows)}, got {len(x)}; give it the form "
+                "of b."
+            )
         x *= rows.norm(dim=1, keepdim=True) > 0  # where b is 0, so is x
         start = rows - operator.apply(x)
-    lowering = _Lowering(validation.number("progress", progress, minimum=0))
+    stagnation = _Stagnation(validation.number("stagnation_tol", stagnation_tol, minimum=0))
     residual, iterations = _iterate(
-        operator.apply, precondition, rows, x, start, target, limit, lowering
+        operator.apply, precondition, rows, x, start, target, limit, stagnation
     )
     size = rows.norm(dim=1)
     relative = residual / torch.where(size > 0, size, torch.ones_like(size))
     converged = residual <= target
     if not return_info:
-        if not progress and not bool(converged.all()):
+        if not stagnation_tol and not bool(converged.all()):
             warnings.warn(
                 f"solve: expected a residual |b - A x| of {tol:g} |b|, got {float(relative.max()):.2g} "
                 f"|b| after {iterations} iterations; give more damping, a preconditioner, a larger "
@@ -99,9 +126,9 @@ def _iterate(
     r: Tensor,
     target: Tensor,
     limit: int,
-    lowering: "_Lowering",
+    stagnation: "_Stagnation",
 ) -> tuple[Tensor, int]:
-    """Improves x in place; the true residuals' norms, and the iterations."""
+    """Improve x in place; return the norms of the true residuals, and the number of iterations."""
     true = r.norm(dim=1)
     active = (true > target).nonzero().reshape(-1)
     r = r.clone()
@@ -112,20 +139,20 @@ def _iterate(
         iterations += 1
         Ap = product(p[active])
         curvature = (p[active] * Ap).sum(1)
-        _positive(curvature, p[active], iterations)
+        _check_positive(curvature, p[active], iterations)
         alpha = (rz[active] / curvature)[:, None]
         x[active] += alpha * p[active]
         r[active] -= alpha * Ap
-        slow = lowering.slow(b, x, r)[active]
-        small = (r[active].norm(dim=1) <= target[active]) | (iterations == limit) | slow
+        stagnant = stagnation.reached(b, x, r)[active]
+        small = (r[active].norm(dim=1) <= target[active]) | (iterations == limit) | stagnant
         if bool(small.any()):
             done = active[small]
             before = true[done]
             r[done] = b[done] - product(x[done])
             true[done] = r[done].norm(dim=1)
-            # rounding may keep the true residual up: going on helps while it still shrinks
-            helps = (true[done] > target[done]) & (true[done] < 0.5 * before) & ~slow[small]
-            active = torch.cat([active[~small], done[helps]]).sort().values
+            # rounding may keep the true residual large: continuing helps while it still shrinks
+            improving = (true[done] > target[done]) & (true[done] < 0.5 * before) & ~stagnant[small]
+            active = torch.cat([active[~small], done[improving]]).sort().values
             p[done] = 0  # starts again
         z = precondition(r)
         new = (r * z).sum(1)
@@ -134,16 +161,17 @@ def _iterate(
     return true, iterations
 
 
-class _Lowering:
-    """Whether x^T A x / 2 - b^T x still falls, of each row."""
+@final
+class _Stagnation:
+    """Whether x^T A x / 2 - b^T x hardly falls any more, for each row."""
 
-    def __init__(self, least: float) -> None:
-        self._least = least
+    def __init__(self, tol: float) -> None:
+        self._tol = tol
         self._values: list[Tensor] = []
 
-    def slow(self, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
-        """After an iteration that came to x with the residual r."""
-        if not self._least:
+    def reached(self, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
+        """After an iteration whose result is x, with the residual r."""
+        if not self._tol:
             return b.new_zeros(len(b), dtype=torch.bool)
         self._values.append(-0.5 * (x * (b + r)).sum(1))
         iterations = len(self._values)
@@ -151,15 +179,16 @@ class _Lowering:
         if iterations <= k:
             return b.new_zeros(len(b), dtype=torch.bool)
         now, before = self._values[-1], self._values[-1 - k]
-        return (now < 0) & (before - now < -now * k * self._least)
+        return (now < 0) & (before - now < -now * k * self._tol)
 
 
-def _positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
+def _check_positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
     lowest, at = curvature.min(0)
     length = float(p[at].square().sum())
     if length == 0:
         raise ArgumentValueError(
-            "preconditioner: expected a positive definite one, got one that maps a residual to zero."
+            "preconditioner: expected a positive definite one, got one that maps a residual to zero; "
+            "leave it out, or bound it below, as a diagonal by .clamp(min=...)."
         )
     if float(lowest) <= 0:
         rayleigh = float(lowest) / length
@@ -175,12 +204,14 @@ def _positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
 def _preconditioner(
     operator: SymmetricMatrix, given: Any, rebuild: Callable[[Tensor], Any]
 ) -> Callable[[Tensor], Tensor]:
+    """The preconditioner as a function of rows."""
     if given is None:
         return lambda rows: rows
     if hasattr(given, "apply") and hasattr(given, "shape"):
         if given.shape != operator.shape:
             raise ArgumentValueError(
-                f"preconditioner: expected an operator of shape {operator.shape}, got {given.shape}."
+                f"preconditioner: expected an operator of shape {operator.shape}, got {given.shape}; "
+                "make it of the same params."
             )
         return given.apply
     if callable(given):

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from math import inf, nan
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -19,28 +19,38 @@ from hoglib.errors import (
 from hoglib.functional import trainable_params
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
-FARTHEST = 1e8  # that it gets from where it started, either way
-ENOUGH = 1e-2  # of the decrease that the slope promises
+FARTHEST = 1e8  # by which the damping may differ from the first, either way
+ENOUGH = 1e-2  # of the decrease that the slope predicts
 HALVINGS = 20
 OPTIONS = set(inspect.signature(GGNOperator).parameters) - {"loss", "params", "data"}
 Tree = Any
 
 
 class NewtonStep(NamedTuple):
-    """What a step did."""
+    """What a step of `NewtonCG` did.
 
-    loss: float  # before it
+    Attributes:
+        loss: Before the step.
+        loss_after: After it.
+        ratio: Of the decrease to that of the quadratic model; nan where rounding hides it.
+        damping: With which the step was computed.
+        length: The factor of the direction; 0 where no length lowered the loss.
+        iterations: Of conjugate gradients.
+        products: Of the Gauss-Newton matrix with a vector.
+        values: Evaluations of the loss without a gradient; the gradient was computed once.
+    """
+
+    loss: float
     loss_after: float
-    ratio: (
-        float  # of the decrease to what the quadratic model promised; nan where rounding hides it
-    )
-    damping: float  # with which the step was found
-    length: float  # the factor of the direction; 0 where no length lowered the loss
-    iterations: int  # of conjugate gradients
-    products: int  # of the Gauss-Newton matrix with a vector
-    values: int  # of the loss without a gradient, which was computed once
+    ratio: float
+    damping: float
+    length: float
+    iterations: int
+    products: int
+    values: int
 
 
+@final
 class NewtonCG(torch.optim.Optimizer):
     r"""Damped Newton steps with the Gauss-Newton matrix, by conjugate gradients.
 
@@ -48,30 +58,40 @@ class NewtonCG(torch.optim.Optimizer):
         m(d) = g^T d + d^T G d / 2        ratio = (f(params + d) - f(params)) / m(d)
         damping <- 2/3 damping  where ratio > 3/4,  3/2 damping  where ratio < 1/4
 
-    with the loss f at a batch, its gradient g and G as in `ggn_vp`. a is the first of lr, lr/2, ...
-    with f(params + a d) <= f + 0.01 a g^T d, at most 20 halvings; where there is none, the parameters
-    stay and the damping rises. The damping stays within 1e-8 and 1e8 of what it was given as.
+    with the loss f at a batch, its gradient g and G as in `hoglib.ggn_vp`. a is the first of lr, lr/2,
+    ... with f(params + a d) <= f + 0.01 a g^T d, at most 20 halvings; where there is none, the
+    parameters stay and the damping rises. The damping stays within a factor of 1e8 of its first value.
 
-    loss: from `functional_loss`. params: what it learns, as `trainable_params` gives them; all of the
-    model's by default. damping: the first. max_iter, progress: of `cg`, which ends where the
-    model m hardly falls any more. warm_start: what part of the last direction it starts from; 0 for
-    none. options: of `GGNOperator`, as micro_batch, compile, processes.
+    Batches should be large, because a step goes far on what one batch says. The loss must be the same
+    at each evaluation: dropout raises. `.grad` is neither read nor written. ``info`` is the
+    `NewtonStep` of the last step; the state, direction and damping, is in ``state_dict()``.
 
-        optimizer = hoglib.curvature.NewtonCG(hoglib.functional_loss(model, criterion))
-        for batch in loader:
-            value = optimizer.step(batch)
-
-    `step(batch, curvature=None)` takes a batch or a re-iterable of batches (all of the data), or a
-    function that returns one, as Lightning's manual optimization needs; and returns the loss before the
-    step. curvature: the batch that G is of, by default the same; a part of it makes steps cheap.
-    Batches should be large: a step goes a long way on what one batch tells. The loss must be the same
-    each time: dropout raises. `.grad` is neither read nor written. `info` is a `NewtonStep`; the state,
-    direction and damping, is in `state_dict()`.
-    Raises, beside what `GGNOperator` raises, ArithmeticError for a G that is not positive definite with
-    the largest damping, and ValueError for a second parameter group.
-    Source: Martens, Deep Learning via Hessian-free Optimization, 2010, section 4; Moré, The
-    Levenberg-Marquardt Algorithm, 1978; of curvature, Byrd, Chin, Neveitt & Nocedal, On the Use of
-    Stochastic Hessian Information in Optimization Methods for Machine Learning, 2011.
+    Args:
+        loss: From `hoglib.functional_loss`.
+        params: The parameters to optimize, a dict of tensors by name; by default all that
+            `hoglib.trainable_params` of the loss's model returns.
+        lr: The largest length a of a step.
+        damping: The first damping.
+        max_iter: Iterations of `hoglib.curvature.cg`, at most.
+        stagnation_tol: End these where the quadratic model hardly falls any more; that of
+            `hoglib.curvature.cg`.
+        warm_start: The part of the last direction from which conjugate gradients start; 0 for none.
+        **options: Of `hoglib.GGNOperator`, such as micro_batch, compile, processes and progress.
+    Raises:
+        NotPositiveDefiniteError: for a G that is not positive definite with the largest damping.
+        ArgumentValueError: for a second parameter group.
+    References:
+        Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.
+        More, The Levenberg-Marquardt Algorithm: Implementation and Theory, 1978.
+        Byrd, Chin, Neveitt and Nocedal, On the Use of Stochastic Hessian Information in Optimization
+        Methods for Machine Learning, 2011 (curvature).
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> optimizer = hog.curvature.NewtonCG(hog.functional_loss(model, F.mse_loss), damping=1e-6)
+        >>> value = optimizer.step((torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [6.0]])))
+        >>> model.weight  # one step is enough for a quadratic loss
+        Parameter containing:
+        tensor([[3.0000]], requires_grad=True)
     """
 
     def __init__(
@@ -82,7 +102,7 @@ class NewtonCG(torch.optim.Optimizer):
         lr: float = 1.0,
         damping: float = 1.0,
         max_iter: int = 250,
-        progress: float = 5e-4,
+        stagnation_tol: float = 5e-4,
         warm_start: float = 0.95,
         **options: Any,
     ) -> None:
@@ -118,24 +138,37 @@ class NewtonCG(torch.optim.Optimizer):
             "damping": float(damping),
             "first_damping": float(damping),
             "max_iter": validation.at_least("max_iter", max_iter, 1),
-            "progress": validation.number("progress", progress, minimum=0),
+            "stagnation_tol": validation.number("stagnation_tol", stagnation_tol, minimum=0),
             "warm_start": warm_start,
         }
         self.info: NewtonStep | None = None
         super().__init__(list(self._params.items()), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises for a second one: a step is a step of all parameters."""
+        """Raise for a second group: a step is a step of all parameters.
+
+        Args:
+            param_group: The group.
+        """
         if self.param_groups:
             raise ArgumentValueError(
-                "param_groups: expected one, got another; the matrix is that of all parameters. Give "
-                "all of them as params."
+                "param_groups: expected one group, got a second; the matrix is that of all parameters. "
+                "Give all of them as params."
             )
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises for the state of another optimizer."""
-        lacking = self.defaults.keys() - state_dict["param_groups"][0].keys()
+        """Load a state; raise for that of another optimizer.
+
+        Args:
+            state_dict: From ``state_dict()``.
+        """
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group in groups:
+            if "progress" in group:  # the name of stagnation_tol in older checkpoints
+                group["stagnation_tol"] = group.pop("progress")
+        state_dict = {**state_dict, "param_groups": groups}
+        lacking = self.defaults.keys() - groups[0].keys()
         if lacking:
             raise ArgumentValueError(
                 "state_dict: expected that of a NewtonCG, got one without "
@@ -144,20 +177,26 @@ class NewtonCG(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: torch's own leaves out what it does not know."""
+        """For copies: that of torch leaves out the attributes of subclasses."""
         own = ("_loss", "_options", "_params", "info")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
     def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
-        """One step on a batch, or on what a function without arguments returns; the loss before it.
+        """Take one step.
 
-        curvature: the batch that the matrix is of, if it is another one.
+        Args:
+            closure: A batch, or a re-iterable of batches (all of the data), or a function without
+                arguments that returns one, as Lightning's manual optimization passes it.
+            curvature: The batch that G is computed on; the same by default. A part of it makes steps
+                cheaper.
+        Returns:
+            The loss before the step.
         """
         batch = closure() if callable(closure) else closure
         if batch is None:
             raise ArgumentTypeError(
                 "step: expected a batch, or a function without arguments that returns one, got None; "
-                "the matrix is made of the batch: `optimizer.step((x, y))`."
+                "the matrix is computed on the batch: `optimizer.step((x, y))`."
             )
         group = self.param_groups[0]
         G = self._matrix(batch)
@@ -167,10 +206,10 @@ class NewtonCG(torch.optim.Optimizer):
             unmoved = float(value)
             self.info = NewtonStep(unmoved, unmoved, nan, group["damping"], 0, 0, 0, 0)
             return value
-        of = G if curvature is None else self._matrix(curvature)
-        d, dGd, iterations = self._direction(of, g)
+        model = G if curvature is None else self._matrix(curvature)
+        d, dGd, iterations = self._direction(model, g)
         slope = float(g @ d)
-        damping, products = group["damping"], of.count
+        damping, products = group["damping"], model.count
         after, ratio, length, values = self._search(G, float(value), d, slope, dGd)
         if ratio > 0.75:
             self._damp(LOWERED)
@@ -184,17 +223,18 @@ class NewtonCG(torch.optim.Optimizer):
         return value
 
     def _matrix(self, batch: Any) -> GGNOperator:
+        """The Gauss-Newton matrix at a batch."""
         return GGNOperator(self._loss, self._params, batch, **self._options)
 
     def _direction(self, G: GGNOperator, g: Tensor) -> tuple[Tensor, float, int]:
-        """d, d^T G d, and the iterations that it took."""
+        """The direction d, d^T G d, and the iterations of conjugate gradients."""
         group = self.param_groups[0]
         start, iterations = self._start(G, g), 0
         while True:
             try:
                 d, info = G.solve(
                     -g, damping=group["damping"], max_iter=group["max_iter"], x0=start,
-                    progress=group["progress"], return_info=True,
+                    stagnation_tol=group["stagnation_tol"], return_info=True,
                 )  # fmt: skip
             except NotPositiveDefiniteError:
                 if not self._damp(10):
@@ -202,12 +242,13 @@ class NewtonCG(torch.optim.Optimizer):
                 continue
             iterations += info.iterations
             dGd = float(d @ (G @ d))
-            # a start from far off that was cut short may be worse than none
+            # a distant start and few iterations may give worse than a start from zero
             if start is None or float(g @ d) + dGd / 2 < 0:
                 return d, dGd, iterations
             start = None
 
     def _start(self, G: GGNOperator, g: Tensor) -> Tensor | None:
+        """A part of the last direction, where it descends."""
         last = {name: self.state[p].get("direction") for name, p in self._params.items()}
         part = self.param_groups[0]["warm_start"]
         if not part or any(d is None for d in last.values()):
@@ -218,31 +259,32 @@ class NewtonCG(torch.optim.Optimizer):
     def _search(
         self, G: GGNOperator, value: float, d: Tensor, slope: float, dGd: float
     ) -> tuple[float, float, float, int]:
-        """Goes along d; the loss there, the ratio at the first length, the length, losses computed."""
+        """Search along d; the loss found, the ratio at the first length, the length, evaluations."""
         before = G.ravel(self._params).clone()
         length: float = self.param_groups[0]["lr"]
         model = length * slope + length**2 * dGd / 2
-        # below it a difference of losses is rounding
+        # smaller differences of losses are rounding
         rounding = 10 * torch.finfo(G.dtype).eps * abs(value)
         ratio = nan
         for tried in range(1, HALVINGS + 2):
-            self._go_to(G, before + length * d)
+            self._set_params(G, before + length * d)
             after = _finite_or_infinite(G.value)
             if tried == 1 and -model > rounding:
                 ratio = (after - value) / model
             if after <= value + ENOUGH * length * slope + rounding:
                 return after, ratio, length, tried
             length /= 2
-        self._go_to(G, before)
+        self._set_params(G, before)
         return value, ratio, 0.0, tried
 
     @torch.no_grad()
-    def _go_to(self, G: GGNOperator, vector: Tensor) -> None:
+    def _set_params(self, G: GGNOperator, vector: Tensor) -> None:
+        """Write a flat vector into the parameters."""
         for name, part in G.unravel(vector).items():
             self._params[name].copy_(part)
 
     def _damp(self, factor: float) -> bool:
-        """Whether the damping could be multiplied by a factor."""
+        """Multiply the damping by a factor; whether that changed it."""
         group = self.param_groups[0]
         first = group["first_damping"]
         damping = min(max(factor * group["damping"], first / FARTHEST), first * FARTHEST)
@@ -252,7 +294,7 @@ class NewtonCG(torch.optim.Optimizer):
 
 
 def _finite_or_infinite(loss: Callable[[], Tensor]) -> float:
-    """A loss, or infinity for one that overflows: it is too long a way."""
+    """The loss, or infinity where it overflows, because the step is too long."""
     try:
         return float(loss())
     except NonFiniteError:

@@ -1,54 +1,230 @@
 """The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
 
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from hoglib._core.autograd import Vector
-from hoglib.curvature.data import Size
-from hoglib.curvature.dataset_operator import LIMIT, OverData
-from hoglib.curvature.kinds import FisherKind, GaussNewtonKind, HessianKind
-from hoglib.curvature.routes import Call, LinearMap
+from hoglib._core import pytree, torch_internals
+from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.finite_differences import to_double
+from hoglib._core.swap import PatchState, keep_swapped, restored
+from hoglib.capture.capturing import runs_elsewhere
+from hoglib.curvature.compiled import compiled_linear_map
+from hoglib.curvature.data import BatchSize
+from hoglib.curvature.dataset_sum import MEMORY_LIMIT, DatasetOptions, DatasetSum
+from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.gauss_newton import GaussNewtonKind
+from hoglib.curvature.hessian_product import HessianKind
+from hoglib.curvature.linear_map import (
+    DIFFERENCES,
+    BoundLoss,
+    CurvatureKind,
+    LinearMap,
+    ProductOptions,
+    check_backend,
+    double_loss,
+)
+from hoglib.curvature.linear_operator import LinearOperator
+from hoglib.curvature.processes import PassTotals, Processes
+from hoglib.curvature.vector_space import Space
+from hoglib.errors import NonFiniteError, UnsupportedError
 
 Tree = Any
 
 
-class HessianOperator(OverData):
+class DatasetOperator(LinearOperator):
+    """A kind of matrix, of a loss over data: a matrix at each batch, averaged or summed.
+
+    A + B and what else operators have is described at `LinearOperator`.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        kind: CurvatureKind,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        options: DatasetOptions,
+        compile: bool | str,
+    ) -> None:
+        name = type(self).__name__
+        backend = check_backend(name, compile, kind)
+        processes = Processes(name, options.processes, data)
+        # the first process shows the bar for all
+        super().__init__(Space(params), options.progress and processes.rank == 0)
+        kind.check_loss(loss)
+        self._sum = DatasetSum(
+            loss, self.space, data, options, processes, self._bar,
+            name=name, seed=kind.seed, fixed_batches=kind.random,
+        )  # fmt: skip
+        self._kind = kind
+        self._in_double = kind.mode == DIFFERENCES
+        self._loss = double_loss(loss) if self._in_double else loss
+        self._memory_limit = options.memory_limit
+        self._options = ProductOptions(name, stand_ins=options.stand_ins, backend=backend)
+
+    def value(self) -> Tensor:
+        """The loss over the data, a scalar tensor."""
+        return self._sum.value()
+
+    def gradient(self) -> tuple[Tensor, Tree]:
+        """The loss over the data and its gradient, in the structure of params."""
+        return self._sum.gradient()
+
+    def _products(self, rows: Tensor) -> Tensor:
+        if torch_internals.transforms_active():
+            raise UnsupportedError(
+                f"{self}: expected to be applied outside of torch.func transforms, got a call inside; "
+                "use the function hvp, ggn_vp or fisher_vp there."
+            )
+        # of several processes one may have no batch, and adds zeros
+        make = torch.empty if self._sum.alone else torch.zeros
+        total = make(rows.shape, dtype=self.dtype, device=self.device)
+        with self._bar.over("@", len(rows)):
+            totals = self._sum.run(partial(self._local_pass, rows, total), total, rows)
+        weight = self._sum.weight(totals)
+        if weight != 1:
+            total /= weight
+        where = self.space.first_not_finite(total)
+        if where and bool(rows.isfinite().all()):
+            raise NonFiniteError(
+                f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
+                "where the loss is finite; look for a square root, norm or logarithm at zero."
+            )
+        self._sum.symmetry.record(rows, total)
+        return total
+
+    def _local_pass(self, rows: Tensor, total: Tensor) -> PassTotals:
+        """Compute the products over the data of this process into total."""
+        kept: _KeptProduct | None = self._sum.kept
+        if kept is None:
+            return self._sum.each_batch(partial(self._add_batch, rows, total))
+        with grad_enabled(), restored(kept.patches):
+            value = self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
+        return self._sum.kept_batch(value, kept.share)
+
+    def _add_batch(
+        self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float
+    ) -> Tensor:
+        """Add share times the products of the rows at one batch to total; return the loss there."""
+        single = self._sum.single_batch
+        several = len(rows) > 1 or single
+        compiled = bool(self._options.backend) and not runs_elsewhere()
+        # a compiled product enters the contexts itself, when it is captured
+        context = grad_enabled() if compiled else self._sum.evaluation_context()
+        with context, keep_swapped() as patches:
+            leaves, args = clone_inference_tensors((self.space.leaves(), (batch,)))
+            if self._in_double:
+                leaves, args = to_double((leaves, args))
+            loss = BoundLoss(self._loss, pytree.flatten(self.space.params)[1], args)
+            kind = self._kind.for_batch(number)
+            if compiled:
+                several = len(rows) > 1 or (single and self._memory_limit > 0)
+                point = compiled_linear_map(kind, loss, leaves, self._options, several)
+                keep = single and several
+            else:
+                point = kind.linearize(loss, leaves, self._options, several)
+                keep = single and self._fits(point)
+            value = self._apply(point, rows, total, share, keep, first=number == 0)
+            keep = keep and (not compiled or self._fits(point))
+            patch_state = patches.standing()
+        self._sum.note_unused(point.unused())
+        if keep:
+            self._sum.kept = _KeptProduct(point, share, patch_state)
+            value = self._sum.record_first_pass(batch, value)
+        return value
+
+    def _fits(self, point: LinearMap) -> bool:
+        """Whether there is something to keep between products, and memory for it."""
+        return 0 < point.held_bytes() <= self._memory_limit
+
+    def _apply(
+        self, point: LinearMap, rows: Tensor, total: Tensor, share: float, keep_graph: bool, first: bool
+    ) -> Tensor:  # fmt: skip
+        """Add share times the products of the rows to total; the first ones are written instead."""
+        value = torch.zeros(())
+        row = torch.empty(rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        for j, (given, sums) in enumerate(zip(rows, total, strict=True)):
+            # matrix products with strided vectors take half as long again
+            vector = self.space.split(given if given.is_contiguous() else row.copy_(given))
+            if self._in_double:
+                vector = to_double(vector)
+            value, product = point.apply(vector, keep_graph or j + 1 < len(rows))
+            self.space.add(sums, product, share, first)
+            self._sum.advance()
+        return value
+
+
+class _KeptProduct(NamedTuple):
+    """The matrix at the only batch, whose graph is kept between products."""
+
+    point: LinearMap
+    share: float  # in the sum over the data
+    patches: PatchState  # of the model during forward, for what backward recomputes
+
+
+@final
+class HessianOperator(DatasetOperator):
     r"""The Hessian of a loss over data.
 
         H = sum_b n_b d^2 loss(params, batch_b) / d params^2 / sum_b n_b        reduction="mean"
         H = sum_b d^2 loss(params, batch_b) / d params^2                        reduction="sum"
 
-    loss(params, batch) is a scalar, from `functional_loss` or any function. data: a batch (a tensor,
-    mapping, tuple, list with a tensor in it, or an object that is not iterable), or a DataLoader or
-    another re-iterable of batches, which are moved to the device of params. n_b: the leading dimension
-    of the first tensor of a batch, or what `batch_size` gives for it; so an uneven last batch changes
-    nothing. params are read at every product: an optimizer's steps in between count.
+    with n_b the number of examples in a batch, so that a smaller last batch counts as what it is.
+    `LinearOperator` describes ``@``, the algebra of operators, and ``to_dense``, ``to_scipy``,
+    ``solve``, ``eigsh``, ``trace``, ``diagonal`` and ``spectral_density``. It raises, beside what is
+    listed here, what `hoglib.hvp` raises.
 
-    mode: as in `hvp`. micro_batch: batches are split into pieces of so many examples, for memory; it
-    is exact, and refused where the loss mixes examples. memory_limit: if data is one batch whose
-    gradient graph holds less than so many bytes (estimated from the sizes of what its operations put
-    out), the graph is kept between products, which then cost half; 0 keeps none.
-    check_deterministic: the losses of a pass are compared with those of the first, and what differs
-    raises, naming dropout, shuffling or augmentation; and the first two products are looked at for
-    symmetry, v.Hw = w.Hv, without which a warning says so. stand_ins: as in `hvp`. progress: a bar that
-    counts products (needs tqdm). compile: as in `hvp`, one graph for each shape of a batch; what is
-    kept between products is then what the graph of a product takes from before the vector.
-
-    processes: of torch.distributed, which each compute the sum over a part of the data; one all-reduce
-    a product adds the sums up, and all have the product. None: this process by itself. "shard": all are
-    given the same data, and each takes every so many-th batch, or its rows of the one batch (with
-    micro_batch its pieces). "sharded": each is given its own part already, which may be none, []. All
-    then have to make the same products, with the same vectors.
-
-    See `LinearOperator` for `@` and the algebra; `.gradient()`, `.to_dense()`, `.to_scipy()`,
-    `.solve()`, `.eigsh()`, `.trace()`, `.diagonal()`.
-    Raises, beside what `hvp` raises, ValueError for no or empty batches and for a DistributedSampler
-    that does not go with processes, FloatingPointError for losses and products that are not finite,
-    RuntimeError for a loss that changes from pass to pass, and in all processes for vectors, parameters
-    or buffers that differ between them, and where one of them failed.
+    Args:
+        loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
+            `hoglib.functional_loss`.
+        params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
+            product, so that an optimizer's steps in between count.
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
+            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+            device of params.
+        reduction: "mean" or "sum", as above.
+        mode: How H v is computed: "reverse-over-reverse", "forward-over-reverse", "auto" or
+            "finite-differences", which `hoglib.hvp` describes.
+        batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
+            its first tensor.
+        micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
+            where the loss mixes examples.
+        memory_limit: If data is one batch whose gradient graph holds less than so many bytes
+            (estimated from the sizes of what its operations return), the graph is kept between
+            products, which then cost half; 0 keeps none.
+        check_deterministic: Compare the losses of each pass with those of the first, and raise where
+            they differ, naming dropout, shuffling or augmentation; and warn where the first two
+            products show a matrix that is not symmetric.
+        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+        progress: Show a bar that counts products (needs tqdm).
+        compile: Capture the product as a graph and compile it, one graph for each shape of a batch:
+            True for inductor, "eager" to run the captured graph by torch. What is kept between
+            products is then what the graph of a product computes before the vector.
+        processes: Of torch.distributed, each of which sums over a part of the data; one all-reduce
+            adds the sums up, and all have the product. None is this process alone. "shard": all are
+            given the same data, and each takes every n-th batch, or its rows of the only batch.
+            "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
+            same products, with the same vectors.
+    Raises:
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+            processes.
+        NonFiniteError: for losses and products that are not finite.
+        NondeterministicError: for a loss that changes from pass to pass.
+        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
+            and where one of them failed.
+    Example:
+        >>> H = hog.HessianOperator(lambda p, x: (x @ p).square().mean(), torch.ones(2), torch.eye(2))
+        >>> H @ torch.tensor([1.0, 2.0])
+        tensor([1., 2.])
+        >>> H.trace()
+        tensor(2.)
     """
 
     def __init__(
@@ -59,27 +235,77 @@ class HessianOperator(OverData):
         *,
         reduction: str = "mean",
         mode: str = "auto",
-        batch_size: Size | None = None,
+        batch_size: BatchSize | None = None,
         micro_batch: int | None = None,
-        memory_limit: float = LIMIT,
+        memory_limit: float = MEMORY_LIMIT,
         check_deterministic: bool = True,
         stand_ins: bool = True,
         progress: bool = False,
         compile: bool | str = False,
         processes: str | None = None,
     ) -> None:
-        super().__init__(
-            HessianKind(mode), loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress, compile, processes,
+        options = DatasetOptions(
+            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
+            processes,
         )  # fmt: skip
+        super().__init__(HessianKind(mode), loss, params, data, options, compile)
 
 
-class GGNOperator(OverData):
+@final
+class GGNOperator(DatasetOperator):
     r"""The generalised Gauss-Newton matrix of a loss over data.
 
-        G = sum_b n_b J_b^T H_b J_b / sum_b n_b        or the sum without n_b, as reduction says
+        G = sum_b n_b J_b^T H_b J_b / sum_b n_b        reduction="mean"
+        G = sum_b J_b^T H_b J_b                        reduction="sum"
 
-    with J and H as in `ggn_vp`, whose loss and mode it takes; everything else as `HessianOperator`.
+    with J_b the Jacobian of the outputs at a batch by params, H_b the Hessian of the criterion by the
+    outputs, and n_b the number of examples. `LinearOperator` describes ``@``, the algebra of operators
+    and the algorithms. It raises, beside what is listed here, what `hoglib.ggn_vp` raises.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
+            product, so that an optimizer's steps in between count.
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
+            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+            device of params.
+        reduction: "mean" or "sum", as above.
+        mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
+            or "finite-differences", which `hoglib.ggn_vp` describes.
+        batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
+            its first tensor.
+        micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
+            where the loss mixes examples.
+        memory_limit: If data is one batch whose gradient graph holds less than so many bytes
+            (estimated from the sizes of what its operations return), the graph is kept between
+            products, which then cost half; 0 keeps none.
+        check_deterministic: Compare the losses of each pass with those of the first, and raise where
+            they differ, naming dropout, shuffling or augmentation; and warn where the first two
+            products show a matrix that is not symmetric.
+        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+        progress: Show a bar that counts products (needs tqdm).
+        compile: Capture the product as a graph and compile it, one graph for each shape of a batch:
+            True for inductor, "eager" to run the captured graph by torch.
+        processes: Of torch.distributed, each of which sums over a part of the data; one all-reduce
+            adds the sums up, and all have the product. None is this process alone. "shard": all are
+            given the same data, and each takes every n-th batch, or its rows of the only batch.
+            "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
+            same products, with the same vectors.
+    Raises:
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+            processes.
+        NonFiniteError: for losses and products that are not finite.
+        NondeterministicError: for a loss that changes from pass to pass.
+        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
+            and where one of them failed.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> G = hog.GGNOperator(loss, params, (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
+        >>> G.to_dense()  # 2 (1 + 9) / 2
+        tensor([[10.]])
     """
 
     def __init__(
@@ -90,30 +316,87 @@ class GGNOperator(OverData):
         *,
         reduction: str = "mean",
         mode: str = "auto",
-        batch_size: Size | None = None,
+        batch_size: BatchSize | None = None,
         micro_batch: int | None = None,
-        memory_limit: float = LIMIT,
+        memory_limit: float = MEMORY_LIMIT,
         check_deterministic: bool = True,
         stand_ins: bool = True,
         progress: bool = False,
         compile: bool | str = False,
         processes: str | None = None,
     ) -> None:
-        super().__init__(
-            GaussNewtonKind(mode), loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress, compile, processes,
+        options = DatasetOptions(
+            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
+            processes,
         )  # fmt: skip
+        super().__init__(GaussNewtonKind(mode), loss, params, data, options, compile)
 
 
-class FisherOperator(OverData):
+@final
+class FisherOperator(DatasetOperator):
     r"""The Fisher information matrix of a model over data.
 
-        F = sum_b n_b F_b / sum_b n_b        or the sum without n_b, as reduction says
+        F = sum_b n_b F_b / sum_b n_b        reduction="mean"
+        F = sum_b F_b                        reduction="sum"
 
-    with F_b as in `fisher_vp`, whose kind, likelihood and num_samples it takes. The draws of kind "mc"
-    are made by generator once, and are the same for every product; with None they are those of a
-    seed from torch's global generator. A batch has the draws that belong to its number, or that of the
-    piece, in whatever process. Everything else as `HessianOperator`.
+    with F_b the matrix of a batch, as `hoglib.fisher_vp` describes it, and n_b the number of examples.
+    `LinearOperator` describes ``@``, the algebra of operators and the algorithms. It raises, beside
+    what is listed here, what `hoglib.fisher_vp` raises.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
+            product, so that an optimizer's steps in between count.
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
+            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+            device of params.
+        kind: "exact", "mc" (from samples of the likelihood) or "empirical" (from the targets).
+        likelihood: The distribution that the outputs parametrise: a function from outputs to a
+            `torch.distributions.Distribution`, or "categorical" (logits), "bernoulli" (logits),
+            "gaussian" (unit variance) or "poisson" (log rates). None takes the one that belongs to the
+            criterion.
+        num_samples: Samples for each example, of kind "mc".
+        generator: Of a seed for these samples, which is drawn once: every product has the same
+            samples. A batch has those of its number, in whatever process. None is torch's global
+            generator.
+        reduction: "mean" or "sum", as above.
+        mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
+            or "finite-differences", which `hoglib.ggn_vp` describes.
+        batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
+            its first tensor.
+        micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
+            where the loss mixes examples.
+        memory_limit: If data is one batch whose gradient graph holds less than so many bytes
+            (estimated from the sizes of what its operations return), the graph is kept between
+            products, which then cost half; 0 keeps none.
+        check_deterministic: Compare the losses of each pass with those of the first, and raise where
+            they differ, naming dropout, shuffling or augmentation; and warn where the first two
+            products show a matrix that is not symmetric.
+        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+        progress: Show a bar that counts products (needs tqdm).
+        compile: Capture the product as a graph and compile it, one graph for each shape of a batch:
+            True for inductor, "eager" to run the captured graph by torch. Not with kind="mc", which
+            draws random numbers.
+        processes: Of torch.distributed, each of which sums over a part of the data; one all-reduce
+            adds the sums up, and all have the product. None is this process alone. "shard": all are
+            given the same data, and each takes every n-th batch, or its rows of the only batch.
+            "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
+            same products, with the same vectors.
+    Raises:
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+            processes.
+        NonFiniteError: for losses and products that are not finite.
+        NondeterministicError: for a loss that changes from pass to pass.
+        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
+            and where one of them failed.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> hog.FisherOperator(loss, params, data, likelihood="gaussian").to_dense()  # (1 + 9) / 2
+        tensor([[5.]])
     """
 
     def __init__(
@@ -128,23 +411,18 @@ class FisherOperator(OverData):
         generator: torch.Generator | None = None,
         reduction: str = "mean",
         mode: str = "auto",
-        batch_size: Size | None = None,
+        batch_size: BatchSize | None = None,
         micro_batch: int | None = None,
-        memory_limit: float = LIMIT,
+        memory_limit: float = MEMORY_LIMIT,
         check_deterministic: bool = True,
         stand_ins: bool = True,
         progress: bool = False,
         compile: bool | str = False,
         processes: str | None = None,
     ) -> None:
-        matrix = FisherKind(mode, kind, likelihood, reduction, num_samples, generator)
-        super().__init__(
-            matrix, loss, params, data, reduction, batch_size, micro_batch, memory_limit,
-            check_deterministic, stand_ins, progress, compile, processes,
+        options = DatasetOptions(
+            reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
+            processes,
         )  # fmt: skip
-        self._fisher = matrix
-        self._seed = matrix.draw_seed() if matrix.draws else 0
-
-    def _at(self, leaves: Vector, batch: Any, index: int, call: Call, several: bool) -> LinearMap:
-        self._fisher.seed = self._seed + index  # the same draws for a batch at every pass
-        return super()._at(leaves, batch, index, call, several)
+        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
+        super().__init__(GaussNewtonKind(mode, metric), loss, params, data, options, compile)

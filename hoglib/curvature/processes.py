@@ -1,15 +1,15 @@
 """The processes of torch.distributed that share the data of an operator.
 
-Each sums over its part of the data, and one all-reduce adds up the sums. Behind them in the same
-message every process has a place of its own, for what it went through and for what has to be the same
-in all: vectors, parameters, buffers and, where each takes its part of what all were given, the data. A
-process that fails takes part too, so that the others raise as well, in the place of waiting for it.
+Each sums over its part of the data, and one all-reduce adds up the sums. In the same message every
+process has a row of its own, with the totals of its pass and with checksums of what has to be the same
+in all of them: vectors, parameters, buffers and, where each takes a part of what all were given, the
+data. A process that fails takes part too, so that the others raise as well, instead of waiting for it.
 """
 
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -23,22 +23,22 @@ from hoglib._core.closures import numbers
 from hoglib.errors import ArgumentValueError, DistributedError, UnsupportedError
 
 SHARD, SHARDED = "shard", "sharded"
-# by how much of its size a number of two processes may differ, which may run on unlike machines
+# by how much of its size a checksum may differ between processes, which may run on unlike machines
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
-class Report(NamedTuple):
-    """What a process says of its pass over its data; numbers only, for the all-reduce."""
+class PassTotals(NamedTuple):
+    """The totals of a pass over the data of one process; numbers only, for the all-reduce."""
 
     failed: float = 0.0
     changed: float = 0.0  # whether parameters, buffers or settings have, since the last pass
     pieces: float = 0.0
     weight: float = 0.0  # the sum of the pieces' shares
     loss: float = 0.0  # the sum of share times loss
-    largest: float = 0.0  # of the losses' sizes
-    parted: float = 0.0  # whether pieces of one batch lie in several processes
+    largest: float = 0.0  # the largest magnitude of a loss
+    shared: float = 0.0  # whether pieces of one batch lie in several processes
     whole: float = 0.0  # the loss of that batch
-    # each changes with what has to be the same in all processes
+    # checksums of what has to be the same in all processes
     seed: float = 0.0
     params: float = 0.0
     model: float = 0.0
@@ -47,28 +47,29 @@ class Report(NamedTuple):
 
 
 ADVICE = {
-    "seed": "the draws of kind='mc' need a generator with the same seed in each: "
+    "seed": "the samples of kind='mc' need a generator with the same seed in each: "
     "generator=torch.Generator().manual_seed(0)",
     "params": "broadcast them from one process, as DistributedDataParallel does: "
     "`for p in model.parameters(): dist.broadcast(p.data, 0)`",
-    "model": "these are its buffers (running statistics) and what is not in params; broadcast them "
-    "from one process: `for b in model.buffers(): dist.broadcast(b, 0)`",
-    "vectors": "random ones, those of trace and diagonal too, need a generator with the same seed in "
-    "each, generator=torch.Generator().manual_seed(0); and solvers the same right-hand side",
+    "model": "these are its buffers (running statistics) and the parameters that are not in params; "
+    "broadcast them from one process: `for b in model.buffers(): dist.broadcast(b, 0)`",
+    "vectors": "random vectors, as of trace and diagonal, need a generator with the same seed in each, "
+    "generator=torch.Generator().manual_seed(0); solvers need the same right-hand side",
     "data": "with processes='shard' all are given the same batches, and each takes its part: use "
     "shuffle=False, or 'sharded' where each is given a part of its own",
 }
 
 
-def together(reports: Sequence[Report]) -> Report:
-    """What all of them went through."""
-    total = Report(*map(sum, zip(*reports, strict=True)))
+def combine(every: Sequence[PassTotals]) -> PassTotals:
+    """The totals of all processes together."""
+    total = PassTotals(*map(sum, zip(*every, strict=True)))
     return total._replace(
-        largest=max(report.largest for report in reports),
-        whole=max(reports, key=lambda report: report.parted).whole,
+        largest=max(one.largest for one in every),
+        whole=max(every, key=lambda one: one.shared).whole,
     )
 
 
+@final
 class Processes:
     """Who shares the data: this process alone, or all of the default group.
 
@@ -76,8 +77,8 @@ class Processes:
     its part.
     """
 
-    def __init__(self, what: str, how: str | None, data: Any) -> None:
-        self._what = what
+    def __init__(self, name: str, how: str | None, data: Any) -> None:
+        self._name = name
         if how is not None:
             validation.one_of("processes", how, [SHARD, SHARDED])
         group = dist.is_available() and dist.is_initialized()
@@ -85,7 +86,7 @@ class Processes:
             raise ArgumentValueError(
                 f"processes={how!r}: expected torch.distributed to be initialised, got WORLD_SIZE="
                 f"{os.environ['WORLD_SIZE']} and no group; call torch.distributed.init_process_group() "
-                "before."
+                "first."
             )
         self.world = dist.get_world_size() if group else 1
         self.rank = dist.get_rank() if group else 0
@@ -98,76 +99,76 @@ class Processes:
 
     @property
     def splitting(self) -> bool:
-        """Whether this process is to take a part of what it is given."""
+        """Whether this process takes only a part of what it is given."""
         return not self.alone and self._how == SHARD
 
     def takes(self, number: int) -> bool:
-        """Whether a batch, or a piece of the one batch, that all are given is for this process."""
+        """Whether this process takes the batch, or the piece of the only batch, of that number."""
         return not self.splitting or number % self.world == self.rank
 
     def share(self, count: int) -> int:
-        """How many of so many batches it takes."""
+        """How many of `count` batches this process takes."""
         return len(range(self.rank, count, self.world)) if self.splitting else count
 
     def number(self, index: int) -> int:
-        """The number in all processes of what this one has at an index."""
+        """The number, counted over all processes, of the piece that this one has at an index."""
         if self.alone or self._how == SHARD:
             return index
         return self.rank + self.world * index
 
-    def add_up(
-        self, total: Tensor, used: Tensor, report: Report, error: Exception | None
-    ) -> list[Report]:
-        """Adds up total and used over the processes, in place; what each of them reports.
+    def all_reduce(
+        self, total: Tensor, used: Tensor, mine: PassTotals, error: Exception | None
+    ) -> list[PassTotals]:
+        """Add up total and used over the processes, in place; return the totals of each process.
 
-        In one all-reduce. Raises error, if there is one; and in all processes alike where another one
-        has an error, or where they do not do the same.
+        In one all-reduce. Raises the error, if there is one; and in all processes alike where another
+        one has an error, or where they do not multiply the same.
         """
         dtype = torch.promote_types(total.dtype, torch.float32)
-        numbers = torch.tensor(report._replace(failed=error is not None), dtype=torch.float64)
-        numbers = _as_parts(numbers, dtype)
-        places = torch.zeros(self.world, *numbers.shape, dtype=dtype)
-        places[self.rank] = numbers
-        flat = [x.reshape(-1).to(total.device, dtype) for x in (total, used, places)]
+        numbers = torch.tensor(mine._replace(failed=error is not None), dtype=torch.float64)
+        parts = _split_float64(numbers, dtype)
+        table = torch.zeros(self.world, *parts.shape, dtype=dtype)
+        table[self.rank] = parts
+        flat = [x.reshape(-1).to(total.device, dtype) for x in (total, used, table)]
         message = torch.cat(flat)
         dist.all_reduce(message)
         sizes = [x.numel() for x in flat]
-        for x, part in zip((total, used, places), message.split(sizes), strict=True):
+        for x, part in zip((total, used, table), message.split(sizes), strict=True):
             x.copy_(part.view(x.shape))
-        reports = [Report(*row) for row in places.double().sum(1).tolist()]
-        if any(one.failed for one in reports):
-            self._raise(error, reports)
-        self._check_same(reports, total.dtype)
-        return reports
+        every = [PassTotals(*row) for row in table.double().sum(1).tolist()]
+        if any(one.failed for one in every):
+            self._raise(error, every)
+        self._check_same(every, total.dtype)
+        return every
 
-    def _raise(self, error: Exception | None, reports: list[Report]) -> None:
-        mine = "" if error is None else f"{type(error).__name__}: {error}"
-        said: list[Any] = [None] * self.world
-        dist.all_gather_object(said, mine)
+    def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        texts: list[Any] = [None] * self.world
+        dist.all_gather_object(texts, text)
         if error is not None:
             raise error
-        failed = [rank for rank, report in enumerate(reports) if report.failed]
+        failed = [rank for rank, one in enumerate(every) if one.failed]
         raise DistributedError(
-            f"{self._what}: expected a sum over the data of all {self.world} processes, got an error "
-            f"in process {failed[0]}, which is to be mended there: {said[failed[0]]}"
+            f"{self._name}: expected a sum over the data of all {self.world} processes, got an error "
+            f"in process {failed[0]}, which has to be fixed there: {texts[failed[0]]}"
         )
 
-    def _check_same(self, reports: list[Report], dtype: torch.dtype) -> None:
+    def _check_same(self, every: list[PassTotals], dtype: torch.dtype) -> None:
         for name, advice in ADVICE.items():
-            numbers = [getattr(report, name) for report in reports]
+            numbers = [getattr(one, name) for one in every]
             rounding = 0 if name == "seed" else ROUNDING.get(dtype, 1e-2)
             allowed = rounding * max(map(abs, numbers))
             others = [k for k, number in enumerate(numbers) if abs(number - numbers[0]) > allowed]
             if others:
                 raise DistributedError(
-                    f"{self._what}: expected the same {name} in all {self.world} processes, got "
+                    f"{self._name}: expected the same {name} in all {self.world} processes, got "
                     f"other {name} in process {others[0]} than in process 0; {advice}."
                 )
 
     def _check_sampler(self, how: str | None, data: Any) -> None:
-        """What a DistributedSampler leaves of the data fits together with what is asked for."""
-        around = getattr(data, "batch_sampler", None)
-        samplers = [getattr(x, "sampler", None) for x in (data, around)]
+        """Raise where a DistributedSampler of the data does not go with `how`."""
+        batch_sampler = getattr(data, "batch_sampler", None)
+        samplers = [getattr(x, "sampler", None) for x in (data, batch_sampler)]
         found = [sampler for sampler in samplers if isinstance(sampler, DistributedSampler)]
         if not found:
             return
@@ -176,13 +177,13 @@ class Processes:
             raise ArgumentValueError(
                 f"processes: expected 'sharded' for a loader with a {type(sampler).__name__}, which "
                 f"gives each process a part of the data, got {how!r}; or pass a loader without one, "
-                "with processes='shard' for a product over all of it that is shared out."
+                "with processes='shard', where each process takes its part of all batches."
             )
         if (sampler.num_replicas, sampler.rank) != (self.world, self.rank):
             raise ArgumentValueError(
                 f"data: expected the part of process {self.rank} of {self.world}, got a "
-                f"{type(sampler).__name__} for process {sampler.rank} of {sampler.num_replicas}; leave "
-                "out its num_replicas and rank."
+                f"{type(sampler).__name__} for process {sampler.rank} of {sampler.num_replicas}; make "
+                "it without num_replicas and rank."
             )
         dataset: Any = sampler.dataset
         count = len(dataset)
@@ -194,39 +195,39 @@ class Processes:
             )
 
 
-def of_tensors(tensors: Sequence[Tensor]) -> float:
-    """A number that changes with any of them."""
-    return mixed(numbers(list(tensors)))
-
-
-def of_rows(rows: Tensor) -> float:
-    """A number that changes with any number in the rows."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)  # half counts to 2048 only
-    weights = torch.arange(1, rows.shape[1] + 1, dtype=dtype, device=rows.device).sin()
-    return mixed((rows @ weights.to(rows.dtype)).tolist())
-
-
-def beside(loss: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """What a model computes with beside the leaves: frozen parameters, and buffers in use."""
-    model = getattr(loss, "model", None)
-    known = {id(leaf) for leaf in leaves}
-    found: list[Tensor] = []
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        found += [p for p in module._parameters.values() if p is not None and id(p) not in known]
-        if not (isinstance(module, _NormBase) and module.training):  # it takes those of the batch
-            buffers = [b for b in module._buffers.values() if b is not None]
-            found += [b for b in buffers if b.is_floating_point()]
-    return found
-
-
-def mixed(numbers: Sequence[float]) -> float:
+def checksum(numbers: Sequence[float]) -> float:
     """One number that changes with each of them, and with their order."""
     values = torch.tensor(numbers, dtype=torch.float64)
     weights = torch.arange(1, len(values) + 1, dtype=torch.float64).sin()
     return float((values * weights).sum().nan_to_num())
 
 
-def _as_parts(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def checksum_of_tensors(tensors: Sequence[Tensor]) -> float:
+    """A number that changes with each of the tensors."""
+    return checksum(numbers(list(tensors)))
+
+
+def checksum_of_rows(rows: Tensor) -> float:
+    """A number that changes with each number in the rows."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)  # half counts to 2048 only
+    weights = torch.arange(1, rows.shape[1] + 1, dtype=dtype, device=rows.device).sin()
+    return checksum((rows @ weights.to(rows.dtype)).tolist())
+
+
+def constants_of(loss: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a model that are not among the leaves: frozen parameters, and buffers in use."""
+    model = getattr(loss, "model", None)
+    known = {id(leaf) for leaf in leaves}
+    found: list[Tensor] = []
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        found += [p for p in module._parameters.values() if p is not None and id(p) not in known]
+        if not (isinstance(module, _NormBase) and module.training):  # it uses those of the batch
+            buffers = [b for b in module._buffers.values() if b is not None]
+            found += [b for b in buffers if b.is_floating_point()]
+    return found
+
+
+def _split_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers in float64 as rows in dtype that add up to them."""
     rows = []
     for _ in range(1 if dtype == torch.float64 else 3):  # 24 digits each, of 53
@@ -235,38 +236,34 @@ def _as_parts(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack(rows)
 
 
-# === Modules and parameters that torch.distributed has wrapped, whose second derivatives cannot be
-# had.
-
-
 def refuse_wrapped(model: Any) -> None:
-    """Wrappers that wait for gradients of the model's own parameters, or hold a part of each."""
+    """Raise for DistributedDataParallel, which waits for gradients, and for FSDP."""
     if not isinstance(model, nn.Module):
         return
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where it was not imported is none
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
     splitting = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     for name, module in model.named_modules():
         where = f"model.{name}" if name else "model"
         if isinstance(module, DistributedDataParallel):
             raise UnsupportedError(
-                f"{where}: expected a module that runs by itself, got DistributedDataParallel, which "
-                f"waits for gradients that do not come; pass {where}.module, whose parameters are the "
-                "same. The data is shared by `processes=`."
+                f"{where}: expected a module that is not wrapped, got DistributedDataParallel, which "
+                f"waits for gradients of its own backward; pass {where}.module, which has the same "
+                "parameters, and share the data by `processes=`."
             )
         if isinstance(module, splitting):
             raise UnsupportedError(
                 f"{where}: expected a module that has its parameters, got {type(module).__name__} of "
-                "FSDP, which are gathered for a first derivative only; use the module before it is "
-                "wrapped. The data is shared by `processes=`."
+                "FSDP, which gathers them for a first derivative only; use the module before it is "
+                "wrapped, and share the data by `processes=`."
             )
 
 
-def refuse_split(params: Sequence[Tensor]) -> None:
-    """Parameters of which a process holds a part only."""
-    library: Any = sys.modules.get("torch.distributed.tensor")  # where it was not imported are none
+def refuse_sharded(params: Sequence[Tensor]) -> None:
+    """Raise for parameters of which a process holds a part only."""
+    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
     if library is not None and any(isinstance(p, library.DTensor) for p in params):
         raise UnsupportedError(
-            "params: expected tensors that each process has all of, got DTensors, which fully_shard "
-            "(FSDP2) and tensor parallelism make and which have no second derivatives; use the "
-            "parameters before they are split, and `processes=` to share the data."
+            "params: expected whole tensors in each process, got DTensors, which fully_shard (FSDP2) "
+            "and tensor parallelism make and which have no second derivatives; use the parameters "
+            "before they are sharded, and `processes=` to share the data."
         )

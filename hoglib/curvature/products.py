@@ -1,26 +1,29 @@
 """Products of curvature matrices with vectors: Hessian, generalised Gauss-Newton, Fisher."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.finite_differences import to_double
 from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
-from hoglib.curvature.compiled import backend_of, linearised
-from hoglib.curvature.kinds import (
+from hoglib.curvature.compiled import compiled_linear_map
+from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.gauss_newton import GaussNewtonKind
+from hoglib.curvature.hessian_product import HessianKind
+from hoglib.curvature.linear_map import (
     DIFFERENCES,
+    BoundLoss,
     CurvatureKind,
-    FisherKind,
-    GaussNewtonKind,
-    HessianKind,
+    ProductOptions,
+    apply_block,
+    check_backend,
+    double_loss,
 )
-from hoglib.curvature.routes import Call, apply_block
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.stand_ins.mode import stand_ins_if
 
@@ -43,33 +46,51 @@ def hvp(
 
         f = func(params, *args)        H v = d/de grad f(params + e v) at e = 0
 
-    Shapes: v has the structure, shapes and dtypes of params, any pytree of floating-point tensors;
-    the product has them too. A block of k vectors has a trailing dimension of k in every leaf, and so
-    has its product; the gradient and its graph are made once for all of them. Returns (f, H v), as
-    `torch.autograd.functional.hvp`.
+    The inputs are not changed, and it works under no_grad and inference_mode. It warns of a custom
+    Function whose forward makes tensors that its backward uses as constants.
 
-    mode: "reverse-over-reverse" differentiates the gradient's graph once more;
-    "forward-over-reverse" is `torch.func.jvp` of `torch.func.grad`, which needs forward-mode rules for
-    every operation; "auto" is the first, or the second inside torch.func transforms, where vmap of
-    the first is wrong through normalisation layers. "finite-differences", to compare with, are
-    differences of the gradient in float64, ten gradients a vector, right to about 1e-9; they want a
-    func that runs in float64.
-    create_graph: whether value and product can be differentiated again, by params, v or args. Inside
-    torch.func transforms they always can.
-    strict: raise where a parameter has no second derivative, instead of giving zero
-    (reverse-over-reverse only). stand_ins: run func inside `hoglib.second_order()`, where torch calls
-    that have no second derivative, or a wrong one, go to functions that have a right one.
-
-    The inputs are not changed, and it works under no_grad and inference_mode.
-    Raises TypeError and ValueError for params, v or a value of the wrong kind, naming the leaf;
-    RuntimeError when the value does not depend on params, or was computed by a custom Function that is
-    `@once_differentiable`; NotImplementedError where torch has no derivative. Warns of a Function that
-    keeps what its forward made.
-    Source: Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
+    Args:
+        func: The function ``func(params, *args)`` that returns a scalar, for instance from
+            `hoglib.functional_loss`.
+        params: Where the Hessian is taken; any pytree of floating-point tensors.
+        v: The vector, with the structure, shapes and dtypes of params. A block of k vectors has a
+            trailing dimension of k in every leaf; the gradient and its graph are computed once for all.
+        *args: Further arguments of func, such as a batch.
+        mode: "reverse-over-reverse" differentiates the gradient's graph once more.
+            "forward-over-reverse" is `torch.func.jvp` of `torch.func.grad`, which needs a forward-mode
+            rule for every operation. "auto" is the first, or the second inside torch.func transforms,
+            where vmap of the first is wrong through normalisation layers. "finite-differences", for
+            comparison, takes differences of the gradient in float64: ten gradients a vector, accurate
+            to about 1e-9; func has to run in float64.
+        create_graph: Whether value and product can be differentiated again, by params, v or args.
+            Inside torch.func transforms they always can.
+        strict: Raise where a parameter has no second derivative, instead of returning zero
+            (reverse-over-reverse only).
+        stand_ins: Run func inside `hoglib.second_order()`, where torch calls that have no second
+            derivative, or a wrong one, are replaced by functions that have a right one.
+        compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
+            captured graph by torch. Later calls with the same signature reuse it.
+    Returns:
+        The pair (f, H v), in the order of `torch.autograd.functional.hvp`; H v has the structure of v.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for params, v or a value of the wrong kind, naming the
+            leaf.
+        NoSecondDerivative: when the value does not depend on params, or was computed by a custom
+            Function that is `@once_differentiable`.
+        UnsupportedError: where torch has no derivative of an operation.
+    References:
+        Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
+    Example:
+        >>> p, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])
+        >>> hog.hvp(lambda p: p[0] ** 2 * p[1], p, v)
+        (tensor(2.), tensor([4., 2.]))
     """
-    names = pytree.paths(params) if strict else None
-    matrix = HessianKind(mode)
-    return _product("hvp", matrix, func, params, v, args, create_graph, stand_ins, compile, names)
+    kind = HessianKind(mode)
+    options = ProductOptions(
+        "hvp", create_graph, stand_ins, check_backend("hvp", compile, kind),
+        tuple(pytree.paths(params)) if strict else None,
+    )  # fmt: skip
+    return _product(kind, func, params, v, args, options)
 
 
 def ggn_vp(
@@ -87,22 +108,49 @@ def ggn_vp(
 
         f = criterion(outputs(params))        G v = J^T H J v
 
-    with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs.
-    loss: from `functional_loss`, or anything with `.outputs(params, batch)` and
-    `.criterion(outputs, batch)`. G is positive semi-definite where the criterion is convex in the
-    outputs, and it is the Hessian without the part that the outputs' own curvature adds.
+    with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs. G is
+    positive semi-definite where the criterion is convex in the outputs. It is the Hessian without the
+    term of the outputs' own second derivatives.
 
-    Shapes, blocks of vectors, create_graph, stand_ins and compile as in `hvp`. Returns (f, G v).
-    mode: how J v is computed. "forward" runs the model once with tangents, and needs forward-mode
-    rules for every operation; "reverse" differentiates J^T u by u, needs none, and keeps its graph
-    over a block of vectors; "auto" is "forward" for one vector, and "reverse" for a block or where an
-    operation has no forward mode. "finite-differences" is to compare with, as in `hvp`.
-    Raises as `hvp`, and TypeError for a loss without those two halves.
-    Source: Schraudolph, Fast Curvature Matrix-Vector Products, 2002.
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of floating-point tensors.
+        v: The vector, with the structure, shapes and dtypes of params; a block of k vectors has a
+            trailing dimension of k in every leaf.
+        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        mode: How J v is computed. "forward" runs the model once with tangents, and needs a
+            forward-mode rule for every operation. "reverse" differentiates J^T u by u, needs none, and
+            keeps its graph over a block of vectors. "auto" is "forward" for one vector, and "reverse"
+            for a block or where an operation has no forward mode. "finite-differences" is for
+            comparison, in float64.
+        create_graph: Whether value and product can be differentiated again. Inside torch.func
+            transforms they always can.
+        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+        compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
+            captured graph by torch. Later calls with the same signature reuse it.
+    Returns:
+        The pair (f, G v); G v has the structure of v.
+    Raises:
+        ArgumentTypeError: for a loss without ``outputs`` and ``criterion``, and for params, v or a
+            value of the wrong kind.
+        NoSecondDerivative: where the outputs do not depend on params, or lose their graph.
+        UnsupportedError: where torch has no derivative of an operation.
+    References:
+        Schraudolph, Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent, 2002.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> batch = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> value, Gv = hog.ggn_vp(loss, params, {"weight": torch.ones(1, 1)}, batch)
+        >>> Gv["weight"]  # 2 (1 + 9) / 2
+        tensor([[10.]])
     """
-    return _product(
-        "ggn_vp", GaussNewtonKind(mode), loss, params, v, (batch,), create_graph, stand_ins, compile
-    )
+    kind = GaussNewtonKind(mode)
+    backend = check_backend("ggn_vp", compile, kind)
+    options = ProductOptions("ggn_vp", create_graph, stand_ins, backend)
+    return _product(kind, loss, params, v, (batch,), options)
 
 
 def fisher_vp(
@@ -124,78 +172,118 @@ def fisher_vp(
 
         exact      F = 1/N sum_n J_n^T Cov(d log p / d outputs) J_n
         mc         F = 1/N sum_n g_n g_n^T,  g_n = d -log p(y_n | outputs_n) / d params,
-                   averaged over num_samples draws of y_n ~ p(. | outputs_n) by generator
+                   averaged over num_samples draws of y_n ~ p(. | outputs_n)
         empirical  F = 1/N sum_n g_n g_n^T,  g_n = d loss_n / d params at the batch's own targets
 
-    loss: as in `ggn_vp`. likelihood: the distribution that the outputs stand for, as a function
-    outputs -> `torch.distributions.Distribution`, or "categorical", "bernoulli", "gaussian",
-    "poisson"; None takes the one that belongs to a criterion that torch names (cross entropy, mean
-    square, ...). reduction: whether the loss is the "mean" of its terms or their "sum" (then without
-    1/N). An example, for mc and empirical, is an entry of the leading dimension of the outputs.
+    An example n, for mc and empirical, is an entry of the leading dimension of the outputs.
 
-    Shapes, blocks of vectors, mode, stand_ins and compile (not with kind="mc", which draws) as in
-    `ggn_vp`. Returns (f, F v), f the loss.
-    Raises as `ggn_vp`, and ValueError where no likelihood is given and none can be told.
-    Source: Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, sections 5, 11.
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of floating-point tensors.
+        v: The vector, with the structure, shapes and dtypes of params; a block of k vectors has a
+            trailing dimension of k in every leaf.
+        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        kind: "exact", "mc" or "empirical", as above.
+        likelihood: The distribution p that the outputs parametrise: a function from outputs to a
+            `torch.distributions.Distribution`, or "categorical" (logits), "bernoulli" (logits),
+            "gaussian" (unit variance) or "poisson" (log rates). None takes the one that belongs to the
+            criterion, where that is one of torch's (cross entropy, mean square, ...).
+        reduction: Whether the loss is the "mean" of its terms or their "sum" (then without 1/N).
+        num_samples: Draws for each example, of kind "mc".
+        generator: Of these draws; None is torch's global generator.
+        mode: How J v is computed: "auto", "forward", "reverse" or "finite-differences", which
+            `hoglib.ggn_vp` describes.
+        stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+        compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
+            captured graph by torch. Not with kind="mc", which draws random numbers.
+    Returns:
+        The pair (f, F v), f the loss; F v has the structure of v.
+    Raises:
+        ArgumentTypeError: for a loss without ``outputs`` and ``criterion``.
+        ArgumentValueError: where no likelihood is given and the criterion does not determine one.
+        NonFiniteError: for outputs that are not finite.
+        UnsupportedError: for "exact" where torch has no KL divergence of the distribution, or one whose
+            second derivative is not the Fisher matrix.
+    References:
+        Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, sections 5 and 11.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> batch = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> value, Fv = hog.fisher_vp(loss, params, {"weight": torch.ones(1, 1)}, batch)
+        >>> Fv["weight"]  # the Gauss-Newton matrix: a Gaussian of variance 1/2
+        tensor([[10.]])
     """
-    matrix = FisherKind(mode, kind, likelihood, reduction, num_samples, generator)
-    return _product("fisher_vp", matrix, loss, params, v, (batch,), False, stand_ins, compile)
+    metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
+    matrix = GaussNewtonKind(mode, metric)
+    backend = check_backend("fisher_vp", compile, matrix)
+    options = ProductOptions("fisher_vp", False, stand_ins, backend)
+    return _product(matrix, loss, params, v, (batch,), options)
 
 
 def _product(
-    what: str,
-    matrix: CurvatureKind,
+    kind: CurvatureKind,
     func: Any,
     params: Tree,
     v: Tree,
     args: tuple[Any, ...],
-    create_graph: bool,
-    stand_ins: bool,
-    compile: bool | str,
-    strict: list[str] | None = None,
+    options: ProductOptions,
 ) -> tuple[Tensor, Tree]:
-    """The product of a matrix with v, or with each vector of a block, wherever the caller stands."""
-    matrix.check(func)
+    """The value, and the product of a matrix with v or with each vector of a block."""
+    kind.check_loss(func)
     validation.parameters(params)
     vector, block = validation.vectors("v", v, params)
     leaves, structure = pytree.flatten(params)
-    like = leaves
-    if matrix.mode == DIFFERENCES:
-        _without_graph(what, create_graph)
-        func, leaves, vector, args = matrix.in_double(func), *to_double((leaves, vector, args))
-    call = Call(what, create_graph or torch_internals.transforms_active(), strict)
-    backend = backend_of(what, compile, matrix)
-    if backend and not runs_elsewhere():
+    if kind.mode == DIFFERENCES:
+        _refuse_graph(options)
+        loss = BoundLoss(double_loss(func), structure, to_double(args))
+        value, product = _applied(kind, loss, to_double(leaves), to_double(vector), block, options)
+        value = value.to(leaves[0].dtype)
+        product = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
+    elif options.backend and not runs_elsewhere():
         with torch.inference_mode(False):
             leaves, vector, args = clone_inference_tensors((leaves, vector, args))
-            point = linearised(
-                func, matrix, call, stand_ins, backend, leaves, structure, args, block
-            )
-            with torch.set_grad_enabled(create_graph):
+            loss = BoundLoss(func, structure, args)
+            point = compiled_linear_map(kind, loss, leaves, options, block)
+            with torch.set_grad_enabled(options.create_graph):
                 value, product = apply_block(point, vector, block)
-        return value, pytree.unflatten(product, structure)
-    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
-        leaves, vector, args = clone_inference_tensors((leaves, vector, args))
-        params_of = partial(pytree.unflatten, structure=structure)
-        point = matrix.at(func, params_of, args, leaves, call, block)
-        value, product = apply_block(point, vector, block)
-    if not call.create_graph:
-        value, product = value.detach().clone(), [part.detach() for part in product]
-    if matrix.mode == DIFFERENCES:
-        value = value.to(like[0].dtype)
-        product = [part.to(leaf.dtype) for part, leaf in zip(product, like, strict=True)]
+    else:
+        loss = BoundLoss(func, structure, args)
+        value, product = _applied(kind, loss, leaves, vector, block, options)
     return value, pytree.unflatten(product, structure)
 
 
-def _without_graph(what: str, create_graph: bool) -> None:
-    """Differences have no graph, and no place inside of transforms."""
-    if create_graph:
+def _applied(
+    kind: CurvatureKind,
+    loss: BoundLoss,
+    leaves: Vector,
+    vector: Vector,
+    block: bool,
+    options: ProductOptions,
+) -> tuple[Tensor, Vector]:
+    """The value and the product in eager mode, also under no_grad and in inference mode."""
+    if torch_internals.transforms_active() and not options.create_graph:
+        options = options._replace(create_graph=True)
+    with grad_enabled(), keep_swapped(), stand_ins_if(options.stand_ins):
+        leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
+        loss = BoundLoss(loss.func, loss.structure, args)
+        value, product = apply_block(kind.linearize(loss, leaves, options, block), vector, block)
+    if options.create_graph:
+        return value, product
+    return value.detach().clone(), [part.detach() for part in product]
+
+
+def _refuse_graph(options: ProductOptions) -> None:
+    """Raise where a derivative of finite differences is asked for."""
+    if options.create_graph:
         raise ArgumentValueError(
-            f"{what}(mode='finite-differences'): expected create_graph=False, got True; differences "
-            "have no graph. Use another mode."
+            f"{options.caller}(mode='finite-differences'): expected create_graph=False, got True; "
+            "differences have no graph. Use another mode."
         )
     if torch_internals.transforms_active():
         raise UnsupportedError(
-            f"{what}(mode='finite-differences'): expected to run outside of torch.func transforms, got "
-            "a call inside; use mode='auto' there."
+            f"{options.caller}(mode='finite-differences'): expected to run outside of torch.func "
+            "transforms, got a call inside; use mode='auto' there."
         )

@@ -1,13 +1,14 @@
-"""Whether the loss is the same at every pass over the data, and what is to blame if not.
+"""Checks of an operator: that the loss is the same at every pass over the data, and that the matrix is
+symmetric.
 
-Every product gives the loss of each batch for nothing. The first pass remembers them, and later ones
-compare: an operator whose matrix changes under way has no eigenvalues, and no solver converges on it.
+Every product computes the loss of each batch anyway. The first pass records them and later passes
+compare: an operator whose matrix changes has no eigenvalues, and no solver converges on it.
 """
 
 import warnings
 from collections.abc import Sequence
 from math import fsum, isfinite
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -20,37 +21,38 @@ from hoglib.errors import NondeterministicError, NonFiniteError
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
-class Seen(NamedTuple):
-    """A batch, as it went by."""
+class BatchRecord(NamedTuple):
+    """The loss of a batch in one pass."""
 
     loss: float
-    numbers: tuple[float, ...]  # its fingerprint
+    fingerprint: tuple[float, ...]
 
 
+@final
 class Determinism:
     """Compares the losses and the batches of each pass with those of the first."""
 
     def __init__(self, loss: Any, enabled: bool, fixed_batches: bool = False) -> None:
         self._model = getattr(loss, "model", None)
         self._enabled, self._fixed_batches = enabled, fixed_batches
-        self._first: list[Seen] = []
-        self._now: list[Seen] = []
+        self._first: list[BatchRecord] = []
+        self._now: list[BatchRecord] = []
         self._total: float | None = None  # the loss over all of the data, of all processes
 
     def start(self) -> None:
         self._now = []
 
     def forget(self) -> None:
-        """The parameters have changed, and with them the losses."""
+        """Forget the losses, because the parameters changed."""
         self._first = []
         self.forget_total()
 
     def forget_total(self) -> None:
-        """They have changed in another process."""
+        """Forget the total, because parameters changed in another process."""
         self._total = None
 
-    def saw(self, batch: Any, value: Tensor) -> None:
-        """The loss of the next batch."""
+    def record(self, batch: Any, value: Tensor) -> None:
+        """Record the loss of the next batch, and compare it with the first pass."""
         number = float(value.detach())
         if not isfinite(number):
             raise NonFiniteError(
@@ -59,18 +61,18 @@ class Determinism:
                 + ". Look for NaN in the data and in the parameters, and for overflow."
             )
         if self._enabled:
-            self._now.append(Seen(number, fingerprint(batch)))
+            self._now.append(BatchRecord(number, fingerprint(batch)))
             self._compare_batch(value.dtype)
 
-    def again(self) -> list[Seen]:
-        """A pass is over, and the next one starts; what it saw."""
+    def finish_pass(self) -> list[BatchRecord]:
+        """End a pass; its records."""
         now, self._now = self._now, []
         self._first = self._first or now
         return now
 
     def finish(self, total: float, largest: float, dtype: torch.dtype) -> None:
-        """A pass is over, with that mean loss, of losses of at most that size."""
-        now = self.again()
+        """End a pass over all data, and compare its mean loss, of losses of at most that size."""
+        now = self.finish_pass()
         if not self._enabled:
             return
         if self._total is None:
@@ -78,28 +80,28 @@ class Determinism:
         elif not close(self._total, total, dtype, [largest]):
             raise NondeterministicError(
                 f"data: expected the same loss at every pass, got {self._total:.8g} and then "
-                f"{total:.8g}: {self._blame_of_data(now)}"
+                f"{total:.8g}: {self._cause_in_data(now)}"
             )
 
     def _compare_batch(self, dtype: torch.dtype) -> None:
-        """The same batch as in the first pass has the same loss, unless the model is random."""
+        """Raise where the same batch as in the first pass has another loss."""
         k = len(self._now) - 1
         if k >= len(self._first):
             return
         (was, before), (now, after) = self._first[k], self._now[k]
         if before != after and self._fixed_batches:
             raise NondeterministicError(
-                f"data: expected the same batches at every pass, got another one for batch {k}: what "
-                "is drawn for a sampled Fisher matrix belongs to a batch. Use a loader with "
+                f"data: expected the same batches at every pass, got another one for batch {k}: the "
+                "samples of kind='mc' are drawn for each batch by its number. Use a loader with "
                 "shuffle=False, or kind='exact'."
             )
         if before == after and not close(was, now, dtype):
             raise NondeterministicError(
                 f"loss: expected the same value for the same batch, got {was:.8g} and then {now:.8g} "
-                f"at batch {k}: {self._blame_of_model()}"
+                f"at batch {k}: {self._cause_in_model()}"
             )
 
-    def _blame_of_model(self) -> str:
+    def _cause_in_model(self) -> str:
         random = self._modules(RANDOM)
         random += [
             name
@@ -109,15 +111,18 @@ class Determinism:
         if random:
             return (
                 f"{', '.join(random)} {'draw' if len(random) > 1 else 'draws'} at random in train "
-                "mode. Call model.eval(), or check_deterministic=False to have it so."
+                "mode. Call model.eval(), or allow it by check_deterministic=False."
             )
         return (
-            "the model or the criterion draws at random, or changes a state of its own. Look for "
-            "dropout and noise in forward, and call model.eval(); or check_deterministic=False."
+            "the model or the criterion draws random numbers, or changes a state of its own. Look for "
+            "dropout and noise in forward, and call model.eval(); or allow it by "
+            "check_deterministic=False."
         )
 
-    def _blame_of_data(self, now: list[Seen]) -> str:
-        before, after = ([seen.numbers for seen in batches] for batches in (self._first, now))
+    def _cause_in_data(self, now: list[BatchRecord]) -> str:
+        before, after = (
+            [record.fingerprint for record in batches] for batches in (self._first, now)
+        )
         lengths = {len(numbers) for numbers in (*before, *after)}
         sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # whatever the order
         totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
@@ -127,12 +132,12 @@ class Determinism:
         ):
             norms = self._modules((nn.modules.batchnorm._BatchNorm,))
             return (
-                "the batches hold the same examples, shuffled, and the loss depends on which share a "
-                f"batch{' (' + ', '.join(norms) + ' in train mode)' if norms else ''}. Use a loader "
-                "with shuffle=False, or model.eval()."
+                "the batches hold the same examples, shuffled, and the loss depends on which examples "
+                f"share a batch{' (' + ', '.join(norms) + ' in train mode)' if norms else ''}. Use a "
+                "loader with shuffle=False, or call model.eval()."
             )
         return (
-            "the data differs from pass to pass. Look for augmentation at random, a sampler, or "
+            "the data differs from pass to pass. Look for random augmentation, a sampler, or "
             "shuffle=True with drop_last=True; turn them off, or pass a list of fixed batches."
         )
 
@@ -159,15 +164,8 @@ def _not_finite(batch: Any) -> bool:
     )
 
 
-# === Whether a matrix is symmetric, as far as the first two products tell: v . A w = w . A v.
-#
-# A backward that is no derivative, or that loses a part when it is differentiated, mostly makes a
-# Hessian
-# asymmetric; to look costs two inner products, once.
-
-
 class Bound(NamedTuple):
-    """How much of their size v.Aw and w.Av may differ by, for random vectors and for any."""
+    """By how much of their size v.Aw and w.Av may differ, for random vectors and for any."""
 
     random: float  # over sqrt(P), by which products with random vectors are smaller than their size
     rounding: float
@@ -176,25 +174,31 @@ class Bound(NamedTuple):
 BOUNDS = {torch.float64: Bound(1e-6, 1e-10), torch.float32: Bound(1e-2, 1e-5)}
 
 
+@final
 class Symmetry:
-    """Compares the first two vectors and products, of one call or of two that follow each other."""
+    """Warns where the first two products show a matrix that is not symmetric: v.Aw = w.Av.
 
-    def __init__(self, what: str, enabled: bool) -> None:
-        self._what, self._enabled = what, enabled
+    A backward that is not the derivative, or that is detached in part, mostly makes a Hessian
+    asymmetric; the check costs two inner products, once.
+    """
+
+    def __init__(self, name: str, enabled: bool) -> None:
+        self._name, self._enabled = name, enabled
         self._first: list[tuple[Tensor, Tensor]] = []
         self._done = False
 
     def forget(self) -> None:
-        """It is another matrix now."""
+        """Check again, because the matrix is another one now."""
         self._first, self._done = [], False
 
-    def saw(self, rows: Tensor, products: Tensor) -> None:
+    def record(self, rows: Tensor, products: Tensor) -> None:
+        """Compare the first two vectors and products, of one call or of two that follow each other."""
         bound = BOUNDS.get(rows.dtype)
         if self._done or not self._enabled or bound is None:
             return
         pairs = list(zip(rows, products, strict=True))[:2]
         if len(pairs) + len(self._first) < 2:
-            # copies, because what was given and what is returned belongs to the caller
+            # copies, because the tensors belong to the caller
             self._first = [(v.clone(), Av.clone()) for v, Av in pairs]
             return
         (v, Av), (w, Aw) = (self._first + pairs)[:2]
@@ -204,9 +208,9 @@ class Symmetry:
         gap = abs(float(one - other))
         if gap > size * max(bound.random / len(v) ** 0.5, bound.rounding):
             warnings.warn(
-                f"{self._what}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
-                f"{gap / size:.1g} of their size. Some backward in the loss is not the derivative that "
-                "it should be, or cannot be differentiated: `hoglib.verify` of its custom Functions "
-                "tells, and mode='finite-differences' gives the product to compare with.",
+                f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
+                f"{gap / size:.1g} of their size. A backward in the loss is not the derivative of its "
+                "forward, or cannot be differentiated: `hoglib.verify` of its custom Functions names "
+                "it, and mode='finite-differences' computes the product to compare with.",
                 stacklevel=5,
             )

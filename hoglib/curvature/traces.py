@@ -1,15 +1,27 @@
 """Traces, diagonals and norms of operators, estimated from products with random vectors."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.symmetric_matrix import SymmetricMatrix
+from hoglib.curvature.vector_space import SymmetricMatrix
 
 AT_ONCE = 2**28  # bytes of random vectors that are multiplied at once
+
+
+class Estimate(NamedTuple):
+    """A mean over random samples.
+
+    Attributes:
+        value: The mean.
+        error: One standard error of it; infinite for a single sample.
+    """
+
+    value: Tensor
+    error: Tensor
 
 
 def hutchinson_trace(
@@ -23,13 +35,23 @@ def hutchinson_trace(
 
         tr A = E[v^T A v]        Var[v^T A v] = 2 sum over i != j of A_ij^2
 
-    A scalar tensor: the mean over num_samples vectors, drawn by generator. return_error: (trace,
-    standard error of it), both tensors.
-    Source: Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990.
+    Args:
+        operator: The matrix A [P, P], a `LinearOperator`.
+        num_samples: Random vectors, one product each.
+        generator: Of the random vectors; None is torch's global generator.
+        return_error: Return the standard error, too.
+    Returns:
+        The mean over the vectors, a scalar tensor; with ``return_error`` an `Estimate`.
+    References:
+        Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990.
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> hog.curvature.hutchinson_trace(A, 4)  # exact, for the matrix is diagonal
+        tensor(4.)
     """
     values = [(v * Av).sum(1) for v, Av in _samples(operator, num_samples, generator)]
-    mean, error = mean_of(torch.cat(values))
-    return (mean, error) if return_error else mean
+    found = mean_of(torch.cat(values))
+    return found if return_error else found.value
 
 
 def hutchinson_diagonal(
@@ -39,12 +61,23 @@ def hutchinson_diagonal(
     generator: torch.Generator | None = None,
     return_error: bool = False,
 ) -> Any:
-    r"""The diagonal [P] of an operator, from random vectors v of independent signs.
+    r"""The diagonal of an operator, from random vectors v of independent signs.
 
         diag A = E[v * A v]        Var[(v * A v)_i] = sum over j != i of A_ij^2
 
-    The mean over num_samples vectors, drawn by generator. return_error: (diagonal, standard errors).
-    Source: Bekas, Kokiopoulou & Saad, An Estimator for the Diagonal of a Matrix, 2007.
+    Args:
+        operator: The matrix A [P, P], a `LinearOperator`.
+        num_samples: Random vectors, one product each.
+        generator: Of the random vectors; None is torch's global generator.
+        return_error: Return the standard errors, too.
+    Returns:
+        The mean over the vectors, [P]; with ``return_error`` an `Estimate` of two such tensors.
+    References:
+        Bekas, Kokiopoulou and Saad, An Estimator for the Diagonal of a Matrix, 2007.
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> hog.curvature.hutchinson_diagonal(A, 4)
+        tensor([2., 2.])
     """
     count, total, squares = 0, None, None
     for v, Av in _samples(operator, num_samples, generator):
@@ -53,14 +86,14 @@ def hutchinson_diagonal(
             if total is None or squares is None:
                 total, squares = product.clone(), torch.zeros_like(product)
                 continue
-            change = product - total  # Welford's, which keeps no samples
+            change = product - total  # Welford's algorithm, which keeps no samples
             total += change / count
             squares += change * (product - total)
     assert total is not None
     assert squares is not None
     if not return_error:
         return total
-    return total, (squares / max(count - 1, 1) / count).sqrt()
+    return Estimate(total, (squares / max(count - 1, 1) / count).sqrt())
 
 
 def hutchinson_frobenius(
@@ -70,14 +103,25 @@ def hutchinson_frobenius(
     generator: torch.Generator | None = None,
     return_error: bool = False,
 ) -> Any:
-    r"""The squared Frobenius norm of an operator, sum of A_ij^2 = E[|A v|^2].
+    r"""The squared Frobenius norm of an operator, from random vectors v of independent signs.
 
-    A scalar tensor: the mean over num_samples vectors of signs, drawn by generator. return_error:
-    (norm, standard error).
+        |A|_F^2 = sum of A_ij^2 = E[|A v|^2]
+
+    Args:
+        operator: The matrix A [P, P], a `LinearOperator`.
+        num_samples: Random vectors, one product each.
+        generator: Of the random vectors; None is torch's global generator.
+        return_error: Return the standard error, too.
+    Returns:
+        The mean over the vectors, a scalar tensor; with ``return_error`` an `Estimate`.
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> hog.curvature.hutchinson_frobenius(A, 4)
+        tensor(8.)
     """
     values = [Av.square().sum(1) for _, Av in _samples(operator, num_samples, generator)]
-    mean, error = mean_of(torch.cat(values))
-    return (mean, error) if return_error else mean
+    found = mean_of(torch.cat(values))
+    return found if return_error else found.value
 
 
 def _samples(
@@ -89,26 +133,24 @@ def _samples(
     size = operator.shape[0]
     at_once = max(1, AT_ONCE // (size * operator.dtype.itemsize))
     for start in range(0, num_samples, at_once):
-        v = signs(operator, min(at_once, num_samples - start), generator)
+        v = random_signs(operator, min(at_once, num_samples - start), generator)
         yield v, operator.apply(v)
 
 
-def signs(operator: SymmetricMatrix, count: int, generator: torch.Generator | None) -> Tensor:
-    """Rows [count, P] of independent signs."""
-    where = operator.device if generator is None else generator.device
-    bits = torch.randint(2, (count, operator.shape[0]), generator=generator, device=where)
+def random_signs(
+    operator: SymmetricMatrix, count: int, generator: torch.Generator | None
+) -> Tensor:
+    """Rows [count, P] of independent signs, -1 or 1."""
+    device = operator.device if generator is None else generator.device
+    bits = torch.randint(2, (count, operator.shape[0]), generator=generator, device=device)
     return (2 * bits - 1).to(operator.device, operator.dtype)
 
 
-def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over the leading dimension, and its standard error: infinite for a single value."""
+def mean_of(values: Tensor) -> Estimate:
+    """The mean over the leading dimension, and its standard error."""
     mean = values.mean(0)
     spread = values.std(0) if len(values) > 1 else torch.full_like(mean, torch.inf)
-    return mean, spread / len(values) ** 0.5
-
-
-# === Traces of operators whose eigenvalues fall off, from fewer products than Hutchinson's
-# estimator.
+    return Estimate(mean, spread / len(values) ** 0.5)
 
 
 def xtrace(
@@ -122,46 +164,58 @@ def xtrace(
 
         tr A = tr(Q_i^T A Q_i) + E[w_i^T (I - Q_i Q_i^T) A (I - Q_i Q_i^T) w_i]
 
-    with normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others; the second
-    term is scaled to vectors of their mean length. A scalar tensor: the mean over the w_i. num_samples:
-    products, half of them with the w_i and half with Q. Where eigenvalues fall off fast the error falls
-    as fast with num_samples; where they are all alike it is that of Hutchinson's estimator with half as
-    many. It is exact for a rank below num_samples / 2, and from num_samples = P on, where the matrix is
-    made dense. generator: of the w_i. return_error: (trace, standard error of it), both tensors; the
-    error is a guide, for the estimates of one run depend on each other. Memory: 1.5 num_samples
-    vectors.
-    Source: Epperly, Tropp & Webber, XTrace: Making the Most of Every Sample in Stochastic Trace
-    Estimation, 2024; for symmetric matrices here.
+    with normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others; the
+    second term is scaled to vectors of their mean length. The estimate is the mean over the w_i. Where
+    the eigenvalues decay fast, the error decays as fast with num_samples; where all are alike, it is
+    that of Hutchinson's estimator with half as many. It is exact for a rank below num_samples / 2, and
+    from num_samples = P on, where the matrix is made dense. It holds 1.5 num_samples vectors in
+    memory.
+
+    Args:
+        operator: The matrix A [P, P], a `LinearOperator`.
+        num_samples: Products, at least 4: half of them with the w_i, half with Q.
+        generator: Of the w_i; None is torch's global generator.
+        return_error: Return the standard error, too. It is a guide only: the estimates of one run
+            depend on each other.
+    Returns:
+        The trace, a scalar tensor; with ``return_error`` an `Estimate`.
+    References:
+        Epperly, Tropp and Webber, XTrace: Making the Most of Every Sample in Stochastic Trace
+        Estimation, 2024; for symmetric matrices here.
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p @ x).square(), torch.ones(9), torch.ones(9))
+        >>> hog.curvature.xtrace(A, 4)  # a matrix of rank one, 2 x x^T
+        tensor(18.0000)
     """
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 4)
     random = validation.generator(generator)
     if num_samples >= size:
         trace = operator.to_dense().diagonal().sum()
-        return (trace, torch.zeros_like(trace)) if return_error else trace
+        return Estimate(trace, torch.zeros_like(trace)) if return_error else trace
     count = num_samples // 2
-    exact = torch.promote_types(operator.dtype, torch.float32)  # what a basis is orthogonal in
-    where = operator.device if random is None else random.device
-    w = torch.randn(count, size, generator=random, dtype=torch.float32, device=where)
-    w = w.to(operator.device, exact)
+    wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
+    device = operator.device if random is None else random.device
+    w = torch.randn(count, size, generator=random, dtype=torch.float32, device=device)
+    w = w.to(operator.device, wide)
     w *= size**0.5 / w.norm(dim=1, keepdim=True)
-    Y = operator.apply(w.to(operator.dtype)).to(exact)
-    # in float64 from here on, but for what has the length of a vector
+    Y = operator.apply(w.to(operator.dtype)).to(wide)
+    # what is smaller than a vector is in float64 from here on
     Q, R = torch.linalg.qr(Y.T)
     sizes = R.diagonal().abs()
-    if float(sizes.min()) <= size * torch.finfo(exact).eps * float(sizes.max()):
-        values, error = _of_range(operator, Y, exact)
+    if float(sizes.min()) <= size * torch.finfo(wide).eps * float(sizes.max()):
+        found = _trace_on_range(operator, Y)
     else:
-        H = (Q.T @ operator.apply(Q.T.contiguous().to(operator.dtype)).to(exact).T).double()
-        values, error = mean_of(_estimates(size, (Q.T @ w.T).double(), R.double(), H))
-    result = (values.to(operator.dtype), error.to(operator.dtype))
-    return result if return_error else result[0]
+        H = (Q.T @ operator.apply(Q.T.contiguous().to(operator.dtype)).to(wide).T).double()
+        found = mean_of(_leave_one_out(size, (Q.T @ w.T).double(), R.double(), H))
+    result = Estimate(found.value.to(operator.dtype), found.error.to(operator.dtype))
+    return result if return_error else result.value
 
 
-def _estimates(size: int, W: Tensor, R: Tensor, H: Tensor) -> Tensor:
+def _leave_one_out(size: int, W: Tensor, R: Tensor, H: Tensor) -> Tensor:
     """The estimate of each w_i, from W = Q^T w, A w = Q R and H = Q^T A Q, all [count, count]."""
     count = len(R)
-    # s_i: what Q spans beyond Q_i, a unit vector
+    # s_i, a unit vector: Q spans Q_i and s_i
     S = torch.linalg.solve_triangular(R.T, torch.eye(count).to(R), upper=False)
     S = S / S.norm(dim=0)
     H = (H + H.T) / 2
@@ -172,10 +226,10 @@ def _estimates(size: int, W: Tensor, R: Tensor, H: Tensor) -> Tensor:
     return inside + outside * (size - count + 1) / (size - PW.square().sum(0))
 
 
-def _of_range(operator: SymmetricMatrix, Y: Tensor, exact: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The trace of a matrix whose rank is below the number of its products: they span its range."""
+def _trace_on_range(operator: SymmetricMatrix, Y: Tensor) -> Estimate:
+    """The trace of a matrix whose rank is below the number of its products Y, which span its range."""
     U, sizes, _ = torch.linalg.svd(Y.T, full_matrices=False)
-    rank = int((sizes > Y.shape[1] * torch.finfo(exact).eps * sizes.max()).sum())
+    rank = int((sizes > Y.shape[1] * torch.finfo(Y.dtype).eps * sizes.max()).sum())
     rows = U.T[:rank].contiguous()
-    trace = (rows * operator.apply(rows.to(operator.dtype)).to(exact)).double().sum()
-    return trace, torch.zeros_like(trace)
+    trace = (rows * operator.apply(rows.to(operator.dtype)).to(Y.dtype)).double().sum()
+    return Estimate(trace, torch.zeros_like(trace))

@@ -1,7 +1,7 @@
-"""Vectors on the parameters: flat, like params, or blocks of either."""
+"""Vectors on the parameters, in each form that users give them, and the matrices that act on them."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -11,8 +11,34 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Tree = Any
 Rebuild = Callable[[Tensor], Tree]
+Blocks = str | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
 
+class SymmetricMatrix(Protocol):
+    """What the matrix-free algorithms need of a symmetric matrix [P, P]; `LinearOperator` is one."""
+
+    count: int  # products with one vector so far
+
+    @property
+    def space(self) -> "Space": ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """The product with each row of [k, P], as rows."""
+        ...
+
+    def to_dense(self) -> Tensor: ...
+
+
+@final
 class Space:
     """The space of vectors like params.
 
@@ -149,12 +175,8 @@ class Space:
         return "params"
 
 
-# === Which parameters stand in one block of a block-diagonal matrix.
-Blocks = str | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
-
-
 def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
-    """Which leaves stand in one block, for each block."""
+    """The leaves that share a block of a block-diagonal matrix, for each block."""
     names = pytree.paths(params)
     if blocks is None:
         return [list(range(len(names)))]

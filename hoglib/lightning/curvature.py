@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 from hoglib._core import pytree, validation
 from hoglib.curvature.density import SpectralDensity
-from hoglib.curvature.whole_spectrum import Spectrum, spectrum_of
+from hoglib.curvature.spectrum import Spectrum, spectrum_of
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -296,7 +296,7 @@ def _named(paths: list[str]) -> str:
 def _packed(one: Measurement) -> dict[str, Any]:
     """Of tensors and plain values."""
     spectrum = one.spectrum._asdict()
-    return {**one._asdict(), "spectrum": {**spectrum, "density": {**vars(one.spectrum.density)}}}
+    return {**one._asdict(), "spectrum": {**spectrum, "density": one.spectrum.density._asdict()}}
 
 
 def _unpacked(packed: dict[str, Any]) -> Measurement:

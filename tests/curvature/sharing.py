@@ -303,7 +303,7 @@ def by_split_parameters(rank, world):
 MINE = "ValueError: the disk is full"
 # name -> (function, the error, words of it)
 REFUSED = {
-    "a process fails": (a_failing_process, "DistributedError", "error in process 1, which is to be mended there: ValueError: the disk is full"),
+    "a process fails": (a_failing_process, "DistributedError", "error in process 1, which has to be fixed there: ValueError: the disk is full"),
     "other vectors": (other_vectors, "DistributedError", "expected the same vectors in all"),
     "random vectors": (random_without_a_generator, "DistributedError", "generator=torch.Generator().manual_seed(0)"),
     "other parameters": (other_parameters, "DistributedError", "expected the same params in all"),

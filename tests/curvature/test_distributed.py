@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hoglib as hog
-from hoglib.curvature.processes import _as_parts, of_rows
+from hoglib.curvature.processes import _split_float64, checksum_of_rows
 from hoglib.errors import HoglibError
 from tests.curvature import sharing
 from tests.curvature.problems import draw
@@ -77,7 +77,7 @@ def test_one_process_has_all_of_the_data(processes):
 
 def test_a_group_that_was_not_made_is_told(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"call torch.distributed.init_process_group\(\) before"):
+    with pytest.raises(ValueError, match=r"call torch.distributed.init_process_group\(\) first"):
         sharing.operator(processes="sharded")
     sharing.operator(processes=None)
 
@@ -89,7 +89,7 @@ def test_what_is_no_way_to_share_is_told():
 
 def test_numbers_go_through_single_precision():
     numbers = torch.tensor([1 / 3, -1e17 / 7, 2.0**31 + 1, 0.0, 1e-20], dtype=torch.float64)
-    parts = _as_parts(numbers, torch.float32)
+    parts = _split_float64(numbers, torch.float32)
     assert parts.dtype == torch.float32
     assert torch.equal(parts.double().sum(0), numbers)
 
@@ -98,6 +98,6 @@ def test_numbers_go_through_single_precision():
 def test_signs_that_differ_have_other_numbers(dtype):
     signs = [draw(2, 100_000, seed=seed).sign().to(dtype) for seed in range(2)]
     signs.append(signs[0].flip(0))
-    numbers = [of_rows(rows) for rows in signs]
+    numbers = [checksum_of_rows(rows) for rows in signs]
     assert max(numbers) - min(numbers) > 0.1 * max(map(abs, numbers))
     assert len(set(numbers)) == 3

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature.fisher_metric import fisher_metric
+from hoglib.curvature.fisher_metric import FisherMetric, fisher_metric
 from hoglib.curvature.likelihood import CRITERIA, FAMILIES
 
 leaves_of = torch.utils._pytree.tree_leaves
@@ -27,10 +27,8 @@ def metric(
     num_samples=1, generator=None,
 ):  # fmt: skip
     loss = None if criterion is None else loss_of(criterion)
-    return fisher_metric(
-        kind, loss, outputs, (outputs, targets), likelihood=likelihood, reduction=reduction,
-        num_samples=num_samples, generator=generator,
-    )  # fmt: skip
+    options = FisherMetric(kind, likelihood, reduction, num_samples, generator)
+    return fisher_metric(options, loss, outputs, (outputs, targets))
 
 
 def dense(M, outputs):
@@ -219,10 +217,8 @@ def test_empirical_equals_a_loop_over_examples(name, reduction):
         g = torch.cat([part.reshape(-1) for part in grads])
         expected = expected + g.outer(g) / (shape[0] if reduction == "mean" else 1)
     outputs = model(x)
-    M = fisher_metric(
-        "empirical", loss, outputs.detach(), (x, targets), likelihood=None, reduction=reduction,
-        num_samples=1, generator=None,
-    )  # fmt: skip
+    options = FisherMetric("empirical", reduction=reduction)
+    M = fisher_metric(options, loss, outputs.detach(), (x, targets))
     rows = [
         torch.cat([g.reshape(-1) for g in torch.autograd.grad(entry, params, retain_graph=True)])
         for entry in outputs.reshape(-1)
@@ -538,4 +534,4 @@ def test_batchmean_is_a_mean_over_examples():
 
 def test_the_table_names_its_criteria_as_torch_does():
     for row in CRITERIA:
-        assert getattr(F, row.called) is row.functions[0]
+        assert getattr(F, row.name) is row.functions[0]

@@ -418,7 +418,7 @@ def test_what_is_refused(name):
 def test_a_second_group_is_refused():
     loss = linear()
     optimizer = NewtonCG(loss)
-    with pytest.raises(ValueError, match="expected one, got another"):
+    with pytest.raises(ValueError, match="expected one group, got a second"):
         optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(1)))]})
 
 

@@ -99,12 +99,12 @@ def test_a_basis_says_what_its_products_are(block):
     basis = Basis(vectors(block), 20, vectors)
     for cycle in range(3):
         while basis.m + block <= 20:
-            basis.multiplied(basis.rest @ A)
+            basis.add_products(basis.rest @ A)
         V, T = basis.V[: basis.n], basis.T[: basis.n, : basis.m]
         assert_close(V @ V.T, torch.eye(basis.n, dtype=F64), atol=1e-13, rtol=0)
         assert_close(V[: basis.m] @ A, T.T @ V, atol=1e-12, rtol=0)
         theta, S, residuals = basis.ritz()
-        rows = basis.combined(S)
+        rows = basis.combine(S)
         assert_close((rows @ A - theta[:, None] * rows).norm(dim=1), residuals, atol=1e-12, rtol=0)
         basis.restart(theta[-8:], S[:, -8:])
         assert basis.m == 8, cycle
@@ -115,7 +115,7 @@ def test_a_space_that_ends_goes_on_with_another_vector():
     A = torch.diag(torch.linspace(1, 2, 50, dtype=F64))
     basis = Basis(torch.eye(50, dtype=F64)[:1], 50, lambda count: draw(count, 50))
     for _ in range(50):
-        basis.multiplied(basis.rest @ A)
+        basis.add_products(basis.rest @ A)
     assert float(basis.T[1, 0]) == 0
     assert_close(basis.ritz()[0], A.diagonal())
     assert len(basis.rest) == 0

@@ -392,7 +392,7 @@ def test_sampled_fisher_matrices_want_fixed_batches():
     operator = hog.FisherOperator(loss, params, shuffled, kind="mc")
     operator @ draw(26)
     with pytest.raises(
-        RuntimeError, match="what is drawn for a sampled Fisher matrix belongs to a batch"
+        RuntimeError, match="are drawn for each batch by its number"
     ):
         operator @ draw(26)
 
@@ -411,7 +411,7 @@ def test_every_batch_is_looked_at_before_it_is_split():
     ignored = BATCH[1].clone()
     ignored[:2] = -100
     operator = hog.HessianOperator(loss, params, [BATCH, (BATCH[0], ignored)], micro_batch=4)
-    with pytest.raises(ValueError, match="a criterion may weigh them"):
+    with pytest.raises(ValueError, match="a criterion may weight them"):
         operator @ draw(26)
 
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from experiments import plots, tables
 from experiments.curvature import Descent, cross_entropy, squared_error
 from experiments.data.digits import Digits, Images
-from hoglib.curvature.whole_spectrum import spectrum_of
+from hoglib.curvature.spectrum import spectrum_of
 from hoglib.lightning.curvature import Measurement
 from tests.experiments.command import (
     COMMAND_LINE,

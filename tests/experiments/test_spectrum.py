@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature.whole_spectrum import spectrum_of
+from hoglib.curvature.spectrum import spectrum_of
 from tests.experiments.command import COMMAND_LINE, ROOT, run
 
 MAML = ROOT / "configs/smoke/maml/sinusoid.yaml"
@@ -40,9 +40,9 @@ def test_the_numbers_are_those_of_the_dense_matrix():
         (found.negative, (dense < found.below).double().mean()),
     ):
         assert abs(value - float(exact)) < 4 * error
-    text = found.told()
+    text = found.summary()
     assert text.index(f"{dense[-1]:.4g}") < text.index(f"{dense[-3]:.4g}")
-    json.dumps(found.numbers())
+    json.dumps(found.to_dict())
 
 
 def test_random_vectors_are_those_of_the_seed():

@@ -1,4 +1,4 @@
-"""What products with a Hessian tell of all its eigenvalues, in one object."""
+"""The Hessian's spectrum, from products with vectors, in one object."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,18 +14,30 @@ from hoglib.errors import ArgumentValueError, ConvergenceError
 
 
 class Spectrum(NamedTuple):
-    """What products with a Hessian tell of its eigenvalues."""
+    """The eigenvalues of a Hessian, as far as products with vectors give them.
+
+    Attributes:
+        size: P, the number of eigenvalues.
+        smallest: [k], ascending.
+        largest: [k], ascending.
+        trace: And its standard error.
+        negative: The fraction of eigenvalues smaller than `below`, and its standard error.
+        below: Zero, but for rounding: minus a thousandth of the largest magnitude.
+        density: Of all eigenvalues.
+        products: Products of the Hessian with one vector.
+    """
 
     size: int
-    smallest: Tensor  # ascending, as are the largest
+    smallest: Tensor
     largest: Tensor
-    trace: tuple[float, float]  # and its standard error
-    negative: tuple[float, float]  # the part of the eigenvalues that is below
-    below: float  # zero, but for rounding: a thousandth of the largest in magnitude
+    trace: tuple[float, float]
+    negative: tuple[float, float]
+    below: float
     density: SpectralDensity
     products: int
 
-    def told(self) -> str:
+    def summary(self) -> str:
+        """Some lines of text."""
         lines = {
             "largest": _listed(reversed(self.largest.tolist())),
             "smallest": _listed(self.smallest.tolist()),
@@ -35,14 +47,15 @@ class Spectrum(NamedTuple):
         }
         return "\n".join(f"  {name:9} {text}" for name, text in lines.items())
 
-    def numbers(self) -> dict[str, Any]:
-        """What JSON holds of it."""
-        of = self.density
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers and lists, for JSON."""
+        density = self.density
         return {
             "size": self.size, "products": self.products, "trace": self.trace,
             "negative": self.negative, "below": self.below, "smallest": self.smallest.tolist(),
-            "largest": self.largest.tolist(), "grid": of.grid.tolist(),
-            "density": of.density.tolist(), "error": of.error.tolist(), "width": of.width,
+            "largest": self.largest.tolist(), "grid": density.grid.tolist(),
+            "density": density.density.tolist(), "error": density.error.tolist(),
+            "width": density.width,
         }  # fmt: skip
 
 
@@ -51,16 +64,27 @@ def spectrum_of(
     stand_ins: bool = True, progress: bool = False, generator: torch.Generator | None = None,
     processes: str | None = None, max_iter: int | None = None,
 ) -> Spectrum:  # fmt: skip
-    """The spectrum of the Hessian of a loss at a batch, from products with it alone.
+    """The spectrum of the Hessian of a loss at a batch, from products with vectors alone.
 
-    k: eigenvalues of each end, by `eigsh`. num_samples, steps: of `spectral_density`, of which the
-    trace is an average, as is the part that is negative. generator: of all random vectors; by
-    default one of the seed. stand_ins, progress, processes: as in `HessianOperator`; max_iter: as
-    in `eigsh`. Where eigsh does not converge, a warning says so and the ends are those of the
-    density's nodes.
+    Where `eigsh` does not converge, a warning says so, and the ends are those of the density's nodes.
+
+    Args:
+        loss: The function ``loss(params, batch)`` that returns a scalar.
+        params: Where the Hessian is taken.
+        batch: What the loss takes; None for a loss without data.
+        k: Eigenvalues of each end, by `eigsh`.
+        num_samples: Random vectors of the density, from which the trace and the negative part follow.
+        steps: Lanczos steps of each of them, a product a step.
+        stand_ins: Run the loss inside `hoglib.second_order()`.
+        progress: Show a bar that counts products (needs tqdm).
+        generator: Of all random vectors; by default one of torch's initial seed.
+        processes: Of torch.distributed, that share the data: None, "shard" or "sharded".
+        max_iter: How often `eigsh` fills its basis, at most.
+    Returns:
+        `Spectrum`.
     """
-    if batch is None:  # which is no data to go through
-        loss, batch = partial(_without, loss), ()
+    if batch is None:  # which is no data for an operator
+        loss, batch = partial(_without_batch, loss), ()
     operator = HessianOperator(
         loss, params, batch, stand_ins=stand_ins, progress=progress, processes=processes
     )
@@ -89,20 +113,20 @@ def spectrum_of(
     )  # fmt: skip
 
 
-def _without(loss: Any, params: Any, _: tuple[()]) -> Tensor:
+def _without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
     value: Tensor = loss(params, None)
     return value
 
 
 def _ends_of(density: SpectralDensity, k: int, failed: Exception) -> Tensor:
     """The k outermost nodes of each side, which lie within the spectrum."""
-    there = density.weights > torch.finfo(density.weights.dtype).eps
-    rows = [nodes[real] for nodes, real in zip(density.nodes, there, strict=True)]
+    present = density.weights > torch.finfo(density.weights.dtype).eps
+    rows = [nodes[real] for nodes, real in zip(density.nodes, present, strict=True)]
     if min(map(len, rows)) < 2 * k:
         raise failed
     warn(
-        f"{failed} The ends of the spectrum are taken from the Lanczos steps of its density, which "
-        "reach them from inside."
+        f"{failed} The ends of the spectrum are taken from the Lanczos steps of its density instead, "
+        "which lie within the spectrum."
     )
     low = min(rows, key=lambda nodes: float(nodes[0]))
     high = max(rows, key=lambda nodes: float(nodes[-1]))

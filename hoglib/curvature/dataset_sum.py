@@ -1,0 +1,342 @@
+"""A loss over data: its value, its gradient, and what else is summed up batch by batch.
+
+    f = sum_b n_b loss(params, batch_b) / sum_b n_b        reduction="mean"
+    f = sum_b loss(params, batch_b)                        reduction="sum"
+
+The data is one batch, or many, in one process or in several that share it.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import fsum
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import (
+    Vector,
+    check_uses_given_params,
+    clone_inference_tensors,
+    fresh_leaves,
+    grad_enabled,
+    materialize_grads,
+    translate_errors,
+    without_graph,
+)
+from hoglib._core.closures import StateFingerprint
+from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.swap import keep_swapped
+from hoglib.curvature.data import Batches, BatchSize
+from hoglib.curvature.likelihood import check_reduction
+from hoglib.curvature.linear_operator import ProgressBar
+from hoglib.curvature.processes import (
+    PassTotals,
+    Processes,
+    checksum_of_rows,
+    checksum_of_tensors,
+    combine,
+    constants_of,
+    refuse_sharded,
+    refuse_wrapped,
+)
+from hoglib.curvature.reproducibility import Determinism, Symmetry, close
+from hoglib.curvature.vector_space import Space
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.stand_ins.mode import stand_ins_if
+
+Tree = Any
+MEMORY_LIMIT = 2 * 2**30
+# (batch, number, share): adds share times what is summed; returns the loss of the batch
+AddBatch = Callable[[Any, int, float], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class DatasetOptions:
+    """The options of operators over data, checked; `HessianOperator` describes them."""
+
+    reduction: str = "mean"
+    batch_size: BatchSize | None = None
+    micro_batch: int | None = None
+    memory_limit: float = MEMORY_LIMIT
+    check_deterministic: bool = True
+    stand_ins: bool = True
+    progress: bool = False
+    processes: str | None = None
+
+    def __post_init__(self) -> None:
+        validation.one_of("reduction", self.reduction, ["mean", "sum"])
+        if self.batch_size is not None:
+            validation.function("batch_size", self.batch_size)
+        if self.micro_batch is not None:
+            validation.at_least("micro_batch", self.micro_batch, 1)
+        validation.number("memory_limit", self.memory_limit, minimum=0)
+        for name in ("check_deterministic", "stand_ins", "progress"):
+            validation.flag(name, getattr(self, name))
+
+
+@final
+class DatasetSum:
+    """A loss over data at the parameters of a space, as they are at each call."""
+
+    def __init__(
+        self, loss: Any, space: Space, data: Any, options: DatasetOptions, processes: Processes,
+        bar: ProgressBar, *, name: str, seed: int, fixed_batches: bool,
+    ) -> None:  # fmt: skip
+        if isinstance(loss, nn.Module):
+            raise ArgumentTypeError(
+                f"loss: expected a function of (params, batch), got the module {type(loss).__name__}; "
+                "make one with `hoglib.functional_loss(model, criterion)`."
+            )
+        refuse_wrapped(getattr(loss, "model", None))
+        refuse_sharded(space.leaves())
+        check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
+        self._loss, self._space, self._options = loss, space, options
+        self._processes, self._bar, self._name, self._seed = processes, bar, name, seed
+        self._mean = options.reduction == "mean"
+        self._batches = Batches(
+            data, space.device, options.batch_size, options.micro_batch, processes
+        )
+        # the weight of the only batch cancels
+        self._at_once = self._batches.single and processes.alone
+        self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
+        self.symmetry = Symmetry(name, options.check_deterministic)
+        data_now = self._batches.current if self._batches.single else list
+        self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
+        self._state: list[Any] = [object()]  # the fingerprint after the last pass
+        self.kept: Any = None  # what an operator computed in this state; dropped when it changes
+        self._unused: set[int] | None = None
+        self._splits_checked = False
+        self._fraction = 1.0  # of a pass, that the current batch is
+        self._loss_dtype = space.dtype  # that of the loss, once it is known
+
+    @property
+    def single_batch(self) -> bool:
+        """Whether the data is one batch that is not split."""
+        return self._batches.single
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process takes part."""
+        return self._processes.alone
+
+    def value(self) -> Tensor:
+        """The loss over the data."""
+
+        def add(batch: Any, number: int, share: float) -> Tensor:
+            self.advance()
+            return self.loss_of(batch)
+
+        space = self._space
+        with torch.inference_mode(False), self._bar.over("value", 1):
+            nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
+            return self._total_loss(self.run(partial(self.each_batch, add), nothing))
+
+    def gradient(self) -> tuple[Tensor, Tree]:
+        """The loss over the data and its gradient, in the structure of params."""
+        space = self._space
+        with torch.inference_mode(False):
+            row = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+
+        def add(batch: Any, number: int, share: float) -> Tensor:
+            leaves, batch = clone_inference_tensors((space.leaves(), batch))
+            own = fresh_leaves(leaves, False)
+            with self.evaluation_context(), keep_swapped():
+                value = self._value(own, batch)
+                check_uses_given_params(graph_summary(value), leaves, "gradient")
+                with translate_errors("gradient"):
+                    parts = torch.autograd.grad(value, own, allow_unused=True)
+            space.add(row[0], materialize_grads(list(parts), own), share)
+            self.advance()
+            return value
+
+        with self._bar.over("gradient", 1):
+            totals = self.run(partial(self.each_batch, add), row)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._total_loss(totals), space.tree(row[0] / self.weight(totals))
+
+    def weight(self, totals: PassTotals) -> float:
+        """What a sum over the data is divided by."""
+        return totals.weight if self._mean else 1.0
+
+    def _total_loss(self, totals: PassTotals) -> Tensor:
+        value = totals.loss / self.weight(totals)
+        return torch.tensor(value, dtype=self._loss_dtype, device=self._space.device)
+
+    def run(
+        self, local_pass: Callable[[], PassTotals], total: Tensor, rows: Tensor | None = None
+    ) -> PassTotals:
+        """The totals of all processes, each of which adds its part to `total` by `local_pass`.
+
+        rows: the vectors that are multiplied, which have to be the same in all processes.
+        """
+        if self.alone:
+            self._check_state()
+            totals = local_pass()
+        else:
+            totals = self._run_distributed(local_pass, total, rows)
+        if not totals.pieces:
+            raise ArgumentValueError(
+                "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
+                "fewer examples than a batch has none."
+            )
+        # of several processes the coarsest dtype of a loss is that of the parameters
+        dtype = self._loss_dtype if self.alone else self._space.dtype
+        if totals.shared:
+            self._check_split(totals.whole, totals, dtype)
+        self._determinism.finish(totals.loss / totals.weight, totals.largest, dtype)
+        self._splits_checked = True
+        self._warn_unused()
+        return totals
+
+    def _run_distributed(
+        self, local_pass: Callable[[], PassTotals], total: Tensor, rows: Tensor | None
+    ) -> PassTotals:
+        totals, error = PassTotals(), None
+        count = len(pytree.leaves(self._space.params))
+        used = torch.zeros(count)  # by how many processes, each leaf
+        try:
+            changed = self._check_state()
+            leaves = self._space.leaves()
+            totals = local_pass()._replace(
+                changed=changed,
+                seed=self._seed,
+                params=checksum_of_tensors(leaves),
+                model=checksum_of_tensors(constants_of(self._loss, leaves)),
+                vectors=0.0 if rows is None else checksum_of_rows(rows),
+                data=self._batches.checksum,
+            )
+            if totals.pieces:
+                used[[i for i in range(count) if i not in (self._unused or ())]] = 1
+        except Exception as caught:  # the other processes wait for this one
+            error = caught
+        with torch.inference_mode(False), torch.no_grad():
+            combined = combine(self._processes.all_reduce(total, used, totals, error))
+        if combined.changed:
+            self._determinism.forget_total()
+            self.symmetry.forget()
+        if self._unused:
+            self._unused = {i for i in self._unused if not used[i]}
+        return combined
+
+    def each_batch(self, add: AddBatch) -> PassTotals:
+        """`add(batch, number, share)` for each batch of this process."""
+        self._determinism.start()
+        shares: list[float] = []
+        losses: list[float] = []
+        whole, shared = 0.0, False
+        for local in self._batches:
+            first = len(shares)
+            self._fraction = 1 / (max(len(self._batches), 1) * max(len(local.pieces), 1))
+            for piece, weight, number in local.pieces:
+                share = weight if self._mean and not self._at_once else 1.0
+                value = add(piece, number, share)
+                self._determinism.record(piece, value)
+                self._loss_dtype = value.dtype
+                shares.append(share)
+                losses.append(float(value.detach()))
+            if self._splits_checked:
+                continue
+            if local.shared:
+                whole, shared = float(self.loss_of(local.batch)), True
+            elif len(local.pieces) > 1:
+                totals = _totals(shares[first:], losses[first:])
+                value = self.loss_of(local.batch)
+                self._check_split(float(value), totals, value.dtype)
+        self._state = self._fingerprint.now()  # a forward may count its calls
+        return _totals(shares, losses)._replace(whole=whole, shared=shared)
+
+    def kept_batch(self, value: Tensor, share: float) -> PassTotals:
+        """The totals where the only batch was not gone through, but computed from what is kept."""
+        loss = float(value.detach())
+        return PassTotals(pieces=1, weight=share, loss=share * loss, largest=abs(loss))
+
+    def record_first_pass(self, batch: Any, value: Tensor) -> Tensor:
+        """The loss of the only batch once more, to compare with: there will be no other pass.
+
+        A graph that is kept holds the random numbers that were drawn.
+        """
+        if not self._options.check_deterministic:
+            return value
+        self._determinism.record(batch, value)
+        self._determinism.finish_pass()
+        leaves, batch = clone_inference_tensors((self._space.leaves(), batch))
+        with self.evaluation_context():
+            return without_graph(lambda: self._value(leaves, batch))
+
+    def advance(self) -> None:
+        """Count a product, or gradient, with the current batch."""
+        self._bar.advance(self._fraction)
+
+    def note_unused(self, unused: tuple[int, ...] | None) -> None:
+        """The leaves that the loss of a batch does not depend on, where that is known."""
+        if unused is not None:
+            now = set(unused)
+            self._unused = now if self._unused is None else self._unused & now
+
+    @contextmanager
+    def evaluation_context(self) -> Iterator[None]:
+        """Gradients on, also in inference mode, and stand-ins where they are asked for."""
+        with grad_enabled(), stand_ins_if(self._options.stand_ins):
+            yield
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """The loss of a batch, without a graph."""
+        with self.evaluation_context():
+            return without_graph(lambda: self._value(self._space.leaves(), batch))
+
+    def _value(self, leaves: Vector, batch: Any) -> Tensor:
+        value = self._loss(self._space.params_of(leaves), batch)
+        return validation.scalar("loss(params, batch)", value)
+
+    def _check_split(self, whole: float, totals: PassTotals, dtype: torch.dtype) -> None:
+        """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
+        pieces = totals.loss / totals.weight if self._mean else totals.loss
+        if not close(whole, pieces, dtype, [totals.largest]):
+            raise ArgumentValueError(
+                f"{'processes' if totals.shared else 'micro_batch'}: expected a loss that is the "
+                f"{'mean' if self._mean else 'sum'} over "
+                f"examples, got {whole:.8g} for a batch and {pieces:.8g} from its pieces. "
+                "BatchNorm in train mode mixes examples (call model.eval()), a criterion may weight "
+                "them (give the weight of a batch by batch_size=), or its reduction is not that of the "
+                "operator."
+            )
+
+    def _warn_unused(self) -> None:
+        if self._unused:
+            names = pytree.paths(self._space.params)
+            warnings.warn(
+                f"{self._name}: the loss does not depend on "
+                f"{', '.join(names[i] for i in sorted(self._unused))}; these rows and columns are "
+                "zero, and the matrix is singular. Leave them out of params.",
+                stacklevel=2,
+            )
+            self._unused = set()
+
+    def _check_state(self) -> bool:
+        """Whether parameters, buffers or modes changed; what was found out before is dropped then."""
+        now = self._fingerprint.now()
+        changed = now != self._state
+        if changed:
+            self._state, self._splits_checked, self.kept = now, False, None
+            self._determinism.forget()
+            self.symmetry.forget()
+        return changed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy keeps no graph, which cannot be copied."""
+        return {**vars(self), "kept": None, "_state": [object()]}
+
+
+def _totals(shares: list[float], losses: list[float]) -> PassTotals:
+    return PassTotals(
+        pieces=len(shares),
+        weight=fsum(shares),
+        loss=fsum(share * loss for share, loss in zip(shares, losses, strict=True)),
+        largest=max(map(abs, losses), default=0.0),
+    )

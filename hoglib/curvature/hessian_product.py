@@ -1,0 +1,140 @@
+"""H v: the Hessian at one point, and the modes by which it is applied to a vector."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core import finite_differences, torch_internals, validation
+from hoglib._core.autograd import (
+    Vector,
+    gradient_with_graph,
+    materialize_grads,
+    vjp,
+    without_graph,
+)
+from hoglib._core.finite_differences import check_hessian_product, unchecked_functions
+from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
+from hoglib.curvature.linear_map import (
+    DIFFERENCES,
+    BoundLoss,
+    CurvatureKind,
+    LinearMap,
+    ProductOptions,
+    no_forward_mode,
+)
+from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
+
+REVERSE, FORWARD = "reverse-over-reverse", "forward-over-reverse"
+
+
+@final
+@dataclass(frozen=True)
+class HessianKind(CurvatureKind):
+    """The Hessian of a loss."""
+
+    mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        validation.one_of("mode", self.mode, ("auto", REVERSE, FORWARD, DIFFERENCES))
+
+    def linearize(
+        self, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
+    ) -> LinearMap:
+        mode = REVERSE if self.mode == "auto" else self.mode
+        if torch_internals.transforms_active() and mode != DIFFERENCES:
+            _refuse_in_transforms(self.mode, options)
+            mode = FORWARD
+        if mode == REVERSE:
+            return reverse_over_reverse(loss, leaves, options)
+        _refuse_strict(mode, options)
+        linearize = forward_over_reverse if mode == FORWARD else differences_of_gradient
+        return linearize(loss, leaves, options)
+
+
+def reverse_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:
+    """H v = d <grad f, v> / d p; the graph of the gradient is kept from one v to the next."""
+    caller, create_graph = options.caller, options.create_graph
+    value, own, gradient, graph = gradient_with_graph(loss, leaves, caller, create_graph)
+    unchecked = [] if create_graph else unchecked_functions(value, graph)
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        product = vjp(gradient, own, vector, caller, keep_graph, create_graph)
+        if options.strict is not None:
+            _check_strict(caller, options.strict, product)
+        found = materialize_grads(product, own)
+        if unchecked:
+            check_hessian_product(caller, unchecked, loss, leaves, vector)
+            unchecked.clear()
+        return value, found
+
+    def held_bytes() -> int:
+        return graph_bytes([g for g in gradient if g is not None and g.requires_grad])
+
+    def unused() -> tuple[int, ...]:
+        return tuple(i for i, g in enumerate(gradient) if g is None)
+
+    return LinearMap(apply, held_bytes, unused)
+
+
+def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:
+    """H v = d grad f(p + e v) / d e in forward mode; nothing is kept between products."""
+
+    def checked(*own: Tensor) -> Tensor:
+        value: Tensor = loss(*own)
+        check_custom_functions(graph_summary(value), options.caller)
+        return value
+
+    def gradient(*own: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        grads, value = torch.func.grad_and_value(checked, argnums=tuple(range(len(own))))(*own)
+        return grads, value
+
+    at = leaves if options.create_graph else [leaf.detach() for leaf in leaves]
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        try:
+            output: Any = torch.func.jvp(gradient, tuple(at), tuple(vector))
+        except (RuntimeError, NotImplementedError) as error:
+            raise no_forward_mode(options.caller, FORWARD, error) from error
+        (_, value), (product, _) = output
+        return value, list(product)
+
+    return LinearMap(apply)
+
+
+def differences_of_gradient(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:
+    """H v by central differences of the gradient."""
+    gradient = finite_differences.gradient_function(loss)
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        value = without_graph(lambda: loss(*leaves))
+        return value, finite_differences.directional_derivative(gradient, leaves, vector)
+
+    return LinearMap(apply)
+
+
+def _check_strict(caller: str, names: tuple[str, ...], product: list[Tensor | None]) -> None:
+    missing = [repr(name) for name, part in zip(names, product, strict=True) if part is None]
+    if missing:
+        raise NoSecondDerivative(
+            f"{caller}(strict=True): expected a second derivative for every parameter, got none for "
+            f"{', '.join(missing)}: the gradient does not depend on it. Leave it out of params, "
+            f"or use strict=False, which gives zero there."
+        )
+
+
+def _refuse_strict(mode: str, options: ProductOptions) -> None:
+    if options.strict is not None:
+        raise ArgumentValueError(
+            f"{options.caller}(strict=True): expected mode='{REVERSE}', got {mode}, which "
+            "cannot tell a missing second derivative from a zero."
+        )
+
+
+def _refuse_in_transforms(mode: str, options: ProductOptions) -> None:
+    if mode == REVERSE:
+        raise UnsupportedError(
+            f"{options.caller}: expected mode='auto' or '{FORWARD}' inside torch.func transforms, "
+            f"got '{REVERSE}', whose vmap is silently wrong through normalisation layers."
+        )

@@ -1,0 +1,172 @@
+"""A curvature matrix at one point as a linear map, and what each kind of matrix provides."""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import NOT_DIFFERENTIABLE, Vector
+from hoglib.errors import ArgumentValueError, HoglibError, UnsupportedError
+
+DIFFERENCES = "finite-differences"
+
+
+class ProductOptions(NamedTuple):
+    """The options of products with a curvature matrix, checked."""
+
+    caller: str  # public function or class, named in messages
+    create_graph: bool = False
+    stand_ins: bool = True
+    backend: str = ""  # that compile= names; empty for none
+    strict: tuple[str, ...] | None = None  # leaf names; each must have a second derivative
+
+
+@final
+@dataclass(frozen=True)
+class BoundLoss:
+    """A loss with its other arguments bound: a scalar function of the leaves of its parameters."""
+
+    func: Any
+    structure: Any  # of the parameters, as `pytree.flatten` gives it
+    args: tuple[Any, ...]
+
+    def __call__(self, *leaves: Tensor) -> Tensor:
+        value = self.func(self.params_of(leaves), *self.args)
+        return validation.scalar("func(params, *args)", value)
+
+    def params_of(self, leaves: Sequence[Tensor]) -> Any:
+        """The parameters, made of their leaves."""
+        return pytree.unflatten(leaves, self.structure)
+
+
+def _no_bytes() -> int:
+    return 0
+
+
+def _unknown() -> None:
+    return None
+
+
+class LinearMap(NamedTuple):
+    """A matrix at one point, known by its products with vectors.
+
+    ``apply(vector, keep_graph)`` returns the loss at the point and the product. Without ``keep_graph``
+    it is the last product: the graph is freed.
+    """
+
+    apply: Callable[[Vector, bool], tuple[Tensor, Vector]]
+    # memory held between products; of a compiled map it is known after the first product
+    held_bytes: Callable[[], int] = _no_bytes
+    # the leaves that the loss does not depend on; None where that is not known
+    unused: Callable[[], tuple[int, ...] | None] = _unknown
+
+
+class CurvatureKind(ABC):
+    """A matrix of second derivatives of a loss, before its point is given.
+
+    Kinds are equal where they are the same matrix of every loss, and can be hashed.
+    """
+
+    mode: str
+
+    @property
+    def random(self) -> bool:
+        """Whether random numbers are drawn for each batch."""
+        return False
+
+    @property
+    def seed(self) -> int:
+        """The seed of those random numbers, where there is one."""
+        return 0
+
+    @abstractmethod
+    def linearize(
+        self, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
+    ) -> LinearMap:
+        """The matrix of a loss at the leaves, for one vector or for `several`."""
+
+    def for_batch(self, number: int) -> "CurvatureKind":
+        """The kind for a batch of that number, which decides its random numbers."""
+        return self
+
+    def check_loss(self, loss: Any) -> Any:
+        return validation.function("func", loss)
+
+
+def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Tensor, Vector]:
+    """The loss, and the product with one vector or with each column of a block (the last dimension)."""
+    if not block:
+        return linear_map.apply(vectors, False)
+    count = vectors[0].shape[-1]
+    if any(leaf.requires_grad for leaf in vectors) or torch_internals.transforms_active():
+        applied = [
+            linear_map.apply([leaf[..., j] for leaf in vectors], j + 1 < count)
+            for j in range(count)
+        ]
+        products = zip(*(product for _, product in applied), strict=True)
+        return applied[0][0], [torch.stack(parts, -1) for parts in products]
+    # contiguous copies of the columns: matrix products with strided vectors take half as long again
+    column = [leaf.new_empty(leaf.shape[:-1]) for leaf in vectors]
+    found: Vector = []
+    for j in range(count):
+        for place, leaf in zip(column, vectors, strict=True):
+            place.copy_(leaf[..., j])
+        value, product = linear_map.apply(column, j + 1 < count)
+        found = found or [part.new_empty((count, *part.shape)) for part in product]
+        for whole, part in zip(found, product, strict=True):
+            whole[j].copy_(part)
+    return value, [whole.movedim(0, -1) for whole in found]
+
+
+def check_backend(caller: str, compile: Any, kind: CurvatureKind) -> str:
+    """The backend that compile= names, or "" for none."""
+    if isinstance(compile, str):
+        backend = validation.one_of("compile", compile, ["inductor", "eager"])
+    else:
+        backend = "inductor" if validation.flag("compile", compile) else ""
+    if backend and kind.mode == DIFFERENCES:
+        raise ArgumentValueError(
+            f"{caller}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates twice, "
+            "got finite differences, whose step is chosen by values. Leave out one of the two."
+        )
+    if backend and kind.random:
+        raise UnsupportedError(
+            f"{caller}(kind='mc', compile=True): expected a Fisher matrix without random draws, got a "
+            "sampled one; a graph cannot draw from a torch.Generator. Use kind='exact', of which it "
+            "is an estimate, or compile=False."
+        )
+    return backend
+
+
+def double_loss(loss: Any) -> Any:
+    """The loss in float64, for float64 leaves and arguments; the given one is not changed."""
+    if isinstance(loss, nn.Module):
+        return copy.deepcopy(loss).double()
+    return loss.double() if hasattr(loss, "double") else loss
+
+
+def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
+    """What to raise for an error in forward mode: explained, where torch lacks a derivative."""
+    words = (
+        *NOT_DIFFERENTIABLE,
+        "ZeroTensor",
+        "jvp",
+        "autocast",
+        "forward mode AD",
+        "functorch transform",
+    )
+    if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
+        return error
+    hint = ""
+    if "ZeroTensor" in str(error):
+        hint = " torch's mse_loss is such an operation: leave stand_ins at True."
+    return UnsupportedError(
+        f"{caller}(mode='{mode}'): expected operations that torch can differentiate in forward mode, "
+        f"got an error from one: {str(error).splitlines()[0]}{hint} Outside of torch.func transforms "
+        "use the reverse mode."
+    )
