@@ -384,7 +384,7 @@ ERRORS = {
     "nothing to train": (
         lambda: hog.trainable_params(nn.Linear(2, 1).requires_grad_(False)), ValueError, "all 2 are frozen",
     ),
-    "no parameters": (lambda: hog.trainable_params(nn.ReLU()), ValueError, "no parameters at all"),
+    "no parameters": (lambda: hog.trainable_params(nn.ReLU()), ValueError, "it has no parameters"),
 }  # fmt: skip
 
 
