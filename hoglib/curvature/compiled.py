@@ -81,13 +81,13 @@ class CompiledLinearMap:
 
 
 class _Call(NamedTuple):
-    """What a call of a compiled product has beside its arguments."""
+    """What belongs to one call of a compiled product, in addition to its arguments."""
 
     eagerly: Callable[[], Any]  # the same product in eager mode, with all its checks of values
     residuals: "Residuals"
 
 
-# Graphs are called with tensors only, through `Compiled`; what belongs to one call goes beside them.
+# Graphs are called with tensors only, through `Compiled`; the rest of a call goes through here.
 _CALL: ContextVar[_Call | None] = ContextVar("hoglib_compiled_product", default=None)
 
 
@@ -120,7 +120,7 @@ def _graphs_of(
                 products.pop(next(iter(products)))
                 warn(
                     f"{caller}(compile=True): {MOST} compiled products of a function are kept, and the "
-                    "oldest was dropped. If a likelihood is made anew for each call, make it once."
+                    "oldest was dropped. If a likelihood is created at each call, create it once."
                 )
             products[key] = found
     return found
@@ -238,8 +238,8 @@ class PartialEval:
 def partial_eval(
     module: fx.GraphModule, count: int
 ) -> tuple[fx.GraphModule, fx.GraphModule, list[bool]]:
-    """The graph of what does not depend on the first `count` inputs, that of the rest, and which
-    outputs belong to the first graph.
+    """The graph of what does not depend on the first `count` inputs, the graph of the rest, and which
+    outputs belong to the first.
 
     The first graph takes the other inputs, and returns its outputs and then the residuals that the
     second one needs. The second takes all inputs and the residuals.

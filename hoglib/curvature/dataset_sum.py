@@ -252,7 +252,7 @@ class DatasetSum:
         return _totals(shares, losses)._replace(whole=whole, shared=shared)
 
     def kept_batch(self, value: Tensor, share: float) -> PassTotals:
-        """The totals where the only batch was not gone through, but computed from what is kept."""
+        """The totals of the only batch, whose product was computed from a kept graph."""
         loss = float(value.detach())
         return PassTotals(pieces=1, weight=share, loss=share * loss, largest=abs(loss))
 
@@ -319,7 +319,7 @@ class DatasetSum:
             self._unused = set()
 
     def _check_state(self) -> bool:
-        """Whether parameters, buffers or modes changed; what was found out before is dropped then."""
+        """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
         now = self._fingerprint.now()
         changed = now != self._state
         if changed:

@@ -158,7 +158,7 @@ def _real_leaves(params: Tree) -> tuple[Vector, Any]:
     leaves, structure = pytree.flatten(params)
     if any(leaf.is_complex() for leaf in leaves):
         raise ArgumentTypeError(
-            "params: expected real tensors, got a complex one, for which there is no one Hessian; pass "
+            "params: expected real tensors, got a complex one, whose Hessian is not defined; pass "
             "its real view, `torch.view_as_real(p)`, and rebuild it in func."
         )
     return leaves, structure

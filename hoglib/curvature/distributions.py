@@ -56,15 +56,15 @@ def sample(p: D.Distribution, count: int, like: Tensor, generator: Generator | N
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(generator.get_state())
-            draws = _sample(p, count)
+            samples = _sample(p, count)
             generator.set_state(torch.get_rng_state())
-        return draws
+        return samples
     module = torch.get_device_module(device)
     with torch.random.fork_rng(devices=[device.index], device_type=device.type):
         module.set_rng_state(generator.get_state(), device)
-        draws = _sample(p, count)
+        samples = _sample(p, count)
         generator.set_state(module.get_rng_state(device))
-    return draws
+    return samples
 
 
 def _sample(p: D.Distribution, count: int) -> Tensor:
@@ -85,13 +85,13 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
     """
 
     def gradient(y: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
-        surprise = -q.log_prob(y)
-        if not surprise.requires_grad:
+        nll = -q.log_prob(y)
+        if not nll.requires_grad:
             refuse_constant()
         if weights is not None:
-            surprise = surprise.reshape(len(weights), -1) * weights.to(surprise).unsqueeze(1)
+            nll = nll.reshape(len(weights), -1) * weights.to(nll).unsqueeze(1)
         return torch.autograd.grad(
-            surprise.sum(), own, allow_unused=True, materialize_grads=True, retain_graph=True
+            nll.sum(), own, allow_unused=True, materialize_grads=True, retain_graph=True
         )
 
     each = [gradient(y) for y in samples]

@@ -33,9 +33,9 @@ Choose = Callable[[Tensor, int], Tensor]
 @final
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Eigenvalues in ascending order, and eigenvectors; the pair (values, vectors) with more beside it.
+    """Eigenvalues in ascending order, and eigenvectors; the pair (values, vectors), with residuals.
 
-    It is unpacked and indexed as that pair, like what `scipy.sparse.linalg.eigsh` returns.
+    It is unpacked and indexed as that pair, like the result of `scipy.sparse.linalg.eigsh`.
 
     Attributes:
         values: [k].
@@ -222,7 +222,7 @@ class Basis:
             if float(found[-1]) > self.noise:
                 self.T[self.n, j] = found[-1]
                 self._append(outside)
-            else:  # the product lies in the span of V, which goes on in a random direction
+            else:  # the product lies in the span of V, which continues in a random direction
                 self._append(self._orthogonalize(self._draw(1)[0])[0])
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:

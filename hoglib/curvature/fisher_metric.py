@@ -72,7 +72,7 @@ class FisherMetric(OutputMetric):
         if torch_internals.transforms_active():
             raise UnsupportedError(
                 f"{options.caller}: expected to run outside of torch.func transforms, got a call "
-                "inside; loop over what vmap maps, or use ggn_vp: for most criteria the exact Fisher "
+                "inside; use a loop instead of vmap, or use ggn_vp: for most criteria the exact Fisher "
                 "matrix is the Gauss-Newton matrix."
             )
         values = composite.with_values([y.detach() for y in outputs])

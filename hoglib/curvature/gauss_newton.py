@@ -341,7 +341,7 @@ def _are_adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Ve
         [(a.detach(), b.detach()) for a, b in zip(*sides, strict=True)]
         for sides in ((vector, product), (tangents, weighted))
     ]
-    one, other = (sum(float((a * b).sum()) for a, b in side) for side in pairs)
+    lhs, rhs = (sum(float((a * b).sum()) for a, b in side) for side in pairs)
     lengths = [
         float(pytree.norm([a for a, _ in side]) * pytree.norm([b for _, b in side]))
         for side in pairs
@@ -350,10 +350,10 @@ def _are_adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Ve
     dtypes = {x.dtype for side in pairs for pair in side for x in pair}
     rtol = max(TOLERANCES[dtype].rtol for dtype in dtypes)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if not isfinite(one + other):
+    if not isfinite(lhs + rhs):
         return True  # a value that is not finite is reported elsewhere
     rounding = rtol * size + 100 * eps * max(lengths)
-    return abs(one - other) <= rounding
+    return abs(lhs - rhs) <= rounding
 
 
 def _detached(caller: str) -> Exception:

@@ -31,7 +31,7 @@ class Family(NamedTuple):
 
     distribution(f) has a term for each element of f, or, if `classes`, for each of its rows along
     `class_axis(f)`. information(f, u) is the Fisher matrix of the sum of all terms times u, and
-    score(f, y) = d(-log p(y))/df for draws y of a leading dimension more than the terms.
+    score(f, y) = d(-log p(y))/df for samples y, which have one more leading dimension than the terms.
     """
 
     distribution: Callable[[Tensor], D.Distribution]
@@ -138,7 +138,7 @@ CRITERIA: tuple[Criterion, ...] = (
 
 
 def given(likelihood: Any, outputs: Tree) -> Likelihood:
-    """The likelihood that is given: by its name, or as a function of the outputs."""
+    """The likelihood of the user: by its name, or as a function of the outputs."""
     if isinstance(likelihood, str):
         family = FAMILIES[validation.one_of("likelihood", likelihood, FAMILIES)]
         return _of_family(family, f"likelihood={likelihood!r}", outputs)
@@ -146,19 +146,19 @@ def given(likelihood: Any, outputs: Tree) -> Likelihood:
 
 
 def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood:
-    """The likelihood whose negative logarithm the criterion of a loss is, by the table above.
+    """The likelihood of which the criterion of a loss is the negative logarithm, by the table above.
 
     Raises ArgumentValueError for a criterion that is not in the table, or has options with which it is
-    no likelihood, and for a reduction that is not the criterion's own.
+    no likelihood, and for a reduction that differs from the criterion's.
     """
     row = row_of(loss)
     criterion = getattr(loss, "user_criterion", None)
     if row is None:
-        came = "none" if criterion is None else _name(criterion)
+        got = "none" if criterion is None else _name(criterion)
         known = ", ".join(f"F.{row.name}" for row in CRITERIA)
         raise ArgumentValueError(
             f"likelihood: expected a criterion whose likelihood is known ({known}, or a partial with "
-            f"keywords or the module of one), got {came}; give the distribution that the outputs "
+            f"keywords or the module of one), got {got}; give the distribution that the outputs "
             "parametrise: likelihood=lambda outputs: torch.distributions.Normal(outputs, 1.0), or one "
             f"of {', '.join(map(repr, FAMILIES))}. kind='empirical' and the GGN need no likelihood."
         )
@@ -209,7 +209,7 @@ def row_of(loss: Any) -> Criterion | None:
     criterion = getattr(loss, "user_criterion", None)
     called = criterion.func if isinstance(criterion, partial) else criterion
     for row in CRITERIA:
-        # a subclass may compute anything else
+        # not isinstance: a subclass may compute something else
         if any(called is function for function in row.functions) or type(called) in row.modules:
             return row
     return None
@@ -218,7 +218,7 @@ def row_of(loss: Any) -> Criterion | None:
 def check_reduction(
     loss: Any, reduction: str, *, synonyms: Mapping[str, str] | None = None
 ) -> None:
-    """Raise where the criterion has a reduction of its own, and another one."""
+    """Raise where the criterion has a `reduction` that differs."""
     criterion = getattr(loss, "user_criterion", None)
     if criterion is None:
         return
@@ -231,8 +231,8 @@ def check_reduction(
         own = None if parameter is None else parameter.default
     if isinstance(own, str) and (synonyms or {}).get(own, own) != reduction:
         raise ArgumentValueError(
-            f"reduction: expected the criterion's own, {own!r}, got {reduction!r}; pass a reduction "
-            f"that is how {_name(criterion)} reduces, or change the criterion."
+            f"reduction: expected the criterion's own, {own!r}, got {reduction!r}; pass the "
+            f"reduction of {_name(criterion)}, or change the criterion."
         )
 
 
@@ -253,30 +253,30 @@ def _check_options(row: Criterion, criterion: Any) -> None:
                 f"criterion: expected a partial of {row.name} with options by keyword only, got "
                 f"{_name(criterion)}; leave outputs and targets to the caller."
             )
-    for name, wanted in row.required.items():
-        value = options.get(name, wanted)
-        if isinstance(value, Tensor) or value != wanted:
+    for name, required in row.required.items():
+        value = options.get(name, required)
+        if isinstance(value, Tensor) or value != required:
             advice = (
                 "use reduction=" if name in _LEGACY
                 else "pass likelihood=, a function of the outputs, or use the GGN"
             )  # fmt: skip
             raise ArgumentValueError(
-                f"{row.name}: expected {name}={wanted} to read a likelihood from it, got "
+                f"{row.name}: expected {name}={required}, for which it is a likelihood, got "
                 f"{validation.describe(value)}; {advice}."
             )
 
 
-def _of_family(family: Family, what: str, outputs: Tree) -> Likelihood:
+def _of_family(family: Family, name: str, outputs: Tree) -> Likelihood:
     """A named likelihood, for outputs that are one tensor."""
     if not isinstance(outputs, Tensor):
         raise ArgumentValueError(
-            f"{what}: expected outputs that are one tensor, got {type(outputs).__name__}; give a "
+            f"{name}: expected outputs that are one tensor, got {type(outputs).__name__}; give a "
             "function that makes the distribution of them: "
             "likelihood=lambda outputs: torch.distributions.Categorical(logits=outputs['logits'])."
         )
     if family.classes and outputs.dim() == 0:
         raise ArgumentValueError(
-            f"{what}: expected logits [C], [N, C] or [N, C, ...], got one number; "
+            f"{name}: expected logits [C], [N, C] or [N, C, ...], got one number; "
             "use 'bernoulli' for a single logit."
         )
     return Likelihood(family.distribution, family)

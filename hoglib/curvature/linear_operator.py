@@ -373,7 +373,7 @@ def _factor(value: Any) -> float:
 
 @final
 class ProgressBar:
-    """Counts the products of an operator; the outermost call says what for, and how many."""
+    """Counts the products of an operator; the outermost call names the work, and their number."""
 
     def __init__(self, name: str, enabled: bool) -> None:
         self._name, self._enabled = name, enabled

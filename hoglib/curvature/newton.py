@@ -62,7 +62,7 @@ class NewtonCG(torch.optim.Optimizer):
     ... with f(params + a d) <= f + 0.01 a g^T d, at most 20 halvings; where there is none, the
     parameters stay and the damping rises. The damping stays within a factor of 1e8 of its first value.
 
-    Batches should be large, because a step goes far on what one batch says. The loss must be the same
+    Batches should be large, because a step goes far by what one batch says. The loss must be the same
     at each evaluation: dropout raises. `.grad` is neither read nor written. ``info`` is the
     `NewtonStep` of the last step; the state, direction and damping, is in ``state_dict()``.
 

@@ -39,7 +39,7 @@ Tree = Any
 class DatasetOperator(LinearOperator):
     """A kind of matrix, of a loss over data: a matrix at each batch, averaged or summed.
 
-    A + B and what else operators have is described at `LinearOperator`.
+    `LinearOperator` describes products, algebra and algorithms.
     """
 
     @abstractmethod
@@ -175,10 +175,10 @@ class HessianOperator(DatasetOperator):
         H = sum_b n_b d^2 loss(params, batch_b) / d params^2 / sum_b n_b        reduction="mean"
         H = sum_b d^2 loss(params, batch_b) / d params^2                        reduction="sum"
 
-    with n_b the number of examples in a batch, so that a smaller last batch counts as what it is.
+    with n_b the number of examples in a batch, so that a smaller last batch has its right weight.
     `LinearOperator` describes ``@``, the algebra of operators, and ``to_dense``, ``to_scipy``,
-    ``solve``, ``eigsh``, ``trace``, ``diagonal`` and ``spectral_density``. It raises, beside what is
-    listed here, what `hoglib.hvp` raises.
+    ``solve``, ``eigsh``, ``trace``, ``diagonal`` and ``spectral_density``. It also raises
+    what `hoglib.hvp` raises.
 
     Args:
         loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
@@ -260,7 +260,7 @@ class GGNOperator(DatasetOperator):
 
     with J_b the Jacobian of the outputs at a batch by params, H_b the Hessian of the criterion by the
     outputs, and n_b the number of examples. `LinearOperator` describes ``@``, the algebra of operators
-    and the algorithms. It raises, beside what is listed here, what `hoglib.ggn_vp` raises.
+    and the algorithms. It also raises what `hoglib.ggn_vp` raises.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
@@ -340,8 +340,8 @@ class FisherOperator(DatasetOperator):
         F = sum_b F_b                        reduction="sum"
 
     with F_b the matrix of a batch, as `hoglib.fisher_vp` describes it, and n_b the number of examples.
-    `LinearOperator` describes ``@``, the algebra of operators and the algorithms. It raises, beside
-    what is listed here, what `hoglib.fisher_vp` raises.
+    `LinearOperator` describes ``@``, the algebra of operators and the algorithms. It also raises what
+    `hoglib.fisher_vp` raises.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and

@@ -35,8 +35,8 @@ class Determinism:
     def __init__(self, loss: Any, enabled: bool, fixed_batches: bool = False) -> None:
         self._model = getattr(loss, "model", None)
         self._enabled, self._fixed_batches = enabled, fixed_batches
-        self._first: list[BatchRecord] = []
-        self._now: list[BatchRecord] = []
+        self._first: list[BatchRecord] = []  # of the first pass
+        self._now: list[BatchRecord] = []  # of the current pass
         self._total: float | None = None  # the loss over all of the data, of all processes
 
     def start(self) -> None:
@@ -204,8 +204,8 @@ class Symmetry:
         (v, Av), (w, Aw) = (self._first + pairs)[:2]
         self._first, self._done = [], True
         size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
-        one, other = ((a * b).sum(dtype=torch.float64) for a, b in ((v, Aw), (w, Av)))
-        gap = abs(float(one - other))
+        lhs, rhs = ((a * b).sum(dtype=torch.float64) for a, b in ((v, Aw), (w, Av)))
+        gap = abs(float(lhs - rhs))
         if gap > size * max(bound.random / len(v) ** 0.5, bound.rounding):
             warnings.warn(
                 f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "

@@ -75,8 +75,9 @@ class Space:
         now = [(leaf.shape, leaf.dtype) for leaf in leaves]
         if now != self._like:
             raise ArgumentValueError(
-                f"params: expected the shapes and dtypes that the operator was made with, "
-                f"{[tuple(s) for s, _ in self._like]}, got {[tuple(s) for s, _ in now]}; make another."
+                "params: expected the shapes and dtypes that the operator was made with, "
+                f"{[tuple(s) for s, _ in self._like]}, got {[tuple(s) for s, _ in now]}; make a new "
+                "operator."
             )
         return leaves
 
@@ -85,7 +86,7 @@ class Space:
         return pytree.unflatten(leaves, pytree.flatten(self.params)[1])
 
     def is_block(self, v: Any) -> bool:
-        """Whether what `rows` took is several vectors."""
+        """Whether v, in a form that `rows` takes, is a block of vectors."""
         dims: int = pytree.leaves(v)[0].dim()
         if isinstance(v, Tensor) and not self._like_params(v):
             return dims > 1
@@ -94,11 +95,11 @@ class Space:
     def same(self, other: "Space") -> bool:
         return self._like == other._like and pytree.paths(self.params) == pytree.paths(other.params)
 
-    def rows(self, v: Any, what: str = "v") -> tuple[Tensor, Rebuild]:
+    def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
         if isinstance(v, Tensor) and not self._like_params(v):
-            return self._flat_rows(v, what)
-        leaves, block = validation.vectors(what, v, self.params)
+            return self._flat_rows(v, name)
+        leaves, block = validation.vectors(name, v, self.params)
         columns = leaves[0].shape[-1] if block else 1
         rows = torch.cat(
             [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
@@ -106,26 +107,26 @@ class Space:
         return rows, self.block if block else lambda rows: self.tree(rows[0])
 
     def _like_params(self, v: Tensor) -> bool:
-        """Whether v has the form of params that are one tensor of several dimensions, or of a block."""
+        """Whether v has the shape of params that are one tensor, or of a block of these."""
         shape = getattr(self.params, "shape", None)
         return shape is not None and (
             v.shape == shape
             or (len(shape) > 1 and v.shape[:-1] == shape and v.dim() == len(shape) + 1)
         )
 
-    def _flat_rows(self, v: Tensor, what: str) -> tuple[Tensor, Rebuild]:
+    def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
         if v.dim() not in (1, 2) or v.shape[0] != self.size:
             raise ArgumentValueError(
-                f"{what}: expected ({self.size},), ({self.size}, k) for k vectors, or the structure of "
+                f"{name}: expected ({self.size},), ({self.size}, k) for k vectors, or the structure of "
                 f"params, got {tuple(v.shape)}."
             )
         if v.dtype != self.dtype:
             raise ArgumentTypeError(
-                f"{what}: expected {self.dtype}, got {v.dtype}; convert it with `.to({self.dtype})`."
+                f"{name}: expected {self.dtype}, got {v.dtype}; convert it with `.to({self.dtype})`."
             )
         if v.device != self.device:
             raise ArgumentValueError(
-                f"{what}: expected device {self.device}, got {v.device}; move it with "
+                f"{name}: expected device {self.device}, got {v.device}; move it with "
                 f"`.to({str(self.device)!r})`."
             )
         v = v.detach()
@@ -134,7 +135,7 @@ class Space:
         return v.T, lambda rows: rows.T
 
     def split(self, row: Tensor) -> list[Tensor]:
-        """The leaves of a flat vector of any stride, in their own dtypes; views where those agree."""
+        """The leaves of a flat vector of any stride, in their dtypes; views where the dtypes agree."""
         parts = row.split([shape.numel() for shape, _ in self._like])
         return [
             part.view(shape).to(dtype)
@@ -142,7 +143,7 @@ class Space:
         ]
 
     def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
-        """row += factor leaves; or the `first` of them, into memory that holds nothing yet."""
+        """row += factor leaves; the first time row = factor leaves, into uninitialised memory."""
         parts = row.split([shape.numel() for shape, _ in self._like])
         for part, leaf in zip(parts, leaves, strict=True):
             flat = leaf.detach().reshape(-1)
@@ -164,8 +165,10 @@ class Space:
         return self.params_of(stacked)
 
     def first_not_finite(self, rows: Tensor) -> str:
-        """The name of a leaf in which rows are NaN or infinite; empty where they are finite."""
-        if bool(rows.sum().isfinite()) or bool(rows.isfinite().all()):  # a sum takes a tenth
+        """The name of a leaf in which rows are NaN or infinite; empty if all are finite."""
+        if bool(rows.sum().isfinite()) or bool(
+            rows.isfinite().all()
+        ):  # a sum is faster
             return ""
         for name, *parts in zip(
             pytree.paths(self.params), *(self.split(row) for row in rows), strict=True

@@ -87,7 +87,7 @@ def test_float32_reaches_what_float32_can():
         quadratic(A, torch.float32).solve(b.float(), tol=1e-12)
 
 
-def test_too_few_iterations_are_told_of():
+def test_too_few_iterations_warn():
     b = draw(30)
     with pytest.warns(UserWarning, match=r"got [\d.]+ \|b\| after 2 iterations"):
         quadratic(POSITIVE).solve(b, max_iter=2)
@@ -206,7 +206,7 @@ def test_eigenvalues_in_float32():
     assert float(pairs.residuals.max()) < 1e-4
 
 
-def test_eigenvalues_that_are_not_found_are_told_of():
+def test_eigenvalues_that_do_not_converge_raise():
     operator = quadratic(matrix([1 + 1e-3 * k for k in range(90)]))
     with pytest.raises(RuntimeError, match=r"expected 5 eigenvalues, got \d after 63 products"):
         operator.eigsh(5, max_iter=1)

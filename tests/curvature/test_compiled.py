@@ -1,4 +1,4 @@
-"""compile=True of products and operators: equal to what runs without, from call to call."""
+"""compile=True of products and operators: equal to eager results, from call to call."""
 
 import gc
 import warnings
@@ -64,7 +64,7 @@ def same(found, expected):
 
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_product_is_what_it_is_without(name, kind):
+def test_a_product_equals_the_eager_one(name, kind):
     product, modes = PRODUCTS[kind]
     for mode in modes:
         loss, params, batch = problem(name)
@@ -77,7 +77,7 @@ def test_a_product_is_what_it_is_without(name, kind):
 
 @pytest.mark.parametrize("kind", PRODUCTS)
 @pytest.mark.parametrize("name", SOME)
-def test_a_block_is_what_it_is_without(name, kind):
+def test_a_block_equals_the_eager_one(name, kind):
     product, _ = PRODUCTS[kind]
     loss, params, batch = problem(name)
     for columns in (3, 2):
@@ -245,7 +245,7 @@ class Loss(nn.Module):
         return self(x)
 
 
-def test_modules_and_methods_and_what_they_hold():
+def test_modules_and_methods_and_their_tensors():
     model, x, v = Loss(), draw(4), draw(4, seed=1)
     for func in (model, model.of):
         for scale in (1.0, 2.0):
@@ -288,7 +288,7 @@ def test_create_graph(product, block):
         assert relative(a, b) < CLOSE
 
 
-def test_create_graph_of_a_function_that_is_gone():
+def test_create_graph_of_a_function_that_was_deleted():
     x, v = draw(3).requires_grad_(), draw(3, seed=1)
     _, Hv = hog.hvp(lambda x: x.sin().sum(), x, v, create_graph=True, compile="eager")
     gc.collect()
@@ -342,7 +342,7 @@ class NumpyCube(torch.autograd.Function):
         return g * 3 * x.detach() ** 2
 
 
-def test_custom_functions_are_looked_at_when_a_graph_is_captured():
+def test_custom_functions_are_checked_when_a_graph_is_captured():
     func = lambda x: NumpyCube.apply(x).square().sum()  # noqa: E731
     with pytest.warns(UserWarning, match="NumpyCube"):
         hog.hvp(func, draw(3), draw(3, seed=1), compile="eager")
@@ -391,7 +391,7 @@ def test_refusals():
     same(found, run(likelihood=lambda y: normal(y, 0.5)))
 
 
-def test_ignored_targets_are_counted_anew():
+def test_ignored_targets_are_counted_at_each_call():
     _, loss, params = small()
     v, (x, y) = like(params), batch_of()
     for ignored in (1, 3):
@@ -402,7 +402,7 @@ def test_ignored_targets_are_counted_anew():
     assert graphs(loss) == 1
 
 
-def test_too_many_products_are_told_of(monkeypatch):
+def test_too_many_products_warn(monkeypatch):
     monkeypatch.setattr(compiled, "MOST", 2)
     _, loss, params = small()
 
@@ -414,7 +414,7 @@ def test_too_many_products_are_told_of(monkeypatch):
 
     product()
     product()
-    with pytest.warns(UserWarning, match="made anew for each call"):
+    with pytest.warns(UserWarning, match="created at each call"):
         product()
 
 
@@ -448,7 +448,7 @@ def test_operators(kind, data):
     assert relative(operator @ V, plain @ V) < CLOSE
 
 
-def test_what_is_kept_is_forgotten_when_anything_changes():
+def test_a_kept_graph_is_dropped_when_anything_changes():
     model, loss, params = small()
     batch = batch_of()
     operator = hog.HessianOperator(loss, params, batch, compile="eager")
@@ -469,7 +469,7 @@ def test_what_is_kept_is_forgotten_when_anything_changes():
     assert small_limit._sum.kept is None
 
 
-def test_algorithms_go_through_what_is_compiled(monkeypatch):
+def test_algorithms_use_the_compiled_products(monkeypatch):
     _, loss, params = small()
     batch = batch_of()
     found = {}
@@ -486,7 +486,7 @@ def test_algorithms_go_through_what_is_compiled(monkeypatch):
     assert graphs(loss) == 4  # of one vector and of several, for two shapes of a batch
 
 
-def test_operators_notice_what_is_not_the_same_twice():
+def test_compiled_operators_check_determinism():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     batches = [batch_of(seed=3), batch_of(seed=4)]
@@ -502,7 +502,7 @@ def test_operators_notice_what_is_not_the_same_twice():
         operator @ v
 
 
-def test_an_operator_warns_of_what_the_loss_does_not_depend_on():
+def test_an_operator_warns_of_unused_parameters():
     model = mlp()
     model.register_parameter("spare", nn.Parameter(draw(2)))
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)

@@ -11,37 +11,37 @@ import torch.distributed as dist
 import hoglib as hog
 from hoglib.curvature.processes import _split_float64, checksum_of_rows
 from hoglib.errors import HoglibError
-from tests.curvature import sharing
+from tests.curvature import shared_data
 from tests.curvature.problems import draw
 from tests.several_processes import found_by_each
 
 CASES = {
     f"{kind}, {data}": (kind, data)
-    for kind, data in itertools.product(sharing.KINDS, sharing.DATA)
-    if kind == "Hessian" or (data in sharing.FEW and (kind, data) != ("mc", "one batch"))
+    for kind, data in itertools.product(shared_data.KINDS, shared_data.DATA)
+    if kind == "Hessian" or (data in shared_data.FEW and (kind, data) != ("mc", "one batch"))
 }
-MORE = {"algorithms": sharing.algorithms, "float32": sharing.in_single_precision}
+MORE = {"algorithms": shared_data.algorithms, "float32": shared_data.in_single_precision}
 
 
 @functools.cache
 def results(rank, world):
-    found = {name: sharing.products(*case, rank, world) for name, case in CASES.items()}
-    found["compiled"] = sharing.products("Hessian", "one batch", rank, world, compile="eager")
+    found = {name: shared_data.products(*case, rank, world) for name, case in CASES.items()}
+    found["compiled"] = shared_data.products("Hessian", "one batch", rank, world, compile="eager")
     return found | {name: case(rank, world) for name, case in MORE.items()}
 
 
 def run(rank, folder, found):
     world = dist.get_world_size()
     found |= results(rank, world)
-    found["messages"] = sharing.messages_of_a_product(rank, world)
-    found["draws"] = sharing.drawn_for_pieces(rank, world)
-    found["unused"] = sharing.warned_of_unused(rank, world)
-    for name, (refused, *_) in sharing.REFUSED.items():
+    found["messages"] = shared_data.messages_of_a_product(rank, world)
+    found["draws"] = shared_data.drawn_for_pieces(rank, world)
+    found["unused"] = shared_data.warned_of_unused(rank, world)
+    for name, (refused, *_) in shared_data.REFUSED.items():
         try:
             refused(rank, world)
             found[name] = "", "nothing was raised"
         except Exception as error:
-            mine = isinstance(error, HoglibError) or str(error) in sharing.MINE
+            mine = isinstance(error, HoglibError) or str(error) in shared_data.MINE
             found[name] = type(error).__name__, str(error) if mine else traceback.format_exc()
 
 
@@ -59,7 +59,7 @@ def test_processes_equal_one(count, tmp_path):
         assert torch.tensor(found["draws"]).diff(dim=0).norm() < 1e-12
         assert found["messages"] == [1, 1, 1, 1]
         assert found["unused"] == ["none.weight, none.bias"]
-        for name, (_, kind, words) in sharing.REFUSED.items():
+        for name, (_, kind, words) in shared_data.REFUSED.items():
             if name == "a process fails" and rank == 1:
                 kind, words = "ValueError", "the disk is full"
             assert found[name][0] == kind, (rank, name, *found[name])
@@ -68,23 +68,23 @@ def test_processes_equal_one(count, tmp_path):
 
 @pytest.mark.parametrize("processes", ["shard", "sharded"])
 def test_one_process_has_all_of_the_data(processes):
-    given = sharing.DATA["a loader with an uneven last batch"](0, 1)[0]
-    loss, params = sharing.loss_and_params()
+    given = shared_data.DATA["a loader with an uneven last batch"](0, 1)[0]
+    loss, params = shared_data.loss_and_params()
     shared = hog.HessianOperator(loss, params, given, processes=processes)
     alone = hog.HessianOperator(loss, params, given)
     assert torch.equal(shared.to_dense(), alone.to_dense())
 
 
-def test_a_group_that_was_not_made_is_told(monkeypatch):
+def test_a_missing_process_group_raises(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"call torch.distributed.init_process_group\(\) first"):
-        sharing.operator(processes="sharded")
-    sharing.operator(processes=None)
+        shared_data.operator(processes="sharded")
+    shared_data.operator(processes=None)
 
 
-def test_what_is_no_way_to_share_is_told():
+def test_an_unknown_way_to_share_raises():
     with pytest.raises(ValueError, match="processes: expected one of shard, sharded; got 'all'"):
-        sharing.operator(processes="all")
+        shared_data.operator(processes="all")
 
 
 def test_numbers_go_through_single_precision():

@@ -216,7 +216,7 @@ def test_a_function_without_forward_mode_takes_the_reverse():
         hog.ggn_vp(loss, params, v, batch, mode="forward")
 
 
-def test_a_backward_without_a_graph_is_told_of():
+def test_a_backward_without_a_graph_raises():
     loss = hog.functional_loss(Net(Detached).double(), F.cross_entropy)
     params, batch = hog.trainable_params(loss.model), (draw(5, 3), torch.arange(5) % 3)
     for mode in ("reverse", "auto"):
@@ -283,7 +283,7 @@ def test_differences_agree_with_the_exact_product(name):
     assert relative(flat(hog.hvp(loss, params, v, batch, mode="finite-differences")[1]), flat(exact)) < 1e-8  # fmt: skip
 
 
-def test_differences_are_in_float64_whatever_came():
+def test_differences_are_in_float64_for_any_dtype():
     loss, params, batch = problem("LayerNorm")
     v = vector(params)
     exact = flat(hog.hvp(loss, params, v, batch)[1])

@@ -1,4 +1,4 @@
-"""Newton steps: against dense ones by hand, their damping, what they leave as it is, resume."""
+"""Newton steps: against dense ones by hand, their damping, side effects, resuming."""
 
 import copy
 import io
@@ -194,7 +194,7 @@ def test_a_step_that_overflows_is_shortened():
     assert optimizer.param_groups[0]["damping"] == 1.5e-6
 
 
-def test_where_no_length_lowers_the_loss_nothing_moves():
+def test_parameters_stay_where_no_length_lowers_the_loss():
     loss, batch, _, _ = regression()
     before = loss.model.weight.detach().clone()
     optimizer = NewtonCG(loss, lr=1e12)
@@ -224,7 +224,7 @@ def test_a_matrix_that_is_not_positive_definite_is_damped_until_it_is():
     assert_close(loss.model.p.detach(), torch.tensor([0, math.pi], dtype=F64), rtol=0, atol=1e-4)
 
 
-def test_what_cannot_be_damped_enough_raises():
+def test_an_indefinite_matrix_beyond_the_largest_damping_raises():
     loss = hog.functional_loss(Residuals(lambda p: p, [0.1, 1.0]), lambda y, _: -y.square().sum())
     with pytest.raises(ArithmeticError, match="positive definite"):
         NewtonCG(loss, damping=1e-10).step(HERE)
@@ -246,7 +246,7 @@ def test_batches_count_by_their_size(name):
     assert_close(*found, rtol=1e-9, atol=1e-10)
 
 
-def test_networks_are_trained_and_nothing_else_is_touched():
+def test_networks_are_trained_and_nothing_else_changes():
     loss, params, batch = problem("transformer block")
     model = loss.model
     for p in params.values():
@@ -323,7 +323,7 @@ def test_compiled_steps_are_the_same():
     assert_close(*found, rtol=1e-8, atol=1e-10)
 
 
-def test_it_goes_on_where_a_checkpoint_was_made():
+def test_it_resumes_from_a_checkpoint():
     def start():
         loss, params, batch = problem("LayerNorm")
         return loss, params, batch, NewtonCG(loss, damping=0.1, max_iter=7)
@@ -347,7 +347,7 @@ def test_it_goes_on_where_a_checkpoint_was_made():
     assert resumed.info == optimizer.info
 
 
-def test_a_copy_goes_on_by_itself():
+def test_a_copy_is_independent():
     loss, params, batch = problem("LayerNorm")
     optimizer = NewtonCG(loss)
     optimizer.step(batch)
@@ -409,7 +409,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name):
+def test_bad_arguments_raise(name):
     call, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message):
         call()
@@ -422,7 +422,7 @@ def test_a_second_group_is_refused():
         optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(1)))]})
 
 
-def test_what_raises_moves_nothing():
+def test_an_error_changes_no_parameter():
     loss = linear()
     before = copy.deepcopy(loss.model.state_dict())
     optimizer = NewtonCG(loss)

@@ -243,7 +243,7 @@ class Embeds(nn.Module):
         if (n, m) != ("spectral norm", "forward-over-reverse")
     ],
 )
-def test_what_a_forward_changes_is_left_alone(name, mode):
+def test_buffers_that_a_forward_changes_are_restored(name, mode):
     model = CHANGEABLE[name]().double()
     before = {n: t.clone() for n, t in model.state_dict().items()}
     loss, params = hog.functional_loss(model, mean_square), hog.trainable_params(model)

@@ -1,4 +1,4 @@
-"""Losses and models that lead products astray: what is right all the same, and what is told by name."""
+"""Losses and models that are hard for products: right results, or errors that name the cause."""
 
 import copy
 import pickle
@@ -75,7 +75,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("make", [hog.HessianOperator, hog.GGNOperator])
-def test_a_change_past_the_version_counters_is_noticed(make, change):
+def test_a_change_past_the_version_counters_is_detected(make, change):
     model, batch = net(), (BATCH[0].clone(), BATCH[1])
     loss, params = made(model)
     operator, v = make(loss, params, batch), draw(26)
@@ -95,7 +95,7 @@ class Tempered(nn.Module):
         return self.inner(x) / self.temperature
 
 
-def test_a_change_of_a_plain_attribute_is_noticed_and_of_a_closure():
+def test_a_change_of_an_attribute_or_a_closure_is_detected():
     model = Tempered()
     model.inner[1] = nn.Sequential(nn.BatchNorm1d(4, dtype=F64), nn.Tanh())
     loss, params = made(model)
@@ -146,7 +146,7 @@ class Plain(nn.Module):
         return self.last(torch.tanh(F.linear(x, self.weights[0], self.first.bias)))
 
 
-def test_parameters_that_are_used_from_elsewhere_are_told_of():
+def test_parameters_used_from_elsewhere_raise():
     loss, params = made(Plain())
     v = {n: torch.ones_like(p) for n, p in params.items()}
     for call in (
@@ -213,7 +213,7 @@ def test_a_scripted_part_takes_the_reverse():
         hog.ggn_vp(loss, params, v, BATCH, mode="forward")
 
 
-def test_a_wrong_jvp_is_told_of_and_gone_round():
+def test_a_wrong_jvp_raises_and_auto_avoids_it():
     class Doubled(torch.autograd.Function):
         generate_vmap_rule = True
 
@@ -349,7 +349,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("function", [Detaches, Numbers])
-def test_a_lost_second_derivative_is_told_of_once(function, product, dtype):
+def test_a_lost_second_derivative_warns_once(function, product, dtype):
     x, func = draw(4).to(dtype), lambda p, b: (function.apply(p) + p**2).sum() * b.mean()
     with pytest.warns(
         UserWarning, match=rf"{product}: .* differs by \d+% .*hoglib\.verify\({function.__name__}"
@@ -385,19 +385,17 @@ def test_differences_of_a_random_loss_are_of_one_realisation():
     assert float(flat(product).norm()) < 10 * float(flat(exact).norm())
 
 
-def test_sampled_fisher_matrices_want_fixed_batches():
+def test_sampled_fisher_matrices_need_fixed_batches():
     loss, params = made(net())
     dataset = torch.utils.data.TensorDataset(*BATCH)
     shuffled = torch.utils.data.DataLoader(dataset, 2, shuffle=True, generator=torch.Generator().manual_seed(0))  # fmt: skip
     operator = hog.FisherOperator(loss, params, shuffled, kind="mc")
     operator @ draw(26)
-    with pytest.raises(
-        RuntimeError, match="are drawn for each batch by its number"
-    ):
+    with pytest.raises(RuntimeError, match="are drawn for each batch by its number"):
         operator @ draw(26)
 
 
-def test_small_losses_are_looked_at_as_closely():
+def test_small_losses_are_compared_as_closely():
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     loss, params = made(model, lambda o, y: 1e-6 * F.mse_loss(o, torch.ones_like(o)))
     operator = hog.HessianOperator(loss, params, [(BATCH[0].float(), BATCH[1])])
@@ -406,7 +404,7 @@ def test_small_losses_are_looked_at_as_closely():
         operator @ torch.ones(operator.shape[0])
 
 
-def test_every_batch_is_looked_at_before_it_is_split():
+def test_the_split_of_every_batch_is_checked():
     loss, params = made(net())
     ignored = BATCH[1].clone()
     ignored[:2] = -100

@@ -1,4 +1,4 @@
-"""Operators over data against dense matrices by differences; what they keep, notice and refuse."""
+"""Operators over data against dense matrices by differences; kept graphs, checks and errors."""
 
 import copy
 import gc
@@ -54,7 +54,7 @@ MIXES = "CNN with BatchNorm in train"
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("kind", OPERATORS)
 @pytest.mark.parametrize("name", ["layers of hoglib", "LayerNorm", "tied and frozen"])
-def test_every_way_of_giving_the_data_is_the_same_matrix(name, kind, data):
+def test_every_form_of_the_data_gives_the_same_matrix(name, kind, data):
     loss, params, batch = problem(name)
     make, oracle = OPERATORS[kind]
     given, options = DATA[data](batch)
@@ -259,7 +259,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("several", [False, True], ids=["one batch", "batches"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_kept_graph_is_let_go_when_something_changes(change, several):
+def test_a_kept_graph_is_dropped_when_something_changes(change, several):
     name = "CNN with BatchNorm in train" if change is change_frozen else "layers of hoglib"
     loss, params, batch = problem(name)
     model = Counts(loss.model)
@@ -322,7 +322,7 @@ def test_the_memory_limit_is_in_bytes_of_the_graph():
         assert (operator._sum.kept is not None) == kept
 
 
-def test_what_is_kept_goes_with_the_operator():
+def test_the_kept_graph_is_freed_with_the_operator():
     seen = []
 
     class Watches(nn.Module):
@@ -372,7 +372,7 @@ PASSES = {"one batch": BATCH, "a loader": loader(BATCH), "micro-batches": BATCH}
     [(partial(nn.Dropout, 0.5), r"1 \(Dropout\) draws at random in train mode.*model.eval"), (Noise, r"draws random numbers.*check_deterministic=False")],
     ids=["dropout", "noise"],
 )  # fmt: skip
-def test_a_random_model_is_noticed(layer, message, given):
+def test_a_random_model_raises(layer, message, given):
     loss = hog.functional_loss(random_model(layer()), F.cross_entropy)
     options = {"micro_batch": 3} if given == "micro-batches" else {}
     operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), PASSES[given], **options)
@@ -394,7 +394,7 @@ def test_a_random_model_is_let_be_if_that_is_asked_for():
     assert relative(operator @ v, operator @ v) > 1e-3
 
 
-def test_shuffled_batches_through_batch_norm_are_noticed():
+def test_shuffled_batches_through_batch_norm_raise():
     loss = hog.functional_loss(random_model(nn.BatchNorm1d(8)), F.cross_entropy)
     params = hog.trainable_params(loss.model)
     random = torch.Generator().manual_seed(0)
@@ -412,14 +412,14 @@ class Augmented:
         yield BATCH[0] + 0.1 * torch.randn(8, 3, dtype=F64), BATCH[1]
 
 
-def test_data_that_changes_is_noticed():
+def test_data_that_changes_raises():
     loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
     operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), Augmented())
     with pytest.raises(RuntimeError, match=r"data differs from pass to pass.*augmentation"):
         repeat(operator, 2)
 
 
-def test_dropped_examples_are_noticed():
+def test_dropped_examples_raise():
     loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
     given = loader(BATCH, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(0))
     operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), given)
@@ -455,7 +455,7 @@ class Halved(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore:.*from a difference of first ones")
-def test_an_asymmetric_matrix_is_noticed():
+def test_an_asymmetric_matrix_warns():
     params = {"x": draw(4), "w": draw(4, seed=1)}
     func = lambda p, b: (Halved.apply(p["x"], p["w"]) * b).sum()  # noqa: E731
     operator = hog.HessianOperator(func, params, draw(4, seed=2))
@@ -502,7 +502,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_says_what_to_do(case):
+def test_errors_say_what_to_do(case):
     make, kind, message = REFUSED[case]
     loss = hog.functional_loss(random_model(nn.Tanh()), F.cross_entropy)
     with pytest.raises(kind, match=message):

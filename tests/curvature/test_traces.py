@@ -120,6 +120,6 @@ def test_the_generator_decides():
         ({"method": "xtrace", "generator": 3}, TypeError, "torch.Generator"),
     ],
 )
-def test_what_is_refused(options, kind, words):
+def test_bad_arguments_raise(options, kind, words):
     with pytest.raises(kind, match=words):
         Given(matrix(FLAT)).trace(**options)

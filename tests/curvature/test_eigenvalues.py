@@ -92,7 +92,7 @@ def test_a_block_finds_copies_that_a_single_vector_does_not_see_early():
 
 
 @pytest.mark.parametrize("block", [1, 2, 5])
-def test_a_basis_says_what_its_products_are(block):
+def test_a_basis_represents_its_products(block):
     A = matrix([*draw(40).tolist(), 5.0, 5.0])
     random = torch.Generator().manual_seed(0)
     vectors = lambda count: torch.randn(count, len(A), dtype=F64, generator=random)  # noqa: E731
@@ -110,7 +110,7 @@ def test_a_basis_says_what_its_products_are(block):
         assert basis.m == 8, cycle
 
 
-def test_a_space_that_ends_goes_on_with_another_vector():
+def test_an_exhausted_space_continues_with_another_vector():
     # a start that is an eigenvector spans one dimension
     A = torch.diag(torch.linspace(1, 2, 50, dtype=F64))
     basis = Basis(torch.eye(50, dtype=F64)[:1], 50, lambda count: draw(count, 50))

@@ -1,4 +1,4 @@
-"""Operators whose data several processes share: what each computes, and how each is misused."""
+"""Operators whose data several processes share: their results, and wrong uses of them."""
 
 import warnings
 from functools import partial

@@ -197,7 +197,7 @@ def test_inside_grad_of_torch_func():
     )  # fmt: skip
 
 
-def test_args_and_what_x_came_from():
+def test_args_and_the_graph_of_x():
     z, t = points(4).requires_grad_(), points(4).requires_grad_()
     x = torch.stack([z, z**2], 1)
     _, lap = hog.laplacian(lambda x, t: t * x.pow(4).sum(1), x, t)
@@ -229,7 +229,7 @@ def test_create_graph_follows_the_caller(context, create_graph, outputs):
     assert_close(lap.detach(), expected, rtol=1e-6, atol=1e-8)
 
 
-def test_nothing_is_kept_where_nothing_learns():
+def test_no_graph_is_kept_without_parameters():
     x = points(4, 3)
     for func in (lambda x: x.pow(3).sum(1), nn.Linear(3, 2).double().requires_grad_(False)):
         value, lap = hog.laplacian(func, x)
@@ -514,7 +514,7 @@ class OnceOnly(Detached):
         return g * 2 * ctx.saved_tensors[0]
 
 
-def test_functions_that_lose_the_second_derivative_are_told():
+def test_functions_that_lose_the_second_derivative_raise():
     with pytest.raises(RuntimeError, match=r"laplacian: .*OnceOnly"):
         hog.laplacian(lambda x: OnceOnly.apply(x).sum(1), X)
 
