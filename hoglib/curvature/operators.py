@@ -157,7 +157,7 @@ class DatasetOperator(LinearOperator):
             value, product = point.apply(vector, keep_graph or j + 1 < len(rows))
             self.space.add(sums, product, share, first)
             self._sum.advance()
-        return value
+        return value.to(self.dtype) if self._in_double else value
 
 
 class _KeptProduct(NamedTuple):

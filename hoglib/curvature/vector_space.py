@@ -166,9 +166,7 @@ class Space:
 
     def first_not_finite(self, rows: Tensor) -> str:
         """The name of a leaf in which rows are NaN or infinite; empty if all are finite."""
-        if bool(rows.sum().isfinite()) or bool(
-            rows.isfinite().all()
-        ):  # a sum is faster
+        if bool(rows.sum().isfinite()) or bool(rows.isfinite().all()):  # a sum is faster
             return ""
         for name, *parts in zip(
             pytree.paths(self.params), *(self.split(row) for row in rows), strict=True

@@ -690,3 +690,16 @@ def test_on_a_gpu_with_data_on_the_cpu(kind, data):
     v = draw(len(A))
     for _ in range(2):
         assert relative((operator @ v.cuda()).cpu(), A @ v) < 1e-7
+
+
+def test_differences_see_the_loss_of_other_passes_in_float32():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    batch = torch.randn(32, 8), torch.arange(32) % 3
+    H = hog.HessianOperator(loss, params, batch, mode="finite-differences")
+    v = torch.randn(H.shape[0])
+    assert H.value().dtype == torch.float32
+    product = H @ v  # computed in float64, the loss too
+    assert_close(H.gradient()[0], H.value())
+    assert_close(product, hog.HessianOperator(loss, params, batch) @ v, rtol=1e-4, atol=1e-6)
