@@ -35,7 +35,7 @@ PENDING = {
     "hoglib.drawing",
     "hoglib.lightning",
     "hoglib.meta",
-    "hoglib.penalties",
+    "hoglib.stand_ins",
     "hoglib.verification",
 }
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Shape", "References", "Example", "Attributes")

@@ -7,7 +7,7 @@ out, the mode can repair one: it returns the tensor that was detached, or enable
 that ran without.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class DetachedGradient:
     kind: str
     place: SourceLine | None
     then: str = ""  # such as ".numpy()", by which the detached tensor left torch
+    module: str = ""  # such as " in Linear", where the watch was asked to record it
 
     @property
     def repairable(self) -> bool:
@@ -59,17 +60,23 @@ class DetachedGradient:
 
     def __str__(self) -> str:
         then = f", then {self.then}," if self.then else ""
-        return f"{self.how}{then} at {self.place}" if self.place else self.how + then
+        place = f" at {self.place}" if self.place else ""
+        return f"{self.how}{then}{place}{self.module}"
 
 
 class DetachmentWatch(TorchFunctionMode):
     """A mode that collects in `detached` the places where the calls inside it leave the graph.
 
-    repair: (how, place) of those that are repaired.
+    repair: (how, place) of those that are repaired. module: describes the module that runs.
     """
 
-    def __init__(self, repair: Collection[tuple[str, SourceLine | None]] = ()) -> None:
+    def __init__(
+        self,
+        repair: Collection[tuple[str, SourceLine | None]] = (),
+        module: Callable[[], str] = str,
+    ) -> None:
         super().__init__()
+        self._module = module
         self.applying = Applying()  # calls in the forward of another Function are not seen
         self._repair = set(repair)
         self._lost: list[tuple[Tensor, DetachedGradient]] = []
@@ -150,7 +157,11 @@ class DetachmentWatch(TorchFunctionMode):
 
     def _note(self, how: str, kind: str) -> DetachedGradient:
         place = source_location.torch_call_line()
-        return self._seen.setdefault((how, place), DetachedGradient(how, kind, place))
+        found = self._seen.get((how, place))
+        if found is None:
+            found = DetachedGradient(how, kind, place, module=self._module())
+            self._seen[how, place] = found
+        return found
 
 
 def _changed(name: str, args: Any, kwargs: Any, aliases: list[Tensor]) -> bool:

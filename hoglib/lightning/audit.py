@@ -13,7 +13,7 @@ from hoglib.auditing.api import audit
 from hoglib.auditing.problem import NamedProblem, problems
 from hoglib.auditing.routes import asked_for
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
-from hoglib.penalties.critic_state import modules_kept
+from hoglib.penalties.critic_context import restore_buffers
 from hoglib.verification.report import Report
 
 METHOD = "second_order_problem"
@@ -152,7 +152,7 @@ def problems_of(module: pl.LightningModule, batch: Any) -> list[NamedProblem]:
     what = f"{type(module).__name__}.{METHOD}"
     method: Any = getattr(module, METHOD)
     try:
-        with modules_kept():
+        with restore_buffers():
             made = method(batch)
     except Exception as error:
         if isinstance(error, HoglibError):

@@ -19,7 +19,7 @@ from hoglib.errors import (
     NonFiniteError,
 )
 from hoglib.lightning.audit import METHOD, check_method, problems_of
-from hoglib.penalties.critic_state import modules_kept
+from hoglib.penalties.critic_context import restore_buffers
 
 LARGEST = "largest"
 PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold beside tensors
@@ -173,7 +173,7 @@ class CurvatureMonitor(pl.Callback):
         seed = (self.seed * 2**20 + done) % 2**32  # of a larger one torch takes the lower bits
         processes = "sharded" if _world() > 1 else None
         found = []
-        with isolate_rng(), modules_kept(), torch.enable_grad(), _explained(own, done):
+        with isolate_rng(), restore_buffers(), torch.enable_grad(), _explained(own, done):
             batch = self._batch if self.fixed_batch else batch
             for name, loss, params, given in problems_of(module, batch):
                 spectrum = spectrum_of(

@@ -1,12 +1,12 @@
-"""A penalty and its gradients as one graph, from call to call: compile=True.
+"""A penalty and its gradients as one graph, for each signature: the option `compile`.
 
-What is looked at with values (effect, second look, coupling) is looked at in an eager run, ahead of
-each capture; random numbers of a generator are drawn before the graph runs, and are inputs.
+Checks that look at values (gradient flow, finite differences, batch dependence) are made in an eager
+run before each capture. Random numbers of a generator are drawn before the graph runs, and are inputs.
 """
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -18,122 +18,128 @@ from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import Graphs, runs_elsewhere
 from hoglib.capture.loss import CompiledLoss
 from hoglib.capture.signature import of_call
-from hoglib.penalties.critic_state import home
-from hoglib.penalties.interpolation import drawn
+from hoglib.penalties.critic_context import owner_of
+from hoglib.penalties.samples import random_like
 
-_OF_HOMES: Any = WeakIdKeyDictionary()
+_GRAPHS_BY_OWNER: Any = WeakIdKeyDictionary()
+Term = Callable[..., Any]  # of tensors, and of the numbers that a generator drew
+
+
+def run_as_graph(
+    name: str,
+    term: Term,
+    args: tuple[Any, ...],
+    backend: Any,
+    generator: torch.Generator | None,
+    with_gradients: bool,
+    check: "Callable[[RecordedDraws], bool]",
+) -> Any:
+    """term(*args, numbers) by a graph; with_gradients: its gradients too, which backward returns.
+
+    term: created for each call, with all that it depends on in its attributes. check: the same run,
+    eager and with its checks, which records what it draws; False if no gradient is needed.
+    """
+    owned = _GRAPHS_BY_OWNER.setdefault(owner_of(term.func), {})  # type: ignore[attr-defined]
+    known: OwnedGraphs = owned.setdefault((name, backend), OwnedGraphs())
+    signature, _ = of_call(name, args, {}, dynamic=False)
+    checked = False
+
+    def check_once() -> None:
+        nonlocal checked
+        if checked:
+            return
+        checked = True
+        with _preserve_random_state(generator):
+            draws = RecordedDraws()
+            known.draws[signature.key] = draws.recorded if check(draws) else None
+        if known.draws[signature.key] is None:
+            raise _NoGradientNeeded
+
+    options: dict[str, Any] = {
+        "backend": backend, "dynamic": False, "check": True, "progress": True, "name": name,
+        "before": check_once,
+    }  # fmt: skip
+    try:
+        if known.draws.get(signature.key) is None:
+            check_once()
+        numbers = [
+            random_like(
+                torch.empty((), dtype=d.dtype, device=d.device), d.sampler, d.shape, generator
+            )
+            for d in known.draws[signature.key] or ()
+        ]
+        if with_gradients:
+            return CompiledLoss(term, graphs=known.graphs, **options)(*args, numbers)
+        return Compiled(term, graphs=known.graphs[0], **options)(*args, numbers)
+    except _NoGradientNeeded:
+        return term(*args, None)
+
+
+def backend_of(compile: Any) -> Any:
+    """The backend that the option `compile` names; None where nothing is compiled: without gradients,
+    and where the call is part of an outer transform or capture."""
+    if not compile or not torch.is_grad_enabled():
+        return None
+    if runs_elsewhere():
+        return None
+    return "inductor" if compile is True else compile
+
+
+def leaves_of(value: Tensor) -> list[Tensor]:
+    """The leaf tensors that a backward of the value reaches."""
+    return list(graph_summary(value).leaves.values())
 
 
 class Draw(NamedTuple):
-    """Random numbers that are drawn by a generator on the way."""
+    """One call that draws random numbers from a generator."""
 
-    draw: Callable[..., Tensor]
+    sampler: Callable[..., Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
 
-class Draws:
-    """Notes what is drawn by a generator, or hands out what was drawn before, in the same order."""
+@final
+class RecordedDraws:
+    """Replaces `random_like`: records what a generator draws, or returns numbers that were drawn
+    before, in the same order."""
 
-    def __init__(self, given: list[Tensor] | None = None) -> None:
-        self.noted: list[Draw] = []
-        self._given = None if given is None else iter(given)
+    def __init__(self, numbers: list[Tensor] | None = None) -> None:
+        self.recorded: list[Draw] = []
+        self._numbers = None if numbers is None else iter(numbers)
 
     def __call__(
-        self, draw: Any, shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None
+        self, like: Tensor, sampler: Any, shape: tuple[int, ...], generator: torch.Generator | None
     ) -> Tensor:
-        if generator is None:  # torch's own draws inside of a graph
-            return drawn(draw, shape, like, None)
-        if self._given is not None:
-            return next(self._given)
-        self.noted.append(Draw(draw, tuple(shape), like.dtype, like.device))
-        return drawn(draw, shape, like, generator)
+        if generator is None:  # torch's own random numbers are drawn in the graph
+            return random_like(like, sampler, shape, None)
+        if self._numbers is not None:
+            return next(self._numbers)
+        self.recorded.append(Draw(sampler, tuple(shape), like.dtype, like.device))
+        return random_like(like, sampler, shape, generator)
 
 
-class Known:
-    """The graphs of functions of one home, and what each signature draws: None, nothing is learnt."""
+@final
+class OwnedGraphs:
+    """The graphs of the functions of one owner, and for each signature what it draws, or None if no
+    gradient was needed."""
 
     def __init__(self) -> None:
         self.graphs = Graphs(), Graphs(), Graphs()
         self.draws: dict[Hashable, list[Draw] | None] = {}
 
 
-Term = Callable[..., Any]  # (tensors, and what a generator drew) -> what is compiled
-
-
-class NothingLearns(Exception):
-    """There is no gradient to compute."""
-
-
-def run(
-    what: str,
-    term: Term,
-    given: tuple[Any, ...],
-    backend: Any,
-    generator: torch.Generator | None,
-    scalar: bool,
-    guarded: Callable[[Draws], bool],
-) -> Any:
-    """term(*given, draws) as a graph; scalar: with its gradients, which backward hands on.
-
-    term: made anew for each call, with all that it depends on in its attributes. guarded: the same run
-    eagerly with its guards, which notes what it draws, and says whether anything is learnt.
-    """
-    known: Known = _OF_HOMES.setdefault(home(term.func), {}).setdefault((what, backend), Known())  # type: ignore[attr-defined]
-    form, _ = of_call(what, given, {}, dynamic=False)
-    seen = False
-
-    def look() -> None:
-        nonlocal seen
-        if seen:
-            return
-        seen = True
-        with _state_kept(generator):
-            draws = Draws()
-            known.draws[form.key] = draws.noted if guarded(draws) else None
-        if known.draws[form.key] is None:
-            raise NothingLearns
-
-    options: dict[str, Any] = {
-        "backend": backend, "dynamic": False, "check": True, "progress": True, "name": what,
-        "before": look,
-    }  # fmt: skip
-    try:
-        if known.draws.get(form.key) is None:
-            look()
-        numbers = [
-            drawn(s.draw, s.shape, torch.empty((), dtype=s.dtype, device=s.device), generator)
-            for s in known.draws[form.key] or ()
-        ]
-        if scalar:
-            return CompiledLoss(term, graphs=known.graphs, **options)(*given, numbers)
-        return Compiled(term, graphs=known.graphs[0], **options)(*given, numbers)
-    except NothingLearns:
-        return term(*given, None)
-
-
-def leaves_of(value: Tensor) -> list[Tensor]:
-    """What its backward reaches."""
-    return list(graph_summary(value).leaves.values())
-
-
-def chosen(value: Any) -> Any:
-    """The backend that `compile` names; None for none, where there is no gradient to compute, and where
-    the call is a part of what is transformed or captured outside."""
-    if not value or not torch.is_grad_enabled():
-        return None
-    if runs_elsewhere():
-        return None
-    return "inductor" if value is True else value
+class _NoGradientNeeded(Exception):
+    """Nothing that the value depends on requires grad."""
 
 
 @contextmanager
-def _state_kept(generator: torch.Generator | None) -> Iterator[None]:
-    own = None if generator is None else generator.get_state()
+def _preserve_random_state(generator: torch.Generator | None) -> Iterator[None]:
+    """Restores torch's random numbers, and those of the generator."""
+    state = None if generator is None else generator.get_state()
     try:
         with preserve_random_state():
             yield
     finally:
-        if generator is not None and own is not None:
-            generator.set_state(own)
+        if generator is not None and state is not None:
+            generator.set_state(state)

@@ -10,8 +10,8 @@ from hoglib._core import validation
 from hoglib._core.norms import root
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.input_vjp import InputVJP
-from hoglib.penalties.interpolation import around, between
-from hoglib.penalties.options import Options, settings
+from hoglib.penalties.options import Options, check_options
+from hoglib.penalties.samples import add_noise, interpolate
 from hoglib.penalties.terms import Rule, penalty
 
 Critic = Callable[..., Any]
@@ -31,27 +31,48 @@ def wgan_gp(
 
         1/N sum_n (|grad_x D(x_n)| - k)^2        x_n = e_n real_n + (1 - e_n) fake_n,  e_n ~ U(0, 1)
 
-    k is target; one_sided replaces the difference by max(0, |grad| - k), which asks for slopes of at
-    most k (WGAN-LP). |.| is the Euclidean norm over all entries of a sample, of all its inputs; at a
-    gradient of zero its derivative is zero.
+    |.| is the Euclidean norm over all entries of a sample, of all its inputs; at a gradient of zero its
+    derivative is zero. Warns if the scores of samples depend on one another (BatchNorm).
 
-    Shapes: real [N, ...], or any tree of such tensors (several images, embeddings); fake like it; with
-    batch=index the rows of real and fake are parts of samples (see `Options`). The critic is called
-    critic(x, *args), args being labels and the like, and returns one number a sample: [N], [N, 1] or
-    [N, 1, 1, 1], alone or first in a tuple. Returns a scalar: add weight times it to the critic's
-    loss. Detach fake unless the generator should learn from the penalty too. generator: draws e.
-    Options: `reduction`, `output`, `batch`, `autocast`, `micro_batch`, `stand_ins`, `return_outputs`.
-
-    Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError where the penalty
-    would have no effect on any parameter that learns, naming the call or the Function that cuts the
-    gradient's graph. Warns where scores of samples depend on one another (BatchNorm).
-    Source: Gulrajani et al., Improved Training of Wasserstein GANs, 2017, eq. 3; one-sided: Petzka,
-    Fischer and Lukovnikov, On the Regularization of Wasserstein GANs, 2018, eq. 8.
+    Args:
+        critic: D, called as critic(x, *args); it returns one score per sample, alone or first of a
+            tuple.
+        real: Real samples: a tensor or any tree of tensors (several images, embeddings).
+        fake: Generated samples, like real. Detach them unless the generator should learn from the
+            penalty too.
+        *args: Further arguments of the critic, such as labels.
+        target: k, the slope that is asked for. Default: 1.
+        one_sided: Whether only slopes above k are penalised: max(0, |grad| - k)^2 (WGAN-LP).
+            Default: False.
+        generator: Draws e. Default: torch's own generator.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar to be multiplied by its weight and added to the critic's loss; [N] with
+        ``reduction="none"``; (penalty, outputs of the critic) with ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - real, fake: [N, ...]; with ``batch=index`` [rows, ...], the rows being parts of samples
+        - scores: [N], [N, 1] or [N, 1, 1, 1]
+    References:
+        Gulrajani et al., Improved Training of Wasserstein GANs, 2017, eq. 3. One-sided: Petzka, Fischer
+        and Lukovnikov, On the Regularization of Wasserstein GANs, 2018, eq. 8.
+    Example:
+        >>> critic = lambda x: x.square().sum(1)  # its gradient is 2 x
+        >>> real = torch.tensor([[3.0, 4.0]])
+        >>> hog.penalties.wgan_gp(critic, real, real)  # (|2 x| - 1)^2
+        tensor(81.)
     """
     k = validation.number("target", target, minimum=0.0)
     validation.flag("one_sided", one_sided)
-    x = _between("wgan_gp", real, fake, generator, options)
-    return penalty("wgan_gp", critic, x, args, _distance_to(k, one_sided), options, generator)
+    checked = check_options("wgan_gp", options, generator)
+    x = interpolate("wgan_gp", real, fake, checked.batch, checked.generator)
+    return penalty(critic, x, args, _squared_distance(k, one_sided), checked)
 
 
 def zero_centred(
@@ -66,11 +87,41 @@ def zero_centred(
 
         1/N sum_n |grad_x D(x_n)|^2        x_n = e_n real_n + (1 - e_n) fake_n,  e_n ~ U(0, 1)
 
-    Shapes, options, errors and warnings as for `wgan_gp`.
-    Source: Thanh-Tung, Tran and Venkatesh, Improving Generalization and Stability of GANs, 2019, eq. 9.
+    Warns if the scores of samples depend on one another (BatchNorm).
+
+    Args:
+        critic: D, called as critic(x, *args); it returns one score per sample, alone or first of a
+            tuple.
+        real: Real samples: a tensor or any tree of tensors.
+        fake: Generated samples, like real. Detach them unless the generator should learn from the
+            penalty too.
+        *args: Further arguments of the critic, such as labels.
+        generator: Draws e. Default: torch's own generator.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs of the critic) with
+        ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - real, fake: [N, ...]; with ``batch=index`` [rows, ...], the rows being parts of samples
+        - scores: [N], [N, 1] or [N, 1, 1, 1]
+    References:
+        Thanh-Tung, Tran and Venkatesh, Improving Generalization and Stability of GANs, 2019, eq. 9.
+    Example:
+        >>> critic = lambda x: x.square().sum(1)  # its gradient is 2 x
+        >>> real = torch.tensor([[3.0, 4.0]])
+        >>> hog.penalties.zero_centred(critic, real, real)
+        tensor(100.)
     """
-    x = _between("zero_centred", real, fake, generator, options)
-    return penalty("zero_centred", critic, x, args, _square, options, generator)
+    checked = check_options("zero_centred", options, generator)
+    x = interpolate("zero_centred", real, fake, checked.batch, checked.generator)
+    return penalty(critic, x, args, squared_gradient, checked)
 
 
 def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Any:
@@ -78,24 +129,78 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Any
 
         1/N sum_n |grad_x D(x_n)|^2 / 2        x_n = real_n
 
-    Shapes, options, errors and warnings as for `wgan_gp`. With return_outputs=True the scores come too,
-    for the critic's loss, and the critic runs only once.
-    Source: Mescheder, Geiger and Nowozin, Which Training Methods for GANs do actually Converge?, 2018,
-    eq. 9.
+    With ``return_outputs=True`` the scores come too, for the critic's loss, and the critic runs only
+    once. Warns if the scores of samples depend on one another (BatchNorm).
+
+    Args:
+        critic: D, called as critic(x, *args); it returns one score per sample, alone or first of a
+            tuple.
+        real: Real samples: a tensor or any tree of tensors.
+        *args: Further arguments of the critic, such as labels.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs of the critic) with
+        ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - real: [N, ...]; with ``batch=index`` [rows, ...], the rows being parts of samples
+        - scores: [N], [N, 1] or [N, 1, 1, 1]
+    References:
+        Mescheder, Geiger and Nowozin, Which Training Methods for GANs do actually Converge?, 2018,
+        eq. 9.
+    Example:
+        >>> critic = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.ones_(critic.weight)
+        >>> hog.penalties.r1(critic, torch.zeros(5, 2)).backward()
+        >>> critic.weight.grad  # of |w|^2 / 2
+        tensor([[1., 1.]])
     """
-    return penalty("r1", critic, real, args, _half_square, options)
+    return penalty(critic, real, args, half_squared_gradient, check_options("r1", options))
 
 
 def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Any:
-    r"""R2: the squared slope at fake samples, halved; `r1` with other samples.
+    r"""R2: the squared slope at fake samples, halved, so that its weight is gamma.
 
         1/N sum_n |grad_x D(x_n)|^2 / 2        x_n = fake_n
 
-    Shapes, options, errors and warnings as for `wgan_gp`. Detach fake unless the generator should
-    learn from the penalty too.
-    Source: Mescheder, Geiger and Nowozin, 2018, eq. 10.
+    With ``return_outputs=True`` the scores come too, for the critic's loss, and the critic runs only
+    once. Warns if the scores of samples depend on one another (BatchNorm).
+
+    Args:
+        critic: D, called as critic(x, *args); it returns one score per sample, alone or first of a
+            tuple.
+        fake: Generated samples: a tensor or any tree of tensors. Detach them unless the generator
+            should learn from the penalty too.
+        *args: Further arguments of the critic, such as labels.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs of the critic) with
+        ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - fake: [N, ...]; with ``batch=index`` [rows, ...], the rows being parts of samples
+        - scores: [N], [N, 1] or [N, 1, 1, 1]
+    References:
+        Mescheder, Geiger and Nowozin, Which Training Methods for GANs do actually Converge?, 2018,
+        eq. 10.
+    Example:
+        >>> fake = torch.tensor([[3.0, 4.0]])
+        >>> hog.penalties.r2(lambda x: x.square().sum(1), fake)  # |2 x|^2 / 2
+        tensor(50.)
     """
-    return penalty("r2", critic, fake, args, _half_square, options)
+    return penalty(critic, fake, args, half_squared_gradient, check_options("r2", options))
 
 
 def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Options]) -> Any:
@@ -103,24 +208,44 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
 
         1/N sum_n |grad_x D(real_n)|^2 / 2 + 1/M sum_m |grad_x D(fake_m)|^2 / 2
 
-    Shapes, options, errors and warnings as for `wgan_gp`; real and fake may be of different numbers
-    where no further argument has a row a sample: args and batch= go to both.
-    With return_outputs=True it returns (penalty, (scores of real, scores of fake)).
-    Source: Huang et al., The GAN is dead; long live the GAN! (R3GAN), 2024, section 3.
+    Warns if the scores of samples depend on one another (BatchNorm).
+
+    Args:
+        critic: D, called as critic(x, *args); it returns one score per sample, alone or first of a
+            tuple.
+        real: Real samples: a tensor or any tree of tensors.
+        fake: Generated samples; they may be of another number than the real ones if no further argument
+            has one row per sample. Detach them unless the generator should learn from the penalty too.
+        *args: Further arguments of the critic, such as labels; they and ``batch`` are used for both.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, (outputs at real, outputs at
+        fake)) with ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - real: [N, ...]; fake: [M, ...]
+        - scores: [N], [N, 1] or [N, 1, 1, 1]
+    References:
+        Huang et al., The GAN is dead; long live the GAN! A Modern GAN Baseline (R3GAN), 2024,
+        section 3.
+    Example:
+        >>> real, fake = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0]])
+        >>> hog.penalties.r1_r2(lambda x: x.square(), real, fake)  # 2 + (8 + 0) / 2
+        tensor(6.)
     """
-    at_real = penalty("r1_r2", critic, real, args, _half_square, options)
-    at_fake = penalty("r1_r2", critic, fake, args, _half_square, options)
-    if options.get("reduction") == "none":
-        a, b = (at[0] if options.get("return_outputs") else at for at in (at_real, at_fake))
-        if a.shape != b.shape:
-            raise ArgumentValueError(
-                f"r1_r2(reduction='none'): expected as many fake samples as real ones, {len(a)}, got "
-                f"{len(b)}; use r1 and r2 for the terms of each."
-            )
-    if options.get("return_outputs"):
-        (a, scores), (b, others) = at_real, at_fake
-        return a + b, (scores, others)
-    return at_real + at_fake
+    checked = check_options("r1_r2", options)
+    at_real = penalty(critic, real, args, half_squared_gradient, checked)
+    at_fake = penalty(critic, fake, args, half_squared_gradient, checked)
+    if not checked.return_outputs:
+        return _add(at_real, at_fake)
+    (a, scores_of_real), (b, scores_of_fake) = at_real, at_fake
+    return _add(a, b), (scores_of_real, scores_of_fake)
 
 
 def dragan(
@@ -136,34 +261,70 @@ def dragan(
 
         1/N sum_n (|grad_x D(x_n)| - k)^2        x_n = real_n + d_n,  d_n ~ N(0, c^2) for each entry
 
-    k is target, c is noise, by default half the standard deviation of all entries of real.
-    Shapes, options, errors and warnings as for `wgan_gp`. generator: draws d.
-    Source: Kodali et al., On Convergence and Stability of GANs, 2017, eq. 2 and algorithm 1.
+    Warns if the scores of samples depend on one another (BatchNorm).
+
+    Args:
+        critic: D, called as critic(x, *args); it returns one score per sample, alone or first of a
+            tuple.
+        real: Real samples: a tensor or any tree of tensors.
+        *args: Further arguments of the critic, such as labels.
+        target: k, the slope that is asked for. Default: 1.
+        noise: c, the standard deviation of the noise. Default: half the standard deviation of all
+            entries of real.
+        generator: Draws d. Default: torch's own generator.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs of the critic) with
+        ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - real: [N, ...]; with ``batch=index`` [rows, ...], the rows being parts of samples
+        - scores: [N], [N, 1] or [N, 1, 1, 1]
+    References:
+        Kodali et al., On Convergence and Stability of GANs, 2017, eq. 2 and algorithm 1.
+    Example:
+        >>> real = torch.tensor([[3.0, 4.0]])
+        >>> hog.penalties.dragan(lambda x: x.square().sum(1), real, noise=0.0)  # (|2 x| - 1)^2
+        tensor(81.)
     """
     k = validation.number("target", target, minimum=0.0)
     c = None if noise is None else validation.number("noise", noise, minimum=0.0)
-    x = around("dragan", real, c, validation.generator(generator))
-    return penalty("dragan", critic, x, args, _distance_to(k, False), options, generator)
+    checked = check_options("dragan", options, generator)
+    x = add_noise("dragan", real, c, checked.generator)
+    return penalty(critic, x, args, _squared_distance(k, one_sided=False), checked)
 
 
-def _between(
-    what: str, real: Any, fake: Any, generator: torch.Generator | None, options: Options
-) -> Any:
-    batch = settings(what, options).batch
-    return between(what, real, fake, batch, validation.generator(generator))
+def squared_gradient(point: InputVJP) -> Tensor:
+    """|g_n|^2"""
+    return point.squared_norms(point.score_gradient())
 
 
-def _square(point: InputVJP) -> Tensor:
-    return point.squares(point.gradient())
+def half_squared_gradient(point: InputVJP) -> Tensor:
+    """|g_n|^2 / 2"""
+    return squared_gradient(point) / 2
 
 
-def _half_square(point: InputVJP) -> Tensor:
-    return _square(point) / 2
+def _squared_distance(target: float, one_sided: bool) -> Rule:
+    """The rule of (|g_n| - target)^2, or of max(0, |g_n| - target)^2."""
 
-
-def _distance_to(target: float, one_sided: bool) -> Rule:
     def rule(point: InputVJP) -> Tensor:
-        above = root(_square(point)) - target
+        above = root(squared_gradient(point)) - target
         return (above.relu() if one_sided else above).square()
 
     return rule
+
+
+def _add(at_real: Tensor, at_fake: Tensor) -> Tensor:
+    """The sum of both penalties, or of their terms."""
+    if at_real.shape != at_fake.shape:
+        raise ArgumentValueError(
+            f"r1_r2(reduction='none'): expected as many fake samples as real ones, {len(at_real)}, got "
+            f"{len(at_fake)}; use r1 and r2 for the terms of each."
+        )
+    return at_real + at_fake

@@ -14,12 +14,12 @@ from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_off, value_checks_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.penalties import batch_dependence
-from hoglib.penalties.compiled import chosen, leaves_of, run
+from hoglib.penalties.compiled import backend_of, leaves_of, run_as_graph
 from hoglib.penalties.distributed import averaged
-from hoglib.penalties.input_vjp import InputVJP, input_vjp_at
-from hoglib.penalties.options import Options, Settings, settings
+from hoglib.penalties.input_vjp import InputVJP, input_vjp
+from hoglib.penalties.options import CheckedOptions, Options, check_options
 from hoglib.penalties.samples import Samples
+from hoglib.penalties.terms import check_batch_dependence, is_batch_dependent
 
 
 def forces(
@@ -33,107 +33,119 @@ def forces(
 
         E = energy(x)        F = -dE/dx        H = d^2 E / dx^2, with hessian=True
 
-    Shapes: positions x and what energy(positions, *args) returns are one of
-
-        one structure          x [...]              E ()                 H [*x.shape, *x.shape]
-        structures in a batch  x [B, ...]           E [B] or [B, 1]      H [B, ..., ...]
-        graphs, batch=index    x [atoms, ...]       E [G] or [G, 1]      list of G: [n, ..., n, ...]
-
-    x may be a tree (positions and cell), F is like it; hessian wants one tensor. Structures of a batch
-    must not act on one another. index: the structure [atoms] that each row belongs to.
-
     E and F (and H) can be differentiated again by the parameters where gradients are on, and come
     without a graph under no_grad and in inference mode: the same call trains and predicts. The energy
-    is computed once. Options: `output`, `batch`, `autocast`, `stand_ins`, `compile` of
-    `Options`; with compile the Hessian of graphs, whose size is read from batch=, is refused.
-    Returns (E, F) or (E, F, H), E as energy returned it (of several outputs the one that is meant).
+    is computed once. Warns if the forces reach no parameter that requires grad.
 
-    Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError where energies do not
-    depend on positions, naming the cut. Warns where the forces reach no parameter that learns.
-    Source: Behler and Parrinello, 2007; Schütt et al., SchNet, 2017, eq. 3.
+    Args:
+        energy: E, called as energy(positions, *args); it returns one energy per structure.
+        positions: x, a tensor or any tree of tensors (positions and cell). Structures of a batch
+            must not act on one another.
+        *args: Further arguments of the energy, such as species.
+        hessian: Whether H is computed too; it needs positions in one tensor. Default: False.
+        **options: Of :class:`Options`: ``output`` (which of several outputs), ``batch`` (the structure
+            that each row belongs to), ``autocast`` (leave autocast on), ``stand_ins`` (run inside
+            `second_order()`), ``compile`` (run as one graph; without the Hessian of graphs, whose size
+            depends on the values of batch).
+    Returns:
+        (E, F) or (E, F, H): E as energy returned it (of several outputs the selected one), F like x.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or energies of the wrong kind or shape.
+        NoSecondDerivative: If energies do not depend on positions; the message names the call that
+            detaches the gradient.
+    Shape:
+        - one structure: x [...], E [], H [\*x.shape, \*x.shape]
+        - a batch of structures: x [B, ...], E [B] or [B, 1], H [B, ..., ...]
+        - graphs, ``batch=index``: x [atoms, ...], E [G] or [G, 1], index [atoms], H a list of G
+          tensors [n, ..., n, ...]
+    References:
+        Behler and Parrinello, Generalized Neural-Network Representation of High-Dimensional
+        Potential-Energy Surfaces, 2007; Schuett et al., SchNet, 2017, eq. 3.
+    Example:
+        >>> spring = lambda x: x.square().sum() / 2
+        >>> hog.penalties.forces(spring, torch.tensor([1.0, 2.0]), hessian=True)
+        (tensor(2.5000), tensor([-1., -2.]), tensor([[1., 0.],
+                [0., 1.]]))
     """
     validation.flag("hessian", hessian)
-    given = settings("forces", _only(options))
-    at = Forces(energy, hessian, given._replace(batch=None))
-    backend = chosen(given.compile)
+    checked = check_options("forces", _without_penalty_options(options))
+    function = Forces(energy, hessian, checked._replace(batch=None))
+    backend = backend_of(checked.compile)
     if backend is None:
-        return at(positions, args, given.batch)
-    found = run(
-        "forces", at, (positions, args, given.batch), backend, None, False,
-        lambda draws: _learn(at(positions, args, given.batch)),
+        return function(positions, args, checked.batch)
+    found = run_as_graph(
+        "forces", function, (positions, args, checked.batch), backend, None, with_gradients=False,
+        check=lambda draws: _requires_grad(function(positions, args, checked.batch)),
     )  # fmt: skip
-    watched = pytree.map(lambda f: averaged("forces", f, leaves_of(f), found[0]), found[1])
-    return (found[0], watched, *found[2:])
+    energies, forces, *rest = found
+    forces = pytree.map(lambda f: averaged("forces", f, leaves_of(f), energies), forces)
+    return (energies, forces, *rest)
 
 
 @final
 class Forces:
-    """Energies and forces, as a function of tensors and of nothing but these attributes."""
+    """Energies and forces, as a function of tensors that depends on its attributes alone: what is
+    compiled."""
 
-    def __init__(self, func: Callable[..., Any], hessian: bool, given: Settings) -> None:
-        self.func, self.hessian, self.given = func, hessian, given
+    def __init__(self, func: Callable[..., Any], hessian: bool, options: CheckedOptions) -> None:
+        self.func, self.hessian, self.options = func, hessian, options
 
     def __call__(
         self, positions: Any, args: tuple[Any, ...], batch: Any, numbers: Any = None
     ) -> tuple[Any, ...]:
-        """numbers: none are drawn; where they are given, what is computed was looked at before."""
+        """(E, F) or (E, F, H). numbers: given in a graph, where an eager run with checks came before;
+        no random numbers are drawn."""
         with nullcontext() if numbers is None else value_checks_off():
-            return self._computed(positions, args, batch)
+            return self._evaluate(positions, args, batch)
 
-    def _computed(self, positions: Any, args: tuple[Any, ...], batch: Any) -> tuple[Any, ...]:
-        given = self.given._replace(batch=batch)
-        with input_vjp_at("forces", self.func, positions, args, given, per_sample=False) as point:
-            functional = transforms_active()
-            if not functional:
+    def _evaluate(self, positions: Any, args: tuple[Any, ...], batch: Any) -> tuple[Any, ...]:
+        options = self.options._replace(batch=batch)
+        in_transform = transforms_active()
+        with input_vjp(self.func, positions, args, options, per_sample=False) as point:
+            check = point.create_graph and not in_transform and value_checks_on()
+            if not in_transform:
                 point.samples = _structures(point, batch)
-                look = point.wanted and point.samples is not None and not self.hessian
-                if look and value_checks_on():
-                    batch_dependence.check_batch_dependence(point)
-            gradient = point.pull(None, graph=True if self.hessian else None)
-            found: tuple[Any, ...] = (point.y, point.at([-g for g in gradient]))
+                if check and point.samples is not None and not self.hessian:
+                    check_batch_dependence(point)
+            gradient = point.vjp(None, create_graph=True if self.hessian else None)
+            found: tuple[Any, ...] = (point.y, point.tree([-g for g in gradient]))
             if self.hessian:
                 found = (*found, _hessian(point, gradient, batch))
-            if (
-                point.wanted
-                and not functional
-                and value_checks_on()
-                and not _reach(gradient, point)
+            if check and not any(
+                g.requires_grad and depends_on_any(g, point.trainable) for g in gradient
             ):
                 warn(
-                    "forces: expected forces that depend on parameters that learn, got forces that do "
-                    "not: a loss of them trains nothing. Look for detach() or no_grad in energy, and "
-                    "for frozen layers."
+                    "forces: expected forces that depend on parameters that require grad, got forces "
+                    "that do not: a loss of them trains nothing. Look for detach() or no_grad in "
+                    "energy, and for frozen layers."
                 )
-        if functional:
+        if in_transform:
             return found
-        if point.wanted:
-            watched = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
-            return (found[0], point.at(watched), *found[2:])
+        if point.create_graph:
+            parts = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
+            return (found[0], point.tree(parts), *found[2:])
         return tuple(pytree.map_tensors(Tensor.detach, part) for part in found)
 
 
-def _learn(found: tuple[Any, ...]) -> bool:
-    return any(x.requires_grad for x in pytree.leaves(found) if isinstance(x, Tensor))
-
-
-def _only(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_penalty_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ("reduction", "micro_batch", "return_outputs"):
         if name in options:
             raise ArgumentTypeError(
                 "forces: expected options among output, batch, autocast, stand_ins, compile; got "
-                f"{name!r}, which belongs to penalties."
+                f"{name!r}, which is an option of penalties only. Leave it out."
             )
-    return dict(options)
+    return options
 
 
-def _reach(gradient: Vector, point: InputVJP) -> bool:
-    return any(g.requires_grad and depends_on_any(g, point.trainable) for g in gradient)
+def _requires_grad(found: tuple[Any, ...]) -> bool:
+    return any(x.requires_grad for x in pytree.leaves(found) if isinstance(x, Tensor))
 
 
 def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:
+    """H, of each structure by itself: [B, ..., ...], or a list for graphs."""
     if transforms_active():
         raise UnsupportedError(
-            "forces(hessian=True): expected to run outside of torch.func transforms, got a call "
+            "forces(hessian=True): expected a call outside of torch.func transforms, got one "
             "inside; use `torch.func.hessian(energy)` there."
         )
     if len(gradient) != 1:
@@ -141,13 +153,13 @@ def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Ten
             f"forces(hessian=True): expected one tensor of positions, got a tree of {len(gradient)}; "
             "pass the others after it, as arguments of energy."
         )
-    x, (g,) = point.own[0], gradient
+    x, (g,) = point.leaves[0], gradient
     if point.samples is not None:
-        _apart(point)
+        _check_independent(point)
     if index is not None:
         rows = _rows_by_structure(point, g, x, index)
-        none = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
-        return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else none for r in rows]
+        empty = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
+        return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else empty for r in rows]
     if point.samples is not None:  # structures in a batch: one row of each in every pass
         shape = x.shape[1:]
         units = torch.eye(shape.numel(), dtype=x.dtype, device=x.device)
@@ -159,8 +171,8 @@ def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Ten
 
 
 def _structures(point: InputVJP, index: Any) -> Samples | None:
-    """Which rows are of which structure, as many as there are energies; None where all are of one."""
-    y, count = point.y, len(point.own[0])
+    """Which rows belong to which structure, one for each energy; None for a single structure."""
+    y, count = point.y, len(point.leaves[0])
     if index is None:
         if not y.dim() or (y.numel() == 1 and count != 1):
             return None
@@ -168,21 +180,21 @@ def _structures(point: InputVJP, index: Any) -> Samples | None:
             raise ArgumentValueError(
                 f"forces: expected one energy, or one for each of {count} structures, got "
                 f"{validation.describe(y)}; add up energies of atoms, and where rows of positions are "
-                "atoms of several structures, pass batch=, the structure of each."
+                "atoms of several structures, pass batch=, the structure of each row."
             )
-    samples = Samples("forces", point.own, point.structure, index)
+    samples = Samples("forces", point.leaves, point.structure, index)
     if samples.count is not None and samples.count > y.numel():
         raise ArgumentValueError(
-            f"forces: batch: expected numbers below that of the energies, {y.numel()}, got "
+            f"forces: batch: expected indices below the number of energies, {y.numel()}, got "
             f"{samples.count - 1}."
         )
-    samples.told(y.numel())
+    samples.set_count(y.numel())
     return samples
 
 
-def _apart(point: InputVJP) -> None:
-    """Structures do not act on one another."""
-    if value_checks_on() and batch_dependence.is_batch_dependent(point):
+def _check_independent(point: InputVJP) -> None:
+    """Raises if the energy of one structure depends on the positions of others."""
+    if value_checks_on() and is_batch_dependent(point):
         raise ArgumentValueError(
             f"forces(hessian=True): expected {point.y.numel()} energies of structures that do not act "
             "on one another, got one that depends on the positions of others. Energies of atoms: add "
@@ -191,7 +203,7 @@ def _apart(point: InputVJP) -> None:
 
 
 def _rows_by_structure(point: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:
-    """For each structure the rows of its Hessian, one of every structure in each pass."""
+    """For each structure the rows of its Hessian, one from every structure in each pass."""
     structures = [(index == k).nonzero().reshape(-1) for k in range(point.y.numel())]
     width = x.shape[1:].numel()
     rows: list[list[Tensor]] = [[] for _ in structures]
@@ -211,8 +223,8 @@ def _product(point: InputVJP, g: Tensor, x: Tensor, unit: Tensor) -> Tensor:
     """d <g, unit> / dx."""
     if not g.requires_grad:
         return torch.zeros_like(x)
-    with point.standing_in(), translate_errors("forces"):
+    with point.backward_stand_ins(), translate_errors("forces"):
         found = torch.autograd.grad(
-            g, [x], unit, retain_graph=True, create_graph=point.wanted, allow_unused=True
+            g, [x], unit, retain_graph=True, create_graph=point.create_graph, allow_unused=True
         )
     return materialize_grads(list(found), [x])[0]

@@ -1,8 +1,13 @@
-"""A function at points, and its derivatives by the points, with the guards of both."""
+"""A function at points, its vector-Jacobian products by them, and whether gradients flow through it.
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+    J^T u = d <func(x), u> / dx        with a graph: differentiable again by the parameters
+
+This is where a penalty calls `torch.autograd.grad`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -16,156 +21,200 @@ from hoglib._core.autograd import (
     materialize_grads,
     translate_errors,
 )
-from hoglib._core.gradient_graph import graph_summary, warn_detached
-from hoglib._core.torch_internals import transforms_active, uncompiled
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.penalties import gradient_flow
-from hoglib.penalties.critic_state import (
-    as_parameters,
-    autocast_on,
-    frozen,
-    modules_kept,
-    parameters_of,
+from hoglib._core.detachment import DetachmentWatch
+from hoglib._core.gradient_graph import (
+    GraphSummary,
+    check_custom_functions,
+    graph_summary,
+    warn_detached,
 )
-from hoglib.penalties.interpolation import drawn
-from hoglib.penalties.options import Settings, picked
-from hoglib.penalties.samples import Samples, inputs
-from hoglib.stand_ins.mode import stand_ins_if
+from hoglib._core.torch_internals import transforms_active, uncompiled, watching_functions
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
+from hoglib.penalties.critic_context import (
+    autocast_devices,
+    cast_like_parameters,
+    is_frozen,
+    parameters_of,
+    restore_buffers,
+)
+from hoglib.penalties.options import CheckedOptions, select_output
+from hoglib.penalties.samples import Samples, check_points, random_like
+from hoglib.stand_ins.mode import in_module, stand_ins_if
 
 Function = Callable[..., Any]
-# What torch says of a change in place of a leaf, of a view of one, and of expanded memory.
-IN_PLACE = (
+# What torch says of an in-place operation on a leaf, on a view of one, and on expanded memory.
+IN_PLACE_ERRORS = (
     "a leaf Variable that requires grad is being used in an in-place",
     "a view of a leaf Variable that requires grad is being used in an in-place",
     "more than one element of the written-to tensor refers to a single memory location",
 )
+NOT_OF_POINTS = "what it returns does not depend on the points"
+NOT_OF_PARAMETERS = "its gradient by the points does not reach any parameter that requires grad"
 
 
+@contextmanager
+def input_vjp(
+    func: Function,
+    x: Any,
+    args: tuple[Any, ...],
+    options: CheckedOptions,
+    per_sample: bool = True,
+) -> Iterator["InputVJP"]:
+    """Evaluates func(x, *args) with gradients on, autocast off and buffers restored at the end; the
+    context holds inside, where the products are taken."""
+    validation.function(f"{options.name}: the function", func)
+    func = uncompiled(func)
+    leaves = check_points(options.name, "the points", x)
+    create_graph = torch.is_grad_enabled()
+    with ExitStack() as stack:
+        if not create_graph:
+            stack.enter_context(grad_enabled())
+        modules = stack.enter_context(restore_buffers())
+        for kind in () if options.autocast else autocast_devices(leaves):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+            x, args = cast_like_parameters(parameters_of(func), (x, args))
+        given = (*leaves, *(pytree.leaves(args) if args else ()))
+        if any(t.is_inference() for t in given if isinstance(t, Tensor)):
+            x, args = clone_inference_tensors((x, args))
+        yield InputVJP(func, x, args, options, create_graph, per_sample, modules)
+
+
+@final
 class InputVJP:
-    """A function at x: what it returned, and J^T u for cotangents u of the output that is meant.
+    """A function at points x: its output, and J^T u for cotangents u of that output.
 
-    y: that output, [N, ...]; samples: which rows of x are whose; wanted: whether gradients of the
-    penalty are, so that what is computed here has a graph.
+    leaves: what is differentiated by. outputs: all that the function returned; y: the output that the
+    option `output` selects, [N, ...]. samples: which rows of x belong to which sample. create_graph:
+    whether the products can be differentiated by `trainable`, the other leaf tensors that y depends on.
     """
 
     def __init__(
-        self, what: str, func: Function, x: Any, args: tuple[Any, ...], given: Settings,
-        wanted: bool, per_sample: bool,
-    ) -> None:  # fmt: skip
-        self.what, self.func, self.args, self.output = what, func, args, given.output
-        self.stand_ins = given.stand_ins
-        self._given, self.structure = pytree.flatten(x)
-        self.modules: list[nn.Module] = []  # those that ran
+        self,
+        func: Function,
+        x: Any,
+        args: tuple[Any, ...],
+        options: CheckedOptions,
+        create_graph: bool,
+        per_sample: bool = True,
+        modules: Sequence[nn.Module] = (),
+    ) -> None:
+        self.func, self.args, self.options, self.modules = func, args, options, modules
+        self.points, self.structure = pytree.flatten(x)
         self.samples: Samples | None = None
-        self.draws: Callable[..., Tensor] | None = None  # in the place of a generator's
         if per_sample:
-            self.samples = Samples(what, self._given, self.structure, given.batch)
-        self._functional = transforms_active()
-        self._pull: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-        self._transposed: tuple[Tensor, list[Tensor | None]] | None = None
-        if self._functional:
-            self.wanted, self.own, self.trainable, self.tells = True, self._given, [], False
-            self._pull = self._by_transform()
-            return
-        self.own = fresh_leaves(self._given, wanted)
-        self.outputs = self._run()
-        if not all(leaf.requires_grad for leaf in self.own):
-            how = "the function detaches the points in place, by detach_() or requires_grad_(False)"
-            raise gradient_flow.no_gradient_flow(what, how, func, self.at(self.own), args)
-        self.y = self._tensor(picked(self.outputs, given.output))
-        if self.samples is not None and self.samples.count == 1 and not self.y.dim():
-            self.y = self.y.reshape(1)  # of one sample, squeezed
-        self.graph = graph_summary(self.y)
-        own = {id(leaf) for leaf in self.own}
-        self.trainable = [leaf for key, leaf in self.graph.leaves.items() if key not in own]
-        self.wanted = wanted and bool(self.trainable)
-        self.tells = self.wanted and self.graph.has_user_code  # of what detaches the gradient
-        if self.tells:
-            gradient_flow.check_gradient_flow(what, self.graph)
-        elif wanted and not self.y.requires_grad and not frozen(func):
-            raise gradient_flow.no_gradient_flow(
-                what, gradient_flow.OF_X, func, self.at(self.own), args
-            )
+            self.samples = Samples(options.name, self.points, self.structure, options.batch)
+        self.draws: Callable[..., Tensor] | None = None  # replaces random_like in compiled code
+        self.transposed_graph: tuple[Tensor, list[Tensor | None]] | None = None
+        self.transform_vjp: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+        if transforms_active():
+            self._evaluate_in_transform()
+        else:
+            self._evaluate(create_graph)
 
-    def at(self, leaves: Vector) -> Any:
-        return pytree.unflatten(leaves, self.structure)
+    def _evaluate(self, create_graph: bool) -> None:
+        """Runs the function at fresh leaves, and raises if its gradient cannot flow."""
+        self.leaves = fresh_leaves(self.points, create_graph)
+        self.outputs = self._run()
+        if not all(leaf.requires_grad for leaf in self.leaves):
+            raise self.no_gradient_flow(
+                "the function detaches the points in place, by detach_() or requires_grad_(False)"
+            )
+        self.y = self._select(self.outputs)
+        if self.samples is not None and self.samples.count == 1 and not self.y.dim():
+            self.y = self.y.reshape(1)  # the score of a single sample, squeezed
+        self.graph = graph_summary(self.y)
+        own = {id(leaf) for leaf in self.leaves}
+        self.trainable = [leaf for key, leaf in self.graph.leaves.items() if key not in own]
+        self.create_graph = create_graph and bool(self.trainable)
+        self.check_functions = self.create_graph and self.graph.has_user_code
+        if self.check_functions:
+            check_gradient_flow(self.options.name, self.graph)
+        elif create_graph and not self.y.requires_grad and not is_frozen(self.func):
+            raise self.no_gradient_flow(NOT_OF_POINTS)
 
     def _run(self) -> Any:
-        """What the function returns; at copies of the points if it changes them in place, which torch
-        refuses of leaves. What has a graph behind it would be changed: always a copy."""
-        with stand_ins_if(self.stand_ins):
+        """The outputs of the function; at copies of the points if it changes them in place, which torch
+        refuses for leaves. Points that have a graph are always copied: the caller still needs them."""
+        with stand_ins_if(self.options.stand_ins):
             try:
-                points = [leaf if leaf.is_leaf else leaf.clone() for leaf in self.own]
-                return self.func(self.at(points), *self.args)
+                points = [leaf if leaf.is_leaf else leaf.clone() for leaf in self.leaves]
+                return self.func(self.tree(points), *self.args)
             except RuntimeError as error:
                 self._explain_dtypes(error)
-                if not any(said in str(error) for said in IN_PLACE):
+                if not any(text in str(error) for text in IN_PLACE_ERRORS):
                     raise
-            return self.func(self.at([leaf.clone() for leaf in self.own]), *self.args)
+            return self.func(self.tree([leaf.clone() for leaf in self.leaves]), *self.args)
 
     def _explain_dtypes(self, error: RuntimeError) -> None:
-        """Says which points are in another dtype than the parameters, if torch stumbled over one."""
+        """Raises an error that names the points in another dtype than the parameters, if torch's is one
+        about dtypes."""
         dtypes = {p.dtype for p in parameters_of(self.func) if p.is_floating_point()}
-        other = [leaf for leaf in self.own if len(dtypes) == 1 and leaf.dtype not in dtypes]
+        other = [leaf for leaf in self.leaves if len(dtypes) == 1 and leaf.dtype not in dtypes]
         if other and any(word in str(error) for word in ("dtype", "scalar type", "type (")):
             (wanted,) = dtypes
             raise ArgumentTypeError(
-                f"{self.what}: expected points in the dtype of the parameters, {wanted}, got "
-                f"{validation.describe(other[0])}; convert it with `.to({wanted})`, or stay inside the "
-                "autocast region that made it."
+                f"{self.options.name}: expected points in the dtype of the parameters, {wanted}, got "
+                f"{validation.describe(other[0])}; convert it with `.to({wanted})`, or call the "
+                "penalty inside the autocast region that made it."
             ) from error
 
-    def standing_in(self) -> AbstractContextManager[None]:
-        """The stand-ins, for backward passes that run Python which may need them."""
-        return (
-            stand_ins_if(True) if self.stand_ins and self.graph.needs_stand_ins else nullcontext()
-        )
+    def tree(self, leaves: Vector) -> Any:
+        """The leaves in the structure of the points."""
+        return pytree.unflatten(leaves, self.structure)
 
-    def pull(
-        self, cotangent: Tensor | None, keep: bool = False, graph: bool | None = None
+    def vjp(
+        self,
+        cotangent: Tensor | None,
+        retain_graph: bool = False,
+        create_graph: bool | None = None,
     ) -> Vector:
-        """J^T u, like the leaves of x; with a graph where one is wanted, or as `graph` says.
+        """J^T u, like the leaves; without a cotangent for u = 1.
 
-        cotangent None is one for every output. keep: another one follows.
+        create_graph: by default, where the penalty is differentiated.
         """
-        if self._pull is not None:
+        if self.transform_vjp is not None:
             u = torch.ones_like(self.y) if cotangent is None else cotangent
-            return list(self._pull(u))
-        grads: list[Tensor | None] = [None] * len(self.own)
+            return list(self.transform_vjp(u))
+        name = self.options.name
+        grads: list[Tensor | None] = [None] * len(self.leaves)
         if self.y.requires_grad:
-            telling = warn_detached(self.graph, self.what) if self.tells else nullcontext()
-            with self.standing_in(), translate_errors(self.what), telling:
+            watch = warn_detached(self.graph, name) if self.check_functions else nullcontext()
+            with self.backward_stand_ins(), translate_errors(name), watch:
                 grads = list(
                     torch.autograd.grad(
-                        # of a scalar torch asks no questions about shapes, which take their time
+                        # for a scalar torch skips checks of shapes, which take their time
                         self.y.sum() if cotangent is None else self.y,
-                        self.own,
+                        self.leaves,
                         cotangent,
-                        create_graph=self.wanted if graph is None else graph,
-                        retain_graph=True if keep else None,
+                        create_graph=self.create_graph if create_graph is None else create_graph,
+                        retain_graph=True if retain_graph else None,
                         allow_unused=True,
                     )
                 )
-        if self.wanted and all(g is None for g in grads):
-            raise gradient_flow.no_gradient_flow(
-                self.what, gradient_flow.OF_X, self.func, self.at(self.own), self.args
-            )
-        return materialize_grads(grads, self.own)
+        if self.create_graph and all(g is None for g in grads):
+            raise self.no_gradient_flow(NOT_OF_POINTS)
+        return materialize_grads(grads, self.leaves)
 
-    def push(self, tangents: Vector) -> Tensor:
+    def jvp(self, tangents: Vector) -> Tensor:
         """J t, like the output, without a graph: the transpose of the linear map u -> J^T u."""
         u = torch.zeros_like(self.y)
-        if self._pull is not None:
-            pulling: Any = torch.func.vjp(self._pull, u)
-            return pulling[1](tuple(tangents))[0]
-        if self._transposed is None:
+        if self.transform_vjp is not None:
+            transposed: Any = torch.func.vjp(self.transform_vjp, u)
+            return transposed[1](tuple(tangents))[0]
+        name = self.options.name
+        if self.transposed_graph is None:
             u.requires_grad_()
-            with self.standing_in(), translate_errors(self.what):
+            with self.backward_stand_ins(), translate_errors(name):
                 grads = torch.autograd.grad(
-                    self.y, self.own, u, create_graph=True, allow_unused=True
+                    self.y, self.leaves, u, create_graph=True, allow_unused=True
                 )
-            self._transposed = u, list(grads)
-        u, found = self._transposed
+            self.transposed_graph = u, list(grads)
+        u, found = self.transposed_graph
         pairs = [
             (g, t)
             for g, t in zip(found, tangents, strict=True)
@@ -173,111 +222,145 @@ class InputVJP:
         ]
         if not pairs:
             return torch.zeros_like(self.y)
-        with self.standing_in(), translate_errors(self.what):
+        with self.backward_stand_ins(), translate_errors(name):
             (product,) = torch.autograd.grad(
                 [g for g, _ in pairs], u, [t for _, t in pairs], retain_graph=True
             )
         return product
 
-    def rows(self) -> Tensor:
+    def score_gradient(self) -> Vector:
+        """The gradient of each sample's score by its own entries of x."""
+        y, count = self.y, self.count()
+        if y.numel() != count or (y.dim() and y.shape[0] != count):
+            advice = (
+                "this is one number for all samples: leave out the mean over the batch."
+                if y.dim() == 0
+                else "reduce the numbers of each sample, for instance with "
+                "`output=lambda y: y.flatten(1).mean(1)`, select another output with output=, or, if "
+                "rows of the points are parts of samples, pass batch=, the sample of each row."
+            )
+            raise ArgumentValueError(
+                f"{self.options.name}: expected one number for each of {count} samples, [{count}] or "
+                f"[{count}, 1], got {validation.describe(y)}; {advice}"
+            )
+        return self.vjp(None)
+
+    def output_rows(self) -> Tensor:
         """The output as [N, C]."""
-        y, count = self.y, self._count()
+        y, count = self.y, self.count()
         if not y.dim() or y.shape[0] != count:
             raise ArgumentValueError(
-                f"{self.what}: expected an output with a row for each of {count} samples, got "
-                f"{validation.describe(y)}; leave out the mean over the batch, or name another output "
-                "by output=."
+                f"{self.options.name}: expected an output with one row for each of {count} samples, "
+                f"got {validation.describe(y)}; leave out the mean over the batch, or select "
+                "another output with output=."
             )
         return y.reshape(count, -1)
 
-    def drawn(self, draw: Any, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-        """Random numbers like the output."""
-        return (self.draws or drawn)(draw, shape, self.y, generator)
-
-    def gradient(self) -> Vector:
-        """The gradient of each sample's score by its own entries of x."""
-        self._check_scores()
-        return self.pull(None)
-
-    def _check_scores(self) -> None:
-        """The output must be one number a sample."""
-        y, count = self.y, self._count()
-        if y.numel() != count or (y.dim() and y.shape[0] != count):
-            raise ArgumentValueError(
-                f"{self.what}: expected one number for each of {count} samples, [{count}] or "
-                f"[{count}, 1], got {validation.describe(y)}; "
-                + (
-                    "it is one for all of them: leave out the mean over the batch."
-                    if y.dim() == 0
-                    else "reduce what belongs to a sample, for instance with "
-                    "`output=lambda y: y.flatten(1).mean(1)`, name another output by output=, or, if "
-                    "rows of the points are parts of samples, say by batch= which sample each is of."
-                )
-            )
-
-    def squares(self, grads: Vector) -> Tensor:
+    def squared_norms(self, grads: Vector) -> Tensor:
+        """|g_n|^2 of each sample: [N]."""
         assert self.samples is not None
-        return self.samples.squares(grads)
+        return self.samples.squared_norms(grads)
 
-    def _count(self) -> int:
+    def count(self) -> int:
+        """The number of samples, N."""
         assert self.samples is not None
         if self.y.dim():
-            self.samples.told(len(self.y))
+            self.samples.set_count(len(self.y))
         assert self.samples.count is not None
         return self.samples.count
 
-    def _tensor(self, y: Any) -> Tensor:
+    def random(self, sampler: Any, shape: tuple[int, ...]) -> Tensor:
+        """Random numbers like the output, from the generator."""
+        if self.draws is not None:
+            return self.draws(self.y, sampler, shape, self.options.generator)
+        return random_like(self.y, sampler, shape, self.options.generator)
+
+    def backward_stand_ins(self) -> AbstractContextManager[None]:
+        """The stand-ins, for backward passes that run Python code, which may call what they replace."""
+        use = self.options.stand_ins and self.graph.needs_stand_ins
+        return stand_ins_if(True) if use else nullcontext()
+
+    def no_gradient_flow(self, reason: str) -> NoSecondDerivative:
+        """The error of a penalty at these points that has no effect."""
+        x = self.tree(self.leaves)
+        return no_gradient_flow(self.options.name, reason, self.func, x, self.args)
+
+    def _select(self, outputs: Any) -> Tensor:
+        """The output that is differentiated, checked."""
+        y = select_output(outputs, self.options.output)
         if not isinstance(y, Tensor) or not y.is_floating_point():
             raise ArgumentTypeError(
-                f"{self.what}: expected a function that returns a real floating-point tensor, got "
-                f"{validation.describe(y)}; name the output that is meant by output=."
+                f"{self.options.name}: expected a function that returns a real floating-point "
+                f"tensor, got {validation.describe(y)}; select an output with output=."
             )
         return y
 
-    def _by_transform(self) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """Inside torch.func transforms, where autograd.grad sees nothing."""
+    def _evaluate_in_transform(self) -> None:
+        """Inside torch.func transforms, whose levels autograd.grad does not see: by torch.func.vjp."""
 
         def function(*leaves: Tensor) -> tuple[Tensor, Any]:
-            with stand_ins_if(self.stand_ins):
-                outputs = self.func(self.at(list(leaves)), *self.args)
-            y = self._tensor(picked(outputs, self.output))
-            return y, outputs
+            with stand_ins_if(self.options.stand_ins):
+                outputs = self.func(self.tree(list(leaves)), *self.args)
+            return self._select(outputs), outputs
 
-        pulling: Any = torch.func.vjp(function, *self._given, has_aux=True)
-        self.y, pull, self.outputs = pulling
+        self.leaves, self.trainable = self.points, []
+        self.create_graph, self.check_functions = True, False
+        evaluated: Any = torch.func.vjp(function, *self.points, has_aux=True)
+        self.y, vjp, self.outputs = evaluated
 
-        def back(u: Tensor) -> tuple[Tensor, ...]:
-            with stand_ins_if(self.stand_ins):
-                found: tuple[Tensor, ...] = pull(u)
+        def vjp_with_stand_ins(u: Tensor) -> tuple[Tensor, ...]:
+            with stand_ins_if(self.options.stand_ins):
+                found: tuple[Tensor, ...] = vjp(u)
             return found
 
-        return back
+        self.transform_vjp = vjp_with_stand_ins
 
 
-@contextmanager
-def input_vjp_at(
-    what: str,
-    func: Function,
-    x: Any,
-    args: tuple[Any, ...],
-    given: Settings,
-    per_sample: bool = True,
-) -> Iterator[InputVJP]:
-    """A function at x under the conditions of a penalty, which hold inside."""
-    validation.function(f"{what}: the function", func)
-    func = uncompiled(func)
-    leaves = inputs(what, "the points", x)
-    wanted = torch.is_grad_enabled()
-    with ExitStack() as stack:
-        if not wanted:
-            stack.enter_context(grad_enabled())
-        modules = stack.enter_context(modules_kept())
-        for kind in () if given.autocast else autocast_on(leaves):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-            x, args = as_parameters(parameters_of(func), (x, args))
-        given_too = pytree.leaves(args) if args else ()
-        if any(t.is_inference() for t in (*leaves, *given_too) if isinstance(t, Tensor)):
-            x, args = clone_inference_tensors((x, args))
-        point = InputVJP(what, func, x, args, given, wanted, per_sample)
-        point.modules = modules
-        yield point
+def check_gradient_flow(name: str, graph: GraphSummary) -> None:
+    """Raises for a custom Function that detaches its gradient, and for compiled code, which has no
+    second derivative; warns of a Function that may detach it."""
+    if graph.has_compiled_code:
+        raise UnsupportedError(
+            f"{name}: expected operations that torch can differentiate twice, got a part that "
+            "torch.compile made, which it cannot. Compile the critic as a whole (a penalty then "
+            "runs its original code), or call that part inside "
+            "`torch.compiler.set_stance('force_eager')`."
+        )
+    try:
+        check_custom_functions(graph, name)
+    except NoSecondDerivative as error:
+        raise NoSecondDerivative(
+            f"{name}: this penalty has no effect because its gradient is detached in a custom "
+            f"Function. {error}"
+        ) from error
+
+
+def no_gradient_flow(
+    name: str, reason: str, func: Function, x: Any, args: tuple[Any, ...]
+) -> NoSecondDerivative:
+    """The error of a penalty without effect, with the places where the gradient is detached."""
+    places = _detached_places(func, x, args)
+    where = (
+        f"The gradient is detached by {'; by '.join(places)}."
+        if places
+        else "No call detaches it: the modules that the points go through are frozen, or the gradient "
+        "by the points is the same for all values of the parameters."
+    )
+    return NoSecondDerivative(
+        f"{name}: this penalty has no effect because {reason}. {where} Change that, or compute the "
+        "penalty under torch.no_grad() if only its value is needed."
+    )
+
+
+def _detached_places(func: Function, x: Any, args: tuple[Any, ...]) -> list[str]:
+    """Where a call of the function detaches; else its Functions, whose backward may."""
+    with DetachmentWatch(module=in_module) as watch, suppress(Exception):
+        with watching_functions(lambda function, given: None) as applying:
+            watch.applying = applying
+            result = func(x, *args)
+        places = [str(detached) for detached in watch.detached]
+        if not places and isinstance(result, Tensor):
+            functions = [entry.function for entry in graph_summary(result).user_functions]
+            places = [f"the backward of {f.__qualname__}" for f in functions if f is not None]
+        return list(dict.fromkeys(places))
+    return []

@@ -5,36 +5,60 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector
 from hoglib._core.norms import root
 from hoglib._core.torch_internals import uncompiled
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.critics import _half_square
-from hoglib.penalties.input_vjp import InputVJP
-from hoglib.penalties.options import Options
-from hoglib.penalties.samples import inputs
+from hoglib.penalties.critics import half_squared_gradient
+from hoglib.penalties.input_vjp import Function, InputVJP
+from hoglib.penalties.options import Options, check_options
+from hoglib.penalties.samples import check_points
 from hoglib.penalties.terms import penalty
 
-Func = Callable[..., Any]
 
-
-def input_gradient(loss: Func, x: Any, *args: Any, **options: Unpack[Options]) -> Any:
+def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options]) -> Any:
     r"""Double backpropagation: the squared gradient of each sample's loss by its inputs, halved.
 
         1/N sum_n |grad_x L(x_n)|^2 / 2
 
-    loss(x, *args) returns one loss a sample, [N]: a criterion with reduction="none", for instance
-    `lambda x, y: F.cross_entropy(model(x), y, reduction="none")`. Shapes, options, errors and warnings
-    as for `wgan_gp`; with return_outputs=True the losses come too.
-    Source: Drucker and LeCun, Improving Generalization Performance Using Double Backpropagation, 1992.
+    Warns if the losses of samples depend on one another (BatchNorm).
+
+    Args:
+        loss: L, called as loss(x, *args); it returns one loss per sample: a criterion with
+            reduction="none", for instance `lambda x, y: F.cross_entropy(model(x), y,
+            reduction="none")`.
+        x: Inputs: a tensor or any tree of tensors.
+        *args: Further arguments of the loss, such as labels.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, losses) with
+        ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - x: [N, ...]; with ``batch=index`` [rows, ...], the rows being parts of samples
+        - losses: [N] or [N, 1]
+    References:
+        Drucker and LeCun, Improving Generalization Performance Using Double Backpropagation, 1992.
+    Example:
+        >>> x, y = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> loss = lambda x, y: F.mse_loss(x, y, reduction="none")  # its gradient is 2 x
+        >>> hog.penalties.input_gradient(loss, x, y)
+        tensor(10.)
     """
-    return penalty("input_gradient", loss, x, args, _half_square, options)
+    return penalty(loss, x, args, half_squared_gradient, check_options("input_gradient", options))
 
 
 def jacobian(
-    func: Func,
+    func: Function,
     x: Any,
     *args: Any,
     num_projections: int | None = 1,
@@ -46,30 +70,54 @@ def jacobian(
         1/N sum_n |J_n|_F^2 / 2                            exactly, num_projections=None: C passes
         1/N sum_n C/P sum_p |v_p^T J_n|^2 / 2              without bias, P = num_projections passes
 
-    J_n = d func(x_n) / d x_n, C outputs a sample; v_p are orthonormal random directions of the outputs,
-    drawn by generator for each sample. From P = C on it is exact.
+    J_n = d func(x_n) / d x_n, with C outputs per sample; v_p are orthonormal random directions of the
+    outputs, drawn for each sample. From P = C on it is exact. Warns if the outputs of samples depend on
+    one another (BatchNorm).
 
-    Shapes: x as real of `wgan_gp`; func(x, *args) returns [N, ...]. Options, errors and warnings as
-    for `wgan_gp`; with return_outputs=True the outputs come too.
-    Source: Hoffman, Roberts and Yaida, Robust Learning with Jacobian Regularization, 2019, eq. 9, 12.
+    Args:
+        func: A function that is called as func(x, *args) and returns one row per sample.
+        x: Inputs: a tensor or any tree of tensors.
+        *args: Further arguments of the function.
+        num_projections: P, the number of random directions; None for the exact norm. Default: 1.
+        generator: Draws the directions. Default: torch's own generator.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs) with
+        ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - x: [N, ...]; with ``batch=index`` [rows, ...], the rows being parts of samples
+        - outputs: [N, ...]
+    References:
+        Hoffman, Roberts and Yaida, Robust Learning with Jacobian Regularization, 2019, eq. 9, 12.
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0]])
+        >>> hog.penalties.jacobian(torch.square, x, num_projections=None)  # (2^2 + 4^2) / 2
+        tensor(10.)
     """
-    _projections(num_projections)
-    validation.generator(generator)
+    _check_projections(num_projections)
 
     def rule(point: InputVJP) -> Tensor:
-        y = point.rows()
-        directions, factor = _directions(point, num_projections, generator)
+        y = point.output_rows()
+        directions, factor = _directions(point, num_projections)
         total = y.new_zeros(len(y))
         for k, u in enumerate(directions):
-            grads = point.pull(u.view_as(point.y), keep=k + 1 < len(directions))
-            total = total + point.squares(grads)
+            last = k + 1 == len(directions)
+            grads = point.vjp(u.view_as(point.y), retain_graph=not last)
+            total = total + point.squared_norms(grads)
         return total * (factor / 2)
 
-    return penalty("jacobian", func, x, args, rule, options, generator)
+    return penalty(func, x, args, rule, check_options("jacobian", options, generator))
 
 
 def sobolev(
-    func: Func,
+    func: Function,
     x: Any,
     derivatives: Any,
     *args: Any,
@@ -80,17 +128,45 @@ def sobolev(
     r"""Sobolev training: the squared distance of the derivatives by the inputs from given ones.
 
         1/N sum_n |J_n - D_n|_F^2                          J_n = d func(x_n) / d x_n
+        1/N sum_n C/P sum_p |v_p^T (J_n - D_n)|^2          with P = num_projections directions v_p
 
-    derivatives is D: like x where func returns one number a sample; else for each x [N, ...] a tensor
-    [N, *outputs, ...], the layout of `torch.func.jacrev` of one sample. With num_projections, as in
-    `jacobian`, C/P sum_p |v_p^T (J_n - D_n)|^2 in the place of the norm.
+    The directions are those of :func:`jacobian`. Warns if the outputs of samples depend on one another
+    (BatchNorm).
 
-    Shapes, options, errors and warnings as for `jacobian`.
-    Source: Czarnecki et al., Sobolev Training for Neural Networks, 2017, eq. 1, 4.
+    Args:
+        func: A function that is called as func(x, *args) and returns one row per sample.
+        x: Inputs: a tensor or any tree of tensors.
+        derivatives: D, with the structure of x: for each tensor the layout of `torch.func.jacrev`
+            of one sample, or the tensor's own where func returns one number per sample.
+        *args: Further arguments of the function.
+        num_projections: P, the number of random directions; None for the exact norm. Default: None.
+        generator: Draws the directions. Default: torch's own generator.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs) with
+        ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - x: [N, ...]; outputs: [N, \*outputs]
+        - derivatives: [N, \*outputs, ...], or [N, ...] for one output per sample
+    References:
+        Czarnecki et al., Sobolev Training for Neural Networks, 2017, eq. 1, 4.
+    Example:
+        >>> x = torch.tensor([[1.0], [2.0]])
+        >>> hog.penalties.sobolev(torch.square, x, 2 * x)
+        tensor(0.)
+        >>> hog.penalties.sobolev(torch.square, x, torch.zeros(2, 1))
+        tensor(10.)
     """
-    _projections(num_projections)
-    validation.generator(generator)
-    inputs("sobolev", "derivatives", derivatives)
+    _check_projections(num_projections)
+    checked = check_options("sobolev", options, generator)
+    check_points("sobolev", "derivatives", derivatives)
     if pytree.flatten(derivatives)[1] != pytree.flatten(x)[1]:
         raise ArgumentValueError(
             f"sobolev: expected derivatives with the structure of x ({len(pytree.leaves(x))} tensors), "
@@ -99,34 +175,35 @@ def sobolev(
 
     func = uncompiled(func)
 
-    # the derivatives go along with the other arguments, and so into the same pieces as x
-    def without(x: Any, derivatives: Any, *rest: Any) -> Any:
+    # derivatives are an argument, so that micro-batches split them like x
+    def ignoring_derivatives(x: Any, derivatives: Any, *rest: Any) -> Any:
         return func(x, *rest)
 
-    without.__wrapped__ = func  # type: ignore[attr-defined]
+    ignoring_derivatives.__wrapped__ = func  # type: ignore[attr-defined]
 
     def rule(point: InputVJP) -> Tensor:
-        y = point.rows()
-        wanted = pytree.leaves(point.args[0])
-        _like_jacobians(point, wanted)
+        y = point.output_rows()
+        given = pytree.leaves(point.args[0])
+        _check_jacobian_shapes(point, given)
         assert point.samples is not None
         indices = point.samples.index
-        directions, factor = _directions(point, num_projections, generator)
+        directions, factor = _directions(point, num_projections)
         total = y.new_zeros(len(y))
         for k, u in enumerate(directions):
-            grads = point.pull(u.view_as(point.y), keep=k + 1 < len(directions))
-            apart = [
-                g - _directed(d, u if index is None else u[index], g)
-                for g, d, index in zip(grads, wanted, indices, strict=True)
+            last = k + 1 == len(directions)
+            grads = point.vjp(u.view_as(point.y), retain_graph=not last)
+            errors = [
+                g - _project(d, u if index is None else u[index], g)
+                for g, d, index in zip(grads, given, indices, strict=True)
             ]
-            total = total + point.squares(apart)
+            total = total + point.squared_norms(errors)
         return total * factor
 
-    return penalty("sobolev", without, x, (derivatives, *args), rule, options, generator)
+    return penalty(ignoring_derivatives, x, (derivatives, *args), rule, checked)
 
 
 def lipschitz(
-    func: Func,
+    func: Function,
     x: Any,
     *args: Any,
     bound: float = 1.0,
@@ -138,81 +215,107 @@ def lipschitz(
 
         1/N sum_n max(0, s_n - K)^2        s_n = |J_n|_2,  J_n = d func(x_n) / d x_n
 
-    K is bound. With one output a sample s_n is the norm of the gradient. Otherwise it is found by
-    num_iterations steps of power iteration on J^T J, two passes each, started at random by generator:
-    from below, and the closer the further the second singular value lies; or exactly, with
-    num_iterations=None, from all C rows of J.
+    With one output per sample s_n is the norm of the gradient. Otherwise it is found by power iteration
+    on J^T J, two passes a step, from a random start: from below, and the closer the further away the
+    second singular value is. Warns if the outputs of samples depend on one another (BatchNorm).
 
-    Shapes, options, errors and warnings as for `jacobian`.
-    Source: Yoshida and Miyato, Spectral Norm Regularization, 2017, section 3; one-sided: Petzka,
-    Fischer and Lukovnikov, On the Regularization of Wasserstein GANs, 2018, eq. 8.
+    Args:
+        func: A function that is called as func(x, *args) and returns one row per sample.
+        x: Inputs: a tensor or any tree of tensors.
+        *args: Further arguments of the function.
+        bound: K, the spectral norm up to which nothing is penalised. Default: 1.
+        num_iterations: Steps of power iteration; None for the exact norm from all C rows of J.
+            Default: 10.
+        generator: Draws the start of power iteration. Default: torch's own generator.
+        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+            (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
+            on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
+            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+    Returns:
+        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs) with
+        ``return_outputs=True``.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
+        NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
+            message names the call or the Function that detaches the gradient.
+    Shape:
+        - x: [N, ...]; with ``batch=index`` [rows, ...], the rows being parts of samples
+        - outputs: [N, ...]
+    References:
+        Yoshida and Miyato, Spectral Norm Regularization, 2017, section 3. One-sided: Petzka, Fischer
+        and Lukovnikov, On the Regularization of Wasserstein GANs, 2018, eq. 8.
+    Example:
+        >>> scale = lambda x: x * torch.tensor([2.0, 3.0])
+        >>> hog.penalties.lipschitz(scale, torch.ones(1, 2), num_iterations=None)  # (3 - 1)^2
+        tensor(4.)
     """
-    k = validation.number("bound", bound, minimum=0.0)
+    limit = validation.number("bound", bound, minimum=0.0)
     if num_iterations is not None:
         validation.at_least("num_iterations", num_iterations, 1)
-    validation.generator(generator)
 
     def rule(point: InputVJP) -> Tensor:
-        y = point.rows()
+        y = point.output_rows()
         if y.shape[1] == 1:
-            norms = root(point.squares(point.gradient()))
+            norms = root(point.squared_norms(point.score_gradient()))
         elif num_iterations is None:
             norms = _spectral_norms(point)
         else:
-            u = _leading(point, num_iterations, generator)
-            norms = root(point.squares(point.pull(u.view_as(point.y))))
-        return (norms - k).relu().square()
+            u = _leading_singular_vectors(point, num_iterations)
+            norms = root(point.squared_norms(point.vjp(u.view_as(point.y))))
+        return (norms - limit).relu().square()
 
-    return penalty("lipschitz", func, x, args, rule, options, generator)
+    return penalty(func, x, args, rule, check_options("lipschitz", options, generator))
 
 
-def _projections(count: int | None) -> None:
+def _check_projections(count: int | None) -> None:
     if count is not None:
         validation.at_least("num_projections", count, 1)
 
 
-def _like_jacobians(point: InputVJP, wanted: Vector) -> None:
-    """Derivatives have the shape of x for one output a sample, else the outputs' shape in each row."""
+def _check_jacobian_shapes(point: InputVJP, given: Vector) -> None:
+    """Derivatives have the shape of x for one output per sample, else the outputs' shape in each
+    row."""
     y = point.y
     single = y.numel() == len(y)
-    for name, leaf, d in zip(pytree.paths(point.at(point.own)), point.own, wanted, strict=True):
+    for path, leaf, d in zip(
+        pytree.paths(point.tree(point.leaves)), point.leaves, given, strict=True
+    ):
         shapes = [torch.Size((len(leaf), *y.shape[1:], *leaf.shape[1:]))] + [leaf.shape] * single
         if d.shape not in shapes:
             raise ArgumentValueError(
-                f"sobolev: derivatives{f'[{name!r}]' if name else ''}: expected shape "
+                f"sobolev: derivatives{f'[{path!r}]' if path else ''}: expected shape "
                 f"{tuple(shapes[-1])}, got {tuple(d.shape)}."
             )
 
 
-def _directed(derivative: Tensor, u: Tensor, like: Tensor) -> Tensor:
+def _project(derivative: Tensor, u: Tensor, like: Tensor) -> Tensor:
     """u^T D for each row of a leaf: [rows, C] and [rows, C, ...], like its gradient."""
     size = like.shape[1:].numel()
     d = derivative.reshape(*u.shape, size).to(like)
     return torch.einsum("nc,ncd->nd", u.to(like), d).view_as(like)
 
 
-def _directions(
-    point: InputVJP, count: int | None, generator: torch.Generator | None
-) -> tuple[Sequence[Tensor], float]:
+def _directions(point: InputVJP, count: int | None) -> tuple[Sequence[Tensor], float]:
     """Directions of the outputs [N, C], each of length one, and the weight of a square: C / P."""
-    y = point.rows()
+    y = point.output_rows()
     outputs = y.shape[1]
     if count is None or count >= outputs:
         return [e.expand_as(y) for e in torch.eye(outputs, dtype=y.dtype, device=y.device)], 1.0
-    v = point.drawn(torch.randn, (len(y), outputs, count), generator)
-    basis = torch.linalg.qr(v)[0] if count > 1 else torch.nn.functional.normalize(v, dim=1)
+    v = point.random(torch.randn, (len(y), outputs, count))
+    basis = torch.linalg.qr(v)[0] if count > 1 else F.normalize(v, dim=1)
     return basis.to(y).unbind(2), outputs / count
 
 
 def _spectral_norms(point: InputVJP) -> Tensor:
     """The largest singular value of each sample's Jacobian, from all of its rows."""
+    y = point.output_rows()
     rows: list[Vector] = [
-        point.pull(e.expand_as(point.rows()).view_as(point.y), keep=True)
-        for e in torch.eye(point.rows().shape[1]).to(point.y)
+        point.vjp(e.expand_as(y).view_as(point.y), retain_graph=True)
+        for e in torch.eye(y.shape[1]).to(point.y)
     ]
     samples = point.samples
     assert samples is not None
-    if samples.graphs:
+    if samples.has_index:
         gram = [
             [samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in rows] for p in rows
         ]
@@ -223,19 +326,18 @@ def _spectral_norms(point: InputVJP) -> Tensor:
 
 
 def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: Any) -> Tensor:
-    """The norms of matrices, not finite, and with such a gradient, where one is not. LAPACK raises of
-    it, but an overflow in half precision must reach the gradient scaler."""
+    """The norms of matrices; a norm and gradient that are not finite for a matrix that is not. LAPACK
+    raises for such a matrix, but an overflow in half precision must reach the gradient scaler."""
     finite = matrices.detach().isfinite().flatten(1).all(1)
     norms = norm(torch.where(finite[:, None, None], matrices, 0), *args)
     return torch.where(finite, norms, matrices.abs().sum((1, 2)))
 
 
-def _leading(point: InputVJP, steps: int, generator: torch.Generator | None) -> Tensor:
+def _leading_singular_vectors(point: InputVJP, steps: int) -> Tensor:
     """The leading left singular vector of each sample's Jacobian, [N, C], by power iteration."""
-    y = point.rows()
-    u = point.drawn(torch.randn, tuple(y.shape), generator).to(y)
-    u = torch.nn.functional.normalize(u, dim=1)
+    y = point.output_rows()
+    u = F.normalize(point.random(torch.randn, tuple(y.shape)).to(y), dim=1)
     for _ in range(steps):
-        right = point.pull(u.view_as(point.y), keep=True, graph=False)
-        u = torch.nn.functional.normalize(point.push(right).reshape(y.shape), dim=1)
+        right = point.vjp(u.view_as(point.y), retain_graph=True, create_graph=False)
+        u = F.normalize(point.jvp(right).reshape(y.shape), dim=1)
     return u

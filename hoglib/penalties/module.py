@@ -3,7 +3,7 @@
 import inspect
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from hoglib.capture.capturing import runs_elsewhere
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.penalties import critics, jacobians
 from hoglib.penalties import parameters as parameter_penalties
-from hoglib.penalties.options import Settings, settings
+from hoglib.penalties.options import OPTION_NAMES, check_options
 
 # Which of (real, fake) each kind is given before the other arguments.
 REAL, FAKE, BOTH = "real", "fake", "both"
@@ -32,28 +32,42 @@ KINDS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@final
 class GradientPenalty(nn.Module):
-    r"""A penalty of `hoglib.penalties` with its weight, every step or lazily.
+    r"""A penalty of `hoglib.penalties` with its weight, at every step or lazily.
 
         penalty(critic, real, fake, *args) = weight * kind(critic, real, fake, *args)
         lazily, in training mode           = every * that at every `every`-th call, and 0 at the others
 
-    so that its mean over calls is the same whatever `every` is. The first call computes it. In eval
-    mode and under no_grad it is computed at every call, at its own size, and no call is counted. The
-    number of calls is in `state_dict`, so a resumed run goes on in the same rhythm. With Adam, Karras
-    et al. also scale the learning rate and betas by c = every / (every + 1): lr c, beta^c.
+    so that its mean over calls is the same for any `every`. The first call computes it. In eval
+    mode and under no_grad it is computed at every call, at its own size, and the call is not
+    counted. The number of calls is in `state_dict`, so that a resumed run continues the schedule.
+    With Adam, Karras et al. also scale the learning rate and betas by c = every / (every + 1): lr
+    c, beta^c.
 
-    kind: the name of a function of `hoglib.penalties`; options: its own options and those that all
-    share, such as {target: 0.5} or {num_projections: 3}; micro_batch, autocast, output, compile as
-    there. Kinds
-    that need only real samples ignore fake; r2 ignores real. What comes after fake is handed on:
-    labels to the critic, and for "sobolev" the derivatives first. For "jacobian" and the like `critic`
-    is any function and `real` its inputs; for "parameter_gradient" a loss and its parameters.
-    Further keywords of a call (generator=, batch=) go to the function.
-
-    Raises TypeError and ValueError for arguments of the wrong kind; what the function raises.
-    Source of the schedule: Karras et al., Analyzing and Improving the Image Quality of StyleGAN, 2020,
-    section 3.1 and appendix B.
+    Args:
+        kind: The name of a function of `hoglib.penalties`. Default: "wgan_gp".
+        weight: What the penalty is multiplied by. Default: 10.
+        every: How many calls there are for one penalty. Default: 1.
+        micro_batch: How many samples are processed at once. Default: all.
+        autocast: Whether autocast stays on where the caller is under it. Default: False.
+        output: Which of several outputs of the critic is differentiated: a position, a key or the
+            name of an attribute. Default: the first.
+        compile: Whether the penalty and its gradients are computed by one compiled graph; "eager"
+            runs the graph without compiling it. Default: False.
+        options: Further options of the function and of :class:`Options`, such as {"target": 0.5} or
+            {"num_projections": 3}.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For arguments of the wrong kind; calls raise what the
+            function raises.
+    References:
+        The schedule: Karras et al., Analyzing and Improving the Image Quality of StyleGAN, 2020,
+        section 3.1 and appendix B.
+    Example:
+        >>> penalty = hog.GradientPenalty(kind="r1", weight=10.0, every=2)
+        >>> real = torch.tensor([[1.0]])
+        >>> [penalty(torch.square, real).item() for _ in range(3)]  # 2 * 10 * |2 x|^2 / 2
+        [40.0, 0.0, 40.0]
     """
 
     def __init__(
@@ -83,48 +97,62 @@ class GradientPenalty(nn.Module):
         }  # fmt: skip
         given = {key: value for key, value in chosen.items() if value is not None}
         self.options = {**(options or {}), **given}
-        known = _options_of(self.kind)
+        known = _option_names(self.kind)
         for name in self.options:
             if name not in known:
                 raise ArgumentTypeError(
-                    f"options: expected those of hoglib.penalties.{self.kind}, {', '.join(known)}, got "
-                    f"{name!r}."
+                    f"options: expected options of hoglib.penalties.{self.kind}, "
+                    f"{', '.join(known)}; got {name!r}."
                 )
-        self._returns_a_scalar(self.options)
-        shared = {k: v for k, v in self.options.items() if k in Settings._fields}
+        self._check_returns_scalar(self.options)
+        shared = {k: v for k, v in self.options.items() if k in OPTION_NAMES}
         if self.kind != "parameter_gradient":
-            settings(f"hoglib.penalties.{self.kind}", shared)
-        # not as a number, which would be a constant of any graph that this module is a part of
+            check_options(f"hoglib.penalties.{self.kind}", shared)
+        # not a Python number, which would be a constant of a graph that this module is a part of
         self._calls = array("q", [0])
 
     @property
     def calls(self) -> int:
-        """How many calls were counted."""
+        """The number of calls that were counted."""
         return self._calls[0]
 
     def forward(
         self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
     ) -> Tensor:
-        self._returns_a_scalar(options)
+        """The penalty times its weight, by the schedule.
+
+        Args:
+            critic: The critic; for "jacobian" and the like any function, for "parameter_gradient"
+                a loss.
+            real: Real samples, the inputs, or for "parameter_gradient" the parameters; r2 ignores them.
+            fake: Generated samples; kinds that need only real samples ignore them.
+            *args: Further arguments of the function: labels, and for "sobolev" the derivatives first.
+            **options: Further keywords of the function, such as generator= and batch=.
+        Returns:
+            The penalty, a scalar.
+        """
+        self._check_returns_scalar(options)
         factor = self.factor()
         if not factor and self.weight:
             return _zero(real, fake)
         return self.value(critic, real, fake, *args, **options) * factor
 
     def factor(self) -> float:
-        """Counts a call where calls are counted, and says what the penalty is multiplied by in it: the
-        weight, or lazily 0 or every times the weight."""
+        """Counts a call, in training mode with gradients on.
+
+        Returns:
+            What the penalty is multiplied by in this call: the weight, or lazily 0 or every * weight.
+        """
         if not (self.training and torch.is_grad_enabled()):
             return self.weight
-        if (
-            runs_elsewhere()
-        ):  # what is captured, and compared with that, is not a call of a training
+        if runs_elsewhere():  # a capture, and the run that checks it, are no training steps
             if self.every > 1:
                 raise UnsupportedError(
-                    f"GradientPenalty(every={self.every}): expected to run outside of what is "
-                    "compiled, since a graph counts no calls: it would hold the penalty always, or "
-                    "never. Call penalty.factor() outside, pass the number to what is compiled, where "
-                    "`penalty.value(critic, real, fake)` is multiplied by it, or left out for 0."
+                    f"GradientPenalty(every={self.every}): expected a call outside of compiled "
+                    "code, since a graph counts no calls: it would compute the penalty always or "
+                    "never. Call penalty.factor() outside, pass the number to the compiled "
+                    "function, and there multiply `penalty.value(critic, real, fake)` by it, or "
+                    "leave it out for 0."
                 )
             return self.weight
         self._calls[0] += 1
@@ -133,7 +161,17 @@ class GradientPenalty(nn.Module):
     def value(
         self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
     ) -> Tensor:
-        """The penalty by itself, without weight and schedule."""
+        """The penalty by itself, without weight and schedule.
+
+        Args:
+            critic: The critic, or the function of the kind.
+            real: Real samples, or the inputs of the function.
+            fake: Generated samples, for kinds that need them.
+            *args: Further arguments of the function.
+            **options: Further keywords of the function.
+        Returns:
+            The penalty, a scalar.
+        """
         function, given = KINDS[self.kind]
         if given != REAL and fake is None:
             raise ArgumentTypeError(
@@ -149,35 +187,42 @@ class GradientPenalty(nn.Module):
         value: Tensor = function(critic, *points, *args, **{**self.options, **options})
         return value
 
-    def _returns_a_scalar(self, options: Mapping[str, Any]) -> None:
+    def _check_returns_scalar(self, options: Mapping[str, Any]) -> None:
         for name in ("return_outputs", "reduction"):
             if options.get(name, "mean") not in ("mean", "sum", False):
                 raise ArgumentValueError(
-                    f"options: expected none that changes what is returned, got {name}="
+                    f"options: expected options with which a scalar is returned, got {name}="
                     f"{options[name]!r}; call hoglib.penalties.{self.kind} for that."
                 )
 
     def get_extra_state(self) -> Tensor:
+        """The number of calls, for `state_dict`."""
         return torch.tensor(self.calls)
 
     def set_extra_state(self, state: Any) -> None:
+        """Continues the schedule of a `state_dict`.
+
+        Args:
+            state: The number of calls.
+        """
         self._calls[0] = int(state)
 
     def extra_repr(self) -> str:
+        """Kind, weight, schedule and options."""
         more = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"kind={self.kind!r}, weight={self.weight:g}, every={self.every}{more}"
 
 
-def _options_of(kind: str) -> list[str]:
+def _option_names(kind: str) -> list[str]:
     """The keywords of a kind's function, and those that all penalties of inputs share."""
     parameters = inspect.signature(KINDS[kind][0]).parameters.values()
     own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
     shares = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    return [*own, *(Settings._fields if shares else ())]
+    return [*own, *(OPTION_NAMES if shares else ())]
 
 
 def _zero(*trees: Any) -> Tensor:
-    """A zero that can be added and that backward may be called on; it reaches no parameter."""
+    """A zero to be added to a loss; backward may be called on it, and reaches no parameter."""
     like = next(x for x in pytree.leaves(trees) if isinstance(x, Tensor))
     dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
     return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)

@@ -1,36 +1,55 @@
-"""What every penalty of inputs takes besides its own arguments."""
+"""The options that the penalties of inputs share: their documentation, and one check of them."""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypedDict
 
+import torch
+
 from hoglib._core import validation
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 REDUCTIONS = ("mean", "sum", "none")
+BACKENDS = ("inductor", "eager")
 Output = int | str | Callable[[Any], Any] | None
 
 
 class Options(TypedDict, total=False):
-    """The options that all penalties of inputs share.
+    r"""The keyword options that all penalties of inputs share.
 
-    reduction: "mean" over samples, their "sum", or "none": the terms, one a sample, [N].
-    output: which of several outputs the penalty is of: a position, a key or attribute, or a function of
-    what was returned; None takes the first of a tuple or list.
-    batch: for inputs whose rows are not samples (nodes of graphs, atoms): the sample that each row
-    belongs to, whole numbers [rows]; or a tree of such tensors like the inputs, None for a leaf with a
-    row a sample. One or the other is differentiated and summed up by sample.
-    autocast: False computes in the parameters' own dtype where the caller stands under autocast; True
-    leaves autocast on.
-    micro_batch: at most so many samples at once, of the inputs and of each further argument that is a
-    tensor with as many rows: their gradients are computed right away, and backward hands them on. The
-    memory is that of one piece; backward(create_graph=True) is refused.
-    stand_ins: run inside `hoglib.second_order()`.
-    compile: True computes it and its gradients as one graph, captured and compiled once for each
-    signature (`hoglib.compile`; "eager" runs the graph without compiling it). Functions made anew for
-    each call share graphs where their code, and the numbers and objects they hold, are the same. Where
-    no gradient is wanted (no_grad, frozen critics) and inside of transforms it is as without.
-    return_outputs: return (penalty, what the function returned at the same points), of one forward.
+        penalty = reduce_n term_n        reduce is the mean or the sum over samples n, or nothing
+
+    Args:
+        reduction: "mean" over samples, their "sum", or "none" for the terms, one per sample, [N].
+            Default: "mean".
+        output: Which of several outputs of the function is differentiated: a position, a key, the
+            name of an attribute, or a function of what was returned. Default: the first of a tuple
+            or list.
+        batch: For inputs whose rows are not samples (nodes of graphs, atoms): the index of the sample
+            that each row belongs to, integers [rows]; or a tree of such tensors with the structure
+            of the inputs, None for a leaf with one row per sample. Default: each row is a sample.
+        autocast: With False, the penalty is computed in the dtype of the parameters also where the
+            caller is under autocast; with True, autocast stays on. Default: False.
+        micro_batch: How many samples are processed at once. Gradients of each piece are computed
+            immediately and backward returns them, so that memory is that of one piece;
+            backward(create_graph=True) raises. Further arguments with as many rows as the inputs
+            are split with them. Default: all samples at once.
+        stand_ins: Whether the function runs inside :func:`hoglib.second_order`. Default: True.
+        return_outputs: Whether to return (penalty, outputs of the function at the same points),
+            from one forward pass. Default: False.
+        compile: With True, the penalty and its gradients are computed by one graph, which is
+            captured and compiled once for each signature (:func:`hoglib.compile`); "eager" runs
+            the graph without compiling it. Functions that are created anew for each call share a
+            graph if their code and the numbers and objects they hold are the same. Where no
+            gradient is needed (under no_grad, or with frozen parameters) and inside torch.func
+            transforms nothing is compiled. Default: False.
+    Returns:
+        A dict of options, to be passed as ``**options``.
+    Example:
+        >>> options = hog.penalties.Options(reduction="none")
+        >>> x = torch.tensor([[1.0], [2.0]])
+        >>> hog.penalties.r1(lambda x: x.square(), x, **options)
+        tensor([2., 8.])
     """
 
     reduction: str
@@ -43,9 +62,14 @@ class Options(TypedDict, total=False):
     compile: bool | str
 
 
-class Settings(NamedTuple):
-    """Options, checked."""
+OPTION_NAMES = tuple(Options.__annotations__)
 
+
+class CheckedOptions(NamedTuple):
+    """The options of one call, checked, with the name of the penalty and its generator."""
+
+    name: str  # of the public function, for messages
+    generator: torch.Generator | None = None
     reduction: str = "mean"
     output: Output = None
     batch: Any = None
@@ -56,51 +80,61 @@ class Settings(NamedTuple):
     compile: Any = False
 
 
-def settings(what: str, options: Mapping[str, Any]) -> Settings:
-    for name in options:
-        if name not in Settings._fields:
-            close = get_close_matches(name, Settings._fields, n=1)
+def check_options(
+    name: str, options: Mapping[str, Any], generator: torch.Generator | None = None
+) -> CheckedOptions:
+    """The options of the penalty with that name, with defaults, or an error."""
+    for key in options:
+        if key not in OPTION_NAMES:
+            close = get_close_matches(key, OPTION_NAMES, n=1)
             raise ArgumentTypeError(
-                f"{what}: expected options among {', '.join(Settings._fields)}, got {name!r}"
+                f"{name}: expected options among {', '.join(OPTION_NAMES)}, got {key!r}"
                 + (f"; did you mean {close[0]!r}?" if close else ".")
             )
-    chosen = Settings(**options)
-    backend(chosen.compile)
-    validation.one_of("reduction", chosen.reduction, REDUCTIONS)
-    for name in ("autocast", "stand_ins", "return_outputs"):
-        validation.flag(name, getattr(chosen, name))
-    if isinstance(chosen.output, bool) or not (
-        chosen.output is None or isinstance(chosen.output, int | str) or callable(chosen.output)
+    checked = CheckedOptions(name, validation.generator(generator), **options)
+    check_backend(checked.compile)
+    validation.one_of("reduction", checked.reduction, REDUCTIONS)
+    for key in ("autocast", "stand_ins", "return_outputs"):
+        validation.flag(key, getattr(checked, key))
+    output = checked.output
+    if isinstance(output, bool) or not (
+        output is None or isinstance(output, int | str) or callable(output)
     ):
         raise ArgumentTypeError(
-            f"output: expected a position, a key, an attribute or a function, got "
-            f"{validation.describe(chosen.output)}."
+            "output: expected a position, a key, the name of an attribute, or a function of the "
+            f"outputs, got {validation.describe(output)}."
         )
-    if chosen.micro_batch is not None:
-        validation.at_least("micro_batch", chosen.micro_batch, 1)
-        for name, bad in (
-            ("batch", chosen.batch is not None),
-            ("return_outputs", chosen.return_outputs),
-            ("reduction", chosen.reduction == "none"),
-        ):
-            if bad:
-                raise ArgumentValueError(
-                    f"{what}(micro_batch={chosen.micro_batch}): expected it without {name}="
-                    f"{getattr(chosen, name) if name == 'reduction' else '...'}, got both; pieces are "
-                    "of samples that are rows, and only their sum is kept. Leave one of them out."
-                )
-    return chosen
+    if checked.micro_batch is not None:
+        _check_micro_batch(checked)
+    return checked
 
 
-def backend(value: Any) -> Any:
-    """compile= of a penalty: True, False, or a backend of `hoglib.compile`."""
+def _check_micro_batch(options: CheckedOptions) -> None:
+    """Raises for options that need all samples at once."""
+    validation.at_least("micro_batch", options.micro_batch, 1)
+    for key, given in (
+        ("batch", options.batch is not None),
+        ("return_outputs", options.return_outputs),
+        ("reduction", options.reduction == "none"),
+    ):
+        if given:
+            value = options.reduction if key == "reduction" else "..."
+            raise ArgumentValueError(
+                f"{options.name}(micro_batch={options.micro_batch}): expected it without "
+                f"{key}={value}, got both. micro_batch= splits the inputs by rows and keeps only "
+                "the sum over the pieces; leave one of the two out."
+            )
+
+
+def check_backend(value: Any) -> Any:
+    """The option `compile`: True, False, or a backend of `hoglib.compile`."""
     if isinstance(value, bool) or callable(value):
         return value
-    return validation.one_of("compile", value, ("inductor", "eager"))
+    return validation.one_of("compile", value, BACKENDS)
 
 
-def picked(outputs: Any, output: Output) -> Any:
-    """The one of several outputs that is meant."""
+def select_output(outputs: Any, output: Output) -> Any:
+    """The one of several outputs that the option `output` names."""
     if output is None:
         return outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
     if callable(output):
@@ -111,12 +145,13 @@ def picked(outputs: Any, output: Output) -> Any:
         return outputs[output]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
         raise ArgumentValueError(
-            f"output: expected one of what the function returned, got {output!r} of "
-            f"{_parts(outputs)}; name another, or pass a function of it."
+            f"output: expected one of the outputs of the function, got {output!r}, which "
+            f"{_describe_outputs(outputs)} does not have; name another one, or pass a function of the "
+            "outputs."
         ) from error
 
 
-def _parts(outputs: Any) -> str:
+def _describe_outputs(outputs: Any) -> str:
     if isinstance(outputs, Mapping):
         return f"a {type(outputs).__name__} with {', '.join(map(repr, outputs))}"
     if isinstance(outputs, tuple | list):

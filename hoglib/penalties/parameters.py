@@ -13,14 +13,14 @@ from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.norms import root
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import transforms_active
-from hoglib.penalties import gradient_flow
-from hoglib.penalties.compiled import chosen, run
-from hoglib.penalties.critic_state import as_parameters, autocast_on
+from hoglib.penalties.compiled import backend_of, run_as_graph
+from hoglib.penalties.critic_context import autocast_devices, cast_like_parameters
 from hoglib.penalties.distributed import averaged
-from hoglib.penalties.options import backend
+from hoglib.penalties.input_vjp import no_gradient_flow
+from hoglib.penalties.options import check_backend
 from hoglib.stand_ins.mode import stand_ins_if
 
-WHAT = "parameter_gradient"
+NAME = "parameter_gradient"
 Func = Callable[..., Tensor]
 
 
@@ -38,41 +38,63 @@ def parameter_gradient(
 
         |grad_params f|        or |grad_params f|^2 with squared=True,  f = func(params, *args)
 
-    over all parameters together; at a gradient of zero the norm's derivative is zero. f is a scalar,
-    such as a `functional_loss`; params any tree of floating-point tensors, those of
-    `trainable_params(model)` being the model's own, so that backward reaches them. It is not a mean
-    over samples: the norm of a mean gradient. Split over processes or accumulated over batches it is
+    over all parameters together; at a gradient of zero the norm's derivative is zero. It is not a mean
+    over samples but the norm of a mean gradient: split over processes or accumulated over batches it is
     the mean of the parts' norms, which is another number. It works under no_grad and in inference mode.
-    autocast=False computes in the parameters' own dtype where the caller stands under autocast.
-    compile=True computes it and its gradient as one graph, as for the penalties of inputs.
-    With return_outputs=True it returns (penalty, f), of one forward.
 
-    Raises TypeError and ValueError for params or a value of the wrong kind; RuntimeError where f does
-    not depend on params, or its gradient does not (a loss linear in params, a cut).
-    Source: norm: Zhao, Zhang and Hu, Penalizing Gradient Norm for Efficiently Improving Generalization,
-    2022, eq. 2; squared: Barrett and Dherin, Implicit Gradient Regularization, 2021, eq. 1.
+    Args:
+        func: f, called as func(params, *args); it returns a scalar, such as a
+        :func:`hoglib.functional_loss`.
+        params: Any tree of floating-point tensors; those of `trainable_params(model)` are the
+            model's own, so that backward reaches them.
+        *args: Further arguments of func, such as a batch.
+        squared: Whether the squared norm is returned. Default: False.
+        autocast: With False, computed in the parameters' own dtype also where the caller is under
+            autocast.
+            Default: False.
+        stand_ins: Whether func runs inside :func:`hoglib.second_order`. Default: True.
+        return_outputs: Whether to return (penalty, f), from one forward pass. Default: False.
+        compile: With True, the penalty and its gradient are computed by one compiled graph;
+            "eager" runs the graph without compiling it. Default: False.
+    Returns:
+        The norm, a scalar; with ``return_outputs=True``, (norm, f).
+    Raises:
+        ArgumentTypeError, ArgumentValueError: For params or a value of the wrong kind.
+        NoSecondDerivative: If f does not depend on params, or its gradient does not (a loss that
+            is linear in params, or a gradient that is detached).
+    References:
+        Norm: Zhao, Zhang and Hu, Penalizing Gradient Norm for Efficiently Improving
+        Generalization, 2022, eq. 2. Squared: Barrett and Dherin, Implicit Gradient Regularization,
+        2021, eq. 1.
+    Example:
+        >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> norm = hog.penalties.parameter_gradient(lambda w: w.square().sum() / 2, w)  # |w|
+        >>> norm.backward()
+        >>> norm.item(), w.grad
+        (5.0, tensor([0.6000, 0.8000]))
     """
     validation.function("func", func)
     validation.parameters(params)
     validation.flag("squared", squared)
     validation.flag("autocast", autocast)
     validation.flag("return_outputs", return_outputs)
-    norm = Norm(func, squared, autocast, stand_ins, return_outputs)
-    graph = chosen(backend(compile))
-    if graph is None:
+    norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs)
+    backend = backend_of(check_backend(compile))
+    if backend is None:
         return norm(params, args)
-    found = run(
-        WHAT, norm, (params, args), graph, None, not return_outputs,
-        lambda draws: _requires_grad(norm(params, args)),
+    found = run_as_graph(
+        NAME, norm, (params, args), backend, None, with_gradients=not return_outputs,
+        check=lambda draws: _requires_grad(norm(params, args)),
     )  # fmt: skip
     value, *outputs = found if return_outputs else (found,)
-    value = averaged(WHAT, value, pytree.leaves(params), outputs)
+    value = averaged(NAME, value, pytree.leaves(params), outputs)
     return (value, *outputs) if return_outputs else value
 
 
 @final
-class Norm:
-    """The norm of a function's gradient by its first argument, as a function of its arguments."""
+class GradientNorm:
+    """The norm of a function's gradient by its first argument, as a function of tensors that depends on
+    its attributes alone: what is compiled."""
 
     def __init__(
         self, func: Func, squared: bool, autocast: bool, stand_ins: bool, return_outputs: bool
@@ -81,9 +103,10 @@ class Norm:
         self.stand_ins, self.return_outputs = stand_ins, return_outputs
 
     def __call__(self, params: Any, args: tuple[Any, ...], numbers: Any = None) -> Any:
+        """The norm, and f where it is returned; no random numbers are drawn."""
         leaves, structure = pytree.flatten(params)
-        wanted = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-        functional = transforms_active()
+        create_graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        in_transform = transforms_active()
 
         def of_leaves(*own: Tensor) -> Tensor:
             with torch.enable_grad():
@@ -91,28 +114,28 @@ class Norm:
                 return validation.scalar("func(params, *args)", value)
 
         with ExitStack() as stack:
-            for kind in () if self.autocast else autocast_on(leaves):
+            for kind in () if self.autocast else autocast_devices(leaves):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-                args = as_parameters(leaves, args)
+                args = cast_like_parameters(leaves, args)
             for context in (grad_enabled(), keep_swapped(), stand_ins_if(self.stand_ins)):
                 stack.enter_context(context)
             leaves, args = clone_inference_tensors((leaves, args))
-            if functional:
-                value, found = _by_transform(of_leaves, leaves)
+            if in_transform:
+                value, found = _gradient_in_transform(of_leaves, leaves)
             else:
-                value, _, grads, _ = gradient_with_graph(of_leaves, leaves, WHAT, wanted)
+                value, _, grads, _ = gradient_with_graph(of_leaves, leaves, NAME, create_graph)
                 found = [g for g in grads if g is not None]
             norm = pytree.sum_scalars([(g * g.conj()).real.sum() for g in map(upcast_half, found)])
             norm = norm if self.squared else root(norm)
-            if wanted and not functional and not norm.requires_grad:
-                raise gradient_flow.no_gradient_flow(
-                    WHAT,
+            if create_graph and not in_transform and not norm.requires_grad:
+                raise no_gradient_flow(
+                    NAME,
                     "the gradient of func does not depend on the parameters",
                     lambda x: self.func(pytree.unflatten(x, structure), *args), leaves, (),
                 )  # fmt: skip
-        if wanted:
-            norm = averaged(WHAT, norm, leaves, value)
-        elif not functional:
+        if create_graph:
+            norm = averaged(NAME, norm, leaves, value)
+        elif not in_transform:
             norm, value = norm.detach(), value.detach()
         return (norm, value) if self.return_outputs else norm
 
@@ -121,8 +144,8 @@ def _requires_grad(found: Any) -> bool:
     return any(x.requires_grad for x in pytree.leaves(found))
 
 
-def _by_transform(func: Callable[..., Tensor], leaves: Vector) -> tuple[Tensor, Vector]:
-    """Inside torch.func transforms, where autograd.grad sees nothing."""
+def _gradient_in_transform(func: Callable[..., Tensor], leaves: Vector) -> tuple[Tensor, Vector]:
+    """Inside torch.func transforms, whose levels autograd.grad does not see."""
     gradient: Any = torch.func.grad_and_value(func, argnums=tuple(range(len(leaves))))
     found, value = gradient(*leaves)
     return value, list(found)

@@ -1,106 +1,125 @@
-"""Which rows of the inputs belong to which sample, and sums over a sample's entries."""
+"""The points of a penalty: checks of them, which rows belong to which sample, and random points."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.mixed_precision import upcast_dtype, upcast_half
 from hoglib._core.torch_internals import tracing
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
-EMPTY = "{}: expected at least one sample, got none; leave empty batches out."
+EMPTY = "{}: expected at least one sample, got none; skip empty batches."
 
 
-def inputs(what: str, name: str, tree: Any) -> list[Tensor]:
+def interpolate(
+    name: str, real: Any, fake: Any, batch: Any, generator: torch.Generator | None
+) -> Any:
+    """x_n = e_n real_n + (1 - e_n) fake_n, e_n ~ U(0, 1): one e for all entries of a sample."""
+    leaves, others = check_points(name, "real", real), check_points(name, "fake", fake)
+    structure = pytree.flatten(real)[1]
+    _check_same_form(name, real, fake, leaves, others)
+    samples = Samples(name, leaves, structure, batch)
+    if samples.count is None:
+        raise UnsupportedError(
+            f"{name}(batch=...): expected a call outside of compiled code, because the number of "
+            "random coefficients depends on the values of batch; pass compile=True to the penalty "
+            "instead, or use r1 at points that are drawn outside."
+        )
+    e = random_like(leaves[0], torch.rand, (samples.count or 0,), generator)
+    mixed = []
+    for k, (a, b) in enumerate(zip(leaves, others, strict=True)):
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        a, b = a.to(dtype), b.to(dtype)
+        mixed.append(torch.lerp(b, a, samples.expand(e, a, k).expand_as(a)))
+    return pytree.unflatten(mixed, structure)
+
+
+def add_noise(name: str, real: Any, std: float | None, generator: torch.Generator | None) -> Any:
+    """x = real + d, d ~ N(0, std^2) for each entry; std None: half the deviation of the batch."""
+    leaves, structure = check_points(name, "real", real), pytree.flatten(real)[1]
+    moved = []
+    for leaf in leaves:
+        d = random_like(leaf, torch.randn, leaf.shape, generator).to(leaf)
+        scale = std if std is not None else _half_deviation(leaf)
+        moved.append(leaf + scale * d)
+    return pytree.unflatten(moved, structure)
+
+
+def random_like(
+    like: Tensor, sampler: Any, shape: tuple[int, ...], generator: torch.Generator | None
+) -> Tensor:
+    """Random numbers on the tensor's device, drawn on the generator's device."""
+    device = like.device if generator is None else generator.device
+    numbers: Tensor = sampler(
+        shape, generator=generator, device=device, dtype=upcast_dtype(like.dtype)
+    )
+    return numbers.to(like.device)
+
+
+def check_points(name: str, argument: str, tree: Any) -> list[Tensor]:
     """The leaves of a tree of points: real floating-point tensors with a leading dimension."""
     leaves = pytree.leaves(tree)
     if not leaves:
-        raise ArgumentValueError(f"{what}: expected {name} with at least one tensor, got none.")
+        raise ArgumentValueError(f"{name}: expected {argument} with at least one tensor, got none.")
     if all(
         isinstance(x, Tensor) and x.is_floating_point() and x.dim() and x.layout is torch.strided
         for x in leaves
     ):
         return leaves
     for path, leaf in zip(pytree.paths(tree), leaves, strict=True):
-        where = f"{name}[{path!r}]" if path else name
+        where = f"{argument}[{path!r}]" if path else argument
         if isinstance(leaf, Tensor) and not leaf.is_floating_point():
             raise ArgumentTypeError(
-                f"{what}: {where}: expected a real floating-point tensor to differentiate by, got "
+                f"{name}: {where}: expected a real floating-point tensor to differentiate by, got "
                 f"{validation.describe(leaf)}; pass labels and other inputs without a derivative after "
                 "the points, as further arguments of the function."
             )
-        validation.tensor(f"{what}: {where}", leaf)
+        validation.tensor(f"{name}: {where}", leaf)
         if leaf.layout is not torch.strided:
             raise ArgumentTypeError(
-                f"{what}: {where}: expected a dense tensor, got one of layout {leaf.layout}; pass its "
-                "values as the points, and where they stand after them."
+                f"{name}: {where}: expected a dense tensor, got one of layout {leaf.layout}; pass its "
+                "values as the points, and its indices after them as a further argument."
             )
         if not leaf.dim():
             raise ArgumentValueError(
-                f"{what}: {where}: expected a leading dimension of samples, got a scalar; "
+                f"{name}: {where}: expected a leading dimension of samples, got a scalar; "
                 "unsqueeze it."
             )
     return leaves
 
 
+@final
 class Samples:
-    """The samples that the rows of the leaves of the inputs are, or, by `batch`, belong to."""
+    """Which sample each row of the inputs belongs to: its own, or the one that `batch` says.
 
-    def __init__(self, what: str, leaves: Sequence[Tensor], structure: Any, batch: Any) -> None:
-        self.what = what
-        self.index = self._indices(leaves, structure, batch)
+    count: the number of samples; of graphs while tracing it is None until the outputs are known.
+    """
+
+    def __init__(self, name: str, leaves: Sequence[Tensor], structure: Any, batch: Any) -> None:
+        self.index = _indices(name, leaves, structure, batch)
         counts = {
             len(leaf) for leaf, index in zip(leaves, self.index, strict=True) if index is None
         }
         if len(counts) > 1:
             raise ArgumentValueError(
-                f"{what}: expected inputs of one number of samples, got leading dimensions "
-                f"{', '.join(map(str, sorted(counts)))}; where rows are not samples, say by batch= "
-                "which sample each belongs to."
+                f"{name}: expected inputs with one number of samples, got leading dimensions "
+                f"{', '.join(map(str, sorted(counts)))}; if rows are not samples, pass batch=, the "
+                "index of the sample that each row belongs to."
             )
         self.count = counts.pop() if counts else None
         if self.count is None and not tracing():
-            # of graphs: as many as the index names, until the outputs tell
+            # as many graphs as the index names; the outputs may name more, see `set_count`
             self.count = max(int(i.max()) + 1 if len(i) else 0 for i in self.index if i is not None)
-        self.graphs = any(i is not None for i in self.index)
+        self.has_index = any(i is not None for i in self.index)
         if self.count == 0:
-            raise ArgumentValueError(EMPTY.format(what))
+            raise ArgumentValueError(EMPTY.format(name))
 
-    def _indices(self, leaves: Sequence[Tensor], structure: Any, batch: Any) -> list[Tensor | None]:
-        if batch is None:
-            return [None] * len(leaves)
-        if isinstance(batch, Tensor):
-            found: list[Any] = [batch] * len(leaves)
-        else:
-            found, came = pytree.flatten(batch)
-            if came != structure:
-                raise ArgumentValueError(
-                    f"{self.what}: expected batch as one tensor, or as a tree like the inputs with a "
-                    f"tensor or None for each, got {validation.describe(batch)}."
-                )
-        for index, leaf in zip(found, leaves, strict=True):
-            if index is None:
-                continue
-            validation.tensor(f"{self.what}: batch", index)
-            whole = index.dtype in (torch.int64, torch.int32)
-            if not whole or index.shape != leaf.shape[:1]:
-                raise ArgumentValueError(
-                    f"{self.what}: batch: expected whole numbers of shape ({len(leaf)},), one a row, "
-                    f"got {validation.describe(index)}"
-                    + ("." if whole else "; convert it with `.long()`.")
-                )
-            if len(index) and not tracing() and int(index.min()) < 0:
-                raise ArgumentValueError(
-                    f"{self.what}: batch: expected numbers from 0, got {int(index.min())}."
-                )
-        return found
-
-    def told(self, count: int) -> None:
-        """The number of samples of graphs is that of the outputs: a graph may have no rows."""
-        if self.graphs and (self.count is None or count >= self.count):
+    def set_count(self, count: int) -> None:
+        """Takes the number of graphs from the outputs: a graph may have no rows."""
+        if self.has_index and (self.count is None or count >= self.count):
             self.count = count
 
     def sums(self, parts: Sequence[Tensor]) -> Tensor:
@@ -109,28 +128,91 @@ class Samples:
         for part, index in zip(parts, self.index, strict=True):
             rows = part.flatten(1).sum(1) if part.dim() > 1 else part
             if index is not None:
-                rows = rows.new_zeros(self._number()).index_add(0, index, rows)
+                assert self.count is not None
+                rows = rows.new_zeros(self.count).index_add(0, index, rows)
             total = rows if total is None else total + rows
         assert total is not None
         return total
 
-    def squares(self, grads: Sequence[Tensor]) -> Tensor:
-        """sum over each sample's entries of g^2: [N], halves in float32."""
+    def squared_norms(self, grads: Sequence[Tensor]) -> Tensor:
+        """|g_n|^2, the sum of squares over each sample's entries: [N], of half precision in float32."""
         return self.sums([upcast_half(g).square() for g in grads])
 
-    def spread(self, values: Tensor, leaf: Tensor, which: int) -> Tensor:
-        """One value a sample [N], for every entry of a leaf."""
+    def expand(self, values: Tensor, leaf: Tensor, which: int) -> Tensor:
+        """One value per sample [N], in the place of each row of a leaf."""
         index = self.index[which]
         rows = values if index is None else values[index]
         return rows.to(leaf).reshape(-1, *[1] * (leaf.dim() - 1))
 
-    def of_sample(self, part: Tensor, which: int, sample: int) -> Tensor:
-        """Which rows of a leaf are of another sample."""
+    def rows_of(self, sample: int, part: Tensor, which: int) -> Tensor:
+        """A mask of the rows of a leaf that belong to one sample."""
         index = self.index[which]
         if index is None:
             return torch.arange(len(part), device=part.device) == sample
         return index == sample
 
-    def _number(self) -> int:
-        assert self.count is not None
-        return self.count
+
+def _indices(
+    name: str, leaves: Sequence[Tensor], structure: Any, batch: Any
+) -> list[Tensor | None]:
+    """The option `batch` as one index for each leaf, checked; None where each row is a sample."""
+    if batch is None:
+        return [None] * len(leaves)
+    if isinstance(batch, Tensor):
+        found: list[Any] = [batch] * len(leaves)
+    else:
+        found, came = pytree.flatten(batch)
+        if came != structure:
+            raise ArgumentValueError(
+                f"{name}: expected batch as one tensor, or as a tree with the structure of the "
+                f"inputs and a tensor or None for each of them, got {validation.describe(batch)}."
+            )
+    for index, leaf in zip(found, leaves, strict=True):
+        if index is None:
+            continue
+        validation.tensor(f"{name}: batch", index)
+        whole = index.dtype in (torch.int64, torch.int32)
+        if not whole or index.shape != leaf.shape[:1]:
+            raise ArgumentValueError(
+                f"{name}: batch: expected integers of shape ({len(leaf)},), one for each row, got "
+                f"{validation.describe(index)}" + ("." if whole else "; convert it with `.long()`.")
+            )
+        if len(index) and not tracing() and int(index.min()) < 0:
+            raise ArgumentValueError(
+                f"{name}: batch: expected integers of at least 0, got {int(index.min())}."
+            )
+    return found
+
+
+def _check_same_form(
+    name: str, real: Any, fake: Any, leaves: list[Tensor], others: list[Tensor]
+) -> None:
+    """Raises if fake has another structure than real, or tensors of other shapes or devices."""
+    if pytree.flatten(fake)[1] != pytree.flatten(real)[1]:
+        raise ArgumentValueError(
+            f"{name}: expected fake with the structure of real, {_describe_tree(real)}, got "
+            f"{_describe_tree(fake)}."
+        )
+    if all(
+        a.shape == b.shape and a.device == b.device for a, b in zip(leaves, others, strict=True)
+    ):
+        return
+    for path, a, b in zip(pytree.paths(real), leaves, others, strict=True):
+        if a.shape != b.shape or a.device != b.device:
+            which = f"[{path!r}]" if path else ""
+            raise ArgumentValueError(
+                f"{name}: expected fake{which} like real{which}, {tuple(a.shape)} on {a.device}, got "
+                f"{tuple(b.shape)} on {b.device}; generate as many fake samples as there are real ones "
+                "(the last batch may be smaller; graphs need equal numbers of rows), on the same "
+                "device."
+            )
+
+
+def _half_deviation(leaf: Tensor) -> Tensor | float:
+    return 0.5 * leaf.detach().std(correction=0) if leaf.numel() else 0.0
+
+
+def _describe_tree(tree: Any) -> str:
+    paths = pytree.paths(tree)
+    listed = f"a {type(tree).__name__} of {len(paths)} ({', '.join(paths[:5])})"
+    return "one tensor" if paths == [""] else listed

@@ -1,11 +1,16 @@
-"""From a rule for one sample's term to a penalty: conditions, guards, reduction, pieces."""
+"""From a rule for the terms of a penalty to its value: evaluation, checks, reduction, micro-batches.
 
-from collections.abc import Callable, Iterator, Mapping
+penalty = reduce_n rule(J)_n        J the function's InputVJP at the points
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, materialize_grads, with_gradients
@@ -15,230 +20,306 @@ from hoglib._core.finite_differences import (
     unchecked_functions,
 )
 from hoglib._core.gradient_graph import depends_on_any
-from hoglib._core.pytree import rows
+from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_off, value_checks_on
 from hoglib.errors import ArgumentValueError, UnsupportedError
-from hoglib.penalties import batch_dependence, gradient_flow
-from hoglib.penalties.compiled import Draws, chosen, leaves_of, run
-from hoglib.penalties.critic_state import autocast_on
+from hoglib.penalties.compiled import RecordedDraws, backend_of, leaves_of, run_as_graph
+from hoglib.penalties.critic_context import autocast_devices, owner_of
 from hoglib.penalties.distributed import averaged
-from hoglib.penalties.input_vjp import Function, InputVJP, input_vjp_at
-from hoglib.penalties.options import Settings, settings
-from hoglib.penalties.samples import EMPTY, inputs
-
-Rule = Callable[[InputVJP], Tensor]  # the terms at a point, one a sample: [N]
-TWICE = (
-    "a penalty with micro_batch: expected backward() without create_graph, got create_graph=True; its "
-    "gradients are computed before backward and have no graph. Leave micro_batch out."
+from hoglib.penalties.input_vjp import (
+    NOT_OF_PARAMETERS,
+    Function,
+    InputVJP,
+    input_vjp,
 )
+from hoglib.penalties.options import CheckedOptions
+from hoglib.penalties.samples import EMPTY, check_points
+
+Rule = Callable[[InputVJP], Tensor]  # the terms at the points, one per sample: [N]
 
 
 def penalty(
-    what: str,
-    func: Function,
-    x: Any,
-    args: tuple[Any, ...],
-    rule: Rule,
-    options: Mapping[str, Any],
-    generator: torch.Generator | None = None,
+    func: Function, x: Any, args: tuple[Any, ...], rule: Rule, options: CheckedOptions
 ) -> Any:
     """The reduced terms of a rule at x; with return_outputs also what func returned there."""
-    given = settings(what, options)
-    if given.micro_batch is not None:
-        return _in_pieces(what, func, x, args, rule, given, generator)
-    at = Terms(what, func, rule, given._replace(batch=None), generator)
-    if chosen(given.compile) is not None:
-        return _as_graph(at, x, args, given.batch)
-    value, outputs, point = at.computed(x, args, given.batch)
-    if point.wanted:
-        value = averaged(what, value, point.trainable, outputs)
-    return (value, outputs) if given.return_outputs else value
+    if options.micro_batch is not None:
+        return _in_micro_batches(func, x, args, rule, options)
+    terms = Terms(func, rule, options._replace(batch=None))
+    if backend_of(options.compile) is not None:
+        return _as_graph(terms, x, args, options.batch)
+    value, outputs, point = terms.evaluate(x, args, options.batch)
+    if point.create_graph:
+        value = averaged(options.name, value, point.trainable, outputs)
+    return (value, outputs) if options.return_outputs else value
 
 
 @final
 class Terms:
-    """The reduced terms of a rule, as a function of tensors and of nothing but these attributes."""
+    """The reduced terms of a rule, as a function of tensors that depends on its attributes alone:
+    what is compiled."""
 
-    def __init__(
-        self,
-        what: str,
-        func: Function,
-        rule: Rule,
-        given: Settings,
-        generator: torch.Generator | None,
-    ) -> None:
-        self.what, self.func, self.rule = what, func, rule
-        self.given, self.generator = given, generator
+    def __init__(self, func: Function, rule: Rule, options: CheckedOptions) -> None:
+        self.func, self.rule, self.options = func, rule, options
 
     def __call__(
         self, x: Any, args: tuple[Any, ...], batch: Any, numbers: list[Tensor] | None
     ) -> Any:
-        """numbers: what a generator drew for it; it is then the same whatever that would draw now."""
-        draws = None if numbers is None else Draws(numbers)
-        with (
-            nullcontext() if numbers is None else value_checks_off()
-        ):  # which an eager run has been
-            value, outputs, _ = self.computed(x, args, batch, draws)
-        return (value, outputs) if self.given.return_outputs else value
+        """The value, and outputs where they are returned. numbers: those of the generator, drawn
+        before; an eager run with checks came before, too, so that checks of values are off."""
+        draws = None if numbers is None else RecordedDraws(numbers)
+        with nullcontext() if numbers is None else value_checks_off():
+            value, outputs, _ = self.evaluate(x, args, batch, draws)
+        return (value, outputs) if self.options.return_outputs else value
 
-    def computed(
-        self, x: Any, args: tuple[Any, ...], batch: Any, draws: Draws | None = None
+    def evaluate(
+        self, x: Any, args: tuple[Any, ...], batch: Any, draws: RecordedDraws | None = None
     ) -> tuple[Tensor, Any, InputVJP]:
-        given = self.given._replace(batch=batch)
-        with terms_at(self.what, self.func, x, args, self.rule, given, self.generator, draws) as (
-            terms,
-            point,
-        ):
-            value, outputs = _reduced(terms, given.reduction), point.outputs
-        if not point.wanted:
+        """The value, the outputs of the function, and its InputVJP."""
+        options = self.options._replace(batch=batch)
+        with _checked_terms(self.func, x, args, self.rule, options, draws) as (terms, point):
+            value, outputs = _reduce(terms, options.reduction), point.outputs
+        if not point.create_graph:
             value, outputs = value.detach(), pytree.map_tensors(Tensor.detach, outputs)
         return value, outputs, point
 
 
-def _as_graph(at: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
-    """By a graph: as one with its gradient where it is a number, and alone."""
-    scalar = at.given.reduction != "none" and not at.given.return_outputs
-    found = run(
-        at.what, at, (x, args, batch), chosen(at.given.compile), at.generator, scalar,
-        lambda draws: at.computed(x, args, batch, draws)[2].wanted,
-    )  # fmt: skip
-    value, *outputs = found if at.given.return_outputs else (found,)
-    value = averaged(at.what, value, leaves_of(value), outputs)
-    return (value, *outputs) if at.given.return_outputs else value
-
-
 @contextmanager
-def terms_at(
-    what: str,
+def _checked_terms(
     func: Function,
     x: Any,
     args: tuple[Any, ...],
     rule: Rule,
-    given: Settings,
-    generator: torch.Generator | None,
-    draws: Draws | None = None,
+    options: CheckedOptions,
+    draws: RecordedDraws | None,
 ) -> Iterator[tuple[Tensor, InputVJP]]:
-    """The terms of a rule at x, checked, and the point; the conditions of a penalty hold inside."""
-    with input_vjp_at(what, func, x, args, given) as point:
+    """The terms of a rule at x, with all checks done; the context of `input_vjp` holds inside."""
+    generator = options.generator
+    with input_vjp(func, x, args, options) as point:
         point.draws = draws
-        unseen = unchecked_functions(point.y, point.graph) if point.tells else []
-        state = generator.get_state() if unseen and generator is not None else None
+        unchecked = unchecked_functions(point.y, point.graph) if point.check_functions else []
+        state = generator.get_state() if unchecked and generator is not None else None
         terms = rule(point)
-        if point.wanted and not transforms_active():
+        if point.create_graph and not transforms_active():
             if not terms.requires_grad or not depends_on_any(terms, point.trainable):
-                raise gradient_flow.no_gradient_flow(
-                    what, gradient_flow.OF_PARAMETERS, func, point.at(point.own), point.args
-                )
+                raise point.no_gradient_flow(NOT_OF_PARAMETERS)
             if value_checks_on():
-                batch_dependence.check_batch_dependence(point)
-            if unseen:
-                _second_look(point, rule, given, unseen, generator, state)
+                check_batch_dependence(point)
+            if unchecked:
+                _check_by_finite_differences(point, rule, unchecked, state)
         yield terms, point
 
 
-def _second_look(
-    point: InputVJP,
-    rule: Rule,
-    given: Settings,
-    unseen: list[Any],
-    generator: torch.Generator | None,
-    state: Tensor | None,
-) -> None:
-    """The derivative of the penalty along the points, in one direction, against differences of it."""
-    after = None if generator is None else generator.get_state()
-
-    def at(leaves: Vector, wanted: bool) -> InputVJP:
-        if generator is not None and state is not None:
-            generator.set_state(state)
-        x = point.at(leaves)
-        return InputVJP(point.what, point.func, x, point.args, given, wanted, True)
-
-    def value(leaves: Vector) -> Vector:
-        return [rule(at(leaves, wanted=False)).sum().detach()]
-
-    def outputs(*leaves: Tensor) -> Tensor:
-        return at(list(leaves), wanted=False).y.sum()
-
-    leaves = [x.detach() for x in point.own]
-    try:
-        with fixed_random_numbers(leaves):
-            again = at(leaves, wanted=True)
-            again.tells = False  # once is enough
-            total = rule(again).sum()
-            found = torch.autograd.grad(total, again.own, allow_unused=True)
-            ones = [torch.ones_like(x) for x in leaves]
-            slope = pytree.dot(materialize_grads(list(found), leaves), ones)
-        finite_difference_check(point.what, unseen, value, outputs, leaves, ones, [slope])
-    finally:
-        if generator is not None and after is not None:
-            generator.set_state(after)
-
-
-def _reduced(terms: Tensor, reduction: str) -> Tensor:
+def _reduce(terms: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return terms
     return terms.mean() if reduction == "mean" else terms.sum()
 
 
-def _in_pieces(
-    what: str,
-    func: Function,
-    x: Any,
-    args: tuple[Any, ...],
-    rule: Rule,
-    given: Settings,
-    generator: torch.Generator | None,
+def _as_graph(terms: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
+    """The value by a compiled graph: of it and its gradients if it is a scalar that comes alone."""
+    options = terms.options
+    found = run_as_graph(
+        options.name, terms, (x, args, batch), backend_of(options.compile), options.generator,
+        with_gradients=options.reduction != "none" and not options.return_outputs,
+        check=lambda draws: terms.evaluate(x, args, batch, draws)[2].create_graph,
+    )  # fmt: skip
+    value, *outputs = found if options.return_outputs else (found,)
+    value = averaged(options.name, value, leaves_of(value), outputs)
+    return (value, *outputs) if options.return_outputs else value
+
+
+# Custom Functions of the user's, by one finite difference the first time that each is seen
+
+
+def _check_by_finite_differences(
+    point: InputVJP, rule: Rule, unchecked: list[Any], state: Tensor | None
+) -> None:
+    """Compares the derivative of the penalty along the points, in one direction, with a difference."""
+    generator = point.options.generator
+    after = None if generator is None else generator.get_state()
+
+    def evaluate(leaves: Vector, create_graph: bool) -> InputVJP:
+        if generator is not None and state is not None:
+            generator.set_state(state)
+        return InputVJP(point.func, point.tree(leaves), point.args, point.options, create_graph)
+
+    def value(leaves: Vector) -> Vector:
+        return [rule(evaluate(leaves, create_graph=False)).sum().detach()]
+
+    def outputs(*leaves: Tensor) -> Tensor:
+        return evaluate(list(leaves), create_graph=False).y.sum()
+
+    leaves = [x.detach() for x in point.leaves]
+    try:
+        with fixed_random_numbers(leaves):
+            again = evaluate(leaves, create_graph=True)
+            again.check_functions = False  # the penalty itself has warned
+            total = rule(again).sum()
+            found = torch.autograd.grad(total, again.leaves, allow_unused=True)
+            ones = [torch.ones_like(x) for x in leaves]
+            slope = pytree.dot(materialize_grads(list(found), leaves), ones)
+        finite_difference_check(
+            point.options.name, unchecked, value, outputs, leaves, ones, [slope]
+        )
+    finally:
+        if generator is not None and after is not None:
+            generator.set_state(after)
+
+
+# Samples whose scores depend on one another
+
+USE_OTHER_NORM = (
+    "Use LayerNorm, GroupNorm or InstanceNorm instead (Gulrajani et al., Improved Training of "
+    "Wasserstein GANs, 2017, section 4)."
+)
+FIND_DEPENDENCE = (
+    "Look for a mean, a standard deviation or attention along the batch, for batch_first=False, and "
+    "for rows that belong to one sample (pass batch=). Where a statistic of the batch is intended, "
+    "filter this warning."
+)
+TOLERANCE = 1e-6  # of the gradient by the sample's own points
+# Whether a critic was found to be batch dependent at its first gradient: by a parameter, then by the
+# owner and name of the function and the modes of its modules. A function that is created anew for
+# each call goes by its code, which critics may share.
+_FOUND_DEPENDENT: Any = WeakIdKeyDictionary()
+
+
+def check_batch_dependence(point: InputVJP) -> None:
+    """Warns of layers that normalise by the batch, and of any other dependence of one sample's score on
+    the other samples, which is looked for once for each function."""
+    layers = [name for module in point.modules if (name := _batch_norm_name(module, point.func))]
+    if not layers and not _found_dependent(point):
+        return
+    how = f", through {', '.join(layers)}, which normalises by the whole batch" if layers else ""
+    warn(
+        f"{point.options.name}: expected each sample's score to depend on that sample alone, got "
+        f"one that depends on the others{how}. The gradient by a sample then has parts of the "
+        "scores of all samples, and its norm is not the slope of that sample's score. "
+        f"{USE_OTHER_NORM if layers else FIND_DEPENDENCE}"
+    )
+
+
+def is_batch_dependent(point: InputVJP) -> bool | None:
+    """Whether the last sample's output has a gradient by another's points; None if there is no telling.
+
+    The last, because in a recurrent or causal layer that takes samples for steps the first depends on
+    no other.
+    """
+    samples = point.samples
+    if samples is None or not samples.count or samples.count < 2 or not point.y.requires_grad:
+        return None
+    if point.y.is_meta:
+        return None
+    last = samples.count - 1
+    score = point.y.reshape(samples.count, -1)[last].sum()
+    grads = torch.autograd.grad(score, point.leaves, retain_graph=True, allow_unused=True)
+    own = others = 0.0
+    for k, grad in enumerate(grads):
+        if grad is None or not grad.numel():
+            continue
+        size = grad.detach().abs().reshape(len(grad), -1).amax(1)
+        mine = samples.rows_of(last, grad, k)
+        own = max(own, float(size[mine].amax()) if mine.any() else 0.0)
+        others = max(others, float(size[~mine].amax()) if not mine.all() else 0.0)
+    return None if not own and not others else others > TOLERANCE * own
+
+
+def _batch_norm_name(module: nn.Module, func: Any) -> str:
+    """The name of a layer that normalises by the batch; empty for another layer."""
+    if not isinstance(module, _BatchNorm):
+        return ""
+    if not module.training and module.running_mean is not None:
+        return ""
+    owner = owner_of(func)
+    named = owner.named_modules() if isinstance(owner, nn.Module) else ()
+    name = next((f" {name!r}" for name, each in named if each is module), "")
+    return f"{type(module).__name__}{name}{' in training mode' if module.training else ''}"
+
+
+def _found_dependent(point: InputVJP) -> bool:
+    """`is_batch_dependent`, remembered."""
+    modes = tuple(module.training for module in point.modules)
+    # by the type: isinstance asks the metaclass of Parameter, which takes its time
+    parameter = next((t for t in point.trainable if type(t) is nn.Parameter), point.trainable[0])
+    key = id(owner_of(point.func)), getattr(point.func, "__name__", ""), modes
+    known: dict[Any, bool] = _FOUND_DEPENDENT.setdefault(parameter, {})
+    if key not in known:
+        found = is_batch_dependent(point)
+        if found is None:
+            return False
+        known[key] = found
+    return known[key]
+
+
+# Micro-batches
+
+NO_SECOND_BACKWARD = (
+    "a penalty with micro_batch: expected backward() without create_graph, got create_graph=True; its "
+    "gradients are computed before backward and have no graph. Leave micro_batch out."
+)
+
+
+def _in_micro_batches(
+    func: Function, x: Any, args: tuple[Any, ...], rule: Rule, options: CheckedOptions
 ) -> Tensor:
-    """The penalty over one piece of the samples after another, and its gradients with it."""
+    """The penalty as a sum over pieces of the samples, each with its gradients before the next."""
+    assert options.micro_batch is not None
     if transforms_active():
         raise UnsupportedError(
-            f"{what}(micro_batch=...): expected to run outside of torch.func transforms, got a call "
-            "inside; leave micro_batch out there."
+            f"{options.name}(micro_batch=...): expected a call outside of torch.func transforms, "
+            "got one inside; leave micro_batch out there."
         )
-    assert given.micro_batch is not None
-    leaves = inputs(what, "the points", x)
+    leaves = check_points(options.name, "the points", x)
     count = len(leaves[0])
     if not count:
-        raise ArgumentValueError(EMPTY.format(what))
+        raise ArgumentValueError(EMPTY.format(options.name))
     detached = pytree.map_tensors(Tensor.detach, x)
-    at = Terms(what, func, rule, given._replace(reduction="sum", micro_batch=None), generator)
+    terms = Terms(func, rule, options._replace(reduction="sum", micro_batch=None))
     total: Tensor | None = None
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # by the leaf tensor, it and its gradient
-    trainable: dict[int, Tensor] = {}
-    by_points: list[list[Tensor]] = []
-    for start in range(0, count, given.micro_batch):
-        piece = rows((detached, args), count, start, start + given.micro_batch)
+    trainable: dict[int, Tensor] = {}  # by its id
+    gradients: dict[int, Tensor] = {}  # of a trainable tensor, summed over the pieces
+    point_gradients: list[Vector] = []  # one for each piece
+    for start in range(0, count, options.micro_batch):
+        piece = pytree.rows((detached, args), count, start, start + options.micro_batch)
         points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
                   zip(pytree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
-        if chosen(given.compile) is None:
-            value, _, point = at.computed(piece[0], piece[1], None)
-            learnt = point.trainable if point.wanted else []
+        if backend_of(options.compile) is None:
+            value, _, point = terms.evaluate(piece[0], piece[1], None)
+            reached = point.trainable if point.create_graph else []
         else:
-            value = _as_graph(at, piece[0], piece[1], None)
-            learnt = leaves_of(value)
-        value = value / (count if given.reduction == "mean" else 1)
+            value = _as_graph(terms, piece[0], piece[1], None)
+            reached = leaves_of(value)
+        value = value / (count if options.reduction == "mean" else 1)
         total = value.detach() if total is None else total + value.detach()
-        if not learnt:
+        if not reached:
             continue
-        with ExitStack() as conditions:  # what runs in backward is as what ran in the penalty
-            for kind in () if given.autocast else autocast_on(leaves):
-                conditions.enter_context(torch.autocast(kind, enabled=False))
-            grads = torch.autograd.grad(value, learnt, retain_graph=True, allow_unused=True)
-        trainable |= {id(leaf): leaf for leaf in learnt}
-        for leaf, grad in zip(learnt, grads, strict=True):
-            if grad is not None and not any(leaf is own for own in points):
-                before = known.get(id(leaf))
-                known[id(leaf)] = leaf, grad.clone() if before is None else before[1].add_(grad)
-        found = {id(leaf): grad for leaf, grad in zip(learnt, grads, strict=True)}
-        by_points.append(materialize_grads([found.get(id(leaf)) for leaf in points], points))
+        grads = _gradients_without_autocast(value, reached, leaves, options)
+        trainable |= {id(leaf): leaf for leaf in reached}
+        own = {id(leaf) for leaf in points}
+        for leaf, grad in zip(reached, grads, strict=True):
+            if grad is not None and id(leaf) not in own:
+                before = gradients.get(id(leaf))
+                gradients[id(leaf)] = grad.clone() if before is None else before.add_(grad)
+        by_id = {id(leaf): grad for leaf, grad in zip(reached, grads, strict=True)}
+        point_gradients.append(materialize_grads([by_id.get(id(leaf)) for leaf in points], points))
     assert total is not None
-    if not known and not by_points:
+    if not gradients and not point_gradients:
         return total
-    pairs = list(known.values())
+    pairs = [(trainable[key], grad) for key, grad in gradients.items()]
     for k, leaf in enumerate(leaves):
         if leaf.requires_grad:
-            pairs.append((leaf, torch.cat([grads[k] for grads in by_points])))
-    tensors, gradients = zip(*pairs, strict=True)
-    value = with_gradients(total, gradients, tensors, TWICE)
-    return averaged(what, value, trainable.values(), list(trainable.values()))
+            pairs.append((leaf, torch.cat([grads[k] for grads in point_gradients])))
+    tensors, known = zip(*pairs, strict=True)
+    value = with_gradients(total, known, tensors, NO_SECOND_BACKWARD)
+    return averaged(options.name, value, trainable.values(), list(trainable.values()))
+
+
+def _gradients_without_autocast(
+    value: Tensor, reached: Vector, points: Vector, options: CheckedOptions
+) -> list[Tensor | None]:
+    """The gradients of one piece, in the context in which the piece was computed."""
+    with ExitStack() as stack:
+        for kind in () if options.autocast else autocast_devices(points):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        return list(torch.autograd.grad(value, reached, retain_graph=True, allow_unused=True))

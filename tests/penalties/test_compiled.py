@@ -144,7 +144,7 @@ def train(critic, penalty, steps=3, **options):
 
 
 def graphs_of(critic):
-    return [g for known in compiled._OF_HOMES.get(critic, {}).values() for g in known.graphs]
+    return [g for known in compiled._GRAPHS_BY_OWNER.get(critic, {}).values() for g in known.graphs]
 
 
 @pytest.fixture

@@ -381,7 +381,7 @@ REFUSED = {
     "the mean over the batch": (lambda: penalties.r1(lambda x: CRITIC(x).mean(), X), ValueError, "leave out the mean over the batch"),
     "several numbers a sample": (lambda: penalties.r1(lambda x: x, X), ValueError, r"one number for each of 4 samples.*output="),
     "no tensor returned": (lambda: penalties.r1(lambda x: "score", X), TypeError, "returns a real floating-point tensor, got str"),
-    "an output that is not there": (lambda: penalties.r1(lambda x: {"a": x}, X, output="b"), ValueError, "got 'b' of a dict with 'a'"),
+    "an output that is not there": (lambda: penalties.r1(lambda x: {"a": x}, X, output="b"), ValueError, "got 'b', which a dict with 'a' does not have"),
     "an output of another kind": (lambda: penalties.r1(CRITIC, X, output=1.5), TypeError, "output: expected a position"),
     "an unknown option": (lambda: penalties.r1(CRITIC, X, reducton="sum"), TypeError, "did you mean 'reduction'"),
     "an unknown reduction": (lambda: penalties.r1(CRITIC, X, reduction="max"), ValueError, "one of mean, sum, none"),
@@ -395,8 +395,8 @@ REFUSED = {
     "a negative target": (lambda: penalties.wgan_gp(CRITIC, X, X, target=-1.0), ValueError, "target"),
     "noise that is NaN": (lambda: penalties.dragan(CRITIC, X, noise=float("nan")), ValueError, "noise"),
     "an index of another length": (lambda: penalties.r1(CRITIC, X, batch=torch.zeros(3, dtype=int)), ValueError, r"shape \(4,\)"),
-    "an index of fractions": (lambda: penalties.r1(CRITIC, X, batch=torch.zeros(4)), ValueError, "whole numbers"),
-    "a negative index": (lambda: penalties.r1(CRITIC, X, batch=torch.tensor([0, 0, -1, 1])), ValueError, "from 0"),
+    "an index of fractions": (lambda: penalties.r1(CRITIC, X, batch=torch.zeros(4)), ValueError, "integers of shape"),
+    "a negative index": (lambda: penalties.r1(CRITIC, X, batch=torch.tensor([0, 0, -1, 1])), ValueError, "at least 0, got -1"),
     "trees of several lengths": (lambda: penalties.r1(lambda x: x[0].sum(1), [X, X[:2]]), ValueError, "leading dimensions 2, 4"),
 }  # fmt: skip
 

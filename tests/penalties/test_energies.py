@@ -125,7 +125,7 @@ REFUSED = {
     "a tree and its Hessian": (lambda: penalties.forces(lambda x: pairs(x[0] + x[1]), [X, X], hessian=True), ValueError, "one tensor of positions"),
     "energies of atoms": (lambda: penalties.forces(lambda x: x.square().sum(2).sum(0), X, hessian=True), ValueError, "one for each of 3 structures.*batch="),
     "whole numbers": (lambda: penalties.forces(pairs, X.long()), TypeError, "floating-point"),
-    "an option of penalties": (lambda: penalties.forces(pairs, X, reduction="sum"), TypeError, "belongs to penalties"),
+    "an option of penalties": (lambda: penalties.forces(pairs, X, reduction="sum"), TypeError, "'reduction', which is an option of penalties"),
     "a Hessian inside of vmap": (lambda: torch.func.vmap(lambda x: penalties.forces(pairs, x, hessian=True)[2])(X), NotImplementedError, r"torch\.func\.hessian"),
 }  # fmt: skip
 

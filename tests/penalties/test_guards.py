@@ -106,9 +106,9 @@ WITHOUT_EFFECT = {
     "a number in Python": (lambda x: LAST.weight.sum() * torch.tensor([row.sum().item() for row in x], dtype=x.dtype), r"\.item\(\)"),
     "rounded": (lambda x: LAST(FIRST(x.round().detach())), r"\.detach\(\)"),
     "weights detached": (lambda x: F.linear(x, FIRST.weight.detach()).tanh().sum(1) + LAST.bias, "does not reach any parameter"),
-    "a frozen path": (lambda x: x.square().sum(1) * 2 + LAST.bias, "does not reach any parameter.*frozen, or of one slope"),
-    "once differentiable": (through(Once.apply), "because its gradient is cut.*Once.*once_differentiable"),
-    "once differentiable beside a path": (beside(Once.apply), "cut in a custom Function.*Once"),
+    "a frozen path": (lambda x: x.square().sum(1) * 2 + LAST.bias, "does not reach any parameter.*frozen, or the gradient by the points is the same"),
+    "once differentiable": (through(Once.apply), "because its gradient is detached.*Once.*once_differentiable"),
+    "once differentiable beside a path": (beside(Once.apply), "detached in a custom Function.*Once"),
 }  # fmt: skip
 
 
