@@ -84,6 +84,15 @@ class ClassicCube(torch.autograd.Function):
         return 3 * g * ctx.saved_tensors[0] ** 2
 
 
+class BackwardWithoutGrad(ClassicCube):
+    """Its backward runs under no_grad, so that the second derivative is lost."""
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.no_grad():
+            return 3 * g * ctx.saved_tensors[0] ** 2
+
+
 class KeepsIntermediate(torch.autograd.Function):
     """It keeps what forward computed on ctx, whose part of the second derivative is lost."""
 

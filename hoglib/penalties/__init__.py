@@ -1,4 +1,4 @@
-"""Gradient penalties of critics, Jacobians, parameters; forces; and an examiner of such penalties."""
+"""Penalties on gradients by inputs and parameters, and on Jacobians; forces; a check of penalties."""
 
 from hoglib.penalties.checking.api import check
 from hoglib.penalties.critics import dragan, r1, r1_r2, r2, wgan_gp, zero_centred

@@ -1,18 +1,20 @@
 """A penalty under DistributedDataParallel: its gradient is the mean over the processes, or an error.
 
-DistributedDataParallel averages a gradient when each of its parameters has had one in a backward that
-follows a call of itself, and says nothing, or something only in the next step, where that was not so:
+DistributedDataParallel (DDP) averages gradients if each of its parameters receives one in a backward
+that follows a call of the DDP module. Otherwise it says nothing, or raises only in the next step:
 
-- a penalty alone leaves out what no gradient by an input depends on, such as a last bias. Its share is
-  handed on here as no gradient at all, which is all that DistributedDataParallel waits for;
-- a critic called around it (`ddp.module`, the module from before it was wrapped), a static graph, whose
-  one delayed reduction is spent by the gradient inside the penalty, or a second backward after one call
-  cannot be mended from here. Gradients are compared between the processes at the end of the backward,
-  by their norms in one small all-reduce, and what differs raises before an optimizer can step.
+- The backward of a penalty alone does not reach parameters that no gradient by an input depends on,
+  such as a last bias. Here it reaches them through the outputs, with gradients of None, which is
+  enough for DDP.
+- Three mistakes cannot be corrected here: a critic that is not called as the DDP module (but as
+  `ddp.module`), a static graph, whose single delayed reduction is used up by the gradient inside the
+  penalty, and a second backward after one call. Therefore the norms of the gradients are compared
+  between the processes at the end of the backward, by one small all-reduce, and a difference raises
+  before an optimizer can step.
 
-Nothing is compared where there is no DistributedDataParallel around the parameters, under `no_sync()`,
-in `ddp.join()`, with a communication hook (which may average what and when it likes), and where no
-`.grad` was filled, as by `torch.autograd.grad`, which a single process may call.
+Nothing is compared without a DDP module around the parameters, under `no_sync()`, in `ddp.join()`, with
+a communication hook (which may average differently or later), and if no `.grad` was accumulated, as
+with `torch.autograd.grad`, which a single process may call.
 """
 
 import functools
@@ -33,22 +35,22 @@ from hoglib._core import pytree, torch_internals
 from hoglib.errors import DistributedError
 
 _WRAPPERS: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
-_NUMBERS = itertools.count()
+_CREATION_ORDER = itertools.count()
 
 
-class Share(NamedTuple):
-    """The parameters of a critic that one DistributedDataParallel averages the gradients of."""
+class DDPParameters(NamedTuple):
+    """A DDP module, and the parameters of a critic whose gradients it averages."""
 
     ddp: DistributedDataParallel
     params: dict[str, Tensor]
 
 
-def averaged(what: str, penalty: Tensor, params: Iterable[Tensor], outputs: Any = ()) -> Tensor:
+def averaged(name: str, penalty: Tensor, params: Iterable[Tensor], outputs: Any = ()) -> Tensor:
     """The same penalty, whose backward gives the mean gradient over the processes or raises.
 
-    params: what the critic was computed from; outputs: all that it returned, with its graph. Without
-    torch.distributed, or a DistributedDataParallel around the parameters, it is the penalty itself.
-    Raises DistributedError, from backward, in every process alike.
+    params: the leaf tensors that the critic depends on; outputs: all that it returned, with its graph.
+    Without torch.distributed, or a DDP module around the parameters, it is the penalty itself.
+    Raises DistributedError, from backward, in all processes.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return penalty
@@ -58,62 +60,62 @@ def averaged(what: str, penalty: Tensor, params: Iterable[Tensor], outputs: Any 
         or torch_internals.tracing()
     ):
         return penalty
-    shares = _shares(params)
-    if not shares:
+    groups = _groups(params)
+    if not groups:
         return penalty
     seen = [y for y in pytree.leaves(outputs) if isinstance(y, Tensor) and y.requires_grad]
-    result: Tensor = _Averaged.apply(penalty, what, shares, *seen)
+    result: Tensor = _Averaged.apply(penalty, name, groups, *seen)
     return result
 
 
 class _Averaged(Function):
-    """The identity, whose backward goes through the outputs too and is looked at in the end."""
+    """The identity, whose backward also reaches the outputs, and compares gradients at its end."""
 
     @staticmethod
-    def forward(ctx: Any, penalty: Tensor, what: str, shares: list[Share], *outputs: Tensor) -> Any:
-        ctx.what, ctx.shares, ctx.outputs = what, shares, len(outputs)
+    def forward(
+        ctx: Any, penalty: Tensor, name: str, groups: list[DDPParameters], *outputs: Tensor
+    ) -> Any:
+        ctx.name, ctx.groups, ctx.outputs = name, groups, len(outputs)
         return penalty.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        for share in ctx.shares:
-            _compare_after(ctx.what, share)
-        # None and no zeros: 0 times inf were NaN, and find_unused_parameters=True keeps .grad as it is
+        for group in ctx.groups:
+            _compare_after(ctx.name, group)
+        # None, not zeros: 0 * inf is NaN, and with find_unused_parameters=True .grad stays as it is
         return grads[0], None, None, *(None,) * ctx.outputs
 
 
-def _compare_after(what: str, share: Share) -> None:
-    """Compares the gradients at the end of the backward that runs, if it fills any."""
-    before = {name: _state(p) for name, p in share.params.items()}
+def _compare_after(name: str, group: DDPParameters) -> None:
+    """Compares the gradients at the end of the running backward, if it accumulates any."""
+    before = {key: _grad_version(p) for key, p in group.params.items()}
 
     def compare() -> None:
-        filled = [p for name, p in share.params.items() if _state(p) != before[name]]
-        if not filled or not _is_averaging(share.ddp):
+        changed = [p for key, p in group.params.items() if _grad_version(p) != before[key]]
+        if not changed or not _is_averaging(group.ddp):
             return
-        _raise_if_different(what, share)
-        _compare_again(what, share, min(filled, key=Tensor.numel))
+        _raise_if_different(name, group)
+        _compare_again(name, group, min(changed, key=Tensor.numel))
 
     torch_internals.after_backward(compare)
 
 
-def _compare_again(what: str, share: Share, param: Tensor) -> None:
-    """Compares once more if another backward adds to these gradients before an optimizer uses them.
-
-    The loss of a call before the penalty's backward is not averaged any more.
-    """
+def _compare_again(name: str, group: DDPParameters, param: Tensor) -> None:
+    """Compares once more if another backward adds to these gradients before an optimizer step: the
+    gradient of a loss that was computed before the penalty's backward is not averaged any more."""
     grad, version = param.grad, param._version
 
     def added(p: Tensor) -> None:
         handle.remove()
         if p.grad is grad and p._version == version:
-            _compare_after(what, share)
+            _compare_after(name, group)
 
     handle = param.register_post_accumulate_grad_hook(added)
 
 
-def _raise_if_different(what: str, share: Share) -> None:
-    """By the norm of each gradient, which says nothing of two that are a turn of one another."""
-    ddp, params = share
+def _raise_if_different(name: str, group: DDPParameters) -> None:
+    """Raises if the norm of a gradient differs between processes; equal norms are taken for equal."""
+    ddp, params = group
     norms = torch.stack([_norm(p) for p in params.values()]).double().nan_to_num(nan=torch.inf)
     extremes = torch.cat([norms, -norms])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ddp.process_group)
@@ -124,15 +126,15 @@ def _raise_if_different(what: str, share: Share) -> None:
     names = [name for name, differs in zip(params, different, strict=True) if differs]
     if names:
         raise DistributedError(
-            f"{what}: expected gradients that are the same in all "
+            f"{name}: expected gradients that are the same in all "
             f"{dist.get_world_size(ddp.process_group)} processes at the end of backward, got different "
             f"ones of {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which "
-            f"DistributedDataParallel has not averaged. {_advice(share)}"
+            f"DistributedDataParallel has not averaged. {_advice(group)}"
         )
 
 
-def _advice(share: Share) -> str:
-    ddp, params = share
+def _advice(group: DDPParameters) -> str:
+    ddp, params = group
     own = {id(p) for p in params.values()}
     idle = any(p.requires_grad and id(p) not in own for p in ddp.module.parameters())
     steps = [
@@ -158,13 +160,13 @@ def _norm(param: Tensor) -> Tensor:
     if grad is None:
         return param.new_zeros((), dtype=torch.float64)
     values = grad.detach().coalesce().values() if grad.is_sparse else grad.detach()
-    wide = torch.promote_types(values.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=wide)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
     return norm.double()
 
 
-def _state(param: Tensor) -> tuple[int, int]:
-    """What changes when a backward adds to .grad."""
+def _grad_version(param: Tensor) -> tuple[int, int]:
+    """A key of .grad, which changes when a backward adds to it."""
     return (id(param.grad), -1 if param.grad is None else param.grad._version)
 
 
@@ -172,10 +174,10 @@ def _is_averaging(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.require_backward_grad_sync) and not torch_internals.averages_otherwise(ddp)
 
 
-def _shares(params: Iterable[Tensor]) -> list[Share]:
-    """Which DistributedDataParallel averages which of the parameters; the newest, where two do."""
+def _groups(params: Iterable[Tensor]) -> list[DDPParameters]:
+    """The DDP modules that average gradients of the parameters; for two around one the newer."""
     wanted = {id(p) for p in params if p.requires_grad}
-    shares = []
+    groups = []
     for ddp in reversed(_wrappers()):
         own = {
             name: p
@@ -184,28 +186,28 @@ def _shares(params: Iterable[Tensor]) -> list[Share]:
         }
         wanted -= {id(p) for p in own.values()}
         if own:
-            shares.append(Share(ddp, own))
-    return shares
+            groups.append(DDPParameters(ddp, own))
+    return groups
 
 
 def _wrappers() -> list[DistributedDataParallel]:
-    """All that are alive, in the order in which they were made.
+    """All DDP modules that are alive, oldest first.
 
-    A module does not know what wraps it. Those of before the first call are among the objects that
-    Python keeps account of (60 to 200 ms, once); later ones are seen as they take up their module.
+    A module does not know what wraps it. Those created before the first call are found among the
+    objects of the garbage collector (60 to 200 ms, once); later ones by a hook as they register theirs.
     """
-    _look_around()
+    _find_and_watch()
     return list(_WRAPPERS.values())
 
 
 @functools.cache
-def _look_around() -> None:
+def _find_and_watch() -> None:
     for found in gc.get_objects():
         if issubclass(type(found), DistributedDataParallel):  # isinstance would ask proxies
-            _note(found)
-    register_module_module_registration_hook(_note)
+            _register(found)
+    register_module_module_registration_hook(_register)
 
 
-def _note(module: nn.Module, *_: Any) -> None:
+def _register(module: nn.Module, *_: Any) -> None:
     if isinstance(module, DistributedDataParallel):
-        _WRAPPERS[next(_NUMBERS)] = module
+        _WRAPPERS[next(_CREATION_ORDER)] = module

@@ -151,7 +151,7 @@ CASES = {
 }
 
 
-def generator_beside(strategy):
+def with_generator(strategy):
     return fit(Critic, "one backward", strategy, generator=True)
 
 
@@ -160,7 +160,7 @@ def gan_without_manual_backward():
 
 
 CASES |= {
-    "a generator beside": ("refused", generator_beside, "ddp"),
-    "a generator beside, unused": ("mean", generator_beside, UNUSED),
+    "a generator beside": ("refused", with_generator, "ddp"),
+    "a generator beside, unused": ("mean", with_generator, UNUSED),
     "GAN, .backward() for manual_backward": ("refused", gan_without_manual_backward),
 }

@@ -1,4 +1,4 @@
-"""Training steps with a penalty in two processes, beside the same steps in one process.
+"""Training steps with a penalty in two processes, against the same steps in one process.
 
 What came of it is "mean", where the gradients of every step are those of one process with both shards;
 "refused", where DistributedError was raised in both processes before an optimizer could take the first wrong

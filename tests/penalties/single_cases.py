@@ -53,8 +53,8 @@ def accumulating():
     return outcome([gradients(net)], [of_one_process(0, 1)])
 
 
-def looked_at_by_one_process():
-    """autograd.grad of the penalty in the first process only: nobody is waited for."""
+def differentiated_by_one_process():
+    """autograd.grad of the penalty in the first process only: no other process is waited for."""
     net, ddp = wrapped()
     if dist.get_rank() == 0:
         torch.autograd.grad(by_hoglib(ddp.module, shard(data(0))[0]), net[0].weight)
@@ -94,7 +94,7 @@ def wrapped_late():
 
 
 def copied():
-    """A copy of the critic (an average of it, say) is nobody's, also while a gradient is watched."""
+    """A copy of the critic (such as an average of it) is not averaged, also while gradients are compared."""
     net, ddp = wrapped()
     backward(ddp, 0)
     twin = copy.deepcopy(net)
@@ -160,7 +160,7 @@ PENALTIES = {
     "jacobian": lambda f, x: penalties.jacobian(f, x, num_projections=None),
     "sobolev": lambda f, x: penalties.sobolev(f, x, torch.ones_like(x)),
     "forces": lambda f, x: penalties.forces(f, x)[1].square().mean(),
-    "in pieces": lambda f, x: penalties.r1(f, x, micro_batch=3),
+    "in micro-batches": lambda f, x: penalties.r1(f, x, micro_batch=3),
     "one a sample": lambda f, x: penalties.r1(f, x, reduction="none").mean(),
     "module": lambda f, x: penalties.GradientPenalty("r1", weight=2.0, every=2)(f, x),
 }
@@ -192,7 +192,7 @@ def overflow(where):
 
 
 class Conditional(nn.Module):
-    """Sparse gradients of an embedding, a frozen layer, a parameter that DDP is told to ignore."""
+    """Sparse gradients of an embedding, a frozen layer, a parameter that DDP ignores."""
 
     def __init__(self):
         super().__init__()
@@ -284,7 +284,7 @@ def static_message():
 
 CASES = {
     "accumulating under no_sync": ("mean", accumulating),
-    "autograd.grad in one process": ("mean", looked_at_by_one_process),
+    "autograd.grad in one process": ("mean", differentiated_by_one_process),
     "a generator's step through ddp.module": ("mean", generator_step, "step"),
     "a generator's step through ddp.module, zeros kept": ("mean", generator_step, "zeros"),
     "a generator's step through ddp.module after a skipped one": (

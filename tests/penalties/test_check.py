@@ -96,7 +96,7 @@ def in_one_call(critic, real, fake):
     return slopes(critic, x).square().sum() / 2 / len(real)
 
 
-def beside_a_score(critic, real, fake):
+def with_a_score(critic, real, fake):
     """It also runs the critic where it takes no gradient."""
     critic(real), critic(fake)
     return wgan_gp(critic, real, fake)
@@ -153,7 +153,7 @@ RIGHT = {
     "epsilon under the root": (with_epsilon, "wgan_gp", {}),
     "vmap": (by_vmap, "wgan_gp", {}),
     "sample by sample": (sample_by_sample, "wgan_gp", {}),
-    "the critic is run elsewhere too": (beside_a_score, "wgan_gp", {}),
+    "the critic is run elsewhere too": (with_a_score, "wgan_gp", {}),
     "NumPy draws": (by_numpy, "wgan_gp", {}),
     "a generator of its own": (by_a_generator(), "wgan_gp", {}),
     "arrays and Variables": (of_arrays, "wgan_gp", {}),
@@ -189,7 +189,7 @@ OURS = {
     "wgan_gp": (hog.penalties.wgan_gp, "wgan_gp", {}),
     "another spelling": (hog.penalties.wgan_gp, "wgan-gp", {}),
     "one-sided": (partial(hog.penalties.wgan_gp, one_sided=True, target=0.5), "wgan_gp", {"one_sided": True, "target": 0.5}),
-    "in pieces": (partial(hog.penalties.wgan_gp, micro_batch=2), "wgan_gp", {}),
+    "in micro-batches": (partial(hog.penalties.wgan_gp, micro_batch=2), "wgan_gp", {}),
     "zero_centred": (hog.penalties.zero_centred, "zero_centred", {}),
     "r1": (hog.penalties.r1, "r1", {}),
     "r2": (hog.penalties.r2, "r2", {}),
@@ -198,7 +198,7 @@ OURS = {
     "dragan with noise": (partial(hog.penalties.dragan, noise=0.3), "dragan", {"noise": 0.3}),
     "lazy": (hog.GradientPenalty("wgan_gp", every=4), "wgan_gp", {"weight": 10.0, "every": 4}),
     "lazy r1": (hog.GradientPenalty("r1", weight=2.0, every=16), "r1", {"weight": 2.0, "every": 16}),
-    "lazy r2 in pieces": (hog.GradientPenalty("r2", weight=1.0, every=2, micro_batch=3), "r2", {"every": 2}),
+    "lazy r2 in micro-batches": (hog.GradientPenalty("r2", weight=1.0, every=2, micro_batch=3), "r2", {"every": 2}),
     "images": (hog.penalties.r1_r2, "r1_r2", {"shape": (1, 8, 8)}),
     "vectors": (hog.penalties.dragan, "dragan", {"shape": (2,)}),
 }  # fmt: skip
@@ -597,7 +597,7 @@ def test_scores_without_a_column_will_do():
     assert report["scores of shape [N, 1]"].status == "skip"
 
 
-def test_what_does_not_run_is_told_how_it_is_called():
+def test_what_does_not_run_says_how_it_is_called():
     report = check(lambda a: a, "wgan_gp")
     assert [row.name for row in report] == ["runs"]
     assert "penalty(critic, real, fake)" in report["runs"].text

@@ -83,8 +83,8 @@ KINDS = {
     "outputs of both": (
         plain, lambda c, **o: with_outputs(penalties.r1_r2(c, X, FAKE, return_outputs=True, **o))
     ),
-    "pieces": (plain, lambda c, **o: penalties.r1(c, X, micro_batch=2, **o)),
-    "pieces of projections": (
+    "micro_batches": (plain, lambda c, **o: penalties.r1(c, X, micro_batch=2, **o)),
+    "micro-batches of projections": (
         SMOOTH,
         lambda c, **o: penalties.jacobian(c, X, generator=generator(), micro_batch=2, **o),
     ),
@@ -171,8 +171,8 @@ def test_compiled_is_eager_while_parameters_change(name, calls):
         "outputs": 2,
         "outputs of both": 2,
         "terms": 2,
-        "pieces": 2,
-        "pieces of projections": 2,
+        "micro_batches": 2,
+        "micro-batches of projections": 2,
     }
     most = several.get(name, 2 if name.endswith("with outputs") else 1)
     assert 1 <= len(calls) <= most  # and not one a step, though functions are made anew
@@ -216,9 +216,9 @@ def test_batch_norm_warns_once_and_keeps_its_statistics():
     statistics = copy.deepcopy(dict(critic.named_buffers()))
     with pytest.warns(UserWarning, match="BatchNorm1d"):
         expected = train(build(make), penalty)
-    with pytest.warns(UserWarning, match="BatchNorm1d") as told:
+    with pytest.warns(UserWarning, match="BatchNorm1d") as caught:
         found = train(critic, penalty, compile="eager")
-    assert len(told) == 1
+    assert len(caught) == 1
     assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert_close(dict(critic.named_buffers()), statistics, rtol=0, atol=0)
     critic.eval()
@@ -393,7 +393,7 @@ def test_what_cannot_be_captured_is_refused(critic, error, says):
             penalties.r1(critic, X, compile="eager")
 
 
-def test_couplings_are_told_of():
+def test_batch_dependence_is_warned_of():
     critic = build(plain)
     with pytest.warns(UserWarning, match="depends on the others"):
         penalties.r1(lambda x: critic(x) * critic(x).mean(), X, compile="eager")

@@ -117,7 +117,7 @@ def test_graphs_have_one_place_between_for_all_their_rows():
     assert len(x.unique()) == 4
 
 
-# Every critic: gradients, samples on their own, pieces
+# Every critic: gradients, samples on their own, micro_batches
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,16 +193,16 @@ def test_a_tree_of_rows_and_samples():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["rows", "labels and a tuple", "two inputs and a dict"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_in_pieces_value_and_gradients_are_the_same(name, kind, reduction):
+def test_in_micro_batches_value_and_gradients_are_the_same(name, kind, reduction):
     make, real, fake, args, options = CRITICS[name]
-    whole, pieces = build(make), build(make)
+    whole, micro_batches = build(make), build(make)
     options = {**options, "reduction": reduction}
     a = KINDS[kind](whole, real, fake, *args, **options)
-    b = KINDS[kind](pieces, real, fake, *args, micro_batch=3, **options)
+    b = KINDS[kind](micro_batches, real, fake, *args, micro_batch=3, **options)
     assert_close(a, b)
     (2 * a).backward()
     (2 * b).backward()
-    for p, q in zip(whole.parameters(), pieces.parameters(), strict=True):
+    for p, q in zip(whole.parameters(), micro_batches.parameters(), strict=True):
         if p.grad is not None and p.grad.any():
             assert_close(q.grad, p.grad)
 
@@ -273,10 +273,10 @@ def test_without_gradients_the_value_is_the_same_and_has_no_graph(kind, mode):
     with mode():
         real, fake = draw(5, 3), draw(5, 3, seed=1)  # tensors of inference mode too
         value = KINDS[kind](model, real, fake)
-        pieces = KINDS[kind](model, real, fake, micro_batch=2)
+        micro_batches = KINDS[kind](model, real, fake, micro_batch=2)
     assert not value.requires_grad
     assert_close(value, expected.detach())
-    assert_close(pieces, expected.detach())
+    assert_close(micro_batches, expected.detach())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -386,9 +386,9 @@ REFUSED = {
     "an unknown option": (lambda: penalties.r1(CRITIC, X, reducton="sum"), TypeError, "did you mean 'reduction'"),
     "an unknown reduction": (lambda: penalties.r1(CRITIC, X, reduction="max"), ValueError, "one of mean, sum, none"),
     "autocast as a word": (lambda: penalties.r1(CRITIC, X, autocast="off"), TypeError, "True or False"),
-    "pieces of none": (lambda: penalties.r1(CRITIC, X, micro_batch=0), ValueError, "at least 1"),
-    "pieces of terms": (lambda: penalties.r1(CRITIC, X, micro_batch=2, reduction="none"), ValueError, "without reduction=none"),
-    "pieces with outputs": (lambda: penalties.r1(CRITIC, X, micro_batch=2, return_outputs=True), ValueError, "without return_outputs"),
+    "micro_batches of none": (lambda: penalties.r1(CRITIC, X, micro_batch=0), ValueError, "at least 1"),
+    "micro_batches of terms": (lambda: penalties.r1(CRITIC, X, micro_batch=2, reduction="none"), ValueError, "without reduction=none"),
+    "micro_batches with outputs": (lambda: penalties.r1(CRITIC, X, micro_batch=2, return_outputs=True), ValueError, "without return_outputs"),
     "fewer fake than real": (lambda: penalties.wgan_gp(CRITIC, X, X[:3]), ValueError, r"fake like real, \(4, 3\).*\(3, 3\).*last batch"),
     "fake of another structure": (lambda: penalties.wgan_gp(CRITIC, X, [X]), ValueError, "fake with the structure of real"),
     "a seed for a generator": (lambda: penalties.wgan_gp(CRITIC, X, X, generator=3), TypeError, "torch.Generator or None"),

@@ -173,7 +173,7 @@ def test_a_structure_without_atoms_has_an_empty_hessian():
     assert found[2].shape == (0, 3, 0, 3)
 
 
-def test_forces_that_train_nothing_are_told():
+def test_forces_that_train_nothing_are_warned_of():
     """An offset of energies may be all that is trained: E has a graph, and F is a constant."""
     model, offset = build(Potential).requires_grad_(False), torch.zeros((), requires_grad=True)
     with pytest.warns(UserWarning, match="forces: .*a loss of them trains nothing"):
@@ -182,7 +182,7 @@ def test_forces_that_train_nothing_are_told():
     assert offset.grad == 3
 
 
-def test_structures_that_act_on_one_another_are_told():
+def test_structures_that_act_on_one_another_are_warned_of():
     model = build(Potential)
     with pytest.warns(UserWarning, match="forces: .*depends on the others"):
         penalties.forces(lambda x: model(x) + x.sum() ** 2, X)
@@ -192,6 +192,6 @@ def test_structures_that_act_on_one_another_are_told():
 @pytest.mark.parametrize(
     "index", [INDEX.double(), INDEX[:5], INDEX - 1, INDEX.tolist()], ids=["float", "short", "negative", "list"]
 )  # fmt: skip
-def test_an_index_is_looked_at_without_a_hessian_too(index):
+def test_an_index_is_checked_without_a_hessian_too(index):
     with pytest.raises((TypeError, ValueError), match=r"forces: .*batch"):
         penalties.forces(lambda x: by_index(x, INDEX), ATOMS, batch=index)

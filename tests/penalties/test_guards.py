@@ -6,11 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from hoglib import penalties
 from hoglib._core import finite_differences
+from tests.functions import (
+    BackwardWithoutGrad,
+    ClassicCube,
+    KeepsIntermediate,
+    OnceDifferentiable,
+    ThroughNumpy,
+)
 from tests.penalties.critics import build, draw, plain
 
 X, FAKE = draw(5, 3), draw(5, 3, seed=1)
@@ -19,72 +24,6 @@ X, FAKE = draw(5, 3), draw(5, 3, seed=1)
 @pytest.fixture(autouse=True)
 def _nothing_seen_before(monkeypatch):
     monkeypatch.setattr(finite_differences, "_SEEN", type(finite_differences._SEEN)())
-
-
-class Once(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * g * x**2
-
-
-class Saved(Function):
-    """Keeps what its forward made."""
-
-    @staticmethod
-    def forward(ctx, x):
-        s = torch.sigmoid(x)
-        ctx.save_for_backward(s)
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx, g):
-        (s,) = ctx.saved_tensors
-        return g * s / (1 - s)
-
-
-class NoGrad(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        with torch.no_grad():
-            return 3 * g * x**2
-
-
-class ThroughNumPy(Function):
-    """Its slope leaves torch, and the gradient that comes in keeps its graph: nothing is lost in sight."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.slope = 3 * x.detach().numpy() ** 2
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * torch.from_numpy(ctx.slope)
-
-
-class Right(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * g * x**2
 
 
 class Detaching(nn.Module):
@@ -107,39 +46,39 @@ WITHOUT_EFFECT = {
     "rounded": (lambda x: LAST(FIRST(x.round().detach())), r"\.detach\(\)"),
     "weights detached": (lambda x: F.linear(x, FIRST.weight.detach()).tanh().sum(1) + LAST.bias, "does not reach any parameter"),
     "a frozen path": (lambda x: x.square().sum(1) * 2 + LAST.bias, "does not reach any parameter.*frozen, or the gradient by the points is the same"),
-    "once differentiable": (through(Once.apply), "because its gradient is detached.*Once.*once_differentiable"),
-    "once differentiable beside a path": (beside(Once.apply), "detached in a custom Function.*Once"),
+    "once differentiable": (through(OnceDifferentiable.apply), "because its gradient is detached.*OnceDifferentiable.*once_differentiable"),
+    "once differentiable beside a path": (beside(OnceDifferentiable.apply), "detached in a custom Function.*OnceDifferentiable"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["r1", "wgan_gp", "jacobian", "lipschitz", "r1 in pieces"])
+@pytest.mark.parametrize("kind", ["r1", "wgan_gp", "jacobian", "lipschitz", "r1 in micro-batches"])
 @pytest.mark.parametrize("case", WITHOUT_EFFECT)
-def test_a_penalty_without_effect_raises_and_names_the_cut(case, kind):
+def test_a_penalty_without_effect_raises_and_names_what_detaches(case, kind):
     critic, message = WITHOUT_EFFECT[case]
     call = {
         "r1": lambda: penalties.r1(critic, X),
-        "r1 in pieces": lambda: penalties.r1(critic, X, micro_batch=2),
+        "r1 in micro-batches": lambda: penalties.r1(critic, X, micro_batch=2),
         "wgan_gp": lambda: penalties.wgan_gp(critic, X, FAKE),
         "jacobian": lambda: penalties.jacobian(critic, X),
         "lipschitz": lambda: penalties.lipschitz(critic, X),
     }[kind]
-    name = kind.removesuffix(" in pieces")
+    name = kind.removesuffix(" in micro-batches")
     with pytest.raises(RuntimeError, match=rf"(?s)^{name}: this penalty has no effect.*{message}"):
         call()
 
 
 @pytest.mark.parametrize("case", [case for case in WITHOUT_EFFECT if "once" not in case])
-def test_validation_is_left_alone(case):
+def test_validation_is_not_refused(case):
     critic, _ = WITHOUT_EFFECT[case]
     with torch.no_grad():
         assert not penalties.r1(critic, X).requires_grad
 
 
-def test_a_critic_with_nothing_to_learn_is_left_alone():
-    cut = (
+def test_a_critic_without_parameters_that_require_grad_is_not_refused():
+    frozen = (
         nn.Sequential(nn.Linear(3, 4), Detaching(), nn.Linear(4, 1)).double().requires_grad_(False)
     )
-    assert penalties.r1(cut, X) == 0
+    assert penalties.r1(frozen, X) == 0
     model = build(plain).requires_grad_(False)
     assert not penalties.r1(model, X).requires_grad
     x = X.clone().requires_grad_()  # but the samples learn
@@ -147,7 +86,9 @@ def test_a_critic_with_nothing_to_learn_is_left_alone():
     assert x.grad.any()
 
 
-@pytest.mark.parametrize("function", [Saved, NoGrad, ThroughNumPy], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [KeepsIntermediate, BackwardWithoutGrad, ThroughNumpy], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("make", [through, beside], ids=["through", "beside"])
 def test_a_function_that_loses_a_part_is_named(function, make):
     with pytest.warns(UserWarning, match=rf"r1: .*{function.__name__}.*hoglib\.verify"):
@@ -157,17 +98,17 @@ def test_a_function_that_loses_a_part_is_named(function, make):
 @pytest.mark.parametrize("make", [through, beside], ids=["through", "beside"])
 def test_a_right_function_is_not_accused(make):
     for kind in (penalties.r1, penalties.jacobian, penalties.lipschitz):
-        kind(make(Right.apply), X)
+        kind(make(ClassicCube.apply), X)
     drop = nn.Dropout(0.5)
     torch.manual_seed(0)
-    penalties.r1(lambda x: make(Right.apply)(drop(x)), X)
+    penalties.r1(lambda x: make(ClassicCube.apply)(drop(x)), X)
     generator = torch.Generator().manual_seed(0)
-    first = penalties.dragan(make(Right.apply), X, generator=generator.manual_seed(0))
+    first = penalties.dragan(make(ClassicCube.apply), X, generator=generator.manual_seed(0))
     after = generator.get_state()
     finite_differences._SEEN.clear()
-    looked = penalties.dragan(make(Right.apply), X, generator=generator.manual_seed(0))
-    assert looked == first
-    assert torch.equal(after, generator.get_state())  # the look draws nothing
+    checked = penalties.dragan(make(ClassicCube.apply), X, generator=generator.manual_seed(0))
+    assert checked == first
+    assert torch.equal(after, generator.get_state())  # the check draws no random numbers of it
 
 
 # Samples that depend on one another
@@ -188,7 +129,7 @@ class MinibatchDeviation(nn.Module):
         return self.out(torch.cat([x, x.std(0).mean().expand(len(x), 1)], 1))
 
 
-COUPLED = {
+DEPENDENT = {
     "batch norm": (batch_norm, r"through BatchNorm1d '1' in training mode.*LayerNorm"),
     "batch norm without running statistics": (
         lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1)).eval(),
@@ -198,19 +139,19 @@ COUPLED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", COUPLED)
+@pytest.mark.parametrize("case", DEPENDENT)
 @pytest.mark.parametrize("call", ["module", "method", "lambda"])
-def test_samples_that_depend_on_one_another_are_told(case, call):
-    make, message = COUPLED[case]
+def test_samples_that_depend_on_one_another_are_warned_of(case, call):
+    make, message = DEPENDENT[case]
     model = build(make)
     critic = {"module": model, "method": model.forward, "lambda": lambda x: model(x)}[call]
     if call == "lambda":
         message = message.replace(" '1'", "")
     for _ in range(2):  # at every call: the filter of warnings is the user's
-        with pytest.warns(UserWarning, match=f"r1: .*{message}") as told:
+        with pytest.warns(UserWarning, match=f"r1: .*{message}") as caught:
             penalties.r1(critic, X)
-        assert len(told) == 1
-        assert told[0].filename == __file__
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
     with torch.no_grad():
         penalties.r1(critic, X)
 
@@ -235,11 +176,11 @@ def test_samples_on_their_own_are_not_accused():
 
 
 def test_warnings_are_for_the_line_of_the_user():
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         model = build(batch_norm)
         for _ in range(3):
-            penalties.r1(model, X)  # one line, told once
+            penalties.r1(model, X)  # one line, warned of once
         penalties.r1(model, X)
-    assert len(told) == 2
-    assert {w.filename for w in told} == {__file__}
+    assert len(caught) == 2
+    assert {w.filename for w in caught} == {__file__}

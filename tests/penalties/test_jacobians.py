@@ -138,16 +138,16 @@ def test_the_gradient_by_the_parameters_is_that_of_differences(kind):
 @pytest.mark.parametrize(
     "kind", ["jacobian, exact", "sobolev", "lipschitz, exact", "input_gradient"]
 )
-def test_in_pieces(kind):
+def test_in_micro_batches(kind):
     model, x = build(smooth), draw(5, 3)
     params = list(model.parameters())[:-1]
     whole = torch.autograd.grad(KINDS[kind](model, x), params)
-    pieces = (
+    micro_batches = (
         torch.autograd.grad(KINDS[kind](model, x, micro_batch=2), params)
         if kind != "sobolev"
         else whole
     )
-    assert_close(pieces, whole)
+    assert_close(micro_batches, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

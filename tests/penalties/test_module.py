@@ -50,9 +50,9 @@ def test_options_go_to_the_function():
     module = hog.GradientPenalty("wgan-gp", 2.0, options={"target": 0.3, "one_sided": True})
     expected = penalties.wgan_gp(critic, X, FAKE, target=0.3, one_sided=True, generator=generator())
     assert_close(module(critic, X, FAKE, generator=generator()), 2 * expected)
-    pieces = hog.GradientPenalty("r1", micro_batch=2, weight=1.0)
+    micro_batches = hog.GradientPenalty("r1", micro_batch=2, weight=1.0)
     with pytest.raises(RuntimeError, match="micro_batch"):
-        pieces(critic, X).backward(create_graph=True)
+        micro_batches(critic, X).backward(create_graph=True)
     make, real, fake, args, options = CRITICS["two inputs and a dict"]
     named = hog.GradientPenalty("r1", 1.0, output="score")
     assert_close(named(build(make), real, fake, *args), penalties.r1(build(make), real, **options))

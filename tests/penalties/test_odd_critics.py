@@ -96,7 +96,7 @@ def test_a_score_squeezed_to_a_scalar_is_that_of_one_sample():
     )
 
 
-def test_functions_of_one_code_and_other_critics_are_looked_at_one_by_one():
+def test_functions_of_one_code_and_other_critics_are_checked_one_by_one():
     def scores(net, minus_mean):
         return lambda x: net(x) - minus_mean * net(x).mean()
 

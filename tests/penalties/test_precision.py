@@ -42,7 +42,7 @@ def seeded():
 KINDS = {
     "wgan_gp": lambda c, x, y, **k: penalties.wgan_gp(c, x, y, generator=seeded(), **k),
     "r1": lambda c, x, y, **k: penalties.r1(c, x, **k),
-    "r1 in pieces": lambda c, x, y, **k: penalties.r1(c, x, micro_batch=3, **k),
+    "r1 in micro-batches": lambda c, x, y, **k: penalties.r1(c, x, micro_batch=3, **k),
     "dragan": lambda c, x, y, **k: penalties.dragan(c, x, generator=seeded(), **k),
     "jacobian": lambda c, x, y, **k: penalties.jacobian(c, x, generator=seeded(), **k),
     "lipschitz": lambda c, x, y, **k: penalties.lipschitz(c, x, bound=0.01, **k),
