@@ -410,8 +410,8 @@ def test_dtypes_in_float64():
 
 
 def test_float64_of_a_model_with_an_output_of_its_own():
-    model = Of(lambda self, x: self.net(x * self.kept.detach().mean()))
-    model.kept = model.net(X.float())  # deepcopy refuses
+    model = Of(lambda self, x: self.net(x * self.output.detach().mean()))
+    model.output = model.net(X.float())  # deepcopy refuses
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(model)
     assert hog.functional_loss(model, to_itself).double()({}, X).dtype is torch.float64
@@ -424,7 +424,7 @@ def test_a_float32_attribute_is_not_hidden():
         hog.functional_loss(model, to_itself).double()({}, X)
 
 
-def test_a_checkpoint_in_forward_sees_the_substitutes_while_they_linger():
+def test_a_checkpoint_in_forward_uses_swapped_parameters_inside_keep_swapped():
     case = CASES["forward= with checkpoints"]
     model, params, loss = case.problem()
     other = {n: p.requires_grad_() for n, p in shifted(params).items()}
@@ -436,7 +436,7 @@ def test_a_checkpoint_in_forward_sees_the_substitutes_while_they_linger():
     assert all(p is params[n] for n, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("within", ["lingering", "not lingering"])
+@pytest.mark.parametrize("within", ["keep_swapped", "no context"])
 def test_a_loss_of_the_same_model_inside_forward(within):
     model = net().double()
     own, a, b = (shifted(hog.trainable_params(model)) for _ in range(3))
@@ -449,7 +449,7 @@ def test_a_loss_of_the_same_model_inside_forward(within):
     y = at(model, a)(X)
     expected = mean_square(y * mean_square(at(model, b)(X), X) + y, X)
     own = dict(model.named_parameters())
-    if within == "lingering":
+    if within == "keep_swapped":
         with keep_swapped():
             assert_close(loss(a, X), expected)
             assert_close(loss(a, X), expected)
@@ -485,7 +485,7 @@ def test_after_an_error_in_forward_the_model_has_its_own():
     assert all(p is params[n] for n, p in model.named_parameters())
 
 
-def test_a_recurrent_layer_does_not_keep_the_substitutes():
+def test_a_recurrent_layer_does_not_keep_swapped_parameters():
     model = nn.LSTM(2, 2).double()
     own = [id(p) for p in model._flat_weights]
     hog.functional_loss(model, lambda outputs, y: outputs[0].sum())(

@@ -1,7 +1,21 @@
 """What the packages of hoglib share; not part of the public API.
 
-One module answers one question: `validation` (is the argument usable?), `pytree` (which tensors are in
-it?), `autograd` (gradients that can be differentiated again), `gradient_graph` (what does a graph
-hold?), `finite_differences`, `state` (saving and restoring), `closures` (what does a callable reach?),
-`swap` (other tensors in a module's places), `torch_internals` (torch's private API), and smaller ones.
+One module for one question:
+
+    validation            is an argument usable?
+    pytree                which tensors are in it, and arithmetic on them
+    autograd              gradients that can be differentiated again
+    gradient_graph        what a value was computed from, and by which custom Functions
+    detachment            where a function leaves the graph
+    finite_differences    what products are compared with (element_differences: of single elements)
+    state                 saving and restoring parameters, modes, random numbers
+    closures              what a callable reaches (module_names: what its modules are called)
+    swap                  other parameters in a module
+    recomputation         intermediate values recomputed in backward
+    source_location       which line of the user's code it is
+    torch_modes           which modes the caller runs in
+    torch_internals       torch's private API
+
+The others are smaller, or serve the kernels: norms, tolerances, torch_errors, mixed_precision,
+running_statistics, matrix_products, timed_products, cache.
 """

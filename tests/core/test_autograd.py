@@ -1,0 +1,109 @@
+"""Gradients that can be differentiated again: in inference mode, with parts missing, or computed before."""
+
+import pytest
+import torch
+
+from hoglib._core import autograd
+from hoglib.errors import NoSecondDerivative, UnsupportedError
+
+
+def test_grad_enabled_records_in_inference_mode():
+    with torch.inference_mode():
+        with autograd.grad_enabled():
+            x = torch.ones(2, requires_grad=True)
+            y = x.square()
+        assert not torch.is_grad_enabled()
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [2.0, 2.0]
+
+
+def test_outside_inference_mode_makes_tensors_that_can_be_saved():
+    with torch.inference_mode(), autograd.outside_inference_mode():
+        x = torch.ones(2)
+        assert not torch.is_grad_enabled()
+    assert not x.is_inference()
+
+
+def test_clone_inference_tensors_copies_those_alone():
+    with torch.inference_mode():
+        inference = torch.ones(2)
+    plain = torch.ones(2)
+    found = autograd.clone_inference_tensors({"a": inference, "b": [plain]})
+    assert not found["a"].is_inference()
+    assert found["b"][0] is plain
+
+
+def test_fresh_leaves_are_connected_with_create_graph():
+    x = torch.ones(2, requires_grad=True)
+    (alone,), (connected,) = (autograd.fresh_leaves([x], graph) for graph in (False, True))
+    assert alone.is_leaf
+    assert alone.requires_grad
+    assert torch.autograd.grad(connected.sum(), x)[0].tolist() == [1.0, 1.0]
+
+
+def test_vjp_takes_outputs_without_a_graph_as_constants():
+    x, unused = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    u = torch.ones(2)
+    grads = autograd.vjp([None, torch.ones(2), 3 * x], [x, unused], [u, u, u], "test")
+    assert grads[1] is None
+    assert [g.tolist() for g in autograd.materialize_grads(grads, [x, unused])] == [[3, 3], [0, 0]]
+    assert autograd.vjp([None, u], [x, unused], [u, u], "test") == [None, None]
+
+
+def test_translate_errors_names_the_operation_and_lets_others_pass():
+    with (
+        pytest.raises(UnsupportedError, match=r"test: .*double backward.*stand_ins=True"),
+        autograd.translate_errors("test"),
+    ):
+        raise RuntimeError("sin does not currently support double backward")
+    with pytest.raises(RuntimeError, match=r"^another$"), autograd.translate_errors("test"):
+        raise RuntimeError("another")
+    with pytest.raises(NoSecondDerivative), autograd.translate_errors("test"):
+        raise NoSecondDerivative("not implemented")
+
+
+def test_without_graph_also_of_a_function_that_differentiates():
+    x = torch.ones(2, requires_grad=True)
+
+    def gradient_norm():
+        return torch.autograd.grad(x.square().sum(), x)[0].sum()
+
+    for function, value in ((lambda: x.sum(), 2), (gradient_norm, 4)):
+        found = autograd.without_graph(function)
+        assert not found.requires_grad
+        assert found == value
+
+
+def test_gradients_computed_before_are_scaled():
+    x = torch.ones(2, requires_grad=True)
+    value = autograd.with_gradients(torch.tensor(5.0), [torch.tensor([1.0, 2.0])], [x], "why not")
+    assert torch.autograd.grad(3 * value, x, retain_graph=True)[0].tolist() == [3.0, 6.0]
+    with pytest.raises(NoSecondDerivative, match="why not"):
+        torch.autograd.grad(value, x, create_graph=True)
+
+
+def test_gradients_computed_before_with_a_graph_and_a_changed_tensor():
+    x = torch.ones(2, requires_grad=True)
+    value = autograd.with_gradients(
+        torch.tensor(2.0), [torch.full((2,), 2.0)], [x], with_graph=lambda: [2 * x]
+    )
+    (g,) = torch.autograd.grad(value, x, create_graph=True)
+    assert torch.autograd.grad(g.sum(), x, retain_graph=True)[0].tolist() == [2.0, 2.0]
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(value, x)
+
+
+def test_gradients_are_given_away_and_computed_again():
+    x, grads, calls = torch.ones(2, requires_grad=True), [torch.full((2,), 2.0)], []
+
+    def recompute():
+        calls.append(1)
+        return [torch.full((2,), 2.0)]
+
+    value = autograd.with_gradients(torch.tensor(2.0), grads, [x], recompute=recompute)
+    (first,) = torch.autograd.grad(value, x, torch.tensor(3.0), retain_graph=True)
+    assert first.data_ptr() == grads[0].data_ptr()  # scaled in place
+    assert not calls
+    (second,) = torch.autograd.grad(value, x)
+    assert (first.tolist(), second.tolist(), len(calls)) == ([6.0, 6.0], [2.0, 2.0], 1)

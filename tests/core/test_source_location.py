@@ -1,0 +1,84 @@
+"""Lines of the user's code: in warnings, in errors, and around torch calls."""
+
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hoglib as hog
+from hoglib._core import source_location
+from hoglib._core.source_location import SourceLine
+from hoglib.errors import ArgumentValueError
+
+
+def here():
+    frame = sys._getframe(1)
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
+
+def test_a_line_shows_its_source_and_a_relative_path():
+    line = here()
+    path = os.path.relpath(__file__)
+    assert (
+        str(line)
+        == f"{path if not path.startswith('..') else __file__}:{line.line}: `line = here()`"
+    )
+    assert str(SourceLine("<string>", 3)) == "<string>:3"
+
+
+def test_a_warning_points_outside_hoglib_and_torch():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        source_location.warn("this")
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("file", "user_file", "user_code"),
+    [
+        (__file__, True, True),
+        (torch.__file__, False, False),
+        (hog.__file__, False, False),
+        (nn.functional.__file__, False, False),
+        (hog.ops.__file__, False, True),  # its Functions are verified as a user's are
+        (os.__file__, True, False),
+        ("<string>", False, True),
+    ],
+)
+def test_which_files_are_the_users(file, user_file, user_code):
+    assert source_location.is_user_file(file) == user_file
+    assert source_location.is_user_code(file) == user_code
+
+
+def test_an_error_has_the_line_that_raised_it():
+    def fails():
+        return nn.Linear(2, 3)(torch.ones(4))
+
+    with pytest.raises(RuntimeError) as caught:
+        fails()
+    line = source_location.error_line(caught.value)
+    assert line.source == "return nn.Linear(2, 3)(torch.ones(4))"
+    assert str(line) in source_location.format_error(caught.value)
+    assert source_location.format_error(ValueError("no traceback. ")) == "ValueError: no traceback"
+
+
+def test_the_text_of_an_error_has_its_type_unless_it_is_hoglibs():
+    assert source_location.error_text(ValueError("a")) == "ValueError: a"
+    assert source_location.error_text(ArgumentValueError("a")) == "a"
+
+
+def test_the_running_module_is_the_innermost_one():
+    found = []
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            found.append(source_location.running_module())
+            return x
+
+    inner = Inner()
+    nn.Sequential(inner)(torch.ones(1))
+    assert found == [inner]
+    assert source_location.running_module() is None
