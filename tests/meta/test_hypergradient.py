@@ -241,7 +241,7 @@ ERRORS = {
     "hyper from outside": (from_outside, RuntimeError, "depends on hyper, got none that does"),
     "hyper from outside, of a minimum": (lambda: from_outside(method="cg"), RuntimeError, "depends on hyper"),
     "hyper from outside that requires grad": (
-        lambda: from_outside({**HYPER, "rho": HYPER["rho"].clone().requires_grad_()}), RuntimeError, "from elsewhere too",
+        lambda: from_outside({**HYPER, "rho": HYPER["rho"].clone().requires_grad_()}), RuntimeError, "from elsewhere",
     ),
     "the learning rate of a minimum": (rate_of_a_minimum, RuntimeError, "for those use method='unrolled'"),
     "hyper that is a number": (lambda: hypergradient({**HYPER, "rho": 1.0}), TypeError, r"hyper\['rho'\]: expected a torch.Tensor"),
