@@ -126,7 +126,7 @@ class Processes:
         """
         dtype = torch.promote_types(total.dtype, torch.float32)
         numbers = torch.tensor(mine._replace(failed=error is not None), dtype=torch.float64)
-        parts = _split_float64(numbers, dtype)
+        parts = split_float64(numbers, dtype)
         table = torch.zeros(self.world, *parts.shape, dtype=dtype)
         table[self.rank] = parts
         flat = [x.reshape(-1).to(total.device, dtype) for x in (total, used, table)]
@@ -227,7 +227,7 @@ def constants_of(loss: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _split_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+def split_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers in float64 as rows in dtype that add up to them."""
     rows = []
     for _ in range(1 if dtype == torch.float64 else 3):  # 24 digits each, of 53

@@ -52,7 +52,7 @@ def small():
 
 def graphs(func):
     """How many graphs a function has."""
-    products = compiled._PRODUCTS.get(func, {})
+    products = compiled._PRODUCTS.get(func, {})  # private: results do not show what was captured
     return sum(len(product.signatures) for product in products.values())
 
 
@@ -102,7 +102,7 @@ def test_whole_matrices(blocks):
 
 def test_the_first_half_runs_once_for_a_block(monkeypatch):
     runs = []
-    make = compiled.PartialEval._made
+    make = compiled.PartialEval._made  # private: it counts the runs of each half
 
     def made(self, graph, inputs):
         run = make(self, graph, inputs)
@@ -455,7 +455,7 @@ def test_a_kept_graph_is_dropped_when_anything_changes():
     plain = hog.HessianOperator(loss, params, batch)
     v = draw(plain.shape[0])
     operator @ v
-    assert operator._sum.kept is not None
+    assert operator._sum.kept is not None  # private: a kept graph shows in time only
     with torch.no_grad():
         model[0].weight.mul_(1.5)
     assert relative(operator @ v, plain @ v) < CLOSE

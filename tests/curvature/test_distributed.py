@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hoglib as hog
-from hoglib.curvature.processes import _split_float64, checksum_of_rows
+from hoglib.curvature.processes import checksum_of_rows, split_float64
 from hoglib.errors import HoglibError
 from tests.curvature import shared_data
 from tests.curvature.problems import draw
@@ -89,7 +89,7 @@ def test_an_unknown_way_to_share_raises():
 
 def test_numbers_go_through_single_precision():
     numbers = torch.tensor([1 / 3, -1e17 / 7, 2.0**31 + 1, 0.0, 1e-20], dtype=torch.float64)
-    parts = _split_float64(numbers, torch.float32)
+    parts = split_float64(numbers, torch.float32)
     assert parts.dtype == torch.float32
     assert torch.equal(parts.double().sum(0), numbers)
 

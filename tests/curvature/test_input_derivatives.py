@@ -407,7 +407,7 @@ def test_several_outputs_take_one_pass_more_than_one(outputs, passes, monkeypatc
 
 def test_outputs_go_together_where_they_cancel(monkeypatch):
     # the outputs of a softmax sum to 1: the Laplacians to 0
-    monkeypatch.setattr(input_derivatives, "_of_one_output", None)
+    monkeypatch.setattr(input_derivatives, "_of_one_output", None)  # private: not by single outputs
     net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 6), nn.Softmax(1))
     x = torch.randn(60, 3)
     _, lap = hog.laplacian(net, x, create_graph=False)
