@@ -1,16 +1,19 @@
-"""Hessian-vector products by differences of the gradient: what the other routes are compared with.
+"""Central differences: the step table of the library, and directional derivatives of whole vectors.
 
-    D(h) = (grad f(p + h v) - grad f(p - h v)) / 2h        R(h) = (100 D(h / 10) - D(h)) / 99
+    D(h) = (f(x + h v) - f(x - h v)) / 2h        error ~ O(h^2) + eps |f| / h
 
-D is off by O(h^2) and by rounding / h, Richardson's R by O(h^4). Of the steps below the one is taken at
-which R and the next one agree best.
+Whatever hoglib compares with finite differences takes its steps h from the one table below. A
+derivative of any order is compared with differences of the derivatives one order below it, which
+autograd computes. So the steps depend on the dtype and on what is compared, not on the order.
+
+`hoglib._core.element_differences` builds on this module: it chooses a step for each element by itself.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -30,64 +33,104 @@ from hoglib._core.gradient_graph import GraphSummary, graph_summary
 from hoglib._core.source_location import warn
 from hoglib._core.torch_modes import value_checks_on
 
-STEPS = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # of the size of the parameters, along v
+Use = Literal[
+    "product", "product check", "element", "element, more", "element, short", "slot", "route"
+]
+STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
+    # `mode="finite-differences"`. All steps are tried, and the pair that agrees best is taken, so the
+    # range is wide. In units of the root mean square of the parameters, at least 1.
+    "product": dict.fromkeys((torch.float64, torch.float32), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)),
+    # The check of the first product through a custom Function, in the user's dtype. It may cost four
+    # gradients only, and must not warn of rounding: two long steps. In the same units.
+    "product check": dict.fromkeys((torch.float64, torch.float32), (1e-2, 1e-3)),
+    # `verify`, where each element takes the step whose estimated error is smallest. In units of the
+    # size of each element. Narrow dtypes need long steps, because rounding grows as eps / h.
+    "element": {
+        torch.float64: (1e-3, 1e-4, 1e-5, 1e-6),
+        torch.float32: (1e-1, 3e-2, 1e-2, 3e-3),
+        torch.float16: (5e-1, 2e-1, 1e-1),
+        torch.bfloat16: (5e-1, 2e-1, 1e-1),
+    },
+    # The same, tried only where the steps above are not conclusive: they cost twice as much again.
+    "element, more": {
+        torch.float64: (1e-2, 1e-7, 1e-8),
+        torch.float32: (1e-3,),
+        torch.float16: (),
+        torch.bfloat16: (),
+    },
+    # The same, where a derivative seems wrong: a function may oscillate faster than all steps above.
+    "element, short": {torch.float64: (1e-7, 1e-8, 1e-9), torch.float32: ()},
+    # The attribution to what a Function saved. Its terms are compared with their sum, coarsely, and
+    # away from kinks: one step is enough.
+    "slot": {torch.float64: (1e-5,), torch.float32: (1e-5,)},
+    # `audit` of whole models, in units of the size of each parameter tensor. They are tried in this
+    # order until a product agrees. The first is right for most models; a model with many ReLUs needs a
+    # shorter one, which crosses no kink, and a loss whose terms cancel a longer one.
+    "route": {torch.float64: (1e-7, 1e-9, 1e-5, 1e-4, 1e-3), torch.float32: (1e-2, 1e-3, 3e-2, 1e-4)},
+}  # fmt: skip
 VectorFunction = Callable[[Vector], Vector]
 T = TypeVar("T")
 
 
-def to_double(tree: T) -> T:
-    """The tree with its tensors of floating-point and complex dtypes in double precision."""
+def steps(use: Use, dtype: torch.dtype) -> tuple[float, ...]:
+    """The steps of a use in a dtype; those of float32 in a dtype that the table does not list."""
+    table = STEPS[use]
+    return table.get(dtype, table[torch.float32])
 
-    def convert(x: Tensor) -> Tensor:
-        if x.is_floating_point():
-            return x.double()
-        return x.to(torch.complex128) if x.is_complex() else x
 
-    result: T = pytree.map_tensors(convert, tree)
-    return result
+def both_sides(function: VectorFunction, x: Vector, v: Vector, h: float) -> tuple[Vector, Vector]:
+    """f(x + h v) and f(x - h v)."""
+    above, below = (
+        function([p + sign * h * d for p, d in zip(x, v, strict=True)]) for sign in (1, -1)
+    )
+    return above, below
+
+
+def difference_quotient(above: Sequence[Tensor], below: Sequence[Tensor], h: float) -> Vector:
+    """D(h) = (above - below) / 2h."""
+    return [(a - b) / (2 * h) for a, b in zip(above, below, strict=True)]
 
 
 def directional_derivative(function: VectorFunction, leaves: Vector, vector: Vector) -> Vector:
-    """The derivative of a function along a vector, all in float64."""
+    """The derivative of a function along a vector, in float64, by Richardson's extrapolation.
+
+        R(h) = (100 D(h / 10) - D(h)) / 99        error ~ O(h^4)
+
+    Of all steps that one is taken at which R and the next R agree best.
+    """
     if not pytree.norm([v.detach() for v in vector]):
         return [torch.zeros_like(x) for x in function(leaves)]
-    better = [
+    slopes = central_differences(function, leaves, vector, steps("product", torch.float64))
+    extrapolated = [
         [(100 * fine - coarse) / 99 for coarse, fine in zip(*pair, strict=True)]
-        for pair in pairwise(central_differences(function, leaves, vector, STEPS))
+        for pair in pairwise(slopes)
     ]
-    gaps = [distance(*pair) for pair in pairwise(better)]
+    gaps = [distance(*pair) for pair in pairwise(extrapolated)]
     known = [gap for gap in gaps if gap == gap]
     if not known:
-        return better[-1]
-    return better[gaps.index(min(known)) + 1]
+        return extrapolated[-1]
+    return extrapolated[gaps.index(min(known)) + 1]
 
 
 def central_differences(
     function: VectorFunction, leaves: Vector, vector: Vector, steps: Sequence[float]
 ) -> list[Vector]:
-    """D(h) for steps of a vector that is not zero, all with the random numbers of now."""
+    """D(h) for several steps along a nonzero vector, all with the current random numbers.
+
+    A step is in units of the root mean square of the leaves, at least 1, over the norm of the vector.
+    """
     leaves, vector = ([x.detach() for x in parts] for parts in (leaves, vector))
     size = max(1.0, float(pytree.norm(leaves)) / max(1, pytree.size(leaves)) ** 0.5)
     unit = size / float(pytree.norm(vector))
-    found = []
-    for step in steps:
-        h, ends = step * unit, []
-        for sign in (1, -1):
-            with fixed_random_numbers(leaves):
-                ends.append(
-                    function([p + sign * h * v for p, v in zip(leaves, vector, strict=True)])
-                )
-        found.append([(a - b) / (2 * h) for a, b in zip(*ends, strict=True)])
-    return found
 
+    def reproducible(point: Vector) -> Vector:
+        with fixed_random_numbers(leaves):
+            return function(point)
 
-def fixed_random_numbers(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Inside, random numbers are those of now, and afterwards they are so again."""
-    return torch.random.fork_rng(sorted({x.device for x in tensors if x.is_cuda}, key=str))
-
-
-def distance(a: Vector, b: Vector) -> float:
-    return float(pytree.norm([x.detach() - y.detach() for x, y in zip(a, b, strict=True)]))
+    return [
+        difference_quotient(*both_sides(reproducible, leaves, vector, step * unit), step * unit)
+        for step in steps
+    ]
 
 
 def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
@@ -105,26 +148,39 @@ def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
     return gradient
 
 
-# === A second look at the first product through a custom Function: one central difference of the
-# gradient.
-#
-# What a Function's backward leaves out of the second derivative cannot be seen in its graph in
-# every
-# case (a NumPy number kept on ctx, a detach() on a saved tensor). So the first time that a product
-# runs
-# through a Function of the user's it is compared, coarsely, with a difference of gradients; that
-# costs
-# four gradients, once for each Function in a process, and says nothing of later inputs:
-# `hoglib.verify`
-# does. A gradient that is stopped on purpose, all of it zero, is let be.
+def fixed_random_numbers(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Restores the state of torch's random generators on exit, so that the next run draws the same."""
+    return torch.random.fork_rng(sorted({x.device for x in tensors if x.is_cuda}, key=str))
 
-CHECK_STEPS = (1e-2, 1e-3)
-OFF = 0.05  # of the product; a smooth function is off by a hundredth of that in float32
+
+def distance(a: Vector, b: Vector) -> float:
+    """The norm of the difference of two vectors."""
+    return float(pytree.norm([x.detach() - y.detach() for x, y in zip(a, b, strict=True)]))
+
+
+def to_double(tree: T) -> T:
+    """The tree with its tensors of floating-point and complex dtypes in double precision."""
+
+    def convert(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            return x.double()
+        return x.to(torch.complex128) if x.is_complex() else x
+
+    result: T = pytree.map_tensors(convert, tree)
+    return result
+
+
+# The check of the first product through a custom Function. A graph does not always show what a backward
+# loses (a NumPy number on ctx, a detach() of a saved tensor). So the first product of a process through
+# a user's Function is compared, coarsely, with a difference of gradients. It says nothing of later
+# inputs; `hoglib.verify` does.
+
+MAX_ERROR = 0.05  # relative; the difference of a smooth function has an error of 0.01 in float32
 _SEEN: WeakSet[type[Function]] = WeakSet()
 
 
 def unchecked_functions(value: Tensor, graph: GraphSummary) -> list[type[Function]]:
-    """The custom Functions in the graph of a value that no product ran through before."""
+    """The custom Functions in the graph of a value that no product has been checked through."""
     if value.dtype not in (torch.float32, torch.float64) or not value_checks_on():
         return []
     found = {entry.function for entry in graph.user_functions if entry.function} - set(_SEEN)
@@ -138,12 +194,12 @@ def check_hessian_product(
     leaves: Vector,
     vector: Vector,
 ) -> None:
-    """Warns where a product with the Hessian of func is not the difference of its gradients.
+    """Warns if a product with the Hessian of func differs from a difference of its gradients.
 
-    The product is made anew, by the random numbers that the differences have.
+    The product is computed again here, with the random numbers that the differences get.
     """
     with fixed_random_numbers(leaves), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what there is to tell of a cut was told
+        warnings.simplefilter("ignore")  # the product before this one gave the same warnings
         gradient = gradient_with_graph(func, leaves, what, create_graph=False)
         own = gradient.leaves
         product = materialize_grads(vjp(gradient.parts, own, vector, what), own)
@@ -159,38 +215,42 @@ def finite_difference_check(
     vector: Vector,
     product: Vector,
 ) -> None:
-    """Warns where a product is not the difference, along the vector, of a function of the leaves.
+    """Warns if a product differs from the central difference, along the vector, of a function.
 
-    func: what the user wrote, of the same leaves, of which `function` holds first derivatives.
+    function: the first derivatives of `func`, which is what the user wrote, of the same leaves. A
+    gradient that is zero on purpose (a stop-gradient) is not warned of.
     """
     for seen in functions:
         _SEEN.add(seen)
     if not pytree.norm([v.detach() for v in vector]):
         return
-    found = central_differences(function, leaves, vector, CHECK_STEPS)
-    off = [distance(slope, product) for slope in found]
-    apart = distance(*found)  # of two steps: by a kink, or by rounding
-    scale = max(float(pytree.norm([x.detach() for x in parts])) for parts in (found[0], product))
-    if min(off) > OFF * scale and min(off) > 5 * apart and not _stops_gradient(func, leaves):
+    sizes = steps("product check", leaves[0].dtype)
+    slopes = central_differences(function, leaves, vector, sizes)
+    errors = [distance(slope, product) for slope in slopes]
+    spread = distance(*slopes)  # large at a kink, and where rounding dominates
+    scale = max(float(pytree.norm([x.detach() for x in parts])) for parts in (slopes[0], product))
+    error = min(errors)
+    if error > MAX_ERROR * scale and error > 5 * spread and not _stops_gradient(func, leaves):
         names = ", ".join(function.__qualname__ for function in functions)
         warn(
-            f"{what}: the second derivative differs by {min(off) / scale:.0%} from a difference of "
-            f"first ones. It runs through {names}, whose backward may be cut from its graph, or be no "
-            f"derivative: `hoglib.verify({functions[0].__name__}, inputs)` tells.",
+            f"{what}: the second derivative differs by {error / scale:.0%} from a central difference "
+            f"of first derivatives. It runs through {names}, whose backward may be detached from the "
+            f"graph, or may not be the derivative of forward: `hoglib.verify("
+            f"{functions[0].__name__}, inputs)` names the cause.",
         )
 
 
 def _stops_gradient(func: Callable[..., Tensor], leaves: Vector) -> bool:
-    """Whether a custom Function gives zeros for a gradient."""
+    """Whether a custom Function returns a gradient that is all zeros."""
     own = fresh_leaves(leaves, False)
     value = func(*own)
     stopped: list[bool] = []
 
-    def note(returned: Any, incoming: Any) -> None:
+    def hook(returned: Any, incoming: Any) -> None:
         given = [g for g in returned if isinstance(g, Tensor) and g.is_floating_point()]
         stopped.append(any(not bool(g.any()) for g in given))
 
     for node, _ in graph_summary(value).user_functions:
-        node.register_hook(note)
+        node.register_hook(hook)
     torch.autograd.grad(value, own, allow_unused=True)
     return any(stopped)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, dense, fresh_leaves, materialize_grads
+from hoglib._core.finite_differences import both_sides, difference_quotient, steps
 from hoglib.auditing.routes import Route, Scalar, gradient, reverse_over_reverse
 from hoglib.auditing.stop_gradients import StopGradientReplay
 
@@ -75,15 +76,10 @@ class Differences:
             self._record()
             if self._stops is not None and self._stops.beyond:
                 return None
-            above, below = (
-                self._functions[kind](
-                    [x + sign * step * d for x, d in zip(self.leaves, along, strict=True)]
-                )
-                for sign in (1, -1)
-            )
+            above, below = both_sides(self._functions[kind], self.leaves, along, step)
         except Exception:  # whatever it says of another point, also that it takes another path
             return None
-        slope = [(a - b) / (2 * step) for a, b in zip(above, below, strict=True)]
+        slope = difference_quotient(above, below, step)
         total = [(a + b) / (2 * step) for a, b in zip(above, below, strict=True)]
         return Difference(slope, total) if all_finite(slope) else None
 
@@ -125,13 +121,6 @@ class Differences:
 # (at a
 # kink, where numbers cancel) nothing is known.
 
-# Of the size of each tensor, along v. The first is right for most; many ReLUs want a shorter one,
-# which
-# crosses no kink, and sums that cancel a longer one.
-STEPS = {
-    torch.float64: (1e-7, 1e-9, 1e-5, 1e-4, 1e-3),
-    torch.float32: (1e-2, 1e-3, 3e-2, 1e-4),
-}
 RIGHT = {torch.float64: 1e-5, torch.float32: 1e-2}
 CLEARLY = 10  # times as far from a difference as that is known
 UNSURE, OF_ONE = 1e-2, 1e-3  # how well a difference must be known to say wrong; of one number
@@ -180,7 +169,7 @@ class RouteChecker:
         self.f = f
         self._leaves = [x.detach() for x in leaves]
         dtype = max((x.dtype for x in leaves), key=lambda dtype: torch.finfo(dtype).eps)
-        self._steps = STEPS.get(dtype, STEPS[torch.float32])
+        self._steps = steps("route", dtype)
         self._right = RIGHT.get(dtype, RIGHT[torch.float32])
         random = torch.Generator("cpu").manual_seed(seed)
         self.scales = [scale(x) for x in self._leaves]

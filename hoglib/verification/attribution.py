@@ -21,14 +21,15 @@ from torch.autograd import Function
 
 from hoglib._core import pytree
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
-from hoglib._core.element_differences import scales, uniform
+from hoglib._core.element_differences import element_scales, random_like
+from hoglib._core.finite_differences import difference_quotient, steps
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable, watching_functions
 from hoglib.verification import function_rules
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
 from hoglib.verification.subject import Application, application
 
-STEP = 1e-5
+(STEP,) = steps("slot", torch.float64)
 LOST = 1e-5  # of the whole term: less is rounding
 WORTH_SAYING = 1e-3  # of what is lost
 DRAWS = 4
@@ -66,7 +67,7 @@ class _Examination:
         rule: Any = app.function.jvp if in_jvp else backward_rule(app.function)
         self._rule: Callable[..., Any] = rule.__wrapped__ if self._once else rule
         self._v = moves or {
-            i: uniform(app.args[i], self._random) * scales(app.args[i]) for i in app.by
+            i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
         self._inner: list[Application] = []
         base = self._run(0.0)
@@ -85,7 +86,7 @@ class _Examination:
         if not self._in_jvp:
             return run.incoming(self._random)
         return [
-            uniform(x, self._random) if i in self._app.by else None
+            random_like(x, self._random) if i in self._app.by else None
             for i, x in enumerate(run.inputs)
         ]
 
@@ -122,10 +123,7 @@ class _Examination:
 
     def _term(self, labels: Sequence[str]) -> list[Tensor]:
         above, below = self._swapped(labels, STEP), self._swapped(labels, -STEP)
-        return [
-            ((a - b) / (2 * STEP)).detach() if torch.is_tensor(a) else a
-            for a, b in zip(above, below, strict=True)
-        ]
+        return [slope.detach() for slope in difference_quotient(above, below, STEP)]
 
     # What autograd sees of it.
 
@@ -153,7 +151,7 @@ class _Examination:
         incoming = [None if g is None else g.clone().requires_grad_() for g in self._arguments]
         for k, g in enumerate(incoming):
             if g is not None:
-                leaves[self._gradient_name(k)] = [(g, uniform(g, self._random))]
+                leaves[self._gradient_name(k)] = [(g, random_like(g, self._random))]
         with watching_functions(self._apply) as watch.applying, torch.enable_grad(), watch:
             results = self._results(record, incoming)
         return results, leaves
@@ -181,7 +179,7 @@ class _Examination:
         lost = dict.fromkeys(terms, 0.0)
         whole = 0.0
         for _ in range(DRAWS):
-            w = [uniform(r, self._random) for r in seen]
+            w = [random_like(r, self._random) for r in seen]
             carried = self._carried(seen, w, leaves)
             for label, term in terms.items():
                 expected = _dot(w, term)
@@ -200,8 +198,7 @@ class _Examination:
             incoming[k] = g + sign * STEP * direction
             return self._results(self._run(0.0).record, incoming)
 
-        ends = zip(at(1.0), at(-1.0), strict=True)
-        return [((a - b) / (2 * STEP)).detach() for a, b in ends]
+        return [slope.detach() for slope in difference_quotient(at(1.0), at(-1.0), STEP)]
 
     def _carried(
         self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]

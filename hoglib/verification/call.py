@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors
-from hoglib._core.element_differences import Map
+from hoglib._core.element_differences import TensorMap
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
@@ -47,7 +47,7 @@ def same(a: Tensor, b: Any) -> bool:
 # layers.
 
 
-def gradient(function: Map, count: int, wanted: Sequence[int] | None = None) -> Map:
+def gradient(function: TensorMap, count: int, wanted: Sequence[int] | None = None) -> TensorMap:
     """(x, u) -> J(x)^T u, the gradient by the wanted of the first `count` arguments.
 
     Backward gets copies of u, so that one that works in place spoils no other check.
@@ -74,7 +74,7 @@ def gradient(function: Map, count: int, wanted: Sequence[int] | None = None) -> 
     return map_
 
 
-def tangent(function: Map, count: int) -> Map:
+def tangent(function: TensorMap, count: int) -> TensorMap:
     """(x, t) -> J(x) t, in forward mode."""
 
     def map_(*given: Tensor) -> list[Tensor]:
@@ -85,7 +85,7 @@ def tangent(function: Map, count: int) -> Map:
     return map_
 
 
-def func_tangent(function: Map, count: int) -> Map:
+def func_tangent(function: TensorMap, count: int) -> TensorMap:
     """The same by torch.func, which can do it twice."""
 
     def map_(*given: Tensor) -> list[Tensor]:
@@ -95,7 +95,7 @@ def func_tangent(function: Map, count: int) -> Map:
 
 
 def pull(
-    function: Map,
+    function: TensorMap,
     x: Sequence[Tensor],
     covectors: Sequence[tuple[int, Tensor]],
     wanted: Sequence[int] | None = None,
@@ -140,14 +140,14 @@ def _pulled(y: Tensor, by: Sequence[Tensor], w: Tensor, *, batched: bool) -> lis
     return [torch.zeros_like(x) if g is None else g[0].detach() for g, x in pairs]
 
 
-def push(function: Map, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
+def push(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
     """J(x) v, with v a direction of input j, in forward mode."""
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x[j].detach().clone(), v)
         return [_tangent(y).detach() for y in function(*x[:j], dual, *x[j + 1 :])]
 
 
-def func_push(function: Map, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
+def func_push(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
     """The same by torch.func."""
 
     def moved(y: Tensor) -> list[Tensor]:
@@ -258,7 +258,7 @@ class Call:
         *,
         before: Arrange | None = None,
         after: Arrange | None = None,
-    ) -> Map:
+    ) -> TensorMap:
         """The map to some of the leaves; after rearranges them on their way out."""
 
         def map_(*variables: Tensor) -> list[Tensor]:

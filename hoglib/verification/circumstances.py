@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core.element_differences import largest
+from hoglib._core.element_differences import max_abs
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
 from hoglib.verification.call import Arrange
@@ -190,14 +190,14 @@ def finite(around: PerturbedPoint) -> Row:
     ):
         if any(bool(t.isinf().any()) for t in tensors):
             return Row(name, "warn", None, f"{text} is infinite at the inputs.")
-    most = max((largest(g) for g in grads), default=0.0)
+    most = max((max_abs(g) for g in grads), default=0.0)
     scale = max(
-        (largest(y) / max(largest(x), 1e-30) for y in values for x in around.x), default=0.0
+        (max_abs(y) / max(max_abs(x), 1e-30) for y in values for x in around.x), default=0.0
     )
     if most > 1e8 * max(scale, 1.0):
         return Row(
             name, "warn", most,
-            f"a gradient of suspicious size: {most:.3g}, at values of {max(map(largest, values)):.3g}.",
+            f"a gradient of suspicious size: {most:.3g}, at values of {max(map(max_abs, values)):.3g}.",
         )  # fmt: skip
     if most == 0.0:
         return Row(

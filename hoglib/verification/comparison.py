@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from hoglib._core.element_differences import (
-    Map,
     Slope,
-    checked,
+    TensorMap,
     directions,
-    largest,
+    max_abs,
+    random_like,
+    recheck,
     slope,
-    uniform,
 )
 from hoglib.verification import call as calls
 
@@ -65,7 +65,7 @@ class Found:
 class Target(NamedTuple):
     """A map at a point, what its outputs and inputs are called, and its slopes by differences."""
 
-    map: Map
+    map: TensorMap
     x: list[Tensor]
     rows: list[str]
     columns: list[str]
@@ -73,7 +73,7 @@ class Target(NamedTuple):
 
 
 def target(
-    f: Map, x: Sequence[Tensor], rows: Sequence[str], columns: Sequence[str],
+    f: TensorMap, x: Sequence[Tensor], rows: Sequence[str], columns: Sequence[str],
     random: torch.Generator, *, draws: int = 1, full: bool = False, eps: float | None = None,
 ) -> Target:  # fmt: skip
     slopes = [
@@ -86,11 +86,13 @@ def target(
 
 def sure(at: Target, random: torch.Generator) -> Target:
     """The target with its slopes looked at twice; worth it only where something seems wrong."""
-    return at._replace(slopes=[checked(at.map, at.x, one, random) for one in at.slopes])
+    return at._replace(slopes=[recheck(at.map, at.x, one, random) for one in at.slopes])
 
 
 def in_forward(
-    at: Target, bounds: Bounds, push: Callable[[Map, Sequence[Tensor], int, Tensor], list[Tensor]]
+    at: Target,
+    bounds: Bounds,
+    push: Callable[[TensorMap, Sequence[Tensor], int, Tensor], list[Tensor]],
 ) -> Found:
     """J v for each direction, element by element."""
     found = Found()
@@ -144,7 +146,7 @@ def _take(
 
 def in_reverse(
     at: Target, bounds: Bounds, random: torch.Generator, *, draws: int = 2, full: bool = False,
-    batched: bool = False, wanted: Sequence[int] | None = None, f: Map | None = None,
+    batched: bool = False, wanted: Sequence[int] | None = None, f: TensorMap | None = None,
 ) -> Found:  # fmt: skip
     """<J^T w, v> for each direction v and a few covectors w; f, if given, stands in for the map."""
     found = Found()
@@ -223,9 +225,9 @@ def _covectors(
     if full:
         eye = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
-    share = 1.0 / (sizes + 1e-3 * (largest(sizes) or 1.0))
+    share = 1.0 / (sizes + 1e-3 * (max_abs(sizes) or 1.0))
     share = torch.where(known, share / share.max(), 0.0)
-    return [uniform(like, random) * share for _ in range(draws)]
+    return [random_like(like, random) * share for _ in range(draws)]
 
 
 def _of(at: Target, i: int, j: int) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hoglib._core import element_differences
-from hoglib._core.element_differences import uniform
+from hoglib._core.element_differences import random_like
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules, wording
@@ -34,7 +34,7 @@ NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 class Stage(NamedTuple):
     """A map whose derivative is the one in question, its arguments, and what to call both ends."""
 
-    map: element_differences.Map
+    map: element_differences.TensorMap
     x: list[Tensor]
     rows: list[str]
     columns: list[str]
@@ -149,7 +149,7 @@ class Derivatives:
         return self._forward_row(name, at, mode.key)
 
     def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [uniform(x, self._subject.random) for x in tensors]
+        return [random_like(x, self._subject.random) for x in tensors]
 
     def _first(self, x: list[Tensor]) -> Stage:
         return Stage(self._subject.map, x, self._subject.rows, self._subject.names)

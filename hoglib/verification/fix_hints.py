@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
-from hoglib._core.element_differences import scales, uniform
+from hoglib._core.element_differences import element_scales, random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.torch_internals import watching_functions
@@ -221,7 +221,7 @@ def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
         f, x = call.map(which), call.point
         names = [f"argument {j}" for j in range(len(x))]
         first = Stage(f, x, [f"result {i}" for i in which], names)
-        inner = stage(first, mode, order, lambda tensors: [uniform(t, random) for t in tensors])
+        inner = stage(first, mode, order, lambda tensors: [random_like(t, random) for t in tensors])
         at = target(*inner, random)
     except Exception:  # judged by the mode below only
         return ""
@@ -305,7 +305,7 @@ def _moving(
     subject: Subject, x: list[Tensor]
 ) -> list[tuple[Application, attribution.Moves | None]]:
     """The Functions that the subject applies beside its inputs, and how their arguments move there."""
-    v = [uniform(y, subject.random) * scales(y) for y in x]
+    v = [random_like(y, subject.random) * element_scales(y) for y in x]
 
     def at(h: float) -> list[Application]:
         point = [(y + h * d).requires_grad_() for y, d in zip(x, v, strict=True)]

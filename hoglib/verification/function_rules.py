@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
 from hoglib._core import pytree, source_location
-from hoglib._core.element_differences import uniform
+from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine, is_user_code
 from hoglib._core.torch_internals import backward_rule
@@ -159,7 +159,7 @@ class Run(NamedTuple):
             if not isinstance(y, Tensor):
                 grads.append(None)
             elif is_float(y) and not self.record.is_silent(y):
-                grads.append(uniform(y, random))
+                grads.append(random_like(y, random))
             else:
                 grads.append(torch.zeros_like(y) if self.record.materialize else None)
         return grads

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hoglib._core.element_differences import Map, largest, uniform
+from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
 from hoglib.verification.report import Row
@@ -27,8 +27,8 @@ class PerturbedPoint:
         self.f, self.n, self.names = subject.map, len(x), subject.names
         self.every = list(range(self.n))
         self.values = [y.detach() for y in self.f(*x)]
-        self.u = [uniform(y, subject.random) for y in self.values]
-        self.w = [uniform(y, subject.random) for y in x]
+        self.u = [random_like(y, subject.random) for y in self.values]
+        self.w = [random_like(y, subject.random) for y in x]
         self.first = calls.gradient(self.f, self.n)(*x, *self.u)
         self.second: list[Tensor] | None
         try:
@@ -36,7 +36,7 @@ class PerturbedPoint:
         except Exception:  # the derivative checks say it
             self.second = None
         # a difference below it may be that of a sum that cancelled
-        self._floor = 1e-4 * max(max(map(largest, self.values)), 1e-3 * max(map(largest, x)))
+        self._floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, x)))
 
     @property
     def tolerance(self) -> float:
@@ -51,13 +51,17 @@ class PerturbedPoint:
             x, y = x.detach(), y.detach()
             same = (x == y) | (x.isnan() & y.isnan())
             off = torch.where(same, 0.0, (x - y).abs()) if x.numel() else torch.zeros(1)
-            size = max(largest(y), self._floor, 1e-300) if relative else 1.0
+            size = max(max_abs(y), self._floor, 1e-300) if relative else 1.0
             errors.append(float(off.nan_to_num(torch.inf).max()) / size if off.any() else 0.0)
         j = max(range(len(errors)), key=errors.__getitem__, default=0)
         return (errors[j] if errors else 0.0), j
 
     def twice(
-        self, f: Map, x: Sequence[Tensor], requires: Sequence[int], by: Sequence[int] | None = None
+        self,
+        f: TensorMap,
+        x: Sequence[Tensor],
+        requires: Sequence[int],
+        by: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """d<w, G>/dx by some inputs, where G are the gradients by the same ones."""
         by = requires if by is None else by
@@ -75,7 +79,7 @@ class PerturbedPoint:
             )
         )
 
-    def both(self, f: Map, x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None]:
+    def both(self, f: TensorMap, x: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor] | None]:
         first = calls.gradient(f, self.n)(*x, *self.u)
         return first, None if self.second is None else self.twice(f, x, self.every)
 

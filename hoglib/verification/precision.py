@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.element_differences import largest
+from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
@@ -75,7 +75,7 @@ def _in_dtype(around: PerturbedPoint, name: str, dtype: torch.dtype, tolerance: 
     except Exception as raised:
         return Row(name, "skip", None, f"it refuses {_short(dtype)}: {format_error(raised)}")
     right, wide = _gradients(around, around.subject.call, rounded)
-    scale = max(map(largest, wide), default=0.0)
+    scale = max(map(max_abs, wide), default=0.0)
     pairs = zip(values, wide, strict=True)
     same_values = all(_relative(a.double(), b, scale) < 1e-3 for a, b in pairs)
     worst = 0.0
@@ -159,7 +159,7 @@ def autocast(around: PerturbedPoint) -> Row:
     f = call.map(around.subject.which)
     try:
         right, usual = _gradients(around, call, x)
-        scale = max(map(largest, usual), default=0.0)
+        scale = max(map(max_abs, usual), default=0.0)
     except Exception as raised:
         return Row(name, "skip", None, f"it refuses float32: {format_error(raised)}")
     try:
@@ -214,9 +214,9 @@ def compiled(around: PerturbedPoint, asked: bool) -> Row:
 def _relative(a: Tensor, b: Tensor, scale: float) -> float:
     if not a.numel():
         return 0.0
-    size = max(largest(b), 1e-3 * scale, 1e-30)
+    size = max(max_abs(b), 1e-3 * scale, 1e-30)
     known = b.isfinite() & a.isfinite()
-    return largest(torch.where(known, a - b, 0.0)) / size
+    return max_abs(torch.where(known, a - b, 0.0)) / size
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import element_differences
-from hoglib._core.element_differences import largest, uniform
+from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.tolerances import TOLERANCES
@@ -35,7 +35,7 @@ def rows(
             (
                 subject.call.leaves(*x[:n], *ours_alone),
                 plain.leaves(*x[:n], *theirs_alone),
-                max(map(largest, x), default=0.0),
+                max(map(max_abs, x), default=0.0),
             )
             for x in points
         ]
@@ -83,9 +83,9 @@ def rows(
     worst = {FIRST: (0.0, ""), SECOND: (0.0, "")}
     for point in points:
         x = point[:n]
-        u = [uniform(y, subject.random) for y in ours_of(*x)]
-        w = [uniform(y, subject.random) for y in x]
-        size = max(max(map(largest, ours_of(*x))), 1e-3 * max(map(largest, x)))
+        u = [random_like(y, subject.random) for y in ours_of(*x)]
+        w = [random_like(y, subject.random) for y in x]
+        size = max(max(map(max_abs, ours_of(*x))), 1e-3 * max(map(max_abs, x)))
         for name, order in ((FIRST, 1), (SECOND, 2)):
             try:
                 right = _derivative(theirs_of, x, u, w, order)
@@ -109,7 +109,7 @@ def rows(
 
 
 def _derivative(
-    f: element_differences.Map,
+    f: element_differences.TensorMap,
     x: Sequence[Tensor],
     u: Sequence[Tensor],
     w: Sequence[Tensor],
@@ -137,7 +137,7 @@ def _off(a: Any, b: Any, size: float) -> float:
         return float("inf")
     atol, rtol = TOLERANCES[a.dtype]
     same = (a == b) | (a.isnan() & b.isnan())
-    allowed = atol * min(1.0, max(largest(b), size)) + rtol * largest(b)
+    allowed = atol * min(1.0, max(max_abs(b), size)) + rtol * max_abs(b)
     off = torch.where(same, 0.0, (a - b).abs())
     return float(off.nan_to_num(torch.inf).max()) / max(allowed, 1e-300) if off.any() else 0.0
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
-from hoglib._core.element_differences import largest
+from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
@@ -170,8 +170,8 @@ def linear(app: Application) -> list[Row]:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    size = max(largest(a), largest(b), 1e-300)
-    return a.shape == b.shape and largest(a - b) <= torch.finfo(a.dtype).eps ** 0.5 * size
+    size = max(max_abs(a), max_abs(b), 1e-300)
+    return a.shape == b.shape and max_abs(a - b) <= torch.finfo(a.dtype).eps ** 0.5 * size
 
 
 # === Partial gradients: when only some inputs require grad, or only some outputs have a gradient.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core.element_differences import Map, largest, uniform
+from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
 from hoglib.verification.comparison import Bounds, Target, in_reverse, sure
@@ -52,7 +52,7 @@ def values(subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor]) ->
     return fault or _differs("the gradient under vmap", _vmap(pulled, dims, [*batch, *u]), loop)
 
 
-def _vmap(f: Map, dims: tuple[int | None, ...], batch: Sequence[Tensor]) -> list[Tensor]:
+def _vmap(f: TensorMap, dims: tuple[int | None, ...], batch: Sequence[Tensor]) -> list[Tensor]:
     return list(torch.func.vmap(f, dims, randomness="same")(*batch))
 
 
@@ -62,8 +62,8 @@ def _differs(what: str, found: Sequence[Tensor], loop: Sequence[Sequence[Tensor]
         if y.shape != right.shape:
             return f"{what} has shape {tuple(y.shape)}, in a loop {tuple(right.shape)} (result {i})"
         off = torch.where((y == right) | (y.isnan() & right.isnan()), 0.0, (y - right).abs())
-        if largest(off) > torch.finfo(y.dtype).eps ** 0.5 * max(largest(right), 1e-6):
-            text = f"{what} is another one than in a loop, by {largest(off):.2g} (result {i})"
+        if max_abs(off) > torch.finfo(y.dtype).eps ** 0.5 * max(max_abs(right), 1e-6):
+            text = f"{what} is another one than in a loop, by {max_abs(off):.2g} (result {i})"
             if any(_close(y.movedim(0, k), right) for k in range(1, y.ndim)):
                 text += "; with its batch dimension at another place it is right: see out_dims"
             return text
@@ -87,7 +87,7 @@ def batched_gradients(at: Target, bounds: Bounds, random: torch.Generator) -> st
 def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
     """torch.func.hessian and jacrev(jacrev) in a plane through x, against looped double backward."""
     name = "torch.func.hessian"
-    spans = [[uniform(y, subject.random) for y in x] for _ in range(2)]
+    spans = [[random_like(y, subject.random) for y in x] for _ in range(2)]
 
     def scalar(z: Tensor) -> Tensor:
         point = [y + z[0] * a + z[1] * b for y, a, b in zip(x, *spans, strict=True)]
@@ -107,8 +107,8 @@ def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
         ways["torch.func.hessian"] = torch.func.hessian
     for way, transform in ways.items():
         found = transform(scalar)(zero)
-        size = max(largest(looped), 1e-6 * max(map(largest, u)))
-        off = largest(found - looped) / size if bool(found.isfinite().all()) else float("inf")
+        size = max(max_abs(looped), 1e-6 * max(map(max_abs, u)))
+        off = max_abs(found - looped) / size if bool(found.isfinite().all()) else float("inf")
         if off > torch.finfo(zero.dtype).eps ** 0.5 and not wrong:
             wrong = f"{way} is off double backward in a loop, by {off:.2g} of the largest. {TORCH}"
         error = max(error, off)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hoglib._core.element_differences import Map, largest, scales, slope, uniform
+from hoglib._core.element_differences import TensorMap, element_scales, max_abs, random_like, slope
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
@@ -101,7 +101,7 @@ class _Case(NamedTuple):
 
     @property
     def size(self) -> float:
-        return largest(self.right)
+        return max_abs(self.right)
 
     @property
     def name(self) -> str:
@@ -117,7 +117,7 @@ def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
         return f"The gradient by {case.name} is not finite where the derivative is."
     if not case.size:
         return f"The derivative by {case.name} is zero, and the gradient is not. {DECLARE}"
-    if not largest(case.got):
+    if not max_abs(case.got):
         alone = [_case(subject, x, k, j) for k in range(len(case.u)) if k != i]
         ignored = any(_near(one.got, one.right, one.size) for one in alone)
         return (not ignored and _repaired(case)) or _missing(case)
@@ -140,17 +140,18 @@ def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
 def _case(subject: Subject, x: list[Tensor], i: int, j: int) -> _Case:
     outputs = subject.map(*x)
     u = [
-        uniform(y, subject.random) if k == i else torch.zeros_like(y) for k, y in enumerate(outputs)
+        random_like(y, subject.random) if k == i else torch.zeros_like(y)
+        for k, y in enumerate(outputs)
     ]
     grads = calls.pull(subject.map, x, [(i, u[i])])[0]
     return _Case(subject, x, u, i, j, grads, _by_differences(subject.map, x, i, u[i], j))
 
 
-def _by_differences(f: Map, x: list[Tensor], i: int, u: Tensor, j: int) -> Tensor:
+def _by_differences(f: TensorMap, x: list[Tensor], i: int, u: Tensor, j: int) -> Tensor:
     def scalar(*given: Tensor) -> list[Tensor]:
         return [(u * f(*given)[i]).sum().reshape(1)]
 
-    scale = scales(x[j])
+    scale = element_scales(x[j])
     parts = []
     for k in range(x[j].numel()):
         v = torch.zeros_like(x[j]).reshape(-1)
@@ -245,7 +246,7 @@ def _scaled(case: _Case, other: _Case) -> str:
 
 def _factor(got: Tensor, right: Tensor) -> float | None:
     """c, if got = c right."""
-    size = largest(right)
+    size = max_abs(right)
     if not size:
         return None
     ratio = float((got * right).sum() / (right * right).sum())
@@ -287,7 +288,7 @@ def _partly(case: _Case) -> str:
             f"{len(wrong)} of {got.numel()} elements of the gradient by {case.name} are wrong, the "
             f"others right: {example}.{zero} Is one branch or one term of the formula wrong?"
         )
-    off = largest(got - right) / case.size
+    off = max_abs(got - right) / case.size
     return (
         f"A term of the gradient by {case.name} is wrong or missing: {example}; the largest error is "
         f"{off:.0%} of the largest element."
@@ -322,4 +323,4 @@ def _branch(case: _Case, wrong: list[int]) -> str:
 def _near(a: Tensor, b: Tensor, size: float) -> bool:
     if a.shape != b.shape or not bool((a - b).isfinite().all()):
         return False
-    return largest(a - b) <= NEAR * size
+    return max_abs(a - b) <= NEAR * size
