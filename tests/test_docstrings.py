@@ -36,7 +36,6 @@ PENDING = {
     "hoglib.lightning",
     "hoglib.meta",
     "hoglib.stand_ins",
-    "hoglib.verification",
 }
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Shape", "References", "Example", "Attributes")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

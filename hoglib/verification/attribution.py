@@ -50,16 +50,16 @@ class Diagnosis(NamedTuple):
     kept: bool = True  # anything on the context
 
 
-def examine(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
+def diagnose(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
     """Measure what each slot of a Function loses; its arguments must not lie on a kink.
 
     moves: how the arguments move along some direction, (above - below) / 2h; by default each on its
     own, which some Functions do not allow (a symmetric matrix, probabilities).
     """
-    return _Examination(app, in_jvp, moves).diagnosis()
+    return _Attribution(app, in_jvp, moves).diagnosis()
 
 
-class _Examination:
+class _Attribution:
     def __init__(self, app: Application, in_jvp: bool, moves: Moves | None) -> None:
         self._app, self._in_jvp = app, in_jvp
         self._random = torch.Generator().manual_seed(1)

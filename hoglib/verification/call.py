@@ -1,4 +1,4 @@
-"""Copies of what a function is given, and whether two tensors are the same."""
+"""One call of a function as a map between lists of real tensors, and the derivatives of such maps."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,14 +37,10 @@ def same(a: Tensor, b: Any) -> bool:
     return bool(torch.equal(a.nan_to_num(), b.nan_to_num()) if floating else torch.equal(a, b))
 
 
-# === Maps between lists of real tensors, and their derivatives in reverse and in forward mode.
-#
-# The gradient of a map is a map again, and so is its tangent: a second derivative is a derivative
-# of
-# one of them, and is had by the same functions as a first one. Everything but `func_push` is built
-# on
-# `torch.autograd`, because the transforms of torch.func are wrong through some of torch's own
-# layers.
+# Maps between lists of real tensors, and their derivatives in reverse and in forward mode. The gradient
+# of a map is a map again, and so is its tangent; so a second derivative is computed by the same
+# functions as a first one. Everything but `func_jvp` is built on `torch.autograd`, because torch.func's
+# transforms are wrong through some of torch's own layers.
 
 
 def gradient(function: TensorMap, count: int, wanted: Sequence[int] | None = None) -> TensorMap:
@@ -94,7 +90,7 @@ def func_tangent(function: TensorMap, count: int) -> TensorMap:
     return map_
 
 
-def pull(
+def vjps(
     function: TensorMap,
     x: Sequence[Tensor],
     covectors: Sequence[tuple[int, Tensor]],
@@ -117,16 +113,16 @@ def pull(
     outputs, by = forward()
     for i, w in covectors:
         try:
-            results.append(_pulled(outputs[i], by, w, batched=batched))
+            results.append(_vjp(outputs[i], by, w, batched=batched))
         except Exception:
             if not results:
                 raise
             outputs, by = forward()
-            results.append(_pulled(outputs[i], by, w, batched=batched))
+            results.append(_vjp(outputs[i], by, w, batched=batched))
     return results
 
 
-def _pulled(y: Tensor, by: Sequence[Tensor], w: Tensor, *, batched: bool) -> list[Tensor]:
+def _vjp(y: Tensor, by: Sequence[Tensor], w: Tensor, *, batched: bool) -> list[Tensor]:
     if not y.requires_grad:
         return [torch.zeros_like(x) for x in by]
     if not batched:
@@ -140,14 +136,14 @@ def _pulled(y: Tensor, by: Sequence[Tensor], w: Tensor, *, batched: bool) -> lis
     return [torch.zeros_like(x) if g is None else g[0].detach() for g, x in pairs]
 
 
-def push(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
+def jvp(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
     """J(x) v, with v a direction of input j, in forward mode."""
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x[j].detach().clone(), v)
         return [_tangent(y).detach() for y in function(*x[:j], dual, *x[j + 1 :])]
 
 
-def func_push(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
+def func_jvp(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:
     """The same by torch.func."""
 
     def moved(y: Tensor) -> list[Tensor]:
@@ -160,8 +156,6 @@ def _tangent(y: Tensor) -> Tensor:
     found = forward_ad.unpack_dual(y).tangent
     return torch.zeros_like(y) if found is None else torch.zeros_like(y) + found
 
-
-# === One call of a function as a map between lists of real tensors.
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -208,15 +202,15 @@ class Call:
             free += [name in parameters and parameters[name].requires_grad for name in state]
         self._keys = list(state)
         self._values = [*values, *state.values()]
-        self.slots = [i for i, is_free in enumerate(free) if is_free]
+        self.positions = [i for i, is_free in enumerate(free) if is_free]
         self._num_leaves = len(leaves)
         self.num_inputs = sum(free[: len(leaves)])
         self._names = names
-        self.names = [names[i] for i in self.slots]
-        self.point = [real(self._values[i]) for i in self.slots]
-        self.complex_variables = [self._values[i].is_complex() for i in self.slots]
+        self.names = [names[i] for i in self.positions]
+        self.point = [real(self._values[i]) for i in self.positions]
+        self.complex_variables = [self._values[i].is_complex() for i in self.positions]
 
-    def treated_like(self, other: "Call") -> "Call":
+    def with_settings_of(self, other: "Call") -> "Call":
         self.reseed, self.clone, self.symmetric = other.reseed, other.clone, other.symmetric
         return self
 
@@ -225,7 +219,7 @@ class Call:
         if self.reseed:
             torch.manual_seed(0)
         values = [fresh(x) for x in self._values]
-        variables_in = zip(self.slots, variables, self.complex_variables, strict=True)
+        variables_in = zip(self.positions, variables, self.complex_variables, strict=True)
         for j, (slot, x, parts) in enumerate(variables_in):
             value = torch.complex(*x.unbind(-1)) if parts else x
             value = (value + value.mH) / 2 if j in self.symmetric else value
@@ -239,10 +233,10 @@ class Call:
         """A leaf for each variable, as fn gets it; the constants that fn gets, by name; and all leaves
         of what it returns for them."""
         values = [fresh(x) for x in self._values]
-        own = [self.value(j).clone().requires_grad_() for j in range(len(self.slots))]
-        for slot, x in zip(self.slots, own, strict=True):
+        own = [self.value(j).clone().requires_grad_() for j in range(len(self.positions))]
+        for slot, x in zip(self.positions, own, strict=True):
             values[slot] = x.clone() if self.clone else x
-        constants = {n: values[i] for i, n in enumerate(self._names) if i not in self.slots}
+        constants = {n: values[i] for i, n in enumerate(self._names) if i not in self.positions}
         return own, constants, self._run(values)
 
     def _run(self, values: list[Any]) -> list[Any]:
@@ -272,7 +266,7 @@ class Call:
         """What fn gets for the variable j."""
         return torch.view_as_complex(self.point[j]) if self.complex_variables[j] else self.point[j]
 
-    def recorded(self) -> list[Any]:
+    def run_with_grad(self) -> list[Any]:
         """All leaves of what fn returns when each variable requires grad."""
         return self.leaves(*(x.clone().requires_grad_() for x in self.point))
 

@@ -1,185 +1,138 @@
-"""Other layouts of inputs and gradients, and other sizes."""
+"""The derivatives in other circumstances: other inputs, subsets of inputs, repeated calls.
 
-from collections.abc import Iterator
+They are compared with those of a baseline, which the derivative checks have judged. So a row fails only
+if the circumstances make a difference.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core.element_differences import max_abs
+from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
-from hoglib.verification.call import Arrange
-from hoglib.verification.perturbed_point import DRAWS, REFUSED, PerturbedPoint
+from hoglib.verification.options import Options
 from hoglib.verification.report import Row
+from hoglib.verification.subject import Subject
 
-LAYOUT = (
-    "Nothing may be assumed of strides: use reshape rather than view, and .contiguous() before code "
-    "that reads memory."
-)
-
-
-def layouts(around: PerturbedPoint) -> Iterator[Row]:
-    """The same numbers in another layout, or none of them."""
-    if around.subject.draws:
-        for name in ("layout: non-contiguous inputs", "layout: stride-0 inputs"):
-            yield Row(name, "skip", None, DRAWS)
-    else:
-        yield _relaid(around, "layout: non-contiguous inputs", strided, None)
-        yield _repeated(around)
-    yield _relaid(around, "layout: non-contiguous gradients", None, strided)
-    yield _expanded(around)
-    yield _zero_size(around)
-    yield _no_dimensions(around)
+REFUSED = "forward refuses it aloud: {error}"
+DRAWS = "it draws random numbers, and others for another layout or dtype."
 
 
-def _relaid(
-    around: PerturbedPoint, name: str, before: Arrange | None, after: Arrange | None
-) -> Row:
-    f = around.subject.call.map(around.subject.which, before=before, after=after)
-    try:
-        values = f(*around.x)
-    except Exception as raised:
-        advice = "Call .contiguous() first, or reshape rather than view."
-        return Row(name, "warn", None, f"{REFUSED.format(error=format_error(raised))} {advice}")
-    off, i = around.worst(values, around.values)
-    if off > around.tolerance:
-        return Row(name, "fail", off, f"{around.subject.rows[i]} is another one. {LAYOUT}")
-    return around.compare(
-        name, lambda: around.both(f, around.x), around.first, around.second, LAYOUT
-    )
+class Baseline:
+    """Values, gradients G for random u, and d<w, G>/dx for random w."""
 
+    def __init__(self, subject: Subject, x: list[Tensor]) -> None:
+        self.subject, self.x = subject, x
+        self.f, self.n, self.names = subject.map, len(x), subject.names
+        self.all_inputs = list(range(self.n))
+        self.values = [y.detach() for y in self.f(*x)]
+        self.u = [random_like(y, subject.random) for y in self.values]
+        self.w = [random_like(y, subject.random) for y in x]
+        self.first = calls.gradient(self.f, self.n)(*x, *self.u)
+        self.second: list[Tensor] | None
+        try:
+            self.second = self.second_derivative(self.f, x, self.all_inputs)
+        except Exception:  # the derivative checks say it
+            self.second = None
+        # a difference below it may be that of a sum that cancelled
+        self._floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, x)))
 
-def _repeated(around: PerturbedPoint) -> Row:
-    """Inputs of stride 0, against copies of them."""
-    name = "layout: stride-0 inputs"
-    call, which = around.subject.call, around.subject.which
-    f = call.map(which, before=_stretched)
-    try:
-        f(*around.x)
-        plain = around.both(call.map(which, before=lambda x: _stretched(x).clone()), around.x)
-    except Exception as raised:
-        return Row(name, "skip", None, REFUSED.format(error=format_error(raised)))
-    return around.compare(name, lambda: around.both(f, around.x), *plain, LAYOUT)
+    @property
+    def tolerance(self) -> float:
+        return float(torch.finfo(self.subject.dtype).eps ** 0.5)
 
+    def largest_difference(
+        self, a: Sequence[Tensor], b: Sequence[Tensor], *, relative: bool = True
+    ) -> tuple[float, int]:
+        """The largest difference of two lists of tensors, and where it is."""
+        errors = []
+        for x, y in zip(a, b, strict=True):
+            x, y = x.detach(), y.detach()
+            same = (x == y) | (x.isnan() & y.isnan())
+            off = torch.where(same, 0.0, (x - y).abs()) if x.numel() else torch.zeros(1)
+            size = max(max_abs(y), self._floor, 1e-300) if relative else 1.0
+            errors.append(float(off.nan_to_num(torch.inf).max()) / size if off.any() else 0.0)
+        j = max(range(len(errors)), key=errors.__getitem__, default=0)
+        return (errors[j] if errors else 0.0), j
 
-def _expanded(around: PerturbedPoint) -> Row:
-    """The gradient of a sum is one number, expanded; that of the other sum is contiguous."""
-    name = "layout: stride-0 gradients"
-    call, which = around.subject.call, around.subject.which
-
-    def run(after: Arrange) -> tuple[list[Tensor], list[Tensor] | None]:
-        f = call.map(which, after=after)
-        leaves = [y.detach().clone().requires_grad_() for y in around.x]
-        total = torch.stack([y.sum() for y in f(*leaves)]).sum()
-        first = torch.autograd.grad(
-            total, leaves, create_graph=around.second is not None, materialize_grads=True
-        )
-        live = [(g, w) for g, w in zip(first, around.w, strict=True) if g.requires_grad]
+    def second_derivative(
+        self,
+        f: TensorMap,
+        x: Sequence[Tensor],
+        requires: Sequence[int],
+        by: Sequence[int] | None = None,
+    ) -> list[Tensor]:
+        """d<w, G>/dx by some inputs, where G are the gradients by the same ones."""
+        by = requires if by is None else by
+        leaves = [y.detach().clone().requires_grad_(j in requires) for j, y in enumerate(x)]
+        u = [y.clone().requires_grad_() for y in self.u]
+        grads = calls.gradient(f, self.n, requires)(*leaves, *u)
+        rows = [(grads[list(requires).index(j)], self.w[j]) for j in by]
+        live = [(g, w) for g, w in rows if g.requires_grad]
+        columns = [leaves[j] for j in by]
         if not live:
-            return list(first), None
-        second = torch.autograd.grad(
-            [g for g, _ in live], leaves, [w for _, w in live], materialize_grads=True
+            return [torch.zeros_like(y) for y in columns]
+        return list(
+            torch.autograd.grad(
+                [g for g, _ in live], columns, [w for _, w in live], materialize_grads=True
+            )
         )
-        return list(first), list(second)
 
-    right, twice = run(lambda y: (y * torch.ones_like(y)).sum())
-    return around.compare(name, lambda: run(torch.sum), right, twice, LAYOUT)
+    def derivatives(
+        self, f: TensorMap, x: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        first = calls.gradient(f, self.n)(*x, *self.u)
+        return first, None if self.second is None else self.second_derivative(f, x, self.all_inputs)
 
-
-def _zero_size(around: PerturbedPoint) -> Row:
-    name = "layout: zero size"
-    if not around.subject.functions:  # kernels of torch itself may stop the process
-        return Row(name, "skip", None, "it is made of torch's own functions.")
-    batch = around.x[0].shape[0] if around.x[0].dim() else None
-    if batch is None:
-        return Row(name, "skip", None, "its inputs have no dimensions.")
-    x = [y[:0] if y.dim() and y.shape[0] == batch else y for y in around.x]
-    try:
-        values = around.f(*x)
-    except Exception as raised:
-        return Row(name, "skip", None, REFUSED.format(error=format_error(raised)))
-    try:
-        u = [torch.ones_like(y) for y in values]
-        grads = calls.gradient(around.f, around.n)(*x, *u)
-    except Exception as raised:
-        return Row(
-            name,
-            "warn",
-            None,
-            f"forward takes inputs without elements, backward {format_error(raised)}",
-        )
-    odd = [
-        around.names[j] for j, (g, y) in enumerate(zip(grads, x, strict=True)) if g.shape != y.shape
-    ]
-    if odd:
-        return Row(name, "warn", None, f"the gradient by {odd[0]} has another shape there.")
-    return Row(name, "pass")
+    def compare(
+        self, name: str, run: Callable[[], tuple[list[Tensor], list[Tensor] | None]],
+        first: list[Tensor], second: list[Tensor] | None, advice: str,
+    ) -> Row:  # fmt: skip
+        try:
+            found, twice = run()
+        except Exception as raised:
+            return Row(name, "fail", None, f"backward raised {format_error(raised)}. {advice}")
+        error, j = self.largest_difference(found, first)
+        if error > self.tolerance:
+            return Row(
+                name, "fail", error, f"the gradient by {self.names[j]} is another one. {advice}"
+            )
+        if second is not None and twice is not None:
+            also, j = self.largest_difference(twice, second)
+            if also > self.tolerance:
+                return Row(
+                    name, "fail", also,
+                    f"the second derivative by {self.names[j]} is another one. {advice}",
+                )  # fmt: skip
+            error = max(error, also)
+        return Row(name, "pass", error)
 
 
-def _no_dimensions(around: PerturbedPoint) -> Row:
-    name = "layout: 0-d"
-    if not around.subject.functions:  # kernels of torch itself may stop the process
-        return Row(name, "skip", None, "it is made of torch's own functions.")
-    shapes = {tuple(y.shape) for y in around.x}
-    if len(shapes) > 1 or shapes == {()} or any(around.subject.call.complex_variables):
-        return Row(name, "skip", None, "its inputs are not of one shape with dimensions.")
-    x = [y.reshape(-1)[0].clone() for y in around.x]
-    try:
-        values = around.f(*x)
-    except Exception as raised:
-        return Row(name, "skip", None, REFUSED.format(error=format_error(raised)))
-    try:
-        grads = calls.gradient(around.f, around.n)(*x, *[torch.ones_like(y) for y in values])
-    except Exception as raised:
-        return Row(
-            name,
-            "warn",
-            None,
-            f"forward takes inputs without dimensions, backward {format_error(raised)}",
-        )
-    odd = [around.names[j] for j, g in enumerate(grads) if g.dim()]
-    if odd:
-        return Row(name, "warn", None, f"the gradient by {odd[0]} has dimensions there.")
-    return Row(name, "pass")
-
-
-def strided(x: Tensor) -> Tensor:
-    """x stored with its dimensions reversed and gaps between elements; its gradient too."""
-    order = tuple(reversed(range(x.dim())))
-    turned = x.permute(order)
-    return torch.stack([turned, torch.zeros_like(turned)], -1)[..., 0].permute(order)
-
-
-def _stretched(x: Tensor) -> Tensor:
-    """One entry of the first dimension, repeated without a copy."""
-    return x[:1].expand_as(x) if x.dim() else x
-
-
-# === Values that are not finite, and that are not the same twice.
-
-
-def finite(around: PerturbedPoint) -> Row:
+def finite(base: Baseline) -> Row:
     name = "finite"
-    values, grads = around.f(*around.x), around.first
-    for row, y in zip(around.subject.rows, values, strict=True):
+    values, grads = base.f(*base.x), base.first
+    for row, y in zip(base.subject.rows, values, strict=True):
         if bool(y.isnan().any()):
             return Row(name, "fail", None, f"{row} is NaN at the inputs. Are they in its domain?")
     for j, g in enumerate(grads):
         if bool(g.isnan().any()):
             return Row(
                 name, "fail", None,
-                f"the gradient by {around.names[j]} is NaN at the inputs, and the values are not. "
+                f"the gradient by {base.names[j]} is NaN at the inputs, and the values are not. "
                 "Choose the derivative there by convention, with torch.where on the argument of "
                 "the function and on the result.",
             )  # fmt: skip
-    second = around.second or []
+    second = base.second or []
     for j, g in enumerate(second):
         if bool(g.isnan().any()):
             return Row(
                 name, "fail", None,
-                f"the second derivative by {around.names[j]} is NaN at the inputs, and the first is "
+                f"the second derivative by {base.names[j]} is NaN at the inputs, and the first is "
                 "not. A torch.where lets NaN through where its other branch is infinite: guard the "
                 "argument, not only the result.",
             )  # fmt: skip
@@ -191,9 +144,7 @@ def finite(around: PerturbedPoint) -> Row:
         if any(bool(t.isinf().any()) for t in tensors):
             return Row(name, "warn", None, f"{text} is infinite at the inputs.")
     most = max((max_abs(g) for g in grads), default=0.0)
-    scale = max(
-        (max_abs(y) / max(max_abs(x), 1e-30) for y in values for x in around.x), default=0.0
-    )
+    scale = max((max_abs(y) / max(max_abs(x), 1e-30) for y in values for x in base.x), default=0.0)
     if most > 1e8 * max(scale, 1.0):
         return Row(
             name, "warn", most,
@@ -208,22 +159,22 @@ def finite(around: PerturbedPoint) -> Row:
     return Row(name, "pass")
 
 
-def extremes(around: PerturbedPoint) -> Row:
+def extremes(base: Baseline) -> Row:
     """Gradients at zeros and far out, where values are finite still."""
     name = "finite: extreme inputs"
     bad = []
     for what, x in (
-        ("zeros", [torch.zeros_like(y) for y in around.x]),
-        ("the inputs times 100", [100 * y for y in around.x]),
+        ("zeros", [torch.zeros_like(y) for y in base.x]),
+        ("the inputs times 100", [100 * y for y in base.x]),
     ):
         try:
-            values = around.f(*x)
+            values = base.f(*x)
             if not all(bool(y.isfinite().all()) for y in values):
                 continue
-            first = calls.gradient(around.f, around.n)(*x, *around.u)
+            first = calls.gradient(base.f, base.n)(*x, *base.u)
             found = "gradient" if any(bool(g.isnan().any()) for g in first) else ""
-            if not found and around.second is not None:
-                twice = around.twice(around.f, x, around.every)
+            if not found and base.second is not None:
+                twice = base.second_derivative(base.f, x, base.all_inputs)
                 found = "second derivative" if any(bool(g.isnan().any()) for g in twice) else ""
         except Exception:  # a function is free to refuse them
             continue
@@ -234,43 +185,43 @@ def extremes(around: PerturbedPoint) -> Row:
     return Row(name, "pass")
 
 
-def with_graph(around: PerturbedPoint) -> Row:
+def with_graph(base: Baseline) -> Row:
     """The gradient with create_graph=True is the one without."""
     name = "create_graph"
-    leaves = [y.detach().clone().requires_grad_() for y in around.x]
-    values = around.f(*leaves)
-    u = [y.clone() for y in around.u]
+    leaves = [y.detach().clone().requires_grad_() for y in base.x]
+    values = base.f(*leaves)
+    u = [y.clone() for y in base.u]
     found = torch.autograd.grad(values, leaves, u, materialize_grads=True)
-    off, j = around.worst(found, around.first)
-    if off > around.tolerance:
+    off, j = base.largest_difference(found, base.first)
+    if off > base.tolerance:
         return Row(
             name, "fail", off,
-            f"the gradient by {around.names[j]} with create_graph=True is not the one without it: "
+            f"the gradient by {base.names[j]} with create_graph=True is not the one without it: "
             "backward asks whether gradients are on (torch.is_grad_enabled, requires_grad), and "
             "computes another thing then. Compute the same.",
         )  # fmt: skip
     return Row(name, "pass", off)
 
 
-def deterministic(around: PerturbedPoint, nondet_tol: float, *, surrogate: bool) -> Row:
+def deterministic(base: Baseline, options: Options) -> Row:
     name = "deterministic"
-    leaves = [y.detach().clone().requires_grad_() for y in around.x]
-    values = around.f(*leaves)
+    leaves = [y.detach().clone().requires_grad_() for y in base.x]
+    values = base.f(*leaves)
 
     def once() -> list[Tensor]:
-        u = [y.clone() for y in around.u]
+        u = [y.clone() for y in base.u]
         return list(
             torch.autograd.grad(
                 values, leaves, u, retain_graph=True, materialize_grads=True,
-                create_graph=around.second is not None,
+                create_graph=base.second is not None,
             )
         )  # fmt: skip
 
     a, b = once(), once()
     what = "the gradient"
-    off, j = around.worst(a, b, relative=False)
-    if off <= nondet_tol and around.second is not None:
-        live = [(g, w) for g, w in zip(a, around.w, strict=True) if g.requires_grad]
+    off, j = base.largest_difference(a, b, relative=False)
+    if off <= options.nondet_tol and base.second is not None:
+        live = [(g, w) for g, w in zip(a, base.w, strict=True) if g.requires_grad]
         if live:
             twice = [
                 torch.autograd.grad(
@@ -279,16 +230,16 @@ def deterministic(around: PerturbedPoint, nondet_tol: float, *, surrogate: bool)
                 )
                 for _ in range(2)
             ]  # fmt: skip
-            off, j = around.worst(*twice, relative=False)
+            off, j = base.largest_difference(*twice, relative=False)
             what = "the second derivative"
-    if off > nondet_tol:
+    if off > options.nondet_tol:
         text = (
-            f"{what} by {around.names[j]} is not the same twice (nondeterministic), by {off:.2g}. "
+            f"{what} by {base.names[j]} is not the same twice (nondeterministic), by {off:.2g}. "
             "backward draws random numbers or sums in no fixed order; draw in forward and save, or "
             "set nondet_tol."
         )
-        return Row(name, "warn" if surrogate else "fail", off, text)
-    if around.subject.draws:
+        return Row(name, "warn" if options.surrogate else "fail", off, text)
+    if base.subject.draws:
         return Row(
             name, "warn", off,
             "forward draws random numbers; it was checked with the same ones each time.",
@@ -296,28 +247,28 @@ def deterministic(around: PerturbedPoint, nondet_tol: float, *, surrogate: bool)
     return Row(name, "pass", off)
 
 
-def state(around: PerturbedPoint) -> Row:
+def state(base: Baseline) -> Row:
     """A second call between forward and backward of a first one."""
     name = "state"
-    n = around.subject.call.num_inputs
+    n = base.subject.call.num_inputs
     if not n:
         return Row(name, "skip", None, "it is differentiated by its parameters only.")
-    before = {f: dict(vars(f)) for f in around.subject.functions}
+    before = {f: dict(vars(f)) for f in base.subject.functions}
     try:
-        leaves = [y.detach().clone().requires_grad_() for y in around.x]
-        values = around.f(*leaves)
+        leaves = [y.detach().clone().requires_grad_() for y in base.x]
+        values = base.f(*leaves)
         # the same parameters: a module has one set of them at a time
-        around.f(*((1.1 * y).requires_grad_() for y in around.x[:n]), *leaves[n:])
+        base.f(*((1.1 * y).requires_grad_() for y in base.x[:n]), *leaves[n:])
         found = torch.autograd.grad(
-            values, leaves, [y.clone() for y in around.u], materialize_grads=True, create_graph=True
+            values, leaves, [y.clone() for y in base.u], materialize_grads=True, create_graph=True
         )
     except Exception as raised:
         return Row(name, "skip", None, f"two calls at once raised {format_error(raised)}")
-    off, j = around.worst(found, around.first)
-    if off > around.tolerance:
+    off, j = base.largest_difference(found, base.first)
+    if off > base.tolerance:
         return Row(
             name, "fail", off,
-            f"the gradient by {around.names[j]} of one call is another one after a second call: "
+            f"the gradient by {base.names[j]} of one call is another one after a second call: "
             f"something that backward needs is kept {_where(before)}. "
             "Save it with ctx.save_for_backward.",
         )  # fmt: skip
@@ -332,3 +283,119 @@ def _where(before: dict[type[Function], dict[str, Any]]) -> str:
         if value is not was.get(name)
     ]
     return f"on the class, as {', '.join(changed)}" if changed else "outside of ctx, as in a global"
+
+
+MOST_SUBSETS = 14
+
+UNDEFINED = (
+    "An incoming gradient may be None (undefined): ask `if g is not None`, or leave "
+    "ctx.set_materialize_grads at True, which makes it zeros."
+)
+
+
+def subsets(base: Baseline) -> tuple[Row, tuple[int, ...]]:
+    """The row, and the subset of which the second derivative is another one."""
+    name = "inputs: each subset"
+    if base.n < 2:
+        return Row(name, "skip", None, "there is one input only."), ()
+    worst, refused = 0.0, ""
+    for subset in _choose_subsets(base.n):
+        only = " and ".join(base.names[j] for j in subset)
+        how = f"when only {only} require{'s' if len(subset) == 1 else ''} grad"
+        try:
+            first = calls.gradient(base.f, base.n, subset)(*base.x, *base.u)
+            off, j = base.largest_difference(first, [base.first[j] for j in subset])
+            if off > base.tolerance:
+                text = (
+                    f"{how}, the gradient by {base.names[subset[j]]} is another one. Does "
+                    "backward mix up ctx.needs_input_grad, or forward save less?"
+                )
+                return Row(name, "fail", off, text), ()
+            worst = max(worst, off)
+            if base.second is None:
+                continue
+            second = base.second_derivative(base.f, base.x, subset)
+            right = base.second_derivative(base.f, base.x, base.all_inputs, subset)
+            off, j = base.largest_difference(second, right)
+            if off > base.tolerance:
+                text = f"{how}, the second derivative by {base.names[subset[j]]} is another one."
+                return Row(name, "fail", off, text), subset
+            worst = max(worst, off)
+        except Exception as raised:
+            text = f"{how}, it raised {format_error(raised)}"
+            if "does not require grad" not in str(raised):
+                return Row(name, "fail", None, text), ()
+            refused = refused or (
+                f"{text}. backward differentiates by inputs that need no gradient: leave those out, by "
+                "ctx.needs_input_grad or x.requires_grad."
+            )
+    return Row(name, "warn" if refused else "pass", worst, refused), ()
+
+
+def _choose_subsets(count: int) -> list[tuple[int, ...]]:
+    """Each proper subset; of many inputs, each alone and all but each."""
+    if count <= 3:
+        sizes = range(1, count)
+        return [s for size in sizes for s in itertools.combinations(range(count), size)]
+    singles = [(j,) for j in range(count)]
+    others = [tuple(k for k in range(count) if k != j) for j in range(count)]
+    return [*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]]
+
+
+def outputs_alone(base: Baseline) -> Row:
+    """No gradient comes in at all, or only that of one output."""
+    name = "outputs: undefined gradients"
+    if not base.subject.functions:
+        return Row(name, "skip", None, "no custom Function is in it.")
+    leaves = [y.detach().clone().requires_grad_() for y in base.x]
+    try:
+        values = [_UndefinedGradient.apply(y) for y in base.f(*leaves)]
+        total = torch.stack([y.sum() for y in values]).sum()
+        grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    except Exception as raised:
+        return Row(
+            name,
+            "fail",
+            None,
+            f"with an undefined gradient it raised {format_error(raised)}. {UNDEFINED}",
+        )
+    usual = all(bool(g.isfinite().all()) for g in base.first)
+    if usual and any(g is not None and bool((g != 0).any()) for g in grads):
+        return Row(
+            name, "fail", None, f"with an undefined gradient its gradient is not zero. {UNDEFINED}"
+        )
+    if len(base.u) < 2:
+        return Row(name, "pass")
+    total_of: list[Tensor] | None = None
+    for k in range(len(base.u)):
+        try:
+            part = calls.vjps(base.f, base.x, [(k, base.u[k])])[0]
+        except Exception as raised:
+            return Row(
+                name, "fail", None,
+                f"when only {base.subject.rows[k]} has a gradient it raised {format_error(raised)}. "
+                f"{UNDEFINED}",
+            )  # fmt: skip
+        total_of = (
+            part if total_of is None else [a + b for a, b in zip(total_of, part, strict=True)]
+        )
+    off, j = base.largest_difference(total_of or [], base.first)
+    if off > base.tolerance:
+        return Row(
+            name, "fail", off,
+            f"the gradient by {base.names[j]} of all outputs is not the sum of those of each "
+            f"output alone. {UNDEFINED}",
+        )  # fmt: skip
+    return Row(name, "pass", off)
+
+
+class _UndefinedGradient(torch.autograd.Function):
+    """The identity, whose gradient is undefined."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None

@@ -1,198 +1,40 @@
-"""Finds a hard-coded device, on a machine that may have only one.
+"""The contract of a custom Function with autograd, apart from the right numbers.
 
-Tensors made from nothing, without a `device=` that came from a tensor, live on the default device. A
-call that mixes one of them with a tensor that came from the inputs fails on every other device.
+forward and backward are run as plain functions: the number, shape, dtype and device of gradients,
+whether they are linear in the incoming gradient, what is kept on ctx, and which gradients are computed.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, source_location
+from hoglib._core import pytree
+from hoglib._core.element_differences import max_abs
+from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib.verification import function_rules
-from hoglib.verification.call import same
 from hoglib.verification.function_rules import Run, kind_of
 from hoglib.verification.report import Row
-from hoglib.verification.returned_gradients import gradients, linear
+from hoglib.verification.side_effects import device, in_place
 from hoglib.verification.subject import Application
-
-MOVES = ("cpu", "cuda")
-INDEXING = ("__getitem__", "__setitem__")  # takes indices from the CPU
-
-
-class DeviceWatch(TorchFunctionMode):
-    """`found` says, in words, where the first such call was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = ""
-        self._made: dict[
-            int, Tensor
-        ] = {}  # on the default device; held, so that an id stays its own
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        device = kwargs.get("device")
-        spelled = device if isinstance(device, str) else None
-        if name == "to" and len(args) > 1 and isinstance(args[1], str):
-            spelled = args[1]
-        if given and (name in MOVES or spelled):
-            how = f'device="{spelled}"' if spelled else f".{name}()"
-            self._note(f"{how} is spelled out")
-        result = func(*args, **kwargs)
-        strange = [x for x in given if id(x) in self._made]
-        sized = [x for x in strange if x.dim()]  # tensors without dimensions mix with any device
-        if sized and len(strange) < len(given) and name not in INDEXING:
-            self._note("a tensor made on the default device is mixed with the inputs")
-        made_here = not given and (device is None or spelled is not None)
-        if made_here or (given and len(strange) == len(given)):
-            for y in pytree.leaves(result):
-                if isinstance(y, Tensor):
-                    self._made[id(y)] = y
-        return result
-
-    def _note(self, what: str) -> None:
-        if not self.found:
-            place = source_location.torch_call_line()
-            self.found = what + (f", at {place}" if place else "")
-
-
-# === Whether a Function changes what it was given: inputs, incoming gradients, saved tensors.
-
-IN_PLACE = (
-    "Work on a new tensor ({example}). What is changed belongs to the caller: to other branches of the "
-    "graph, and to the second backward pass."
-)
-
-
-class Mutation(NamedTuple):
-    """A tensor that was changed, and the call that did it, if that was seen."""
-
-    name: str
-    place: source_location.SourceLine | None
-
-
-class _InPlace(TorchFunctionMode):
-    """Notes where calls in place write, by the storage that they write to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: dict[int, source_location.SourceLine | None] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        out = (kwargs or {}).get("out")
-        written = [x for x in pytree.leaves(out) if isinstance(x, Tensor)]
-        in_place = (name.endswith("_") and not name.startswith("__")) or name in (
-            "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
-        )  # fmt: skip
-        if in_place and args and isinstance(args[0], Tensor):
-            written.append(args[0])
-        for x in written:
-            self.places.setdefault(_storage(x), source_location.torch_call_line())
-        return func(*args, **(kwargs or {}))
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
-
-
-class Snapshot:
-    """Tensors as they were, to tell later which of them were changed."""
-
-    def __init__(self, tensors: dict[str, Any]) -> None:
-        self._was = {
-            name: (x, x._version, x.detach().clone())
-            for name, x in tensors.items()
-            if isinstance(x, Tensor)
-        }
-
-    def changed(self, places: dict[int, source_location.SourceLine | None]) -> list[Mutation]:
-        return [
-            Mutation(name, places.get(_storage(x)))
-            for name, (x, version, value) in self._was.items()
-            if x._version != version or not same(x, value)
-        ]
-
-
-def in_place(app: Application) -> list[Row]:
-    torch.manual_seed(0)
-    args = app.fresh()
-    inputs = Snapshot({app.name(i): x for i, x in enumerate(args)})
-    with _InPlace() as watch:
-        run = app.run(args)
-    declared = {app.name(i) for i, x in enumerate(args) if _among(x, run.record.dirty)}
-    forward = [m for m in inputs.changed(watch.places) if m.name not in declared]
-    differentiated = {app.name(i) for i in app.by}
-
-    grads = run.incoming()
-    given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
-    saved = Snapshot(
-        {
-            f"{label} ({_name_of(app, run, value)})": value
-            for label, slot in run.record.slots().items()
-            for value in function_rules.tensors(slot)
-        }
-    )
-    again = Snapshot({app.name(i): x for i, x in enumerate(args)})
-    with _InPlace() as watch:
-        function_rules.backward(app.function, run.record, grads)
-    gradients, kept = given.changed(watch.places), saved.changed(watch.places)
-    late = again.changed(watch.places)
-    return [
-        _mutated("in-place: inputs", "forward", forward, differentiated, "`x.mul(2)`, not `x.mul_(2)`",
-                 " If it is meant, declare it with ctx.mark_dirty and return it."),
-        _mutated("in-place: grad_output", "backward", gradients, None, "`g * x`, not `g.mul_(x)`"),
-        _mutated("in-place: saved tensors", "backward", kept or late, None,
-                 "`x * 2`, not `x.mul_(2)`"),
-    ]  # fmt: skip
-
-
-def _mutated(
-    name: str, by: str, changes: list[Mutation], differentiated: set[str] | None, example: str,
-    also: str = "",
-) -> Row:  # fmt: skip
-    if not changes:
-        return Row(name, "pass")
-    what = name.removeprefix("in-place: ").removesuffix("s")
-    listed = "; ".join(m.name + (f", at {m.place}" if m.place else "") for m in changes)
-    text = f"{by} changes {_article(what)} in place (in-place): {listed}. "
-    text += IN_PLACE.format(example=example) + also
-    only_buffers = differentiated is not None and not any(m.name in differentiated for m in changes)
-    return Row(name, "warn" if only_buffers else "fail", None, text)
-
-
-def _article(what: str) -> str:
-    return {"input": "its input", "grad_output": "grad_output, the incoming gradient,"}.get(
-        what, f"a {what}"
-    )
-
-
-def _among(x: Any, others: Sequence[Any]) -> bool:
-    return any(x is other for other in others)
-
-
-def _name_of(app: Application, run: Run, value: Any) -> str:
-    return kind_of(value, run, tuple(app.name(i) for i in range(len(run.inputs))))[1]
-
-
-# === What a custom Function must do, and not do, besides computing the right numbers.
 
 SETUP = (
     "Its forward takes ctx, which torch.func (grad, vmap, jvp, hessian) refuses. Split it: "
     "`forward(*inputs)` without ctx, and `setup_context(ctx, inputs, output)`, which saves."
 )
+
 ATTRIBUTE = (
     "Save it with ctx.save_for_backward, which frees it after backward and notices changes in place; "
     "an output on ctx is a reference cycle and leaks its graph."
+)
+
+UNSUMMED = (
+    "Sum it back over the broadcast dimensions, `grad.sum_to_size({bare}.shape)`: autograd does so "
+    "for gradients that are too large, but only where the shapes allow it, and after the full size "
+    "was computed."
 )
 
 
@@ -201,7 +43,7 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     rows = [_setup_context(app.function)]
     checks: list[Callable[[Application], list[Row]]] = [gradients, in_place, _context]
     checks += [] if surrogate else [linear]
-    checks += [_needs_input_grad, _device]
+    checks += [_needs_input_grad, device]
     problems = []
     for part in checks:
         try:
@@ -223,22 +65,153 @@ def _setup_context(function: type[Function]) -> Row:
     return Row("setup_context", "pass")
 
 
-def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
-    """forward, backward and jvp as plain functions, each under a watch."""
-    torch.manual_seed(0)
-    args = app.fresh()
-    with torch.no_grad():
-        with watch:
-            run = app.run(args)
-        grads = run.incoming()
-        with watch:
-            function_rules.backward(app.function, run.record, grads)
-        if function_rules.offers_jvp(app.function):
-            tangents = [
-                torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
-            ]
-            with watch:
-                function_rules.jvp(app.function, run.record, tangents)
+def gradients(app: Application) -> list[Row]:
+    run = app.seeded()
+    hidden = list(_outputs(run))
+    if hidden:
+        return hidden
+    returned = function_rules.backward(app.function, run.record, run.incoming())
+    number = _number(app, run, returned)
+    if number.status == "fail":
+        return [number]
+    faults: dict[str, list[str]] = {"shape": [], "dtype": [], "device": []}
+    for i, (x, grad) in enumerate(zip(run.inputs, returned, strict=False)):
+        if i not in app.by or not isinstance(grad, Tensor):
+            continue
+        name = app.name(i)
+        if grad.shape != x.shape:
+            faults["shape"].append(_shape(name, x, grad))
+        if grad.dtype != x.dtype:
+            faults["dtype"].append(
+                f"the gradient of {name} is {grad.dtype}, and {name} {x.dtype}: autograd casts it, "
+                f"and what was rounded is gone. Make constants with `dtype={name.strip('`')}.dtype`."
+            )
+        if grad.device != x.device:
+            faults["device"].append(
+                f"the gradient of {name} is on {grad.device}, and {name} on {x.device}."
+            )
+    return [
+        number,
+        *_tangents(app, run),
+        *(
+            Row(f"gradients: {what}", "fail" if texts else "pass", None, " ".join(texts))
+            for what, texts in faults.items()
+        ),
+    ]
+
+
+def _outputs(run: Run) -> Iterator[Row]:
+    """Tensors in a list or a dict, which autograd hands through as they are."""
+    hidden = [
+        type(y).__name__
+        for y in run.outputs
+        if not isinstance(y, Tensor) and any(isinstance(leaf, Tensor) for leaf in pytree.leaves(y))
+    ]
+    if hidden:
+        yield Row(
+            "outputs: type", "fail", None,
+            f"forward returns tensors in a {hidden[0]}, into which autograd does not look: its "
+            "backward is never run. Return a tensor, or a tuple of tensors.",
+        )  # fmt: skip
+
+
+def _tangents(app: Application, run: Run) -> Iterator[Row]:
+    """Shapes and dtypes of what the jvp returns."""
+    if not function_rules.offers_jvp(app.function):
+        return
+    tangents = [torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)]
+    try:
+        returned = function_rules.jvp(app.function, run.record, tangents)
+    except Exception:  # judged with the derivatives
+        return
+    faults = []
+    if len(returned) != len(run.outputs):
+        faults.append(f"jvp returns {len(returned)} tangents for {len(run.outputs)} outputs.")
+    for k, (y, t) in enumerate(zip(run.outputs, returned, strict=False)):
+        if isinstance(t, Tensor) and isinstance(y, Tensor):
+            if t.shape != y.shape:
+                shapes = f"{tuple(t.shape)}, and the output {tuple(y.shape)}"
+                faults.append(f"the tangent of output {k} has shape {shapes}.")
+            if t.dtype != y.dtype and is_float(y):
+                faults.append(f"the tangent of output {k} is {t.dtype}, and the output {y.dtype}.")
+    text = f"{' '.join(faults)} A tangent is like its output." if faults else ""
+    yield Row("tangents: shape and dtype", "fail" if faults else "pass", None, text)
+
+
+def _number(app: Application, run: Run, returned: Sequence[Any]) -> Row:
+    name = "gradients: number"
+    inputs, given = len(run.inputs), len(returned)
+    extra = [grad for grad in returned[inputs:] if grad is not None]
+    if given < inputs or extra:
+        return Row(
+            name, "fail", None,
+            f"the wrong number of gradients: backward returns {given}, and forward has {inputs} "
+            f"inputs. Return one for each input in their order, None for what has no gradient.",
+        )  # fmt: skip
+    for i, grad in enumerate(returned[:inputs]):
+        x = run.inputs[i]
+        if grad is not None and not isinstance(grad, Tensor):
+            return Row(
+                name, "fail", None,
+                f"the gradient of {app.name(i)} is no tensor but a {type(grad).__name__}; return a "
+                "tensor or None, and several gradients as a tuple.",
+            )  # fmt: skip
+        if grad is not None and not isinstance(x, Tensor):
+            return Row(
+                name, "fail", None,
+                f"backward returns a gradient for {app.name(i)}, which is no tensor; return None in "
+                "its place. Are the gradients in the order of the inputs?",
+            )  # fmt: skip
+    return Row(name, "pass")
+
+
+def _shape(name: str, x: Tensor, grad: Tensor) -> str:
+    bare = name.strip("`")
+    text = f"the gradient of {name} has shape {tuple(grad.shape)}, and {name} {tuple(x.shape)}."
+    if tuple(x.shape) != () and tuple(grad.shape) == tuple(reversed(x.shape)):
+        return f"{text} It is transposed: return its transpose."
+    if _expands(x.shape, grad.shape):
+        return f"{text} The sum over broadcast dimensions is missing. " + UNSUMMED.format(bare=bare)
+    if _expands(grad.shape, x.shape):
+        return (
+            f"{text} It was summed over too many dimensions; expand it, "
+            f"`grad.expand({bare}.shape)`, or sum over fewer."
+        )
+    return f"{text} A gradient has the shape of its input."
+
+
+def _expands(small: Sequence[int], large: Sequence[int]) -> bool:
+    if len(small) > len(large):
+        return False
+    pairs = zip(reversed(small), reversed(large), strict=False)
+    return all(a in (1, b) for a, b in pairs)
+
+
+def linear(app: Application) -> list[Row]:
+    """B(2 g) = 2 B(g): a gradient is linear in the incoming one."""
+    name = "gradients: linear"
+    run = app.seeded()
+    grads = run.incoming()
+
+    def returned(factor: float) -> list[Tensor]:
+        torch.manual_seed(0)
+        scaled = [None if g is None else factor * g for g in grads]
+        found = function_rules.backward(app.function, app.seeded().record, scaled)
+        return [g for g in found if is_float(g)]
+
+    once, twice = returned(1.0), returned(-2.0)
+    if all(_close(-2.0 * a, b) for a, b in zip(once, twice, strict=True)):
+        return [Row(name, "pass")]
+    text = (
+        "backward is not linear in grad_output: twice the incoming gradient is not twice the result. "
+        "Is grad_output ignored, or used twice? If it is clipped on purpose, pass surrogate=True."
+    )
+    return [Row(name, "fail", None, text)]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    size = max(max_abs(a), max_abs(b), 1e-300)
+    return a.shape == b.shape and max_abs(a - b) <= torch.finfo(a.dtype).eps ** 0.5 * size
 
 
 def _needs_input_grad(app: Application) -> list[Row]:
@@ -297,15 +270,3 @@ def _context(app: Application) -> list[Row]:
             else "",
         ),
     ]
-
-
-def _device(app: Application) -> list[Row]:
-    watch = DeviceWatch()
-    run_rules(app, watch)
-    if not watch.found:
-        return [Row("device", "pass")]
-    text = (
-        f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new "
-        "tensors with `torch.zeros_like(x)` or `device=x.device`."
-    )
-    return [Row("device", "warn", None, text)]

@@ -16,14 +16,14 @@ from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules, wording
 from hoglib.verification.comparison import (
-    Bounds,
-    Found,
+    Discrepancy,
     Target,
     in_forward,
     in_reverse,
-    sure,
+    recheck_target,
     target,
 )
+from hoglib.verification.options import Options
 from hoglib.verification.report import MODES, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
 
@@ -42,13 +42,13 @@ class Stage(NamedTuple):
 
 def stage(
     first: Stage, mode: Mode, order: int, like: Callable[[Sequence[Tensor]], list[Tensor]], *,
-    by_func: bool = False,
+    by_torch_func: bool = False,
 ) -> Stage:  # fmt: skip
     """The map of order - 1 in a mode, whose derivative is of that order.
 
     Reverse inside: the gradient, of arguments (x, u); for the third order the gradient of that again.
-    Forward inside: the tangent, of arguments (x, t); that of torch.func with by_func, and where one
-    jvp stands in another, of which only torch.func is capable.
+    Forward inside: the tangent, of arguments (x, t). That of torch.func is taken with by_torch_func,
+    and for a jvp inside a jvp, which only torch.func can do.
     """
     f, x, rows, columns = first
     count = len(x)
@@ -57,7 +57,7 @@ def stage(
         columns = [*columns, *(f"the gradient of {row}" for row in rows)]
         rows = [f"the gradient by {name}" for name in first.columns]
     else:
-        make = calls.func_tangent if by_func or mode.outer == "f" else calls.tangent
+        make = calls.func_tangent if by_torch_func or mode.outer == "f" else calls.tangent
         f, x = make(first.map, count), [*x, *like(x)]
         columns = [*columns, *(f"the tangent of {name}" for name in columns)]
         rows = [f"the tangent of {row}" for row in rows]
@@ -79,13 +79,9 @@ class Derivatives:
     `found` is what each row rests on; `right` the targets of reverse rows that passed.
     """
 
-    def __init__(
-        self, subject: Subject, points: Sequence[list[Tensor]], bounds: Bounds, *,
-        modes: Sequence[Mode] | None, full: bool, eps: float | None,
-    ) -> None:  # fmt: skip
-        self._subject, self._points, self._modes = subject, points, modes
-        self._bounds, self._full, self._eps = bounds, full, eps
-        self.found: dict[str, Found] = {}
+    def __init__(self, subject: Subject, points: Sequence[list[Tensor]], options: Options) -> None:
+        self._subject, self._points, self._options = subject, points, options
+        self.found: dict[str, Discrepancy] = {}
         self.right: list[Target] = []
 
     def first_order(self) -> Iterator[Row]:
@@ -106,43 +102,45 @@ class Derivatives:
                 row = row._replace(text=text)
             yield row
 
-    def higher(self, order: int) -> Iterator[Row]:
+    def higher_order(self, order: int) -> Iterator[Row]:
         """The second or third derivative in each mode."""
         for mode in MODES.values():
             name = f"{ORDINALS[order]} derivative: {mode.title}"
-            asked = self._modes is not None and mode in self._modes
-            if self._modes is not None and not asked:
+            asked = self._options.modes is not None and mode in self._options.modes
+            if self._options.modes is not None and not asked:
                 continue
             reason = self._skipped(mode)
             if reason and not (asked and self._subject.offers_forward is False):
                 yield Row(name, "skip", None, reason)
                 continue
             if reason:
-                self.found[name] = Found(wrong=reason)
+                self.found[name] = Discrepancy(wrong=reason)
                 yield Row(name, "fail", None, reason)
                 continue
             row = self._row(name, mode, order)
-            raised = self.found.get(name, Found(raised=ValueError())).raised is not None
+            raised = self.found.get(name, Discrepancy(raised=ValueError())).raised is not None
             if mode.key == "rf" and raised:
                 # torch raises in reverse over some tangents (softmax), where torch.func does not
                 before = self.found.get(name)
-                again = self._row(name, mode, order, by_func=True)
-                if self.found.get(name, Found(raised=ValueError())).raised is None:
+                again = self._row(name, mode, order, by_torch_func=True)
+                if self.found.get(name, Discrepancy(raised=ValueError())).raised is None:
                     row = again
                 elif before is not None:
                     self.found[name] = before
             yield row
 
-    def _row(self, name: str, mode: Mode, order: int, *, by_func: bool = False) -> Row:
+    def _row(self, name: str, mode: Mode, order: int, *, by_torch_func: bool = False) -> Row:
         try:
             at = [
-                self._target(stage(self._first(x), mode, order, self._like, by_func=by_func))
+                self._target(
+                    stage(self._first(x), mode, order, self._like, by_torch_func=by_torch_func)
+                )
                 for x in self._points
             ]
         except Exception as error:
             if mode.key != "rr":
                 return self._not_there(name, error)
-            self.found[name] = Found(wrong="it raised", raised=error)
+            self.found[name] = Discrepancy(wrong="it raised", raised=error)
             return self._judged(name, self.found[name])
         if mode.key == "rr":
             return self._reverse_row(name, at)
@@ -155,25 +153,27 @@ class Derivatives:
         return Stage(self._subject.map, x, self._subject.rows, self._subject.names)
 
     def _target(self, at: Stage) -> Target:
-        return target(*at, self._subject.random, full=self._full, eps=self._eps)
+        return target(*at, self._subject.random, full=self._options.full, eps=self._options.eps)
 
-    def _both(self, at: Sequence[Target], key: str) -> Found:
+    def _both(self, at: Sequence[Target], key: str) -> Discrepancy:
         """At the inputs and beside them."""
-        result: Found | None = None
+        result: Discrepancy | None = None
         for one in at:
             found = self._compared(one, key)
             if found.wrong and found.raised is None:
-                found = self._compared(sure(one, self._subject.random), key)
+                found = self._compared(recheck_target(one, self._subject.random), key)
             result = found if result is None else result.merge(found)
             if result.raised is not None:
                 break
         assert result is not None
         return result
 
-    def _compared(self, at: Target, key: str) -> Found:
+    def _compared(self, at: Target, key: str) -> Discrepancy:
         if key[0] == "r":
-            return in_reverse(at, self._bounds, self._subject.random, full=self._full)
-        return in_forward(at, self._bounds, calls.func_push if key == "ff" else calls.push)
+            return in_reverse(
+                at, self._options.bounds, self._subject.random, full=self._options.full
+            )
+        return in_forward(at, self._options.bounds, calls.func_jvp if key == "ff" else calls.jvp)
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
         self.found[name] = self._both(at, "r")
@@ -193,13 +193,13 @@ class Derivatives:
     def _not_there(self, name: str, error: Exception) -> Row:
         """Forward mode that raises: a fault where it was declared or asked for."""
         text = f"it raised {format_error(error)}."
-        declared = self._subject.offers_forward or self._modes is not None
+        declared = self._subject.offers_forward or self._options.modes is not None
         if not declared:
             return Row(name, "skip", None, f"it is not offered: {text}")
-        self.found[name] = Found(error=float("inf"), wrong=text, raised=error)
+        self.found[name] = Discrepancy(error=float("inf"), wrong=text, raised=error)
         return Row(name, "fail", None, text)
 
-    def _judged(self, name: str, found: Found) -> Row:
+    def _judged(self, name: str, found: Discrepancy) -> Row:
         if found.raised is not None:
             text = f"{name.split(':')[0]} is missing: it raised {format_error(found.raised)}"
             return Row(name, "fail", None, text)
@@ -233,7 +233,7 @@ class Derivatives:
 
     def _wants(self, level: str) -> bool:
         """Whether a mode with that level on the outside of the first derivative is to be tried."""
-        chosen = self._modes
+        chosen = self._options.modes
         if chosen is not None:
             return any(level in (mode.outer, mode.inner) for mode in chosen)
         return self._subject.offers_forward is not False
@@ -270,16 +270,18 @@ class Derivatives:
             "there is a convention. It was checked beside the inputs.",
         )  # fmt: skip
 
-    def _explained(self, found: Found) -> str:
+    def _explained(self, found: Discrepancy) -> str:
         if found.raised is not None or found.row < 0:
             return ""
         try:
-            return wording.of_gradient(self._subject, self._subject.x, found.row, found.column)
+            return wording.describe_gradient(
+                self._subject, self._subject.x, found.row, found.column
+            )
         except Exception:  # words are not worth an error
             return ""
 
 
-def _ratio(found: Found) -> str:
+def _ratio(found: Discrepancy) -> str:
     if not found.expected or found.got != found.got:
         return ""
     ratio = found.got / found.expected

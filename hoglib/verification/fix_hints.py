@@ -1,4 +1,4 @@
-"""What a report says of a slot, a cut or an error, and how to mend it."""
+"""From a wrong second derivative to the rows of a report that name the cause, and say how to fix it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,9 +18,10 @@ from hoglib.verification import attribution, function_rules, wording
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import Diagnosis
 from hoglib.verification.call import Call
-from hoglib.verification.comparison import Bounds, Found, in_forward, in_reverse, target
+from hoglib.verification.comparison import Discrepancy, in_forward, in_reverse, target
 from hoglib.verification.derivatives import Stage, stage
 from hoglib.verification.function_rules import Slot
+from hoglib.verification.options import Bounds
 from hoglib.verification.report import MODES, Mode, Row
 from hoglib.verification.subject import Application, Subject, applications, one_triangle
 
@@ -30,7 +31,7 @@ ONCE = (
 )
 
 
-MENDS = {
+FIXES = {
     "alias": "Use the tensor itself: where no second derivative is asked for, backward runs without a "
     "graph anyway, and keeping it costs nothing.",
     "escape": "A number or an array outside of torch has no graph. Stay in torch operations; or, for "
@@ -60,7 +61,7 @@ def cut_row(
         share = f" It loses {percent(lost)} of the missing second-order term, that of {what}."
     shown = "; ".join(map(str, cuts[:3])) + (f"; and {len(cuts) - 3} more" if len(cuts) > 3 else "")
     kind = "escape" if cuts[0].then else cuts[0].kind
-    text = f"{function}.{rule} leaves the graph by {shown}.{share} {MENDS[kind]}"
+    text = f"{function}.{rule} leaves the graph by {shown}.{share} {FIXES[kind]}"
     return Row(name, "fail", lost or None, text)
 
 
@@ -93,8 +94,8 @@ def _advice(rule: str, error: Exception, found: Diagnosis) -> str:
     if "in-place" in message or "inplace" in message:
         return "Work on new tensors, not in place."
     if "numpy" in message:
-        return MENDS["escape"]
-    return MENDS["kernel"] if "not implemented" in message or "formula" in message else ""
+        return FIXES["escape"]
+    return FIXES["kernel"] if "not implemented" in message or "formula" in message else ""
 
 
 def saved_row(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> Row:
@@ -140,8 +141,6 @@ def _slot(slot: Slot) -> str:
 def percent(share: float) -> str:
     return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
 
-
-# === Which of torch's own operations is at fault, where no custom Function is.
 
 BOUNDS = Bounds(1e-6, 1e-4)
 MOST = 200  # calls
@@ -216,7 +215,7 @@ def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
     try:
         call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
         call.reseed, call.symmetric = True, one_triangle(call)
-        which = [i for i, y in enumerate(call.recorded()) if is_float(y) and y.requires_grad]
+        which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
         random = torch.Generator().manual_seed(5)
         f, x = call.map(which), call.point
         names = [f"argument {j}" for j in range(len(x))]
@@ -227,22 +226,19 @@ def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
         return ""
     if mode.outer == "r":
         return in_reverse(at, BOUNDS, random).wrong
-    return in_forward(at, BOUNDS, calls.func_push if mode.key == "ff" else calls.push).wrong
-
-
-# === From a wrong second derivative to the Function, slot or cut at fault, and how to mend it.
+    return in_forward(at, BOUNDS, calls.func_jvp if mode.key == "ff" else calls.jvp).wrong
 
 
 def attribution_rows(
-    subject: Subject, x: list[Tensor], found: Mapping[str, Found]
+    subject: Subject, x: list[Tensor], found: Mapping[str, Discrepancy]
 ) -> Iterator[Row]:
     """A row for each culprit, if a second or third derivative is wrong."""
     wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
     if not wrong:
         return
-    apps = _moving(subject, x)
-    right_once = not found.get("first derivative: reverse", Found()).wrong
-    raises = found.get("first derivative: reverse", Found()).raised is not None
+    apps = _applications_in_motion(subject, x)
+    right_once = not found.get("first derivative: reverse", Discrepancy()).wrong
+    raises = found.get("first derivative: reverse", Discrepancy()).raised is not None
     over_forward = [name for name in wrong if name.endswith("over-forward")]
     named = False
     for app, moves in apps:
@@ -294,14 +290,14 @@ def value_rows(subject: Subject) -> Iterator[Row]:
 
 def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
     """The culprits when only some of a Function's inputs require grad."""
-    for app, moves in _moving(subject, x):
+    for app, moves in _applications_in_motion(subject, x):
         if len(app.by) == len(x):
             by = tuple(app.by[j] for j in subset)
             moves = {i: move for i, move in (moves or {}).items() if i in by}
             yield from _of(app._replace(by=by), moves, False, several=False, right_once=True)
 
 
-def _moving(
+def _applications_in_motion(
     subject: Subject, x: list[Tensor]
 ) -> list[tuple[Application, attribution.Moves | None]]:
     """The Functions that the subject applies beside its inputs, and how their arguments move there."""
@@ -339,7 +335,7 @@ def _of(
     rule = "jvp" if in_jvp else "backward"
     prefix = f"{function}: " if several else ""
     try:
-        found = attribution.examine(app, moves, in_jvp=in_jvp)
+        found = attribution.diagnose(app, moves, in_jvp=in_jvp)
     except Exception as error:
         text = f"{rule} was not run as a plain function: {format_error(error)}."
         yield Row(f"{prefix}doctor", "skip", None, text)
@@ -374,7 +370,7 @@ def _of(
             f"{function}.{rule} loses {percent(lost)} of the missing second-order term, that of "
             f"{what}, in a way that leaves no trace on ctx: a kernel of another library, memory that "
             f"is written directly, or something that forward left on the class or in a global? "
-            f"{MENDS['kernel']}",
+            f"{FIXES['kernel']}",
         )  # fmt: skip
 
 
@@ -404,7 +400,7 @@ def _wrong_alone(app: Application) -> Iterator[str]:
             x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
         ]
         subject = Subject(app.function, inputs)
-        subject.look()
+        subject.find_outputs()
         at = target(subject.map, subject.x, subject.rows, subject.names, subject.random)
         one = in_reverse(at, Bounds(1e-6, 1e-4), subject.random)
     except Exception:
@@ -413,9 +409,9 @@ def _wrong_alone(app: Application) -> Iterator[str]:
         yield f"{one.wrong}. {_words(subject, one)}"
 
 
-def _words(subject: Subject, found: Found) -> str:
+def _words(subject: Subject, found: Discrepancy) -> str:
     try:
-        words = wording.of_gradient(subject, subject.x, found.row, found.column)
+        words = wording.describe_gradient(subject, subject.x, found.row, found.column)
         return f"{words} " if words else ""
     except Exception:  # words are not worth an error
         return ""

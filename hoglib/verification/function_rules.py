@@ -1,8 +1,8 @@
-"""A custom Function's forward, backward and jvp as plain functions, with a context that remembers.
+"""The forward, backward and jvp of a custom Function as plain functions, with a context that records.
 
-Autograd hides what a Function does: it sums gradients that are too large, casts those of another
-dtype, and never says what was saved. Run as plain functions, with the context below in place of
-autograd's, they show all of it.
+Autograd hides what a Function does: it sums gradients that are too large, casts those of another dtype,
+and does not show what was saved. Run as plain functions, with the context below instead of autograd's,
+they show it.
 """
 
 import inspect
@@ -242,9 +242,6 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 def tensors(value: Any) -> list[Tensor]:
     """The tensors inside anything that a context may hold."""
     return [leaf for leaf in pytree.leaves(value) if isinstance(leaf, Tensor)]
-
-
-# === What a Function keeps for its backward: an input, an output, a copy of one, or what it made.
 
 
 @dataclass

@@ -1,21 +1,28 @@
-"""Reports: a row a check, with a status, an error and a sentence."""
+"""Reports: one row for each check, with a status, an error and a sentence."""
 
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
-from hoglib._core import validation
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, VerificationError
+from hoglib.errors import VerificationError
 
 STATUSES = ("pass", "fail", "warn", "skip")
+
 WIDTH = 100
 CULPRIT = "culprit: "
 
 
 class Row(NamedTuple):
-    """One check. `error` is relative, where there is one; `text` says what is wrong, and what to do."""
+    """One check of a report.
+
+    Attributes:
+        name: What was checked, such as "second derivative: reverse-over-reverse".
+        status: "pass", "fail", "warn" or "skip".
+        error: The relative error, for a check that compares numbers.
+        text: What is wrong and what to do, or why the check was skipped.
+    """
 
     name: str
     status: str
@@ -23,14 +30,25 @@ class Row(NamedTuple):
     text: str = ""
 
 
+@final
 class Report:
-    """What `hog.verify` found: `rows`, and `ok`, which is False exactly when a row failed.
+    """The result of `hog.verify` and `hog.audit`: one row for each check.
 
-    `judged` is False when no derivative could be compared with anything: on kinks only, outside of the
-    domain, beyond what numbers can tell.
-    print(report) shows what failed and what is worth knowing, then a line a check;
-    report.raise_if_failed() raises an AssertionError with that text; report.to_json() is for programs.
-    report["second derivative: reverse-over-reverse"] is one row.
+    ``print(report)`` shows what failed and what is worth knowing, then one line for each check. The
+    rows are iterated over, counted by ``len``, and found by name, as in ``report["vmap"]``.
+
+    Args:
+        name: The name of what was checked.
+        rows: The checks, each a :class:`Row`.
+        judged: Whether any derivative could be compared. Default: read from the rows.
+    Example:
+        >>> report = hog.verify(torch.sin, torch.ones(3))
+        >>> report.ok, report.judged
+        (True, True)
+        >>> report["first derivative: reverse"].status
+        'pass'
+        >>> report.raise_if_failed() is report
+        True
     """
 
     def __init__(self, name: str, rows: Sequence[Row], *, judged: bool | None = None) -> None:
@@ -40,6 +58,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """False exactly if a row failed."""
         return not self.failed
 
     @property
@@ -49,6 +68,11 @@ class Report:
 
     @property
     def judged(self) -> bool:
+        """Whether any derivative could be compared with anything.
+
+        Not so at inputs on kinks only, outside of the domain, or so large that differences are
+        rounding.
+        """
         if self._judged is not None:
             return self._judged
         rows = [row for row in self.rows if " derivative: " in row.name and row.status != "skip"]
@@ -57,11 +81,13 @@ class Report:
 
     @property
     def failed(self) -> tuple[Row, ...]:
-        return self._having("fail")
+        """The rows that failed."""
+        return self._with_status("fail")
 
     @property
     def warnings(self) -> tuple[Row, ...]:
-        return self._having("warn")
+        """The rows that warn."""
+        return self._with_status("warn")
 
     @property
     def culprits(self) -> tuple[str, ...]:
@@ -70,14 +96,15 @@ class Report:
             row.name.removeprefix(CULPRIT) for row in self.failed if row.name.startswith(CULPRIT)
         )
 
-    def _having(self, status: str) -> tuple[Row, ...]:
+    def _with_status(self, status: str) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.status == status)
 
     def __getitem__(self, name: str) -> Row:
         for row in self.rows:
             if row.name == name:
                 return row
-        raise KeyError(f"{name!r} is none of {[row.name for row in self.rows]}")
+        names = ", ".join(row.name for row in self.rows)
+        raise KeyError(f"expected the name of a row, one of {names}; got {name!r}.")
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -86,25 +113,35 @@ class Report:
         return len(self.rows)
 
     def __bool__(self) -> bool:
-        raise TypeError("a report is neither true nor false; ask report.ok, or raise_if_failed()")
+        raise TypeError("a report has no truth value; use report.ok or report.raise_if_failed().")
 
     def raise_if_failed(self) -> "Report":
-        """This report, or VerificationError, which is an AssertionError, if a row failed or no
-        derivative was judged."""
+        """Raise VerificationError, an AssertionError, if a row failed or no derivative was judged.
+
+        Returns:
+            This report, if it did not raise.
+        """
         if not (self.ok and self.judged):
             raise VerificationError(str(self))
         return self
 
     def to_json(self, *, indent: int | None = 2) -> str:
-        """name, ok, counts by status, and the rows; an error that is no number is null."""
+        """The report as JSON: name, ok, judged, counts by status, and the rows.
+
+        Args:
+            indent: As in ``json.dumps``.
+        Returns:
+            The text. An error that is not finite is null.
+        """
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_dict(self) -> dict[str, Any]:
+        """What `to_json` writes, as a dict."""
         return {
             "name": self.name,
             "ok": self.ok,
             "judged": self.judged,
-            "counts": {status: len(self._having(status)) for status in STATUSES},
+            "counts": {status: len(self._with_status(status)) for status in STATUSES},
             "rows": [
                 {
                     "name": row.name,
@@ -117,14 +154,21 @@ class Report:
         }
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{len(self._having(status))} {status}" for status in STATUSES)
+        counts = ", ".join(f"{len(self._with_status(status))} {status}" for status in STATUSES)
         return f"Report({self.name}: {counts})"
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self, *, table: bool = True, width: int = WIDTH) -> str:
-        """A headline, a paragraph for each failure and warning, and a line a check."""
+        """A headline, a paragraph for each failure and warning, and one line for each check.
+
+        Args:
+            table: Whether to include the lines of all checks.
+            width: The number of characters in a line.
+        Returns:
+            The text.
+        """
         lines = [*textwrap.wrap(self._headline(), width), *self._sentences(width)]
         return "\n".join([*lines, "", *self._table(width)] if table else lines)
 
@@ -184,9 +228,6 @@ def _wrapped(text: str, width: int) -> list[str]:
     return lines
 
 
-# === How a report names modes and derivatives.
-
-
 class Mode(NamedTuple):
     """One way to a second derivative: the outer of two levels over the inner one."""
 
@@ -211,33 +252,5 @@ MODES = {
         "ff": "forward-over-forward",
     }.items()
 }
+
 ORDINALS = {1: "first", 2: "second", 3: "third"}
-
-
-def modes(value: object) -> tuple[Mode, ...] | None:
-    """The modes that were asked for, by either name; None for all that are offered."""
-    if value is None:
-        return None
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list | tuple | set | frozenset) or not given:
-        raise ArgumentTypeError(
-            f"modes: expected some of {', '.join(MODES)}, got {validation.describe(value)}."
-        )
-    known = {mode.title: mode for mode in MODES.values()} | MODES
-    for name in given:
-        if name not in known:
-            raise ArgumentValueError(f"modes: expected some of {', '.join(known)}; got {name!r}.")
-    return tuple(mode for mode in MODES.values() if {mode.key, mode.title} & set(given))
-
-
-def orders(value: object) -> tuple[int, ...]:
-    """The orders that were asked for, first and second where nothing was."""
-    given = (1, 2) if value is None else (value,) if isinstance(value, int) else value
-    if not isinstance(given, list | tuple | range | set) or not given:
-        raise ArgumentTypeError(
-            f"orders: expected some of 1, 2, 3, got {validation.describe(value)}."
-        )
-    for order in given:
-        if isinstance(order, bool) or order not in ORDINALS:
-            raise ArgumentValueError(f"orders: expected some of 1, 2, 3, got {order!r}.")
-    return tuple(sorted(set(given)))

@@ -1,4 +1,4 @@
-"""Matrix products at full precision: TF32 and reduced-precision sums off, and on again afterwards."""
+"""Matrix products in full precision, and a mode that notices where float64 numbers lose digits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,9 +40,7 @@ def exact_products() -> Iterator[None]:
             setattr(backend, name, value)
 
 
-# === Sees where numbers of lower precision enter float64 maths.
-
-WIDE = (torch.float64, torch.complex128)
+DOUBLE = (torch.float64, torch.complex128)
 CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
 RANDOM = ("rand", "normal", "bernoulli", "empty", "uniform", "exponential")
 ONLY_SHAPE = ("view_as", "expand_as", "reshape_as", "type_as")
@@ -72,16 +70,16 @@ class PrecisionWatch(TorchFunctionMode):
         if name.startswith(RANDOM):
             self._drawn += results
         elif not given or any(self._is_made(x) for x in given):
-            self._made += [y for y in results if y.dtype not in WIDE]
+            self._made += [y for y in results if y.dtype not in DOUBLE]
         given = [x for x in given if not any(x is y for y in self._drawn)]
         if name in ONLY_SHAPE:
             given = given[:1]
-        if any(y.dtype in WIDE for y in results):
+        if any(y.dtype in DOUBLE for y in results):
             narrow = [x for x in given if _loses_digits(x)]
             made = [x for x in narrow if x.ndim == 0 or self._is_made(x)]
             self.met = self.met or _described(name, "met", made)
             self.foreign = self.foreign or _described(name, "met", narrow)
-        elif any(x.dtype in WIDE for x in given):
+        elif any(x.dtype in DOUBLE for x in given):
             lossy = [y for y in results if _loses_digits(y) or _cast(name, args, y)]
             self.rounded = self.rounded or _described(name, "rounded float64 numbers to", lossy)
             self.cast = self.cast or (self.rounded if name in CASTS else "")
@@ -101,7 +99,7 @@ def _described(name: str, did: str, culprits: list[Tensor]) -> str:
 
 def _cast(name: str, args: Any, result: Tensor) -> bool:
     """Whether it is a conversion that lost digits, also to half precision."""
-    if name not in CASTS or result.dtype in WIDE:
+    if name not in CASTS or result.dtype in DOUBLE:
         return False
     before = args[0].detach()
     return before.shape == result.shape and not torch.equal(
@@ -111,7 +109,7 @@ def _cast(name: str, args: Any, result: Tensor) -> bool:
 
 def _loses_digits(tensor: Tensor) -> bool:
     """Whether a narrow tensor has digits that half precision would lose: it is no mask or count."""
-    if tensor.dtype in WIDE or tensor.layout is not torch.strided:
+    if tensor.dtype in DOUBLE or tensor.layout is not torch.strided:
         return False
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     mantissa, _ = torch.frexp(values.detach().double())

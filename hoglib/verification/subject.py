@@ -1,4 +1,7 @@
-"""A custom Function with the arguments that it was applied to."""
+"""What is verified: a call, the map that it is, and the custom Functions that it runs.
+
+Here is decided by which inputs it is differentiated, in which dtype, and how it has to be called.
+"""
 
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -15,7 +18,7 @@ from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import Call, custom_functions, fresh, is_part, real
 from hoglib.verification.report import Row
-from hoglib.verification.rounding import WIDE, PrecisionWatch
+from hoglib.verification.rounding import DOUBLE, PrecisionWatch
 
 
 class Application(NamedTuple):
@@ -97,16 +100,14 @@ def _kind(value: Any) -> Any:
     return repr(value) if not pytree.leaves(value) else type(value)
 
 
-# === Matrices of which a function reads one triangle only, or that it wants symmetric.
-#
-# The gradient by such a matrix is a convention: torch spreads what one triangle gets over both,
-# others
-# leave it where it was read. Along symmetric matrices all of them agree, and differences too.
-
-
 def one_triangle(call: Call) -> frozenset[int]:
-    """The variables that are symmetric (Hermitian) matrices, with one triangle that nothing reads, or
-    that may not be anything else."""
+    """The variables that are symmetric (Hermitian) matrices of which the function reads one triangle
+    only,
+    or which it refuses if they are not symmetric.
+
+    The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
+    over both, others leave it where it was read. Along symmetric matrices all conventions agree.
+    """
     found = set()
     for j in range(len(call.point)):
         x = call.value(j)
@@ -137,8 +138,6 @@ def _same_values(a: list[Tensor] | None, b: list[Tensor] | None) -> bool:
     return bool(a and b) and all(map(torch.equal, a or [], b or []))
 
 
-# === By what a function is differentiated, and in which dtype.
-
 # What authors call tensors that a loss or a layer is not differentiated by.
 CONSTANTS = (
     "target", "targets", "label", "labels", "y_true", "ground_truth", "gt", "mask", "masks", "index",
@@ -146,13 +145,13 @@ CONSTANTS = (
 )  # fmt: skip
 
 
-def given_wide(inputs: Sequence[Any]) -> bool:
+def given_double(inputs: Sequence[Any]) -> bool:
     """Whether any tensor came in double precision."""
     leaves = pytree.leaves(tuple(inputs))
-    return any(isinstance(x, Tensor) and x.dtype in WIDE for x in leaves)
+    return any(isinstance(x, Tensor) and x.dtype in DOUBLE for x in leaves)
 
 
-def call_of(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
+def make_call(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
     """The call in float64, or in its own dtypes and why; raises what it raises if neither runs."""
     call = Call(fn, inputs)
     validation.something_to_differentiate_by(call.names, call.point)
@@ -172,7 +171,7 @@ def call_of(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
 
 def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
     """The call in float32 and why, if forward converts to that and back, whatever it is given."""
-    if given_wide(inputs):
+    if given_double(inputs):
         return call, ""
     watch = PrecisionWatch()
     narrow = Call(fn, inputs, torch.float32)
@@ -193,12 +192,12 @@ def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, s
 def _try(call: Call) -> None:
     """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf."""
     try:
-        call.recorded()
+        call.run_with_grad()
     except RuntimeError as error:
         if "in-place" not in str(error):
             raise
         call.clone = True
-        call.recorded()
+        call.run_with_grad()
 
 
 def constants_of(call: Call, names: Sequence[str]) -> list[int]:
@@ -236,16 +235,13 @@ def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
     return list(pytree.unflatten(chosen, structure))
 
 
-# === What is verified: a call, its map, and the custom Functions that it runs.
-
-
 class Subject:
     """A call in float64, or in its own dtype if it refuses that, with what it is made of."""
 
     def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
         self.fn, self.inputs = fn, list(inputs)
-        self.given_wide = given_wide(inputs)
-        self.call, self.refused = call_of(fn, inputs)
+        self.given_double = given_double(inputs)
+        self.call, self.refused = make_call(fn, inputs)
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
         function = as_function(fn)
@@ -253,7 +249,7 @@ class Subject:
         constants = [] if asked else constants_of(self.call, own_names)
         self.constants = [self.call.names[j] for j in constants]
         if constants:
-            self.inputs = marked(inputs, [self.call.slots[j] for j in constants])
+            self.inputs = marked(inputs, [self.call.positions[j] for j in constants])
             clone = self.call.clone
             self.call = Call(fn, self.inputs, self.call.dtype)
             self.call.clone = clone
@@ -265,20 +261,20 @@ class Subject:
         self.num_parameters = len(self.names) - self.call.num_inputs
         self.x = self.call.point
         self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
-        self.applications = applications(self.call.recorded)
-        self.functions = custom_functions(self.call.recorded())
+        self.applications = applications(self.call.run_with_grad)
+        self.functions = custom_functions(self.call.run_with_grad())
         self.random = torch.Generator().manual_seed(0)
 
-    def look(self) -> None:
+    def find_outputs(self) -> None:
         """Find the outputs to differentiate; to be done again when the call was changed."""
-        self.outputs = self.call.recorded()
-        self.which = [
+        self.outputs = self.call.run_with_grad()
+        self.output_indices = [
             i for i, y in enumerate(self.outputs) if is_float(y) and y.requires_grad and y.numel()
         ]
-        self.map = self.call.map(self.which)
-        self.rows = [f"output {i}" for i in self.which]
+        self.map = self.call.map(self.output_indices)
+        self.rows = [f"output {i}" for i in self.output_indices]
 
-    def settle(self) -> Row | None:
+    def prepare(self) -> Row | None:
         """Find out whether the call draws random numbers and changes its inputs, and allow for it."""
         call = self.call
         before = [x.clone() for x in self.x]
@@ -289,8 +285,8 @@ class Subject:
         )
         for x, value in zip(self.x, before, strict=True):
             x.copy_(value)
-        self.look()
-        if not self.which:
+        self.find_outputs()
+        if not self.output_indices:
             return Row(
                 "first derivative: reverse", "fail", None,
                 "the first derivative is missing: no output with elements requires grad. Is it a "
@@ -359,7 +355,7 @@ class Subject:
             f"a second backward pass through the same graph {did}: {why} Nothing can be compared."
         )
 
-    def beside(self) -> list[Tensor]:
+    def perturbed_point(self) -> list[Tensor]:
         """A point near the inputs, without their zeros; the inputs where fn is not defined there."""
         moved = []
         for x in self.x:

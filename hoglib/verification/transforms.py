@@ -1,4 +1,4 @@
-"""Values and derivatives under vmap and in torch.func's own second derivatives."""
+"""Values and derivatives under vmap, and the second derivatives of torch.func."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from torch.autograd import Function
 from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
-from hoglib.verification.comparison import Bounds, Target, in_reverse, sure
+from hoglib.verification.comparison import Target, in_reverse, recheck_target
+from hoglib.verification.options import Bounds, Options
 from hoglib.verification.report import Row
 from hoglib.verification.subject import Subject
 
@@ -78,7 +79,7 @@ def batched_gradients(at: Target, bounds: Bounds, random: torch.Generator) -> st
     """What is wrong with autograd.grad(is_grads_batched=True), as gradcheck's check_batched_grad."""
     found = in_reverse(at, bounds, random, draws=1, batched=True)
     if found.wrong and found.raised is None:
-        found = in_reverse(sure(at, random), bounds, random, draws=1, batched=True)
+        found = in_reverse(recheck_target(at, random), bounds, random, draws=1, batched=True)
     if found.raised is not None:  # torch's older vmap, which has rules for fewer operations
         return ""
     return f"with is_grads_batched, {found.wrong}" if found.wrong else ""
@@ -117,7 +118,7 @@ def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
 
 def rows(
     subject: Subject, points: Sequence[list[Tensor]], u: list[Tensor], targets: Sequence[Target],
-    bounds: Bounds, *, chosen: bool,
+    options: Options,
 ) -> list[Row]:  # fmt: skip
     """vmap where it is offered; where it was not declared, only a wrong number is a fault."""
     declared = subject.offers_vmap
@@ -138,13 +139,13 @@ def rows(
     try:
         fault = values(subject, points, u)
         for at in targets:
-            fault = fault or batched_gradients(at, bounds, subject.random)
+            fault = fault or batched_gradients(at, options.bounds, subject.random)
         found = [
             Row("vmap", "fail" if fault else "pass", None, fault and f"{fault}. {mend}".strip())
         ]
     except Exception as error:
         found = [_raised("vmap", declared, error, mend)]
-    if chosen:
+    if options.modes is not None:
         why = "the modes to check were chosen, and it mixes two."
         return [*found, Row("torch.func.hessian", "skip", None, why)]
     try:

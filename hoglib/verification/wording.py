@@ -1,4 +1,4 @@
-"""What a backward may read in the wrong place: the changes under which it might be right."""
+"""Describes how a wrong gradient differs from the right one, and which change would make it right."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -16,99 +16,13 @@ from hoglib.verification.call import real
 from hoglib.verification.function_rules import Run, kind_of
 from hoglib.verification.subject import Application, Subject
 
-Repair = tuple[str, dict[str, Any], list[Tensor | None]]
-
-
-def repairs(
-    run: Run, grads: list[Tensor | None], live: list[int], names: tuple[str, ...]
-) -> Iterator[Repair]:
-    """In words, what is put on the context, and the incoming gradients."""
-    slots = run.record.slots()
-    for a, b in combinations(
-        [label for label, value in slots.items() if isinstance(value, Tensor)], 2
-    ):
-        yield (
-            f"Two tensors are exchanged, where they are saved or where they are read: with {a} in the "
-            f"place of {b}, and the other way round,",
-            slots | {a: slots[b], b: slots[a]}, grads,
-        )  # fmt: skip
-    for label, value in slots.items():
-        if not isinstance(value, Tensor):
-            continue
-        what = kind_of(value, run, names)[1]
-        for change, lacking, changed in _turned(value):
-            yield (
-                f"A {lacking} is missing, or one too many: with {label} ({what}) {change} in backward",
-                slots | {label: changed}, grads,
-            )  # fmt: skip
-        for other, instead in _others(value, run, names):
-            yield (
-                f"The wrong tensor is read, or saved: with {other} in the place of {label} ({what})",
-                slots | {label: instead}, grads,
-            )  # fmt: skip
-    for k, m in combinations(live, 2):
-        exchanged = list(grads)
-        exchanged[k], exchanged[m] = grads[m], grads[k]
-        yield (
-            f"backward takes the incoming gradients of outputs {k} and {m} for each other (they come "
-            "in the order of forward's outputs): exchanged,",
-            slots, exchanged,
-        )  # fmt: skip
-
-
-def _turned(value: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    if value.dim() > 1 and value.shape[-1] == value.shape[-2]:
-        yield "transposed", "transpose", value.mT
-    if value.is_complex():
-        yield "conjugated", "conj()", value.conj()
-
-
-def _others(value: Tensor, run: Run, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    """The inputs and outputs that could stand in its place."""
-    inputs = [(f"input {names[i] if i < len(names) else i}", x) for i, x in enumerate(run.inputs)]
-    outputs = [(f"output {k}", y) for k, y in enumerate(run.outputs)]
-    for name, tensor in (*inputs, *outputs):
-        fits = isinstance(tensor, Tensor) and (tensor.shape, tensor.dtype) == (
-            value.shape,
-            value.dtype,
-        )
-        if fits and tensor is not value:
-            yield name, tensor
-
-
-# === Says in words how a wrong gradient differs from the right one.
-
 MOST = 256  # elements that are differentiated one by one
 NEAR = 1e-4
 DECLARE = "If that is on purpose, as in a straight-through gradient, pass surrogate=True."
 ORDER = "gradients are in the order of forward's inputs."
 
 
-class _Case(NamedTuple):
-    """The gradient of one output by one input, and what it should be."""
-
-    subject: Subject
-    x: list[Tensor]
-    u: list[Tensor]  # the gradient of the outputs
-    i: int
-    j: int
-    grads: list[Tensor]  # by all inputs
-    right: Tensor
-
-    @property
-    def got(self) -> Tensor:
-        return self.grads[self.j]
-
-    @property
-    def size(self) -> float:
-        return max_abs(self.right)
-
-    @property
-    def name(self) -> str:
-        return self.subject.names[self.j]
-
-
-def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
+def describe_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
     """What is the matter with the gradient of output i by input j; empty if nothing can be said."""
     if x[j].numel() > MOST:
         return ""
@@ -137,13 +51,37 @@ def of_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
     )
 
 
+class _Case(NamedTuple):
+    """The gradient of one output by one input, and what it should be."""
+
+    subject: Subject
+    x: list[Tensor]
+    u: list[Tensor]  # the gradient of the outputs
+    i: int
+    j: int
+    grads: list[Tensor]  # by all inputs
+    right: Tensor
+
+    @property
+    def got(self) -> Tensor:
+        return self.grads[self.j]
+
+    @property
+    def size(self) -> float:
+        return max_abs(self.right)
+
+    @property
+    def name(self) -> str:
+        return self.subject.names[self.j]
+
+
 def _case(subject: Subject, x: list[Tensor], i: int, j: int) -> _Case:
     outputs = subject.map(*x)
     u = [
         random_like(y, subject.random) if k == i else torch.zeros_like(y)
         for k, y in enumerate(outputs)
     ]
-    grads = calls.pull(subject.map, x, [(i, u[i])])[0]
+    grads = calls.vjps(subject.map, x, [(i, u[i])])[0]
     return _Case(subject, x, u, i, j, grads, _by_differences(subject.map, x, i, u[i], j))
 
 
@@ -185,7 +123,7 @@ def _returned(app: Application) -> object:
 def _elsewhere(case: _Case) -> str:
     """Whether the gradient is that of another point."""
     moved = [1.25 * y for y in case.x]
-    there = calls.pull(case.subject.map, moved, [(case.i, case.u[case.i])])[0][case.j]
+    there = calls.vjps(case.subject.map, moved, [(case.i, case.u[case.i])])[0][case.j]
     right = _by_differences(case.subject.map, moved, case.i, case.u[case.i], case.j)
     if not torch.equal(there, case.got) or _near(right, case.right, case.size):
         return ""
@@ -324,3 +262,63 @@ def _near(a: Tensor, b: Tensor, size: float) -> bool:
     if a.shape != b.shape or not bool((a - b).isfinite().all()):
         return False
     return max_abs(a - b) <= NEAR * size
+
+
+Repair = tuple[str, dict[str, Any], list[Tensor | None]]
+
+
+def repairs(
+    run: Run, grads: list[Tensor | None], live: list[int], names: tuple[str, ...]
+) -> Iterator[Repair]:
+    """In words, what is put on the context, and the incoming gradients."""
+    slots = run.record.slots()
+    for a, b in combinations(
+        [label for label, value in slots.items() if isinstance(value, Tensor)], 2
+    ):
+        yield (
+            f"Two tensors are exchanged, where they are saved or where they are read: with {a} in the "
+            f"place of {b}, and the other way round,",
+            slots | {a: slots[b], b: slots[a]}, grads,
+        )  # fmt: skip
+    for label, value in slots.items():
+        if not isinstance(value, Tensor):
+            continue
+        what = kind_of(value, run, names)[1]
+        for change, lacking, changed in _turned(value):
+            yield (
+                f"A {lacking} is missing, or one too many: with {label} ({what}) {change} in backward",
+                slots | {label: changed}, grads,
+            )  # fmt: skip
+        for other, instead in _others(value, run, names):
+            yield (
+                f"The wrong tensor is read, or saved: with {other} in the place of {label} ({what})",
+                slots | {label: instead}, grads,
+            )  # fmt: skip
+    for k, m in combinations(live, 2):
+        exchanged = list(grads)
+        exchanged[k], exchanged[m] = grads[m], grads[k]
+        yield (
+            f"backward takes the incoming gradients of outputs {k} and {m} for each other (they come "
+            "in the order of forward's outputs): exchanged,",
+            slots, exchanged,
+        )  # fmt: skip
+
+
+def _turned(value: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    if value.dim() > 1 and value.shape[-1] == value.shape[-2]:
+        yield "transposed", "transpose", value.mT
+    if value.is_complex():
+        yield "conjugated", "conj()", value.conj()
+
+
+def _others(value: Tensor, run: Run, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    """The inputs and outputs that could stand in its place."""
+    inputs = [(f"input {names[i] if i < len(names) else i}", x) for i, x in enumerate(run.inputs)]
+    outputs = [(f"output {k}", y) for k, y in enumerate(run.outputs)]
+    for name, tensor in (*inputs, *outputs):
+        fits = isinstance(tensor, Tensor) and (tensor.shape, tensor.dtype) == (
+            value.shape,
+            value.dtype,
+        )
+        if fits and tensor is not value:
+            yield name, tensor

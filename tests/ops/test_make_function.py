@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hoglib.ops._define import define, make_function
+from hoglib.ops._define import define
+from hoglib.ops._function import make_function
 
 
 def cube(x):

@@ -26,9 +26,9 @@ class BadSinh(Function):
         return g * (up + down) / 2
 
 
-def examined(function, *inputs, **options):
+def diagnosed(function, *inputs, **options):
     (app,) = Subject(function, inputs).applications
-    return attribution.examine(app, **options)
+    return attribution.diagnose(app, **options)
 
 
 def test_the_bad_sinh():
@@ -44,7 +44,7 @@ def test_the_bad_sinh():
 def test_shares_are_those_of_the_formula():
     # d2y/dx2 = (e^x - e^-x) / 2: at one point the shares are e^x and e^-x over their sum
     at = torch.tensor([1.0], dtype=torch.float64)
-    shares = {slot.label: slot.share for slot in examined(BadSinh, at).slots}
+    shares = {slot.label: slot.share for slot in diagnosed(BadSinh, at).slots}
     up, down = np.exp(1.0), np.exp(-1.0)
     assert shares["ctx.saved_tensors[0]"] == pytest.approx(up / (up + down), rel=1e-6)
     assert shares["ctx.saved_tensors[1]"] == pytest.approx(down / (up + down), rel=1e-6)
@@ -67,7 +67,7 @@ class Product(Function):
 
 
 def test_only_the_slot_at_fault_is_blamed():
-    found = examined(Product, x, x + 1)
+    found = diagnosed(Product, x, x + 1)
     assert [slot.label for slot in found.slots] == ["ctx.square"]
     assert found.slots[0].kind == "intermediate"
     assert found.slots[0].name == "square"
@@ -143,7 +143,7 @@ def test_a_harmless_detach_is_not_blamed():
         keep = torch.where(x.detach() > 0, 1.0, 1.0)
         return g * 3 * x.data**2 * keep
 
-    cuts = examined(with_backward(both), x).cuts
+    cuts = diagnosed(with_backward(both), x).cuts
     assert [cut.how for cut in cuts] == [".data"]
 
 
@@ -155,8 +155,8 @@ def test_two_cuts_on_one_way_are_both_blamed():
     def apart(x, g):
         return g.detach() * 3 * x.detach() ** 2
 
-    assert len(examined(with_backward(twice), x).cuts) == 1  # the second has nothing to cut
-    assert len(examined(with_backward(apart), x).cuts) == 1  # one line, one place
+    assert len(diagnosed(with_backward(twice), x).cuts) == 1  # the second has nothing to cut
+    assert len(diagnosed(with_backward(apart), x).cuts) == 1  # one line, one place
 
 
 def test_once_differentiable_is_seen_through():

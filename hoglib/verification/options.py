@@ -1,0 +1,101 @@
+"""The options of `verify`: checked once, and passed on in one frozen object."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, NamedTuple, final
+
+import torch
+
+from hoglib._core import validation
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.verification.report import MODES, ORDINALS, Mode
+
+# The least tolerance in a dtype other than float64: central differences are no more accurate there.
+NARROW = {torch.float32: 3e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
+
+
+class Bounds(NamedTuple):
+    """|derivative - difference| <= rtol |difference| + atol min(1, largest difference)."""
+
+    atol: float
+    rtol: float
+
+
+@final
+@dataclass(frozen=True)
+class Options:
+    """What `verify` was asked for. Its arguments say what each field means."""
+
+    orders: tuple[int, ...]
+    modes: tuple[Mode, ...] | None  # None: all that the function offers
+    surrogate: bool
+    full: bool
+    compile: bool
+    eps: float | None
+    bounds: Bounds
+    nondet_tol: float
+
+    def in_dtype(self, dtype: torch.dtype) -> "Options":
+        """The options with the tolerances that differences in a dtype allow."""
+        least = NARROW.get(dtype, 0.0)
+        return replace(self, bounds=Bounds(*(max(bound, least) for bound in self.bounds)))
+
+
+def check_options(
+    *,
+    orders: Sequence[int] | int | None,
+    modes: Sequence[str] | str | None,
+    surrogate: bool,
+    full: bool,
+    compile: bool,
+    eps: float | None,
+    atol: float,
+    rtol: float,
+    nondet_tol: float,
+) -> Options:
+    """The options, after refusing those that cannot be used."""
+    if eps is not None and not 0.0 < validation.number("eps", eps) <= 1.0:
+        raise ArgumentValueError(f"eps: expected a number in (0, 1], got {eps}.")
+    for name, value in (("atol", atol), ("rtol", rtol), ("nondet_tol", nondet_tol)):
+        if validation.number(name, value, minimum=0.0) == inf:
+            raise ArgumentValueError(f"{name}: expected a finite number, got {value}.")
+    return Options(
+        orders=_orders(orders),
+        modes=_modes(modes),
+        surrogate=surrogate,
+        full=full,
+        compile=compile,
+        eps=eps,
+        bounds=Bounds(atol, rtol),
+        nondet_tol=nondet_tol,
+    )
+
+
+def _modes(value: Any) -> tuple[Mode, ...] | None:
+    """The modes, given by their short or full names; None for all that are offered."""
+    if value is None:
+        return None
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list | tuple | set | frozenset) or not given:
+        raise ArgumentTypeError(
+            f"modes: expected some of {', '.join(MODES)}, got {validation.describe(value)}."
+        )
+    known = {mode.title: mode for mode in MODES.values()} | MODES
+    for name in given:
+        if name not in known:
+            raise ArgumentValueError(f"modes: expected some of {', '.join(known)}; got {name!r}.")
+    return tuple(mode for mode in MODES.values() if {mode.key, mode.title} & set(given))
+
+
+def _orders(value: Any) -> tuple[int, ...]:
+    """The orders, ascending; first and second by default."""
+    given = (1, 2) if value is None else (value,) if isinstance(value, int) else value
+    if not isinstance(given, list | tuple | range | set) or not given:
+        raise ArgumentTypeError(
+            f"orders: expected some of 1, 2, 3, got {validation.describe(value)}."
+        )
+    for order in given:
+        if isinstance(order, bool) or order not in ORDINALS:
+            raise ArgumentValueError(f"orders: expected some of 1, 2, 3, got {order!r}.")
+    return tuple(sorted(set(given)))

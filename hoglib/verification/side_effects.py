@@ -1,0 +1,239 @@
+"""Side effects of a custom Function: tensors that it changes, and the device and precision of new ones.
+
+Each check runs forward, backward and jvp as plain functions inside a mode that sees every torch call.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core import pytree, source_location
+from hoglib.verification import function_rules
+from hoglib.verification.call import same
+from hoglib.verification.function_rules import Run, kind_of
+from hoglib.verification.report import Row
+from hoglib.verification.rounding import PrecisionWatch
+from hoglib.verification.subject import Application, Subject
+
+
+class Mutation(NamedTuple):
+    """A tensor that was changed, and the call that did it, if that was seen."""
+
+    name: str
+    place: source_location.SourceLine | None
+
+
+def in_place(app: Application) -> list[Row]:
+    torch.manual_seed(0)
+    args = app.fresh()
+    inputs = Snapshot({app.name(i): x for i, x in enumerate(args)})
+    with InPlaceWatch() as watch:
+        run = app.run(args)
+    declared = {app.name(i) for i, x in enumerate(args) if _among(x, run.record.dirty)}
+    forward = [m for m in inputs.changed(watch.places) if m.name not in declared]
+    differentiated = {app.name(i) for i in app.by}
+
+    grads = run.incoming()
+    given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
+    saved = Snapshot(
+        {
+            f"{label} ({_describe_value(app, run, value)})": value
+            for label, slot in run.record.slots().items()
+            for value in function_rules.tensors(slot)
+        }
+    )
+    again = Snapshot({app.name(i): x for i, x in enumerate(args)})
+    with InPlaceWatch() as watch:
+        function_rules.backward(app.function, run.record, grads)
+    gradients, kept = given.changed(watch.places), saved.changed(watch.places)
+    late = again.changed(watch.places)
+    return [
+        _mutated("in-place: inputs", "forward", forward, differentiated, "`x.mul(2)`, not `x.mul_(2)`",
+                 " If it is meant, declare it with ctx.mark_dirty and return it."),
+        _mutated("in-place: grad_output", "backward", gradients, None, "`g * x`, not `g.mul_(x)`"),
+        _mutated("in-place: saved tensors", "backward", kept or late, None,
+                 "`x * 2`, not `x.mul_(2)`"),
+    ]  # fmt: skip
+
+
+def device(app: Application) -> list[Row]:
+    watch = DeviceWatch()
+    run_rules(app, watch)
+    if not watch.found:
+        return [Row("device", "pass")]
+    text = (
+        f"a device is hard-coded: {watch.found}. It fails with inputs on another device; make new "
+        "tensors with `torch.zeros_like(x)` or `device=x.device`."
+    )
+    return [Row("device", "warn", None, text)]
+
+
+def constants_row(subject: Subject) -> Row:
+    name = "dtype: constants"
+    if subject.dtype != torch.float64:
+        return Row(name, "skip", None, "it was not checked in float64.")
+    watch = PrecisionWatch()
+    with watch:
+        subject.map(*subject.x)
+    for app in subject.applications:
+        try:
+            run_rules(app, watch)
+        except Exception:  # other checks say it
+            continue
+    found = watch.rounded or watch.met
+    if found:
+        return Row(
+            name, "fail", None,
+            f"a constant or a step in float32 enters float64 maths: {found}. Give it the dtype of the "
+            "inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number.",
+        )  # fmt: skip
+    if watch.foreign:
+        return Row(
+            name, "fail" if subject.given_double else "warn", None,
+            f"a tensor of lower precision, from outside, enters float64 maths: {watch.foreign}. Pass "
+            "it as an input, or convert it, `table.to(x.dtype)`.",
+        )  # fmt: skip
+    return Row(name, "pass")
+
+
+def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
+    """forward, backward and jvp as plain functions, each under a watch."""
+    torch.manual_seed(0)
+    args = app.fresh()
+    with torch.no_grad():
+        with watch:
+            run = app.run(args)
+        grads = run.incoming()
+        with watch:
+            function_rules.backward(app.function, run.record, grads)
+        if function_rules.offers_jvp(app.function):
+            tangents = [
+                torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)
+            ]
+            with watch:
+                function_rules.jvp(app.function, run.record, tangents)
+
+
+IN_PLACE = (
+    "Work on a new tensor ({example}). What is changed belongs to the caller: to other branches of the "
+    "graph, and to the second backward pass."
+)
+
+
+def _mutated(
+    name: str, by: str, changes: list[Mutation], differentiated: set[str] | None, example: str,
+    also: str = "",
+) -> Row:  # fmt: skip
+    if not changes:
+        return Row(name, "pass")
+    what = name.removeprefix("in-place: ").removesuffix("s")
+    listed = "; ".join(m.name + (f", at {m.place}" if m.place else "") for m in changes)
+    text = f"{by} changes {_article(what)} in place (in-place): {listed}. "
+    text += IN_PLACE.format(example=example) + also
+    only_buffers = differentiated is not None and not any(m.name in differentiated for m in changes)
+    return Row(name, "warn" if only_buffers else "fail", None, text)
+
+
+def _article(what: str) -> str:
+    return {"input": "its input", "grad_output": "grad_output, the incoming gradient,"}.get(
+        what, f"a {what}"
+    )
+
+
+def _among(x: Any, others: Sequence[Any]) -> bool:
+    return any(x is other for other in others)
+
+
+def _describe_value(app: Application, run: Run, value: Any) -> str:
+    return kind_of(value, run, tuple(app.name(i) for i in range(len(run.inputs))))[1]
+
+
+class Snapshot:
+    """Tensors as they were, to tell later which of them were changed."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self._was = {
+            name: (x, x._version, x.detach().clone())
+            for name, x in tensors.items()
+            if isinstance(x, Tensor)
+        }
+
+    def changed(self, places: dict[int, source_location.SourceLine | None]) -> list[Mutation]:
+        return [
+            Mutation(name, places.get(_storage(x)))
+            for name, (x, version, value) in self._was.items()
+            if x._version != version or not same(x, value)
+        ]
+
+
+class InPlaceWatch(TorchFunctionMode):
+    """Notes where calls in place write, by the storage that they write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[int, source_location.SourceLine | None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        out = (kwargs or {}).get("out")
+        written = [x for x in pytree.leaves(out) if isinstance(x, Tensor)]
+        in_place = (name.endswith("_") and not name.startswith("__")) or name in (
+            "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
+        )  # fmt: skip
+        if in_place and args and isinstance(args[0], Tensor):
+            written.append(args[0])
+        for x in written:
+            self.places.setdefault(_storage(x), source_location.torch_call_line())
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
+
+
+MOVES = ("cpu", "cuda")
+
+INDEXING = ("__getitem__", "__setitem__")  # takes indices from the CPU
+
+
+class DeviceWatch(TorchFunctionMode):
+    """`found` says, in words, where the first such call was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+        self._made: dict[
+            int, Tensor
+        ] = {}  # on the default device; held, so that an id stays its own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        device = kwargs.get("device")
+        spelled = device if isinstance(device, str) else None
+        if name == "to" and len(args) > 1 and isinstance(args[1], str):
+            spelled = args[1]
+        if given and (name in MOVES or spelled):
+            how = f'device="{spelled}"' if spelled else f".{name}()"
+            self._note(f"{how} is spelled out")
+        result = func(*args, **kwargs)
+        strange = [x for x in given if id(x) in self._made]
+        sized = [x for x in strange if x.dim()]  # tensors without dimensions mix with any device
+        if sized and len(strange) < len(given) and name not in INDEXING:
+            self._note("a tensor made on the default device is mixed with the inputs")
+        made_here = not given and (device is None or spelled is not None)
+        if made_here or (given and len(strange) == len(given)):
+            for y in pytree.leaves(result):
+                if isinstance(y, Tensor):
+                    self._made[id(y)] = y
+        return result
+
+    def _note(self, what: str) -> None:
+        if not self.found:
+            place = source_location.torch_call_line()
+            self.found = what + (f", at {place}" if place else "")

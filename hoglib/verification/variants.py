@@ -1,0 +1,329 @@
+"""The derivatives with other memory layouts, sizes and dtypes, under autocast and torch.compile."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core import pytree
+from hoglib._core.element_differences import max_abs
+from hoglib._core.pytree import is_float
+from hoglib._core.source_location import format_error
+from hoglib.verification import call as calls
+from hoglib.verification.call import Arrange, Call
+from hoglib.verification.circumstances import DRAWS, REFUSED, Baseline
+from hoglib.verification.comparison import in_reverse, target
+from hoglib.verification.options import Bounds, Options
+from hoglib.verification.report import Row
+
+LAYOUT = (
+    "Nothing may be assumed of strides: use reshape rather than view, and .contiguous() before code "
+    "that reads memory."
+)
+
+
+def layouts(base: Baseline) -> Iterator[Row]:
+    """The same numbers in another layout, or none of them."""
+    if base.subject.draws:
+        for name in ("layout: non-contiguous inputs", "layout: stride-0 inputs"):
+            yield Row(name, "skip", None, DRAWS)
+    else:
+        yield _with_layout(base, "layout: non-contiguous inputs", strided, None)
+        yield _stride_zero_inputs(base)
+    yield _with_layout(base, "layout: non-contiguous gradients", None, strided)
+    yield _stride_zero_gradients(base)
+    yield _zero_size(base)
+    yield _no_dimensions(base)
+
+
+def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arrange | None) -> Row:
+    f = base.subject.call.map(base.subject.output_indices, before=before, after=after)
+    try:
+        values = f(*base.x)
+    except Exception as raised:
+        advice = "Call .contiguous() first, or reshape rather than view."
+        return Row(name, "warn", None, f"{REFUSED.format(error=format_error(raised))} {advice}")
+    off, i = base.largest_difference(values, base.values)
+    if off > base.tolerance:
+        return Row(name, "fail", off, f"{base.subject.rows[i]} is another one. {LAYOUT}")
+    return base.compare(name, lambda: base.derivatives(f, base.x), base.first, base.second, LAYOUT)
+
+
+def _stride_zero_inputs(base: Baseline) -> Row:
+    """Inputs of stride 0, against copies of them."""
+    name = "layout: stride-0 inputs"
+    call, which = base.subject.call, base.subject.output_indices
+    f = call.map(which, before=_stretched)
+    try:
+        f(*base.x)
+        plain = base.derivatives(call.map(which, before=lambda x: _stretched(x).clone()), base.x)
+    except Exception as raised:
+        return Row(name, "skip", None, REFUSED.format(error=format_error(raised)))
+    return base.compare(name, lambda: base.derivatives(f, base.x), *plain, LAYOUT)
+
+
+def _stride_zero_gradients(base: Baseline) -> Row:
+    """The gradient of a sum is one number, expanded; that of the other sum is contiguous."""
+    name = "layout: stride-0 gradients"
+    call, which = base.subject.call, base.subject.output_indices
+
+    def run(after: Arrange) -> tuple[list[Tensor], list[Tensor] | None]:
+        f = call.map(which, after=after)
+        leaves = [y.detach().clone().requires_grad_() for y in base.x]
+        total = torch.stack([y.sum() for y in f(*leaves)]).sum()
+        first = torch.autograd.grad(
+            total, leaves, create_graph=base.second is not None, materialize_grads=True
+        )
+        live = [(g, w) for g, w in zip(first, base.w, strict=True) if g.requires_grad]
+        if not live:
+            return list(first), None
+        second = torch.autograd.grad(
+            [g for g, _ in live], leaves, [w for _, w in live], materialize_grads=True
+        )
+        return list(first), list(second)
+
+    right, twice = run(lambda y: (y * torch.ones_like(y)).sum())
+    return base.compare(name, lambda: run(torch.sum), right, twice, LAYOUT)
+
+
+def _zero_size(base: Baseline) -> Row:
+    name = "layout: zero size"
+    if not base.subject.functions:  # kernels of torch itself may stop the process
+        return Row(name, "skip", None, "it is made of torch's own functions.")
+    batch = base.x[0].shape[0] if base.x[0].dim() else None
+    if batch is None:
+        return Row(name, "skip", None, "its inputs have no dimensions.")
+    x = [y[:0] if y.dim() and y.shape[0] == batch else y for y in base.x]
+    try:
+        values = base.f(*x)
+    except Exception as raised:
+        return Row(name, "skip", None, REFUSED.format(error=format_error(raised)))
+    try:
+        u = [torch.ones_like(y) for y in values]
+        grads = calls.gradient(base.f, base.n)(*x, *u)
+    except Exception as raised:
+        return Row(
+            name,
+            "warn",
+            None,
+            f"forward takes inputs without elements, backward {format_error(raised)}",
+        )
+    odd = [
+        base.names[j] for j, (g, y) in enumerate(zip(grads, x, strict=True)) if g.shape != y.shape
+    ]
+    if odd:
+        return Row(name, "warn", None, f"the gradient by {odd[0]} has another shape there.")
+    return Row(name, "pass")
+
+
+def _no_dimensions(base: Baseline) -> Row:
+    name = "layout: 0-d"
+    if not base.subject.functions:  # kernels of torch itself may stop the process
+        return Row(name, "skip", None, "it is made of torch's own functions.")
+    shapes = {tuple(y.shape) for y in base.x}
+    if len(shapes) > 1 or shapes == {()} or any(base.subject.call.complex_variables):
+        return Row(name, "skip", None, "its inputs are not of one shape with dimensions.")
+    x = [y.reshape(-1)[0].clone() for y in base.x]
+    try:
+        values = base.f(*x)
+    except Exception as raised:
+        return Row(name, "skip", None, REFUSED.format(error=format_error(raised)))
+    try:
+        grads = calls.gradient(base.f, base.n)(*x, *[torch.ones_like(y) for y in values])
+    except Exception as raised:
+        return Row(
+            name,
+            "warn",
+            None,
+            f"forward takes inputs without dimensions, backward {format_error(raised)}",
+        )
+    odd = [base.names[j] for j, g in enumerate(grads) if g.dim()]
+    if odd:
+        return Row(name, "warn", None, f"the gradient by {odd[0]} has dimensions there.")
+    return Row(name, "pass")
+
+
+def strided(x: Tensor) -> Tensor:
+    """x stored with its dimensions reversed and gaps between elements; its gradient too."""
+    order = tuple(reversed(range(x.dim())))
+    turned = x.permute(order)
+    return torch.stack([turned, torch.zeros_like(turned)], -1)[..., 0].permute(order)
+
+
+def _stretched(x: Tensor) -> Tensor:
+    """One entry of the first dimension, repeated without a copy."""
+    return x[:1].expand_as(x) if x.dim() else x
+
+
+USELESS = 0.3  # a gradient in float32 that is further off is not one
+
+
+def dtypes(base: Baseline) -> Iterator[Row]:
+    """The gradient in narrower dtypes against that of the same rounded inputs, and complex inputs."""
+    yield _in_dtype(base, "dtype: float32", torch.float32, 1e-3)
+    yield _in_dtype(base, "dtype: bfloat16", torch.bfloat16, 0.1)
+    yield _complex(base)
+
+
+def _in_dtype(base: Baseline, name: str, dtype: torch.dtype, tolerance: float) -> Row:
+    if base.subject.dtype != torch.float64:
+        return Row(
+            name, "skip", None, f"it was checked in {base.subject.dtype}, as float64 is refused."
+        )
+    if base.subject.draws:
+        return Row(name, "skip", None, DRAWS)
+    call = _call_in_dtype(base, dtype)
+    x = [y.to(dtype) for y in base.x]
+    rounded = [y.to(torch.float64) for y in x]
+    try:
+        found, values = _gradients(base, call, x)
+    except Exception as raised:
+        return Row(name, "skip", None, f"it refuses {_dtype_name(dtype)}: {format_error(raised)}")
+    right, wide = _gradients(base, base.subject.call, rounded)
+    scale = max(map(max_abs, wide), default=0.0)
+    pairs = zip(values, wide, strict=True)
+    same_values = all(_relative_difference(a.double(), b, scale) < 1e-3 for a, b in pairs)
+    worst = 0.0
+    for j, (a, b) in enumerate(zip(found, right, strict=True)):
+        off = _relative_difference(a.double(), b, scale)
+        if dtype == torch.float32 and off > USELESS and same_values:
+            return Row(
+                name, "fail", off,
+                f"the gradient by {base.names[j]} is {off:.0%} off in float32, which is no rounding. "
+                "Does a branch ask for the dtype, or is a small number the difference of large ones?",
+            )  # fmt: skip
+        if off > tolerance:
+            return Row(
+                name, "warn", off,
+                f"the gradient by {base.names[j]} is {off:.0e} off in {_dtype_name(dtype)}, more than "
+                "its rounding explains. Are sums or differences of large numbers taken in it?",
+            )  # fmt: skip
+        worst = max(worst, off)
+    return Row(name, "pass", worst)
+
+
+def _complex(base: Baseline) -> Row:
+    """Complex inputs in the place of real ones; what they give is no fault, as nobody asked for it."""
+    name = "dtype: complex"
+    subject = base.subject
+    if any(subject.call.complex_variables):
+        return Row(name, "pass")
+    if subject.num_parameters or subject.refused or not subject.functions:
+        return Row(name, "skip", None, "its inputs are real.")
+    inputs = pytree.map(_as_complex, tuple(subject.inputs))
+    call = Call(subject.fn, inputs).with_settings_of(subject.call)
+    try:
+        which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
+        f, rows = call.map(which), [f"output {i}" for i in which]
+        at = target(f, call.point, rows, call.names, subject.random)
+        found = in_reverse(at, Bounds(1e-6, 1e-4), subject.random, draws=1)
+    except Exception as raised:
+        return Row(name, "skip", None, f"it refuses complex numbers: {format_error(raised)}")
+    if found.raised is not None:
+        return Row(
+            name, "skip", None, f"backward refuses complex numbers: {format_error(found.raised)}"
+        )
+    if found.wrong:
+        return Row(
+            name, "skip", None,
+            "its inputs are real; it takes complex ones too, and has a wrong gradient for them (a "
+            "conj() is missing, or it is not holomorphic). Refuse them, or pass some to see.",
+        )  # fmt: skip
+    return Row(name, "pass", found.error)
+
+
+def _as_complex(value: Any) -> Any:
+    """A real tensor as a complex one beside it."""
+    if not is_float(value) or value.is_complex() or value.layout is not torch.strided:
+        return value
+    wide = value.detach().to(torch.float64)
+    turned = torch.complex(wide, 0.1 * wide.cos())
+    return turned.requires_grad_(value.requires_grad)
+
+
+def _call_in_dtype(base: Baseline, dtype: torch.dtype) -> Call:
+    return Call(base.subject.fn, base.subject.inputs, dtype).with_settings_of(base.subject.call)
+
+
+def _gradients(
+    base: Baseline, call: Call, x: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    f = call.map(base.subject.output_indices)
+    values = f(*x)
+    u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
+    grads = calls.gradient(f, base.n)(*x, *u)
+    return grads, [y.detach() for y in values]
+
+
+def autocast(base: Baseline) -> Row:
+    name = "autocast"
+    if base.subject.dtype != torch.float64:
+        return Row(name, "skip", None, "it was not checked in float64.")
+    call = _call_in_dtype(base, torch.float32)
+    x = [y.float() for y in base.x]
+    f = call.map(base.subject.output_indices)
+    try:
+        right, usual = _gradients(base, call, x)
+        scale = max(map(max_abs, usual), default=0.0)
+    except Exception as raised:
+        return Row(name, "skip", None, f"it refuses float32: {format_error(raised)}")
+    try:
+        leaves = [y.detach().clone().requires_grad_() for y in x]
+        with torch.autocast(x[0].device.type, torch.bfloat16):
+            values = f(*leaves)
+        u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
+        found = torch.autograd.grad(values, leaves, u, materialize_grads=True)
+    except Exception as raised:
+        return Row(
+            name, "warn", None,
+            f"under torch.autocast it raised {format_error(raised)}. Decorate forward and backward "
+            "with torch.amp.custom_fwd and custom_bwd.",
+        )  # fmt: skip
+    pairs = zip(found, right, strict=True)
+    errors = [_relative_difference(a.double(), b.double(), scale) for a, b in pairs]
+    off = max(errors)
+    j = errors.index(off)
+    if off > 0.1:
+        return Row(
+            name, "warn", off,
+            f"under torch.autocast the gradient by {base.names[j]} is off by {off:.0%}. Keep sums "
+            "in float32, or decorate with torch.amp.custom_fwd(cast_inputs=torch.float32).",
+        )  # fmt: skip
+    return Row(name, "pass", off)
+
+
+def compiled(base: Baseline, options: Options) -> Row:
+    name = "compile"
+    if not options.compile:
+        return Row(name, "skip", None, "not asked for: it takes seconds; pass compile=True.")
+    torch._dynamo.reset()
+    try:
+        f = torch.compile(base.f, backend="aot_eager")
+        leaves = [y.detach().clone().requires_grad_() for y in base.x]
+        values = f(*leaves)
+        found = torch.autograd.grad(values, leaves, base.u, materialize_grads=True)
+    except Exception as raised:
+        return Row(name, "warn", None, f"torch.compile raised {format_error(raised)}")
+    finally:
+        torch._dynamo.reset()
+    off, j = base.largest_difference(list(found), base.first)
+    if off > base.tolerance:
+        return Row(
+            name, "fail", off,
+            f"compiled, the gradient by {base.names[j]} is another one. Does forward or backward "
+            "use something that the compiler takes for a constant (NumPy, Python numbers)?",
+        )  # fmt: skip
+    return Row(name, "pass", off)
+
+
+def _relative_difference(a: Tensor, b: Tensor, scale: float) -> float:
+    if not a.numel():
+        return 0.0
+    size = max(max_abs(b), 1e-3 * scale, 1e-30)
+    known = b.isfinite() & a.isfinite()
+    return max_abs(torch.where(known, a - b, 0.0)) / size
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
