@@ -275,7 +275,7 @@ class _Attribution:
         kinds = {slot.label: slot.kind for slot in self._described()}
         try:
             lost, _, _ = self._lost(mend)
-        except Exception:  # what was mended does not run
+        except Exception:  # what was repaired does not run
             return 0.0
         graphed = ("input", "output", "gradient")
         return sum(value for label, value in lost.items() if kinds.get(label) in graphed)

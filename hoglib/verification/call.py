@@ -46,7 +46,7 @@ def same(a: Tensor, b: Any) -> bool:
 def gradient(function: TensorMap, count: int, wanted: Sequence[int] | None = None) -> TensorMap:
     """(x, u) -> J(x)^T u, the gradient by the wanted of the first `count` arguments.
 
-    Backward gets copies of u, so that one that works in place spoils no other check.
+    Backward gets copies of u, so that one that works in place does not affect other checks.
     """
     wanted = range(count) if wanted is None else wanted
 
@@ -225,7 +225,7 @@ class Call:
             value = (value + value.mH) / 2 if j in self.symmetric else value
             value = value if before is None else before(value)
             if not (value.requires_grad or transforms_active()):
-                value = value.view_as(value)  # fn may ask for a gradient of its own
+                value = value.view_as(value)  # fn may take a gradient itself
             values[slot] = value.clone() if self.clone else value
         return self._run(values)
 
@@ -289,8 +289,10 @@ def custom_functions(outputs: Sequence[Any]) -> set[type[torch.autograd.Function
 
 
 def is_part(function: type[torch.autograd.Function]) -> bool:
-    """Whether it is a part of one of hoglib's ops, right inside of that alone, for it keeps what the op
-    made of its inputs: the derivatives of the op are judged, not its own."""
+    """Whether it is a part of one of hoglib's ops, whose derivatives are judged instead of its own.
+
+    It saves what the op computed from its inputs, so it is right only inside that op.
+    """
     return bool(getattr(function, "part_of_an_op", False))
 
 

@@ -19,8 +19,8 @@ from hoglib.verification.options import Options
 from hoglib.verification.report import Row
 from hoglib.verification.subject import Subject
 
-REFUSED = "forward refuses it aloud: {error}"
-DRAWS = "it draws random numbers, and others for another layout or dtype."
+REFUSED = "forward refuses it with an error: {error}"
+DRAWS = "it draws random numbers, which differ for another layout or dtype."
 
 
 class Baseline:
@@ -37,9 +37,9 @@ class Baseline:
         self.second: list[Tensor] | None
         try:
             self.second = self.second_derivative(self.f, x, self.all_inputs)
-        except Exception:  # the derivative checks say it
+        except Exception:  # reported by the derivative checks
             self.second = None
-        # a difference below it may be that of a sum that cancelled
+        # smaller differences may come from a sum whose terms cancel
         self._floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, x)))
 
     @property
@@ -49,7 +49,7 @@ class Baseline:
     def largest_difference(
         self, a: Sequence[Tensor], b: Sequence[Tensor], *, relative: bool = True
     ) -> tuple[float, int]:
-        """The largest difference of two lists of tensors, and where it is."""
+        """The largest difference between two lists of tensors, and the index of its tensor."""
         errors = []
         for x, y in zip(a, b, strict=True):
             x, y = x.detach(), y.detach()
@@ -100,14 +100,14 @@ class Baseline:
         error, j = self.largest_difference(found, first)
         if error > self.tolerance:
             return Row(
-                name, "fail", error, f"the gradient by {self.names[j]} is another one. {advice}"
+                name, "fail", error, f"the gradient by {self.names[j]} is different. {advice}"
             )
         if second is not None and twice is not None:
             also, j = self.largest_difference(twice, second)
             if also > self.tolerance:
                 return Row(
                     name, "fail", also,
-                    f"the second derivative by {self.names[j]} is another one. {advice}",
+                    f"the second derivative by {self.names[j]} is different. {advice}",
                 )  # fmt: skip
             error = max(error, also)
         return Row(name, "pass", error)
@@ -148,19 +148,20 @@ def finite(base: Baseline) -> Row:
     if most > 1e8 * max(scale, 1.0):
         return Row(
             name, "warn", most,
-            f"a gradient of suspicious size: {most:.3g}, at values of {max(map(max_abs, values)):.3g}.",
+            f"a gradient is suspiciously large: {most:.3g}, for values of "
+            f"{max(map(max_abs, values)):.3g}.",
         )  # fmt: skip
     if most == 0.0:
         return Row(
             name, "warn", 0.0,
-            "every gradient is zero at the inputs. If that is not meant, is something detached or "
-            "rounded in forward?",
+            "every gradient is zero at the inputs. If that is not intended, is something detached "
+            "or rounded in forward?",
         )  # fmt: skip
     return Row(name, "pass")
 
 
 def extremes(base: Baseline) -> Row:
-    """Gradients at zeros and far out, where values are finite still."""
+    """Whether gradients are NaN at zeros, or at large inputs, where the values are finite."""
     name = "finite: extreme inputs"
     bad = []
     for what, x in (
@@ -176,7 +177,7 @@ def extremes(base: Baseline) -> Row:
             if not found and base.second is not None:
                 twice = base.second_derivative(base.f, x, base.all_inputs)
                 found = "second derivative" if any(bool(g.isnan().any()) for g in twice) else ""
-        except Exception:  # a function is free to refuse them
+        except Exception:  # a function may refuse such inputs
             continue
         if found:
             bad.append(f"the {found} is NaN at {what}, where the value is finite")
@@ -186,7 +187,7 @@ def extremes(base: Baseline) -> Row:
 
 
 def with_graph(base: Baseline) -> Row:
-    """The gradient with create_graph=True is the one without."""
+    """Whether the gradient is the same with and without create_graph=True."""
     name = "create_graph"
     leaves = [y.detach().clone().requires_grad_() for y in base.x]
     values = base.f(*leaves)
@@ -197,8 +198,8 @@ def with_graph(base: Baseline) -> Row:
         return Row(
             name, "fail", off,
             f"the gradient by {base.names[j]} with create_graph=True is not the one without it: "
-            "backward asks whether gradients are on (torch.is_grad_enabled, requires_grad), and "
-            "computes another thing then. Compute the same.",
+            "backward depends on whether gradients are enabled (torch.is_grad_enabled, requires_grad). "
+            "Compute the same in both cases.",
         )  # fmt: skip
     return Row(name, "pass", off)
 
@@ -234,9 +235,9 @@ def deterministic(base: Baseline, options: Options) -> Row:
             what = "the second derivative"
     if off > options.nondet_tol:
         text = (
-            f"{what} by {base.names[j]} is not the same twice (nondeterministic), by {off:.2g}. "
-            "backward draws random numbers or sums in no fixed order; draw in forward and save, or "
-            "set nondet_tol."
+            f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
+            "(nondeterministic). backward draws random numbers, or sums in no fixed order. Draw random "
+            "numbers in forward and save them, or set nondet_tol."
         )
         return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:
@@ -248,7 +249,7 @@ def deterministic(base: Baseline, options: Options) -> Row:
 
 
 def state(base: Baseline) -> Row:
-    """A second call between forward and backward of a first one."""
+    """Whether a second call, between forward and backward of the first, changes the gradient."""
     name = "state"
     n = base.subject.call.num_inputs
     if not n:
@@ -257,19 +258,19 @@ def state(base: Baseline) -> Row:
     try:
         leaves = [y.detach().clone().requires_grad_() for y in base.x]
         values = base.f(*leaves)
-        # the same parameters: a module has one set of them at a time
+        # with the same parameters: a module has one set at a time
         base.f(*((1.1 * y).requires_grad_() for y in base.x[:n]), *leaves[n:])
         found = torch.autograd.grad(
             values, leaves, [y.clone() for y in base.u], materialize_grads=True, create_graph=True
         )
     except Exception as raised:
-        return Row(name, "skip", None, f"two calls at once raised {format_error(raised)}")
+        return Row(name, "skip", None, f"two calls before a backward raised {format_error(raised)}")
     off, j = base.largest_difference(found, base.first)
     if off > base.tolerance:
         return Row(
             name, "fail", off,
-            f"the gradient by {base.names[j]} of one call is another one after a second call: "
-            f"something that backward needs is kept {_where(before)}. "
+            f"the gradient by {base.names[j]} of one call changes when it is called again: "
+            f"something that backward reads is kept {_where(before)}. "
             "Save it with ctx.save_for_backward.",
         )  # fmt: skip
     return Row(name, "pass", off)
@@ -294,7 +295,7 @@ UNDEFINED = (
 
 
 def subsets(base: Baseline) -> tuple[Row, tuple[int, ...]]:
-    """The row, and the subset of which the second derivative is another one."""
+    """The row, and the subset whose second derivative is different."""
     name = "inputs: each subset"
     if base.n < 2:
         return Row(name, "skip", None, "there is one input only."), ()
@@ -307,7 +308,7 @@ def subsets(base: Baseline) -> tuple[Row, tuple[int, ...]]:
             off, j = base.largest_difference(first, [base.first[j] for j in subset])
             if off > base.tolerance:
                 text = (
-                    f"{how}, the gradient by {base.names[subset[j]]} is another one. Does "
+                    f"{how}, the gradient by {base.names[subset[j]]} is different. Does "
                     "backward mix up ctx.needs_input_grad, or forward save less?"
                 )
                 return Row(name, "fail", off, text), ()
@@ -318,7 +319,7 @@ def subsets(base: Baseline) -> tuple[Row, tuple[int, ...]]:
             right = base.second_derivative(base.f, base.x, base.all_inputs, subset)
             off, j = base.largest_difference(second, right)
             if off > base.tolerance:
-                text = f"{how}, the second derivative by {base.names[subset[j]]} is another one."
+                text = f"{how}, the second derivative by {base.names[subset[j]]} is different."
                 return Row(name, "fail", off, text), subset
             worst = max(worst, off)
         except Exception as raised:
@@ -343,7 +344,7 @@ def _choose_subsets(count: int) -> list[tuple[int, ...]]:
 
 
 def outputs_alone(base: Baseline) -> Row:
-    """No gradient comes in at all, or only that of one output."""
+    """Gradients of outputs that are undefined: of all of them, or of all but one."""
     name = "outputs: undefined gradients"
     if not base.subject.functions:
         return Row(name, "skip", None, "no custom Function is in it.")

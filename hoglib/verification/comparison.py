@@ -31,7 +31,7 @@ from hoglib.verification.options import Bounds
 from hoglib.verification.report import Row
 from hoglib.verification.subject import Subject
 
-TRUST = 5.0  # how many times its own estimate a difference may be off
+TRUST = 5.0  # the error of a difference may be this many times its estimate
 
 
 class Target(NamedTuple):
@@ -57,7 +57,8 @@ def target(
 
 
 def recheck_target(at: Target, random: torch.Generator) -> Target:
-    """The target with its slopes looked at twice; worth it only where something seems wrong."""
+    """The target with its slopes checked again, which is worth its time only if something seems
+    wrong."""
     return at._replace(slopes=[recheck(at.map, at.x, one, random) for one in at.slopes])
 
 
@@ -149,7 +150,7 @@ def in_reverse(
     at: Target, bounds: Bounds, random: torch.Generator, *, draws: int = 2, full: bool = False,
     batched: bool = False, wanted: Sequence[int] | None = None, f: TensorMap | None = None,
 ) -> Discrepancy:  # fmt: skip
-    """<J^T w, v> for each direction v and a few covectors w; f, if given, stands in for the map."""
+    """<J^T w, v> for each direction v and a few covectors w; f, if given, replaces the map."""
     found = Discrepancy()
     f = at.map if f is None else f
     wanted = list(range(len(at.x))) if wanted is None else list(wanted)
@@ -172,7 +173,7 @@ def in_reverse(
             terms = torch.where(known, w * one.values[i], 0.0)
             errors = torch.where(known, w.abs() * one.errors[i], 0.0)
             expected = float(terms.sum())
-            scale = float(terms.square().sum().sqrt())  # what random signs make of the sum
+            scale = float(terms.square().sum().sqrt())  # size of a sum of terms with random signs
             got = float((grads[wanted.index(one.column)] * one.v).sum())
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
@@ -194,7 +195,7 @@ def in_reverse(
 def _covectors(
     slopes: Sequence[Slope], i: int, random: torch.Generator, draws: int, full: bool
 ) -> list[Tensor]:
-    """Covectors of output i in which what is unknown has no part, and each known element its share."""
+    """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere."""
     if not slopes:
         return []
     like = slopes[0].values[i]
@@ -288,14 +289,14 @@ def reference_rows(
                 )
                 return
             if off > 1 and not text:
-                text = f"output {i} is another value than the reference's: {_describe_pair(a, b)}."
+                text = f"output {i} differs from the reference: {_describe_pair(a, b)}."
             worst_value = max(worst_value, off)
     yield Row(VALUE, "fail" if text else "pass", worst_value * _rtol(subject), text)
     if text or not n:
         return
     if surrogate:
         for name in (FIRST, SECOND):
-            yield Row(name, "skip", None, "declared a surrogate: its gradient is its own.")
+            yield Row(name, "skip", None, "declared a surrogate: it differs on purpose.")
         return
 
     def ours_of(*given: Tensor) -> list[Tensor]:
@@ -329,7 +330,8 @@ def reference_rows(
             for j, (a, b) in enumerate(zip(found, right, strict=True)):
                 off = _scaled_difference(a, b, size)
                 if off > 1 and not worst[name][1]:
-                    text = f"that by {subject.names[j]} is not the reference's: {_describe_pair(a, b)}."
+                    text = f"by {subject.names[j]} it differs from the reference: "
+                    text += f"{_describe_pair(a, b)}."
                     worst[name] = (off, text)
                 elif not worst[name][1]:
                     worst[name] = (max(off, worst[name][0]), "")

@@ -49,7 +49,7 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
         try:
             with torch.no_grad():
                 rows += part(app)
-        except Exception as error:  # the derivatives say what it means under autograd
+        except Exception as error:  # the derivative checks report what follows under autograd
             problems.append(format_error(error))
     if problems:
         text = f"not run as plain functions: {'; '.join(dict.fromkeys(problems))}."
@@ -84,7 +84,7 @@ def gradients(app: Application) -> list[Row]:
         if grad.dtype != x.dtype:
             faults["dtype"].append(
                 f"the gradient of {name} is {grad.dtype}, and {name} {x.dtype}: autograd casts it, "
-                f"and what was rounded is gone. Make constants with `dtype={name.strip('`')}.dtype`."
+                f"and the digits are lost. Make constants with `dtype={name.strip('`')}.dtype`."
             )
         if grad.device != x.device:
             faults["device"].append(
@@ -110,7 +110,7 @@ def _outputs(run: Run) -> Iterator[Row]:
     if hidden:
         yield Row(
             "outputs: type", "fail", None,
-            f"forward returns tensors in a {hidden[0]}, into which autograd does not look: its "
+            f"forward returns tensors in a {hidden[0]}, and autograd does not look inside: its "
             "backward is never run. Return a tensor, or a tuple of tensors.",
         )  # fmt: skip
 
@@ -122,7 +122,7 @@ def _tangents(app: Application, run: Run) -> Iterator[Row]:
     tangents = [torch.ones_like(x) if i in app.by else None for i, x in enumerate(run.inputs)]
     try:
         returned = function_rules.jvp(app.function, run.record, tangents)
-    except Exception:  # judged with the derivatives
+    except Exception:  # reported by the derivative checks
         return
     faults = []
     if len(returned) != len(run.outputs):
@@ -153,14 +153,14 @@ def _number(app: Application, run: Run, returned: Sequence[Any]) -> Row:
         if grad is not None and not isinstance(grad, Tensor):
             return Row(
                 name, "fail", None,
-                f"the gradient of {app.name(i)} is no tensor but a {type(grad).__name__}; return a "
+                f"the gradient of {app.name(i)} is a {type(grad).__name__}, not a tensor; return a "
                 "tensor or None, and several gradients as a tuple.",
             )  # fmt: skip
         if grad is not None and not isinstance(x, Tensor):
             return Row(
                 name, "fail", None,
-                f"backward returns a gradient for {app.name(i)}, which is no tensor; return None in "
-                "its place. Are the gradients in the order of the inputs?",
+                f"backward returns a gradient for {app.name(i)}, which is not a tensor; return None "
+                "instead. Are the gradients in the order of the inputs?",
             )  # fmt: skip
     return Row(name, "pass")
 
@@ -231,8 +231,8 @@ def _needs_input_grad(app: Application) -> list[Row]:
         return [Row(name, "pass")]
     first = app.by.index(next(i for i in app.by if app.name(i) == idle[0]))
     text = (
-        f"needs_input_grad is ignored: backward computes a gradient for {', '.join(idle)} also when "
-        f"none is needed: wasted work. Ask first: `if ctx.needs_input_grad[{app.by[first]}]:`."
+        f"needs_input_grad is ignored: backward computes a gradient for {', '.join(idle)} even if "
+        f"none is needed. Check first: `if ctx.needs_input_grad[{app.by[first]}]:`."
     )
     return [Row(name, "warn", None, text)]
 

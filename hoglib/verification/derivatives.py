@@ -27,7 +27,7 @@ from hoglib.verification.options import Options
 from hoglib.verification.report import MODES, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
 
-JVP_TWICE = "jvp inside jvp: torch differentiates a custom Function's own jvp to zero there."
+JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 
 
@@ -156,7 +156,7 @@ class Derivatives:
         return target(*at, self._subject.random, full=self._options.full, eps=self._options.eps)
 
     def _both(self, at: Sequence[Target], key: str) -> Discrepancy:
-        """At the inputs and beside them."""
+        """At all points."""
         result: Discrepancy | None = None
         for one in at:
             found = self._compared(one, key)
@@ -205,25 +205,25 @@ class Derivatives:
             return Row(name, "fail", None, text)
         if found.wrong:
             others = self._labels(found.faulty - {found.column})
-            also = f" Wrong too: by {', '.join(others)}." if others else ""
+            also = f" Also wrong: by {', '.join(others)}." if others else ""
             return Row(name, "fail", found.error, f"{found.wrong}{_ratio(found)}.{also}")
         unknown = ", ".join(self._labels(found.unknown))
         why = f" ({found.problem})" if found.problem else ""
         if found.unknown and not found.checked:
             text = (
-                f"nothing could be compared: forward refuses what lies beside the inputs{why}. Verify "
-                "it behind a map into its domain, such as `lambda A: F.apply((A + A.T) / 2)`."
+                f"nothing could be compared: forward refuses points near the inputs{why}. Verify "
+                "it after a map into its domain, such as `lambda A: F.apply((A + A.T) / 2)`."
                 if "Error: " in found.problem
-                else f"nothing could be compared: differences do not settle{why}. Do the inputs lie "
-                "on a kink, at the edge of the domain, or are they too large?"
+                else f"nothing could be compared: finite differences do not converge{why}. Do the "
+                "inputs lie on a kink, at the edge of the domain, or are they too large?"
             )
             return Row(name, "warn", None, text)
         if unknown:
             return Row(
                 name, "warn", found.error,
-                f"by {unknown} nothing could be compared: differences do not settle{why}. A kink, or "
-                "the edge of the domain? If one is a constant, such as a mask or a target, give the "
-                "others requires_grad.",
+                f"by {unknown} nothing could be compared: finite differences do not converge{why}. Is "
+                "it a kink, or the edge of the domain? If one is a constant, such as a mask or a "
+                "target, set requires_grad on the others.",
             )  # fmt: skip
         return Row(name, "pass", found.error)
 
@@ -252,7 +252,7 @@ class Derivatives:
         return ""
 
     def _kinks(self, at: Target) -> Row:
-        """Where the slopes to either side of the inputs differ."""
+        """The row of kinks: where the slopes to either side of the inputs differ."""
         kinked = sorted(
             {
                 (self._subject.rows[i], self._subject.names[one.column])
@@ -267,7 +267,7 @@ class Derivatives:
         return Row(
             "kinks", "warn", None,
             f"the inputs lie on a kink {where_}: the slopes to either side differ, and the gradient "
-            "there is a convention. It was checked beside the inputs.",
+            "there is a convention. It was checked near the inputs.",
         )  # fmt: skip
 
     def _explained(self, found: Discrepancy) -> str:
@@ -277,7 +277,7 @@ class Derivatives:
             return wording.describe_gradient(
                 self._subject, self._subject.x, found.row, found.column
             )
-        except Exception:  # words are not worth an error
+        except Exception:  # a description that fails must not hide the row
             return ""
 
 
@@ -286,5 +286,5 @@ def _ratio(found: Discrepancy) -> str:
         return ""
     ratio = found.got / found.expected
     if abs(ratio) < 1e-6:
-        return " (none of it is there)"
-    return f" ({ratio:.3g} of it)"
+        return " (all of it is missing)"
+    return f" ({ratio:.3g} of the expected value)"

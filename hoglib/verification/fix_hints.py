@@ -26,207 +26,23 @@ from hoglib.verification.report import MODES, Mode, Row
 from hoglib.verification.subject import Application, Subject, applications, one_triangle
 
 ONCE = (
-    "Remove the decorator, and build backward of differentiable torch operations: what it does is to "
-    "run backward without a graph."
+    "Remove the decorator, which runs backward without a graph, and compute backward by differentiable "
+    "torch operations."
 )
 
-
 FIXES = {
-    "alias": "Use the tensor itself: where no second derivative is asked for, backward runs without a "
-    "graph anyway, and keeping it costs nothing.",
+    "alias": "Use the tensor itself: without a second derivative, backward runs without a graph "
+    "anyway, and the tensor costs nothing more.",
     "escape": "A number or an array outside of torch has no graph. Stay in torch operations; or, for "
     "NumPy, SciPy or C++ code, give it derivatives of its own with hog.ops.external.",
-    "off": "Leave gradients on in backward: autograd turns them off by itself where no second "
-    "derivative is asked for.",
+    "off": "Leave gradients enabled in backward: autograd disables them itself if no second derivative "
+    "is asked for.",
     "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors "
     "themselves, not detached copies of them.",
     "write": "What is written there has no graph. Return a new tensor, computed by torch operations.",
     "kernel": "Write it in differentiable torch operations, or wrap it in a Function of its own, whose "
     "backward is its derivative.",
 }
-
-
-def title(cut: DetachedGradient) -> str:
-    return cut.how.split(" under ")[-1].split(",")[0].strip("`")
-
-
-def cut_row(
-    name: str, function: str, rule: str, cuts: Sequence[DetachedGradient], found: Diagnosis
-) -> Row:
-    through = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
-    lost = sum(s.share for s in through)
-    share = ""
-    if through:
-        what = " and ".join(map(called, through))
-        share = f" It loses {percent(lost)} of the missing second-order term, that of {what}."
-    shown = "; ".join(map(str, cuts[:3])) + (f"; and {len(cuts) - 3} more" if len(cuts) > 3 else "")
-    kind = "escape" if cuts[0].then else cuts[0].kind
-    text = f"{function}.{rule} leaves the graph by {shown}.{share} {FIXES[kind]}"
-    return Row(name, "fail", lost or None, text)
-
-
-def called(slot: Slot) -> str:
-    return slot.what if slot.label == slot.what else f"{slot.what} ({slot.label})"
-
-
-def raised_row(prefix: str, function: str, rule: str, found: Diagnosis, *, always: bool) -> Row:
-    """Of a rule that raises with a graph, or always."""
-    error = found.error
-    assert error is not None
-    name = f"{prefix}culprit: {rule}" if always else f"{prefix}graph cut: in {rule}"
-    how = "" if always else "cannot be differentiated: with a graph it "
-    text = f"{function}.{rule} {how}raised {format_error(error)}."
-    if found.cuts:
-        text += " It leaves the graph by " + "; by ".join(map(str, found.cuts)) + "."
-    if not found.kept and rule == "backward":
-        text += " Nothing is saved: ctx.save_for_backward is never called."
-    return Row(name, "fail", None, f"{text} {_advice(rule, error, found)}".rstrip())
-
-
-def _advice(rule: str, error: Exception, found: Diagnosis) -> str:
-    """What to do about an error of a rule that runs with a graph."""
-    message = str(error)
-    if rule == "jvp" and found.only_backward:
-        return (
-            "In a jvp ctx.saved_tensors are those of ctx.save_for_forward: call it in setup_context "
-            "too, with the same tensors."
-        )
-    if "in-place" in message or "inplace" in message:
-        return "Work on new tensors, not in place."
-    if "numpy" in message:
-        return FIXES["escape"]
-    return FIXES["kernel"] if "not implemented" in message or "formula" in message else ""
-
-
-def saved_row(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> Row:
-    """The slots that have no graph, and the two ways to give them one."""
-    name = f"{prefix}saved: {', '.join(slot.label for slot in slots)}"
-    lines = [_slot(slot) for slot in slots]
-    made = [slot for slot in slots if slot.kind == "intermediate" and not slot.graphed]
-    if made:
-        inputs = ", ".join(app.names[i] for i in app.by if i < len(app.names))
-        which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
-        lines.append(
-            f"Forward runs without a graph, so {rule} cannot be differentiated through what forward "
-            f"made. Two ways to mend it:\n"
-            f"1. save the inputs instead ({inputs}), and compute {which} from them again in {rule};\n"
-            f"2. or return {which} from forward as one more output, and save that: then it has a "
-            f"gradient of its own, which backward gets as one more argument, and adds times the "
-            f"derivative of {which} by the inputs."
-        )
-    return Row(name, "fail", sum(slot.share for slot in slots), "\n".join(lines))
-
-
-def _slot(slot: Slot) -> str:
-    place = f", saved at {slot.place}" if slot.place else ""
-    called = f"`{slot.name}`, " if slot.name else ""
-    share = f"It carries {percent(slot.share)} of the missing second-order term."
-    if slot.graphed:
-        return (
-            f"{slot.label} is {called}part of a graph that forward built itself{place}, and that ends "
-            f"at detached copies of its inputs. {share} Save the inputs, and build that graph in "
-            "backward from them: under torch.enable_grad(), and with torch.autograd.grad(..., "
-            "create_graph=torch.is_grad_enabled())."
-        )
-    if slot.kind == "copy":
-        original = slot.what.removeprefix("a copy of ")
-        return (
-            f"{slot.label} is {called}a copy (a clone, or detached) of {original}{place}. A copy made "
-            f"in forward has no graph. {share} Save {original} itself."
-        )
-    what = slot.what.replace("an intermediate", f"an intermediate ({slot.type})")
-    return f"{slot.label} is {called}{what}{place}. {share}"
-
-
-def percent(share: float) -> str:
-    return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
-
-
-BOUNDS = Bounds(1e-6, 1e-4)
-MOST = 200  # calls
-OWN = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
-
-
-class _Calls(TorchFunctionMode):
-    """The torch calls that something with a graph goes through, outermost only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[
-            tuple[Any, tuple[Any, ...], dict[str, Any], source_location.SourceLine | None]
-        ] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        graphed = any(is_float(x) and x.requires_grad for x in pytree.leaves((args, kwargs)))
-        made = any(is_float(y) and y.requires_grad for y in pytree.leaves(result))
-        if graphed and made and len(self.calls) < MOST:
-            self.calls.append(
-                (func, _detached(args), _detached(kwargs), source_location.torch_call_line())
-            )
-        return result
-
-
-def _detached(tree: Any) -> Any:
-    return pytree.map_tensors(
-        lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
-    )
-
-
-def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
-    """A row for each torch operation that is wrong by itself in a mode that is wrong."""
-    with _Calls() as watch:
-        subject.map(*(y.clone().requires_grad_() for y in x))
-    seen: set[str] = set()
-    for name in wrong:
-        mode = next(mode for mode in MODES.values() if name.endswith(mode.title))
-        for func, args, kwargs, place in watch.calls:
-            called = getattr(func, "__name__", str(func))
-            if f"{called} {mode.key}" in seen:
-                continue
-            seen.add(f"{called} {mode.key}")
-            fault = _fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
-            if fault:
-                at = f" at {place}" if place else ""
-                library = _library(func)
-                whose, mend = ("torch's own", "Use another mode, or another operation.")
-                if library:
-                    whose = f"the custom op {library}::"
-                    mend = (
-                        "See what its torch.library.register_autograd gets: setup_context must save "
-                        "inputs and outputs themselves, not intermediates or detached copies, and "
-                        "backward must be of differentiable torch operations."
-                    )
-                yield Row(
-                    f"culprit: {called} in {mode.title}", "fail", None,
-                    f"{whose} {called}{at} is at fault: its derivative in {mode.title} is wrong or "
-                    f"missing: {fault}. {mend}".replace(":: ", "::"),
-                )  # fmt: skip
-
-
-def _library(func: Any) -> str:
-    """The namespace of an op that is not torch's."""
-    namespace = getattr(func, "namespace", "aten")
-    return "" if namespace in OWN else str(namespace)
-
-
-def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
-    try:
-        call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
-        call.reseed, call.symmetric = True, one_triangle(call)
-        which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
-        random = torch.Generator().manual_seed(5)
-        f, x = call.map(which), call.point
-        names = [f"argument {j}" for j in range(len(x))]
-        first = Stage(f, x, [f"result {i}" for i in which], names)
-        inner = stage(first, mode, order, lambda tensors: [random_like(t, random) for t in tensors])
-        at = target(*inner, random)
-    except Exception:  # judged by the mode below only
-        return ""
-    if mode.outer == "r":
-        return in_reverse(at, BOUNDS, random).wrong
-    return in_forward(at, BOUNDS, calls.func_jvp if mode.key == "ff" else calls.jvp).wrong
 
 
 def attribution_rows(
@@ -269,9 +85,9 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
         shown = "; ".join(map(str, cuts[:3]))
         yield Row(
             f"graph cut: {title(cuts[0])}", "fail", None,
-            f"{subject.name} leaves the graph by {shown}, so that its derivative lacks what goes "
-            "through there. Use the tensor itself; what is constant on purpose is to be an input that "
-            "does not require grad.",
+            f"{subject.name} leaves the graph by {shown}, so that the part of its derivative "
+            "through there is lost. Use the tensor itself; pass what is constant on purpose as an "
+            "input that does not require grad.",
         )  # fmt: skip
 
 
@@ -295,6 +111,14 @@ def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Ite
             by = tuple(app.by[j] for j in subset)
             moves = {i: move for i, move in (moves or {}).items() if i in by}
             yield from _of(app._replace(by=by), moves, False, several=False, right_once=True)
+
+
+def is_culprit(row: Row) -> bool:
+    """Whether a row names the cause of other failures."""
+    return row.status == "fail" and any(
+        word in row.name
+        for word in ("graph cut: ", "saved: ", "culprit: ", " applies ", "deterministic")
+    )
 
 
 def _applications_in_motion(
@@ -338,7 +162,7 @@ def _of(
         found = attribution.diagnose(app, moves, in_jvp=in_jvp)
     except Exception as error:
         text = f"{rule} was not run as a plain function: {format_error(error)}."
-        yield Row(f"{prefix}doctor", "skip", None, text)
+        yield Row(f"{prefix}attribution", "skip", None, text)
         return
     if found.once:
         text = (
@@ -346,7 +170,7 @@ def _of(
             f"derivative raises, or is silently zero. {ONCE}"
         )
         text += (
-            " Without it the second derivative would be wrong still, see below."
+            " Without it the second derivative would still be wrong, see below."
             if found.lost or found.error
             else " Without it the second derivative is right."
         )
@@ -368,14 +192,14 @@ def _of(
         yield Row(
             f"{prefix}graph cut: unseen", "fail", lost,
             f"{function}.{rule} loses {percent(lost)} of the missing second-order term, that of "
-            f"{what}, in a way that leaves no trace on ctx: a kernel of another library, memory that "
-            f"is written directly, or something that forward left on the class or in a global? "
+            f"{what}, and ctx shows no reason. Does it call a kernel of another library, write memory "
+            f"directly, or read what forward stored on the class or in a global? "
             f"{FIXES['kernel']}",
         )  # fmt: skip
 
 
 def _together(cuts: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
-    """Each cut, but what happens while gradients are off as one."""
+    """Groups of cuts: one for each, and one for all that happens while gradients are disabled."""
     off = [cut for cut in cuts if cut.kind == "off"]
     groups = [[cut] for cut in cuts if cut.kind != "off"]
     return [off, *groups] if off else groups
@@ -394,7 +218,7 @@ def _inner(prefix: str, function: str, rule: str, found: attribution.Diagnosis) 
 
 
 def _wrong_alone(app: Application) -> Iterator[str]:
-    """What is wrong with the gradient of a Function by itself, in words, if anything."""
+    """A description of what is wrong with the gradient of a Function alone, if anything."""
     try:
         inputs = [
             x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
@@ -413,13 +237,190 @@ def _words(subject: Subject, found: Discrepancy) -> str:
     try:
         words = wording.describe_gradient(subject, subject.x, found.row, found.column)
         return f"{words} " if words else ""
-    except Exception:  # words are not worth an error
+    except Exception:  # a description that fails must not hide the row
         return ""
 
 
-def is_culprit(row: Row) -> bool:
-    """Whether it names what other rows suffer from; cuts before slots."""
-    return row.status == "fail" and any(
-        word in row.name
-        for word in ("graph cut: ", "saved: ", "culprit: ", " applies ", "deterministic")
+def title(cut: DetachedGradient) -> str:
+    return cut.how.split(" under ")[-1].split(",")[0].strip("`")
+
+
+def cut_row(
+    name: str, function: str, rule: str, cuts: Sequence[DetachedGradient], found: Diagnosis
+) -> Row:
+    through = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
+    lost = sum(s.share for s in through)
+    share = ""
+    if through:
+        what = " and ".join(map(called, through))
+        share = f" It loses {percent(lost)} of the missing second-order term, that of {what}."
+    shown = "; ".join(map(str, cuts[:3])) + (f"; and {len(cuts) - 3} more" if len(cuts) > 3 else "")
+    kind = "escape" if cuts[0].then else cuts[0].kind
+    text = f"{function}.{rule} leaves the graph by {shown}.{share} {FIXES[kind]}"
+    return Row(name, "fail", lost or None, text)
+
+
+def called(slot: Slot) -> str:
+    return slot.what if slot.label == slot.what else f"{slot.what} ({slot.label})"
+
+
+def raised_row(prefix: str, function: str, rule: str, found: Diagnosis, *, always: bool) -> Row:
+    """The row of a rule that raises, with a graph only or always."""
+    error = found.error
+    assert error is not None
+    name = f"{prefix}culprit: {rule}" if always else f"{prefix}graph cut: in {rule}"
+    how = "" if always else "cannot be differentiated: with a graph it "
+    text = f"{function}.{rule} {how}raised {format_error(error)}."
+    if found.cuts:
+        text += " It leaves the graph by " + "; by ".join(map(str, found.cuts)) + "."
+    if not found.kept and rule == "backward":
+        text += " Nothing is saved: ctx.save_for_backward is never called."
+    return Row(name, "fail", None, f"{text} {_advice(rule, error, found)}".rstrip())
+
+
+def _advice(rule: str, error: Exception, found: Diagnosis) -> str:
+    """What to do about an error of a rule that runs with a graph."""
+    message = str(error)
+    if rule == "jvp" and found.only_backward:
+        return (
+            "In a jvp ctx.saved_tensors are those of ctx.save_for_forward: call it in setup_context "
+            "too, with the same tensors."
+        )
+    if "in-place" in message or "inplace" in message:
+        return "Work on new tensors, not in place."
+    if "numpy" in message:
+        return FIXES["escape"]
+    return FIXES["kernel"] if "not implemented" in message or "formula" in message else ""
+
+
+def saved_row(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> Row:
+    """The slots that have no graph, and the two ways to give them one."""
+    name = f"{prefix}saved: {', '.join(slot.label for slot in slots)}"
+    lines = [_slot(slot) for slot in slots]
+    made = [slot for slot in slots if slot.kind == "intermediate" and not slot.graphed]
+    if made:
+        inputs = ", ".join(app.names[i] for i in app.by if i < len(app.names))
+        which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
+        lines.append(
+            f"Forward runs without a graph, so {rule} cannot be differentiated through what forward "
+            f"computed. Two ways to fix it:\n"
+            f"1. save the inputs instead ({inputs}), and compute {which} from them again in {rule};\n"
+            f"2. or return {which} from forward as one more output, and save that: then backward gets "
+            f"the gradient of {which} as one more argument, and adds that gradient times the derivative of "
+            f"{which} by the inputs."
+        )
+    return Row(name, "fail", sum(slot.share for slot in slots), "\n".join(lines))
+
+
+def _slot(slot: Slot) -> str:
+    place = f", saved at {slot.place}" if slot.place else ""
+    called = f"`{slot.name}`, " if slot.name else ""
+    share = f"It carries {percent(slot.share)} of the missing second-order term."
+    if slot.graphed:
+        return (
+            f"{slot.label} is {called}part of a graph that forward built itself{place}, which ends "
+            f"at detached copies of its inputs. {share} Save the inputs, and build that graph in "
+            "backward from them: under torch.enable_grad(), and with torch.autograd.grad(..., "
+            "create_graph=torch.is_grad_enabled())."
+        )
+    if slot.kind == "copy":
+        original = slot.what.removeprefix("a copy of ")
+        return (
+            f"{slot.label} is {called}a copy (a clone, or detached) of {original}{place}. A copy made "
+            f"in forward has no graph. {share} Save {original} itself."
+        )
+    what = slot.what.replace("an intermediate", f"an intermediate ({slot.type})")
+    return f"{slot.label} is {called}{what}{place}. {share}"
+
+
+def percent(share: float) -> str:
+    return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+
+
+BOUNDS = Bounds(1e-6, 1e-4)
+
+MOST = 200  # calls
+
+OWN = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
+
+
+def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
+    """A row for each torch operation that is wrong by itself in a mode that is wrong."""
+    with _Calls() as watch:
+        subject.map(*(y.clone().requires_grad_() for y in x))
+    seen: set[str] = set()
+    for name in wrong:
+        mode = next(mode for mode in MODES.values() if name.endswith(mode.title))
+        for func, args, kwargs, place in watch.calls:
+            called = getattr(func, "__name__", str(func))
+            if f"{called} {mode.key}" in seen:
+                continue
+            seen.add(f"{called} {mode.key}")
+            fault = _fault(func, args, kwargs, mode, 3 if name.startswith("third") else 2)
+            if fault:
+                at = f" at {place}" if place else ""
+                library = _library(func)
+                whose, mend = ("torch's own", "Use another mode, or another operation.")
+                if library:
+                    whose = f"the custom op {library}::"
+                    mend = (
+                        "See what its torch.library.register_autograd gets: setup_context must save "
+                        "inputs and outputs themselves, not intermediates or detached copies, and "
+                        "backward must be of differentiable torch operations."
+                    )
+                yield Row(
+                    f"culprit: {called} in {mode.title}", "fail", None,
+                    f"{whose} {called}{at} is at fault: its derivative in {mode.title} is wrong or "
+                    f"missing: {fault}. {mend}".replace(":: ", "::"),
+                )  # fmt: skip
+
+
+def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
+    try:
+        call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
+        call.reseed, call.symmetric = True, one_triangle(call)
+        which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
+        random = torch.Generator().manual_seed(5)
+        f, x = call.map(which), call.point
+        names = [f"argument {j}" for j in range(len(x))]
+        first = Stage(f, x, [f"result {i}" for i in which], names)
+        inner = stage(first, mode, order, lambda tensors: [random_like(t, random) for t in tensors])
+        at = target(*inner, random)
+    except Exception:  # it has no derivative to judge in this mode
+        return ""
+    if mode.outer == "r":
+        return in_reverse(at, BOUNDS, random).wrong
+    return in_forward(at, BOUNDS, calls.func_jvp if mode.key == "ff" else calls.jvp).wrong
+
+
+def _library(func: Any) -> str:
+    """The namespace of an op that is not torch's."""
+    namespace = getattr(func, "namespace", "aten")
+    return "" if namespace in OWN else str(namespace)
+
+
+class _Calls(TorchFunctionMode):
+    """Collects the outermost torch calls that get and return tensors with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[
+            tuple[Any, tuple[Any, ...], dict[str, Any], source_location.SourceLine | None]
+        ] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        graphed = any(is_float(x) and x.requires_grad for x in pytree.leaves((args, kwargs)))
+        made = any(is_float(y) and y.requires_grad for y in pytree.leaves(result))
+        if graphed and made and len(self.calls) < MOST:
+            self.calls.append(
+                (func, _detached(args), _detached(kwargs), source_location.torch_call_line())
+            )
+        return result
+
+
+def _detached(tree: Any) -> Any:
+    return pytree.map_tensors(
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
     )

@@ -25,7 +25,7 @@ _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precis
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """float32 matrix products and convolutions are computed in float32 inside."""
+    """Inside, float32 matrix products and convolutions are computed in float32, not in TF32 or less."""
     settings: list[tuple[Any, str, Any]] = [
         (backend, "fp32_precision", "ieee") for backend in _PRECISIONS
     ]
@@ -48,8 +48,8 @@ ONLY_SHAPE = ("view_as", "expand_as", "reshape_as", "type_as")
 
 class PrecisionWatch(TorchFunctionMode):
     """Describes the first call that rounded float64 numbers (`rounded`; `cast` if by conversion), the
-    first that met a number of lower precision which was made inside (`met`), and one that came from
-    elsewhere (`foreign`).
+    first that got a number of lower precision which was made inside (`met`), and the first that got one
+    from elsewhere (`foreign`).
 
     A constant whose digits fit into half precision (1, 0.5, a mask) lost nothing; a Python number has
     no precision to judge.
@@ -77,8 +77,8 @@ class PrecisionWatch(TorchFunctionMode):
         if any(y.dtype in DOUBLE for y in results):
             narrow = [x for x in given if _loses_digits(x)]
             made = [x for x in narrow if x.ndim == 0 or self._is_made(x)]
-            self.met = self.met or _described(name, "met", made)
-            self.foreign = self.foreign or _described(name, "met", narrow)
+            self.met = self.met or _described(name, "got", made)
+            self.foreign = self.foreign or _described(name, "got", narrow)
         elif any(x.dtype in DOUBLE for x in given):
             lossy = [y for y in results if _loses_digits(y) or _cast(name, args, y)]
             self.rounded = self.rounded or _described(name, "rounded float64 numbers to", lossy)

@@ -53,7 +53,7 @@ def in_place(app: Application) -> list[Row]:
     late = again.changed(watch.places)
     return [
         _mutated("in-place: inputs", "forward", forward, differentiated, "`x.mul(2)`, not `x.mul_(2)`",
-                 " If it is meant, declare it with ctx.mark_dirty and return it."),
+                 " If it is intended, declare it with ctx.mark_dirty and return it."),
         _mutated("in-place: grad_output", "backward", gradients, None, "`g * x`, not `g.mul_(x)`"),
         _mutated("in-place: saved tensors", "backward", kept or late, None,
                  "`x * 2`, not `x.mul_(2)`"),
@@ -82,20 +82,20 @@ def constants_row(subject: Subject) -> Row:
     for app in subject.applications:
         try:
             run_rules(app, watch)
-        except Exception:  # other checks say it
+        except Exception:  # reported by other checks
             continue
     found = watch.rounded or watch.met
     if found:
         return Row(
             name, "fail", None,
-            f"a constant or a step in float32 enters float64 maths: {found}. Give it the dtype of the "
-            "inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number.",
+            f"a float32 constant or intermediate enters a float64 computation: {found}. Give it the "
+            "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number.",
         )  # fmt: skip
     if watch.foreign:
         return Row(
             name, "fail" if subject.given_double else "warn", None,
-            f"a tensor of lower precision, from outside, enters float64 maths: {watch.foreign}. Pass "
-            "it as an input, or convert it, `table.to(x.dtype)`.",
+            f"a tensor of lower precision, from outside, enters a float64 computation: "
+            f"{watch.foreign}. Pass it as an input, or convert it, `table.to(x.dtype)`.",
         )  # fmt: skip
     return Row(name, "pass")
 
@@ -119,8 +119,8 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
 
 
 IN_PLACE = (
-    "Work on a new tensor ({example}). What is changed belongs to the caller: to other branches of the "
-    "graph, and to the second backward pass."
+    "Work on a new tensor ({example}). The changed tensor belongs to the caller: other branches of the "
+    "graph and the second backward pass read it."
 )
 
 
@@ -195,39 +195,44 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr() if x.layout == torch.strided else id(x)
 
 
-MOVES = ("cpu", "cuda")
+TO_DEVICE = ("cpu", "cuda")
 
-INDEXING = ("__getitem__", "__setitem__")  # takes indices from the CPU
+INDEXING = ("__getitem__", "__setitem__")  # their indices may be on the CPU
 
 
 class DeviceWatch(TorchFunctionMode):
-    """`found` says, in words, where the first such call was made."""
+    """Notices a hard-coded device, also on a machine that has only one; `found` describes the first
+    call.
+
+    Tensors made from nothing, without a `device=` taken from a tensor, are on the default device. A
+    call that mixes one of them with a tensor computed from the inputs fails on every other device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found = ""
         self._made: dict[
             int, Tensor
-        ] = {}  # on the default device; held, so that an id stays its own
+        ] = {}  # made on the default device; kept alive so that ids stay unique
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
         device = kwargs.get("device")
-        spelled = device if isinstance(device, str) else None
+        named = device if isinstance(device, str) else None
         if name == "to" and len(args) > 1 and isinstance(args[1], str):
-            spelled = args[1]
-        if given and (name in MOVES or spelled):
-            how = f'device="{spelled}"' if spelled else f".{name}()"
-            self._note(f"{how} is spelled out")
+            named = args[1]
+        if given and (name in TO_DEVICE or named):
+            how = f'device="{named}"' if named else f".{name}()"
+            self._note(f"{how} names a device")
         result = func(*args, **kwargs)
-        strange = [x for x in given if id(x) in self._made]
-        sized = [x for x in strange if x.dim()]  # tensors without dimensions mix with any device
-        if sized and len(strange) < len(given) and name not in INDEXING:
+        foreign = [x for x in given if id(x) in self._made]
+        sized = [x for x in foreign if x.dim()]  # tensors without dimensions mix with any device
+        if sized and len(foreign) < len(given) and name not in INDEXING:
             self._note("a tensor made on the default device is mixed with the inputs")
-        made_here = not given and (device is None or spelled is not None)
-        if made_here or (given and len(strange) == len(given)):
+        made_here = not given and (device is None or named is not None)
+        if made_here or (given and len(foreign) == len(given)):
             for y in pytree.leaves(result):
                 if isinstance(y, Tensor):
                     self._made[id(y)] = y

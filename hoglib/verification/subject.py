@@ -50,7 +50,7 @@ class Application(NamedTuple):
         """Whether it marks inputs as changed in place."""
         try:
             return bool(self.seeded().record.dirty)
-        except Exception:  # judged elsewhere
+        except Exception:  # reported by the contract
             return False
 
     def fresh(self) -> list[Any]:
@@ -73,7 +73,7 @@ def applications(run: Callable[[], Any]) -> list[Application]:
 
 
 def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
-    """A call of a Function, if it is differentiated by anything."""
+    """A call of a Function, or None if no argument requires grad."""
     if is_part(function) or function.__module__.startswith("torch."):  # a checkpoint, compiled code
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
@@ -130,7 +130,7 @@ def _values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
     try:
         leaves = call.leaves(*call.point[:j], x, *call.point[j + 1 :])
         return [y for y in leaves if is_float(y)]
-    except Exception:  # whatever fn says of inputs it was not given
+    except Exception:  # fn may refuse inputs that the user did not pass
         return None
 
 
@@ -138,7 +138,7 @@ def _same_values(a: list[Tensor] | None, b: list[Tensor] | None) -> bool:
     return bool(a and b) and all(map(torch.equal, a or [], b or []))
 
 
-# What authors call tensors that a loss or a layer is not differentiated by.
+# Names of arguments that a loss or a layer is usually not differentiated by.
 CONSTANTS = (
     "target", "targets", "label", "labels", "y_true", "ground_truth", "gt", "mask", "masks", "index",
     "indices", "idx", "ids", "lengths",
@@ -152,7 +152,7 @@ def given_double(inputs: Sequence[Any]) -> bool:
 
 
 def make_call(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
-    """The call in float64, or in its own dtypes and why; raises what it raises if neither runs."""
+    """The call in float64, or in its own dtypes with the reason; raises its error if neither runs."""
     call = Call(fn, inputs)
     validation.something_to_differentiate_by(call.names, call.point)
     try:
@@ -170,7 +170,8 @@ def make_call(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
 
 
 def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
-    """The call in float32 and why, if forward converts to that and back, whatever it is given."""
+    """The call in float32 and the reason, if forward converts its inputs to float32 and the result
+    back."""
     if given_double(inputs):
         return call, ""
     watch = PrecisionWatch()
@@ -182,7 +183,7 @@ def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, s
         if "float32" not in watch.cast:
             return call, ""
         outputs = [(c.dtype, c.leaves(*c.point)) for c in (call, narrow)]
-    except Exception:  # judged later
+    except Exception:  # reported by the derivative checks
         return call, ""
     if any(y.dtype != dtype for dtype, leaves in outputs for y in leaves if is_float(y)):
         return call, ""
@@ -201,14 +202,16 @@ def _try(call: Call) -> None:
 
 
 def constants_of(call: Call, names: Sequence[str]) -> list[int]:
-    """Inputs without a gradient that are called a target or a mask, or have whole numbers, not all the
-    same; names are those of the arguments."""
+    """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
+    values
+    are whole numbers, not all equal. names: those of the arguments.
+    """
     variables = [x.clone().requires_grad_() for x in call.point]
     try:
         found = [y for y in call.leaves(*variables) if is_float(y) and y.requires_grad]
         total = torch.stack([real(y).sum() for y in found]).sum()
         grads = torch.autograd.grad(total, variables, allow_unused=True)
-    except Exception:  # judged with the derivatives
+    except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
     constants = [j for j in without if _whole(call.point[j]) or _is_named(names, call.names[j])]
@@ -266,7 +269,8 @@ class Subject:
         self.random = torch.Generator().manual_seed(0)
 
     def find_outputs(self) -> None:
-        """Find the outputs to differentiate; to be done again when the call was changed."""
+        """Find the outputs that can be differentiated. To be called again after a change of the
+        call."""
         self.outputs = self.call.run_with_grad()
         self.output_indices = [
             i for i, y in enumerate(self.outputs) if is_float(y) and y.requires_grad and y.numel()
@@ -275,7 +279,11 @@ class Subject:
         self.rows = [f"output {i}" for i in self.output_indices]
 
     def prepare(self) -> Row | None:
-        """Find out whether the call draws random numbers and changes its inputs, and allow for it."""
+        """Adapt the call to a function that draws random numbers or changes its inputs; find the
+        outputs.
+
+        Returns a failed row if nothing can be compared.
+        """
         call = self.call
         before = [x.clone() for x in self.x]
         call.leaves(*self.x)  # it may change its inputs, whether it says so or not
@@ -300,7 +308,7 @@ class Subject:
             values = self.map(*self.x)
             try:
                 grads = gradient(*self.x, *(torch.ones_like(y) for y in values))
-            except Exception:  # judged with the derivatives
+            except Exception:  # reported by the derivative checks
                 grads = []
             return [y.detach() for y in values], [g.detach() for g in grads]
 
@@ -311,15 +319,15 @@ class Subject:
         if self.draws and not _same(self.map(*self.x), self.map(*self.x)):
             return Row(
                 "deterministic", "fail", None,
-                "the value is not the same twice, with the same seed of torch (hidden "
-                "nondeterminism): does it count its calls, or draw numbers from NumPy or random? "
-                "Nothing can be compared. Pass random numbers as inputs.",
+                "two calls with the same seed of torch give different values (hidden nondeterminism), "
+                "so nothing can be compared. Does it count its calls, or draw numbers from NumPy or "
+                "random? Pass random numbers as inputs.",
             )  # fmt: skip
         again = self._again()
         return Row("deterministic", "fail", None, again) if again else None
 
     def _again(self) -> str:
-        """What is wrong with a second backward pass through one graph, with the same seed."""
+        """What is wrong with a second backward pass through the same graph, with the same seed."""
         leaves = [x.clone().requires_grad_() for x in self.x]
         values = self.map(*leaves)
 
@@ -333,10 +341,10 @@ class Subject:
 
         try:
             first = once()
-        except Exception:  # judged with the derivatives
+        except Exception:  # reported by the derivative checks
             return ""
         try:
-            second, did = once(), "gives another gradient"
+            second, did = once(), "gives a different gradient"
         except RuntimeError:  # a graph that allows one pass only says so
             return ""
         except Exception as error:
@@ -347,16 +355,16 @@ class Subject:
             name for app in self.applications for name in function_rules.changed_by_backward(app)
         }
         why = (
-            f"backward changes {', '.join(sorted(changed))}, which it must leave as it is."
+            f"backward changes {', '.join(sorted(changed))}, which it must not do."
             if changed
-            else "it draws numbers from NumPy or random, counts its calls, or uses up what it reads."
+            else "it draws numbers from NumPy or random, counts its calls, or frees what it reads."
         )
         return (
             f"a second backward pass through the same graph {did}: {why} Nothing can be compared."
         )
 
     def perturbed_point(self) -> list[Tensor]:
-        """A point near the inputs, without their zeros; the inputs where fn is not defined there."""
+        """A point near the inputs, without zeros; the inputs themselves if fn is not defined there."""
         moved = []
         for x in self.x:
             part = torch.rand(x.shape, dtype=torch.float64, generator=self.random)
@@ -365,7 +373,7 @@ class Subject:
         try:
             pairs = zip(self.map(*moved), self.map(*self.x), strict=True)
             defined = all(bool((a.isfinite() | ~b.isfinite()).all()) for a, b in pairs)
-        except Exception:  # whatever fn says of inputs it was not given
+        except Exception:  # fn may refuse inputs that the user did not pass
             defined = False
         return moved if defined else self.x
 

@@ -64,9 +64,9 @@ def _differs(what: str, found: Sequence[Tensor], loop: Sequence[Sequence[Tensor]
             return f"{what} has shape {tuple(y.shape)}, in a loop {tuple(right.shape)} (result {i})"
         off = torch.where((y == right) | (y.isnan() & right.isnan()), 0.0, (y - right).abs())
         if max_abs(off) > torch.finfo(y.dtype).eps ** 0.5 * max(max_abs(right), 1e-6):
-            text = f"{what} is another one than in a loop, by {max_abs(off):.2g} (result {i})"
+            text = f"{what} differs from a loop by {max_abs(off):.2g} (result {i})"
             if any(_close(y.movedim(0, k), right) for k in range(1, y.ndim)):
-                text += "; with its batch dimension at another place it is right: see out_dims"
+                text += "; with its batch dimension in another position it is right: check out_dims"
             return text
     return ""
 
@@ -98,20 +98,20 @@ def hessian(subject: Subject, x: list[Tensor], u: list[Tensor]) -> Row:
     zero = torch.zeros(2, dtype=x[0].dtype, device=x[0].device)
     try:
         looped = torch.autograd.functional.hessian(scalar, zero)
-    except Exception:  # the derivative checks say it
+    except Exception:  # reported by the derivative checks
         return Row(name, "skip", None, "double backward does not run.")
     if not bool(looped.isfinite().all()):
-        return Row(name, "skip", None, "it is not finite.")
+        return Row(name, "skip", None, "the second derivative is not finite.")
     error, wrong = 0.0, ""
-    ways = {"torch.func.jacrev(jacrev)": lambda f: torch.func.jacrev(torch.func.jacrev(f))}
+    transforms = {"torch.func.jacrev(jacrev)": lambda f: torch.func.jacrev(torch.func.jacrev(f))}
     if subject.offers_forward is not False:
-        ways["torch.func.hessian"] = torch.func.hessian
-    for way, transform in ways.items():
+        transforms["torch.func.hessian"] = torch.func.hessian
+    for title, transform in transforms.items():
         found = transform(scalar)(zero)
         size = max(max_abs(looped), 1e-6 * max(map(max_abs, u)))
         off = max_abs(found - looped) / size if bool(found.isfinite().all()) else float("inf")
         if off > torch.finfo(zero.dtype).eps ** 0.5 and not wrong:
-            wrong = f"{way} is off double backward in a loop, by {off:.2g} of the largest. {TORCH}"
+            wrong = f"{title} differs from double backward in a loop by {off:.2g}. {TORCH}"
         error = max(error, off)
     return Row(name, "fail" if wrong else "pass", error, wrong)
 
@@ -134,7 +134,7 @@ def rows(
     mend = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
     mend = mend if subject.functions else ""
     if subject.draws:
-        why = "it draws random numbers, which vmap does not draw as a loop does."
+        why = "it draws random numbers, and vmap draws others than a loop."
         return [Row(name, "skip", None, why) for name in ("vmap", "torch.func.hessian")]
     try:
         fault = values(subject, points, u)
@@ -146,7 +146,7 @@ def rows(
     except Exception as error:
         found = [_raised("vmap", declared, error, mend)]
     if options.modes is not None:
-        why = "the modes to check were chosen, and it mixes two."
+        why = "`modes` was given, and this transform mixes two of them."
         return [*found, Row("torch.func.hessian", "skip", None, why)]
     try:
         found.append(hessian(subject, points[0], u))
@@ -154,8 +154,8 @@ def rows(
         if found[0].status == "pass" and (
             missing := re.search(r"Batching rule not implemented for (\S+?)[;,]", str(error))
         ):
-            # vmap itself served fn: the op is one that torch's own derivatives take on the way
-            why = f"torch has no vmap rule for {missing[1]}, which its own derivatives take here."
+            # vmap of fn works: the missing rule is for an operation inside torch's own derivatives
+            why = f"torch has no vmap rule for {missing[1]}, which its own derivatives use here."
             return [*found, Row("torch.func.hessian", "skip", None, why)]
         found.append(_raised("torch.func.hessian", declared, error, mend))
     return found

@@ -18,13 +18,13 @@ from hoglib.verification.options import Bounds, Options
 from hoglib.verification.report import Row
 
 LAYOUT = (
-    "Nothing may be assumed of strides: use reshape rather than view, and .contiguous() before code "
-    "that reads memory."
+    "Assume nothing about strides: use reshape instead of view, and call .contiguous() before code "
+    "that reads memory directly."
 )
 
 
 def layouts(base: Baseline) -> Iterator[Row]:
-    """The same numbers in another layout, or none of them."""
+    """The same numbers in another memory layout; inputs without elements, and without dimensions."""
     if base.subject.draws:
         for name in ("layout: non-contiguous inputs", "layout: stride-0 inputs"):
             yield Row(name, "skip", None, DRAWS)
@@ -46,7 +46,7 @@ def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arran
         return Row(name, "warn", None, f"{REFUSED.format(error=format_error(raised))} {advice}")
     off, i = base.largest_difference(values, base.values)
     if off > base.tolerance:
-        return Row(name, "fail", off, f"{base.subject.rows[i]} is another one. {LAYOUT}")
+        return Row(name, "fail", off, f"{base.subject.rows[i]} is different. {LAYOUT}")
     return base.compare(name, lambda: base.derivatives(f, base.x), base.first, base.second, LAYOUT)
 
 
@@ -64,7 +64,7 @@ def _stride_zero_inputs(base: Baseline) -> Row:
 
 
 def _stride_zero_gradients(base: Baseline) -> Row:
-    """The gradient of a sum is one number, expanded; that of the other sum is contiguous."""
+    """The gradient of a sum, which is one number expanded, against a contiguous one."""
     name = "layout: stride-0 gradients"
     call, which = base.subject.call, base.subject.output_indices
 
@@ -145,7 +145,7 @@ def _no_dimensions(base: Baseline) -> Row:
 
 
 def strided(x: Tensor) -> Tensor:
-    """x stored with its dimensions reversed and gaps between elements; its gradient too."""
+    """x, stored with its dimensions reversed and gaps between elements."""
     order = tuple(reversed(range(x.dim())))
     turned = x.permute(order)
     return torch.stack([turned, torch.zeros_like(turned)], -1)[..., 0].permute(order)
@@ -156,7 +156,7 @@ def _stretched(x: Tensor) -> Tensor:
     return x[:1].expand_as(x) if x.dim() else x
 
 
-USELESS = 0.3  # a gradient in float32 that is further off is not one
+USELESS = 0.3  # relative error above which a gradient in float32 is wrong
 
 
 def dtypes(base: Baseline) -> Iterator[Row]:
@@ -180,9 +180,9 @@ def _in_dtype(base: Baseline, name: str, dtype: torch.dtype, tolerance: float) -
         found, values = _gradients(base, call, x)
     except Exception as raised:
         return Row(name, "skip", None, f"it refuses {_dtype_name(dtype)}: {format_error(raised)}")
-    right, wide = _gradients(base, base.subject.call, rounded)
-    scale = max(map(max_abs, wide), default=0.0)
-    pairs = zip(values, wide, strict=True)
+    right, exact = _gradients(base, base.subject.call, rounded)
+    scale = max(map(max_abs, exact), default=0.0)
+    pairs = zip(values, exact, strict=True)
     same_values = all(_relative_difference(a.double(), b, scale) < 1e-3 for a, b in pairs)
     worst = 0.0
     for j, (a, b) in enumerate(zip(found, right, strict=True)):
@@ -190,8 +190,8 @@ def _in_dtype(base: Baseline, name: str, dtype: torch.dtype, tolerance: float) -
         if dtype == torch.float32 and off > USELESS and same_values:
             return Row(
                 name, "fail", off,
-                f"the gradient by {base.names[j]} is {off:.0%} off in float32, which is no rounding. "
-                "Does a branch ask for the dtype, or is a small number the difference of large ones?",
+                f"the gradient by {base.names[j]} is {off:.0%} off in float32, more than rounding. "
+                "Does a branch depend on the dtype, or is a small number the difference of large ones?",
             )  # fmt: skip
         if off > tolerance:
             return Row(
@@ -204,7 +204,8 @@ def _in_dtype(base: Baseline, name: str, dtype: torch.dtype, tolerance: float) -
 
 
 def _complex(base: Baseline) -> Row:
-    """Complex inputs in the place of real ones; what they give is no fault, as nobody asked for it."""
+    """Complex inputs instead of real ones; a wrong gradient is no failure, since the user passed real
+    ones."""
     name = "dtype: complex"
     subject = base.subject
     if any(subject.call.complex_variables):
@@ -234,12 +235,12 @@ def _complex(base: Baseline) -> Row:
 
 
 def _as_complex(value: Any) -> Any:
-    """A real tensor as a complex one beside it."""
+    """A real tensor with a small imaginary part."""
     if not is_float(value) or value.is_complex() or value.layout is not torch.strided:
         return value
-    wide = value.detach().to(torch.float64)
-    turned = torch.complex(wide, 0.1 * wide.cos())
-    return turned.requires_grad_(value.requires_grad)
+    double = value.detach().to(torch.float64)
+    result = torch.complex(double, 0.1 * double.cos())
+    return result.requires_grad_(value.requires_grad)
 
 
 def _call_in_dtype(base: Baseline, dtype: torch.dtype) -> Call:
@@ -311,8 +312,8 @@ def compiled(base: Baseline, options: Options) -> Row:
     if off > base.tolerance:
         return Row(
             name, "fail", off,
-            f"compiled, the gradient by {base.names[j]} is another one. Does forward or backward "
-            "use something that the compiler takes for a constant (NumPy, Python numbers)?",
+            f"under torch.compile the gradient by {base.names[j]} is different. Does forward or "
+            "backward use something that the compiler treats as a constant (NumPy, Python numbers)?",
         )  # fmt: skip
     return Row(name, "pass", off)
 

@@ -23,7 +23,7 @@ ORDER = "gradients are in the order of forward's inputs."
 
 
 def describe_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
-    """What is the matter with the gradient of output i by input j; empty if nothing can be said."""
+    """Describes what is wrong with the gradient of output i by input j; empty if nothing is known."""
     if x[j].numel() > MOST:
         return ""
     case = _case(subject, x, i, j)
@@ -39,7 +39,7 @@ def describe_gradient(subject: Subject, x: list[Tensor], i: int, j: int) -> str:
     if _near(case.got, case.right, case.size) and not elsewhere:
         return (
             f"For another gradient of the outputs the one by {case.name} is right: is backward not "
-            "linear in it, or does it read or change what another call left?"
+            "linear in it, or does it read or change the state of another call?"
         )
     return (
         elsewhere
@@ -109,7 +109,7 @@ def _missing(case: _Case) -> str:
     text = f"The gradient by {name} is missing (zero, or None): backward does not compute it."
     apps = case.subject.applications
     if len(apps) == 1 and _returned(apps[0]) is None:
-        return f"{text} It returns None: has it no `return`?"
+        return f"{text} It returns None: does it lack a `return`?"
     if len(case.x) == 1:
         return text
     return f"{text} If {name} is meant to be constant, give the other inputs requires_grad."
@@ -150,7 +150,7 @@ def _repaired(case: _Case) -> str:
         try:
             returned = function_rules.backward(app.function, run.record.with_slots(slots), grads)
             found = real(returned[app.by[case.j]])
-        except Exception:  # it does not fit there
+        except Exception:  # the change does not fit
             continue
         if _near(found, case.right, case.size):
             return f"{text} the gradient is right."
@@ -270,7 +270,8 @@ Repair = tuple[str, dict[str, Any], list[Tensor | None]]
 def repairs(
     run: Run, grads: list[Tensor | None], live: list[int], names: tuple[str, ...]
 ) -> Iterator[Repair]:
-    """In words, what is put on the context, and the incoming gradients."""
+    """Changes under which a backward may be right: a description, the slots, and the incoming
+    gradients."""
     slots = run.record.slots()
     for a, b in combinations(
         [label for label, value in slots.items() if isinstance(value, Tensor)], 2
@@ -298,8 +299,8 @@ def repairs(
         exchanged = list(grads)
         exchanged[k], exchanged[m] = grads[m], grads[k]
         yield (
-            f"backward takes the incoming gradients of outputs {k} and {m} for each other (they come "
-            "in the order of forward's outputs): exchanged,",
+            f"backward takes the incoming gradients of outputs {k} and {m} in the wrong order (they "
+            "come in the order of forward's outputs): exchanged,",
             slots, exchanged,
         )  # fmt: skip
 

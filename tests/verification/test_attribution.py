@@ -1,4 +1,4 @@
-"""The doctor: which slot or cut loses the second derivative, what share, and how to mend it."""
+"""Attribution: which slot or cut loses the second derivative, what share of it, and how to fix it."""
 
 import numpy as np
 import pytest

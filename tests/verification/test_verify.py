@@ -429,7 +429,7 @@ def test_the_report():
     assert (table["name"], table["ok"]) == ("Bad", False)
     assert [row["name"] for row in table["rows"]] == [row.name for row in report]
     assert sum(table["counts"].values()) == len(report)
-    with pytest.raises(KeyError, match="is none of"):
+    with pytest.raises(KeyError, match="expected the name of a row"):
         report["nothing"]
     with pytest.raises(TypeError, match=r"report\.ok"):
         bool(report)

@@ -1,4 +1,4 @@
-"""What a report says is wrong, for faults that look alike: the cause, where, and the mend."""
+"""What a report says is wrong, for faults that look alike: the cause, the place, and the fix."""
 
 import random
 
