@@ -1,19 +1,19 @@
-r"""Names the saved slot, or the graph cut, that loses a Function's second derivative.
+r"""Measures what each slot on ctx, and each call that leaves the graph, loses of a second derivative.
 
-A backward is a function B(S_1, ..., S_n, g) of what is on its context and of the incoming gradients.
+A backward is a function B(S_1, ..., S_n, g) of the slots of its context and of the incoming gradients.
 Along a direction v of the inputs its derivative is a sum over the slots,
 
     d/dv B(S(x), g) = sum_k  dB/dS_k  dS_k/dv
 
-of which autograd sees the terms of slots that are inputs or outputs of the Function, unless backward
-itself cuts the graph. Each term is had by differences, by running forward and backward as plain
-functions with one slot taken from x +- h v; what autograd sees of it, from the graph of backward as
-a plain function. The rest is what the slot loses. The same holds of a jvp.
+Autograd computes the terms of the slots that are inputs or outputs of the Function, unless backward
+leaves the graph. Here each term is computed by central differences, which run forward and backward as
+plain functions with one slot taken from x +- h v. What autograd computes of it comes from the graph of
+backward as a plain function. The rest is what the slot loses. The same holds for a jvp.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ Moves = dict[int, Tensor]  # by argument
 
 
 class Diagnosis(NamedTuple):
-    """What of the second-order term is lost, where, and by which slots."""
+    """How much of the second-order term is lost, where, and by which slots."""
 
     lost: float  # relative to the whole term
     slots: list[Slot]
@@ -59,6 +59,7 @@ def diagnose(app: Application, moves: Moves | None = None, *, in_jvp: bool = Fal
     return _Attribution(app, in_jvp, moves).diagnosis()
 
 
+@final
 class _Attribution:
     def __init__(self, app: Application, in_jvp: bool, moves: Moves | None) -> None:
         self._app, self._in_jvp = app, in_jvp
@@ -76,6 +77,7 @@ class _Attribution:
     # Running forward and backward.
 
     def _run(self, h: float) -> Run:
+        """A forward at x + h v."""
         torch.manual_seed(0)
         args = self._app.fresh()
         for i, v in self._v.items():
@@ -91,6 +93,7 @@ class _Attribution:
         ]
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
+        """The floating-point results of backward, or of jvp, for what is on the context."""
         torch.manual_seed(0)
         context = Context(record, in_jvp=self._in_jvp)
         returned = function_rules.as_tuple(self._rule(context, *incoming))
@@ -101,15 +104,19 @@ class _Attribution:
 
     # What each slot contributes, by differences.
 
-    def _swapped(self, labels: Sequence[str], h: float) -> list[Tensor]:
+    def _results_with_moved(self, labels: Sequence[str], h: float) -> list[Tensor]:
+        """The results of backward with some slots taken from a run at x + h v."""
         record = self._run(0.0).record
         slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, self._run(h).record))
         slots |= {label: moved[label] for label in labels}
         return self._results(record.with_slots(slots, in_jvp=self._in_jvp), self._arguments)
 
     def _terms(self, labels: Sequence[str]) -> dict[str, list[Tensor]]:
-        """By slot; those that cannot be taken from another run alone, such as a tensor and the leaf of
-        its graph, are taken together, to equal shares."""
+        """The term of each slot, by central differences.
+
+        Slots that cannot be taken from another run alone, such as a tensor and the leaf of its graph,
+        are moved together, and get equal shares of the term.
+        """
         terms, alone = {}, []
         for label in labels:
             try:
@@ -122,15 +129,18 @@ class _Attribution:
         return terms
 
     def _term(self, labels: Sequence[str]) -> list[Tensor]:
-        above, below = self._swapped(labels, STEP), self._swapped(labels, -STEP)
+        above, below = (
+            self._results_with_moved(labels, STEP),
+            self._results_with_moved(labels, -STEP),
+        )
         return [slope.detach() for slope in difference_quotient(above, below, STEP)]
 
     # What autograd sees of it.
 
-    def _seen(
+    def _autograd_terms(
         self, watch: DetachmentWatch
     ) -> tuple[list[Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
-        """Backward's results with their graph; for each slot its leaves and how they move."""
+        """The results of backward with their graph; and for each slot, its leaves and their derivatives along v."""
         run, ends = self._run(0.0), (self._run(STEP), self._run(-STEP))
         slots = run.record.slots(in_jvp=self._in_jvp)
         moved = [end.record.slots(in_jvp=self._in_jvp) for end in ends]
@@ -151,26 +161,26 @@ class _Attribution:
         incoming = [None if g is None else g.clone().requires_grad_() for g in self._arguments]
         for k, g in enumerate(incoming):
             if g is not None:
-                leaves[self._gradient_name(k)] = [(g, random_like(g, self._random))]
+                leaves[self._argument_name(k)] = [(g, random_like(g, self._random))]
         with watching_functions(self._apply) as watch.applying, torch.enable_grad(), watch:
             results = self._results(record, incoming)
         return results, leaves
 
     def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
-        """Note a Function that backward applies."""
+        """Record a Function that backward applies."""
         app = application(function, args)
         if app is not None and function not in [other.function for other in self._inner]:
             self._inner.append(app)
 
-    def _gradient_name(self, k: int) -> str:
+    def _argument_name(self, k: int) -> str:
         return f"{'tangent' if self._in_jvp else 'grad_output'} {k}"
 
-    def _lost(
-        self, mend: Iterable[DetachedGradient] = ()
+    def _measure_lost(
+        self, repair: Iterable[DetachedGradient] = ()
     ) -> tuple[dict[str, float], float, DetachmentWatch]:
-        """By slot, the root mean square of what is lost along random covectors; and of the whole."""
-        watch = DetachmentWatch([(cut.how, cut.place) for cut in mend])
-        seen, leaves = self._seen(watch)
+        """The root mean square, over random covectors, of what each slot loses, and of the whole term."""
+        watch = DetachmentWatch([(cut.how, cut.place) for cut in repair])
+        seen, leaves = self._autograd_terms(watch)
         labels = list(self._run(0.0).record.slots(in_jvp=self._in_jvp))
         terms = self._terms(labels)
         for label, pairs in leaves.items():
@@ -180,7 +190,7 @@ class _Attribution:
         whole = 0.0
         for _ in range(DRAWS):
             w = [random_like(r, self._random) for r in seen]
-            carried = self._carried(seen, w, leaves)
+            carried = self._terms_by_autograd(seen, w, leaves)
             for label, term in terms.items():
                 expected = _dot(w, term)
                 lost[label] += (expected - carried.get(label, 0.0)) ** 2
@@ -188,7 +198,7 @@ class _Attribution:
         return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5, watch
 
     def _linear_term(self, label: str, direction: Tensor) -> list[Tensor]:
-        """The part of an incoming gradient."""
+        """The term of an incoming gradient, by central differences."""
         k = int(label.rsplit(" ", 1)[1])
 
         def at(sign: float) -> list[Tensor]:
@@ -200,7 +210,7 @@ class _Attribution:
 
         return [slope.detach() for slope in difference_quotient(at(1.0), at(-1.0), STEP)]
 
-    def _carried(
+    def _terms_by_autograd(
         self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]
     ) -> dict[str, float]:
         pairs = [pair for part in leaves.values() for pair in part]
@@ -221,23 +231,26 @@ class _Attribution:
             for label, part in leaves.items()
         }
 
-    # Blame.
+    # Which of them do harm.
 
     def diagnosis(self) -> Diagnosis:
+        """Measure the loss, and find what causes it."""
         inner = self._inner
         try:
-            lost, whole, watch = self._lost()
+            lost, whole, watch = self._measure_lost()
         except Exception as error:
             record = self._run(0.0).record
             lacking = self._in_jvp and bool(record.saved) and not record.for_forward
             kept = bool(record.slots(in_jvp=self._in_jvp))
-            return Diagnosis(1.0, [], self._cuts_before(), self._once, error, [], lacking, kept)
+            return Diagnosis(
+                1.0, [], self._cuts_before_error(), self._once, error, [], lacking, kept
+            )
         size = max(whole, 1e-300)
         total = sum(lost.values())
         if total <= LOST * size:
             return Diagnosis(0.0, [], [], self._once, None, inner)
-        cuts = self._blamed(watch.detached, total, size)
-        slots = [slot for slot in self._described() if lost.get(slot.label, 0.0) > LOST * size]
+        cuts = self._harmful_cuts(watch.detached, total, size)
+        slots = [slot for slot in self._describe_slots() if lost.get(slot.label, 0.0) > LOST * size]
         for slot in slots:
             slot.lost = lost[slot.label]
             slot.share = slot.lost / total
@@ -247,40 +260,41 @@ class _Attribution:
             cuts, self._once, None, inner,
         )  # fmt: skip
 
-    def _cuts_before(self) -> list[DetachedGradient]:
-        """The cuts until backward raised."""
+    def _cuts_before_error(self) -> list[DetachedGradient]:
+        """The calls that left the graph before backward raised."""
         watch = DetachmentWatch()
         with suppress(Exception):
-            self._seen(watch)
+            self._autograd_terms(watch)
         return watch.detached
 
-    def _blamed(
+    def _harmful_cuts(
         self, cuts: list[DetachedGradient], total: float, size: float
     ) -> list[DetachedGradient]:
-        """The cuts without whose mending more is lost; what cannot be mended answers for the rest."""
-        mendable = [cut for cut in cuts if cut.repairable]
-        least = self._left(mendable)
+        """The cuts whose repair reduces the loss; and those that cannot be repaired, if a loss remains."""
+        repairable = [cut for cut in cuts if cut.repairable]
+        least = self._lost_after_repair(repairable)
         guilty = []
-        for cut in mendable:
-            without = self._left([other for other in mendable if other is not cut])
+        for cut in repairable:
+            without = self._lost_after_repair([other for other in repairable if other is not cut])
             if without > least + max(0.01 * total, LOST * size):
                 guilty.append(cut)
         others = [cut for cut in cuts if not cut.repairable]
         if others and least > LOST * size:
             guilty += others
-        return guilty or (cuts if self._left([]) > LOST * size else [])
+        return guilty or (cuts if self._lost_after_repair([]) > LOST * size else [])
 
-    def _left(self, mend: list[DetachedGradient]) -> float:
-        """What slots with a graph lose still when some cuts are mended."""
-        kinds = {slot.label: slot.kind for slot in self._described()}
+    def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:
+        """What slots with a graph still lose if some cuts are repaired."""
+        kinds = {slot.label: slot.kind for slot in self._describe_slots()}
         try:
-            lost, _, _ = self._lost(mend)
+            lost, _, _ = self._measure_lost(repair)
         except Exception:  # what was repaired does not run
             return 0.0
         graphed = ("input", "output", "gradient")
         return sum(value for label, value in lost.items() if kinds.get(label) in graphed)
 
-    def _described(self) -> list[Slot]:
+    def _describe_slots(self) -> list[Slot]:
+        """All slots and incoming gradients, with their kinds and the lines that saved them."""
         run = self._run(0.0)
         slots = []
         for label, value in run.record.slots(in_jvp=self._in_jvp).items():
@@ -292,7 +306,7 @@ class _Attribution:
             slots.append(slot)
         for k, g in enumerate(self._arguments):
             if g is not None:
-                name = self._gradient_name(k)
+                name = self._argument_name(k)
                 slots.append(Slot(name, "gradient", name))
         return slots
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import isbuiltin
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +160,7 @@ def _tangent(y: Tensor) -> Tensor:
 Arrange = Callable[[Tensor], Tensor]
 
 
+@final
 class Call:
     """fn(*inputs), with fn a function, a Function class or its `apply`, or a module.
 

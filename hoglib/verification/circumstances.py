@@ -6,7 +6,7 @@ if the circumstances make a difference.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ REFUSED = "forward refuses it with an error: {error}"
 DRAWS = "it draws random numbers, which differ for another layout or dtype."
 
 
+@final
 class Baseline:
     """Values, gradients G for random u, and d<w, G>/dx for random w."""
 
@@ -390,6 +391,7 @@ def outputs_alone(base: Baseline) -> Row:
     return Row(name, "pass", off)
 
 
+@final
 class _UndefinedGradient(torch.autograd.Function):
     """The identity, whose gradient is undefined."""
 

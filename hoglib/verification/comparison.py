@@ -7,7 +7,7 @@ of J v have equal weight.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ def recheck_target(at: Target, random: torch.Generator) -> Target:
     return at._replace(slopes=[recheck(at.map, at.x, one, random) for one in at.slopes])
 
 
+@final
 @dataclass
 class Discrepancy:
     """The worst of what was compared."""

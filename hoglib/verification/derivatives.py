@@ -6,7 +6,7 @@ and the first on the values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from torch import Tensor
 
@@ -73,6 +73,7 @@ def stage(
     return Stage(f, x, [f"the second derivative by {name}" for name in second.columns], columns)
 
 
+@final
 class Derivatives:
     """The derivative rows of one subject, at a few points.
 

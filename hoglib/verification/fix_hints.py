@@ -1,7 +1,7 @@
 """From a wrong second derivative to the rows of a report that name the cause, and say how to fix it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -306,8 +306,8 @@ def saved_row(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -
             f"computed. Two ways to fix it:\n"
             f"1. save the inputs instead ({inputs}), and compute {which} from them again in {rule};\n"
             f"2. or return {which} from forward as one more output, and save that: then backward gets "
-            f"the gradient of {which} as one more argument, and adds that gradient times the derivative of "
-            f"{which} by the inputs."
+            f"the gradient of {which} as one more argument, and adds that gradient times the "
+            f"derivative of {which} by the inputs."
         )
     return Row(name, "fail", sum(slot.share for slot in slots), "\n".join(lines))
 
@@ -399,6 +399,7 @@ def _library(func: Any) -> str:
     return "" if namespace in OWN else str(namespace)
 
 
+@final
 class _Calls(TorchFunctionMode):
     """Collects the outermost torch calls that get and return tensors with a graph."""
 

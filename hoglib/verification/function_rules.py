@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Noted(NamedTuple):
     name: str
 
 
+@final
 @dataclass
 class Record:
     """What a Function told its context, and put on it."""
@@ -71,6 +72,7 @@ class Record:
         return any(output is y for y in self.silent)
 
 
+@final
 class Context(FunctionCtx):
     """Stands in for autograd's context. It has no names of its own: those are the Function's."""
 
@@ -244,6 +246,7 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.leaves(value) if isinstance(leaf, Tensor)]
 
 
+@final
 @dataclass
 class Slot:
     """One thing that backward reads."""

@@ -24,6 +24,7 @@ class Bounds(NamedTuple):
 
 @final
 @dataclass(frozen=True)
+@final
 class Options:
     """What `verify` was asked for. Its arguments say what each field means."""
 

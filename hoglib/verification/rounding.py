@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ RANDOM = ("rand", "normal", "bernoulli", "empty", "uniform", "exponential")
 ONLY_SHAPE = ("view_as", "expand_as", "reshape_as", "type_as")
 
 
+@final
 class PrecisionWatch(TorchFunctionMode):
     """Describes the first call that rounded float64 numbers (`rounded`; `cast` if by conversion), the
     first that got a number of lower precision which was made inside (`met`), and the first that got one

@@ -5,7 +5,7 @@ Each check runs forward, backward and jvp as plain functions inside a mode that 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -152,6 +152,7 @@ def _describe_value(app: Application, run: Run, value: Any) -> str:
     return kind_of(value, run, tuple(app.name(i) for i in range(len(run.inputs))))[1]
 
 
+@final
 class Snapshot:
     """Tensors as they were, to tell later which of them were changed."""
 
@@ -170,6 +171,7 @@ class Snapshot:
         ]
 
 
+@final
 class InPlaceWatch(TorchFunctionMode):
     """Notes where calls in place write, by the storage that they write to."""
 
@@ -200,6 +202,7 @@ TO_DEVICE = ("cpu", "cuda")
 INDEXING = ("__getitem__", "__setitem__")  # their indices may be on the CPU
 
 
+@final
 class DeviceWatch(TorchFunctionMode):
     """Notices a hard-coded device, also on a machine that has only one; `found` describes the first
     call.

@@ -5,7 +5,7 @@ Here is decided by which inputs it is differentiated, in which dtype, and how it
 
 from collections.abc import Callable, Sequence
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -238,6 +238,7 @@ def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
     return list(pytree.unflatten(chosen, structure))
 
 
+@final
 class Subject:
     """A call in float64, or in its own dtype if it refuses that, with what it is made of."""
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.autograd import Function
 
 import hoglib as hog
-from hoglib._core import element_differences
 from hoglib.verification.rounding import exact_products
 from tests.functions import Cube
 
@@ -445,27 +444,3 @@ def test_a_skip_has_a_reason_and_a_failure_a_sentence():
 def test_an_infinite_error_is_null_in_json():
     report = hog.Report("one", [hog.verification.Row("a", "fail", float("inf"), "b")])
     assert json.loads(report.to_json())["rows"][0]["error"] is None
-
-
-# Differences.
-
-
-def test_differences_know_their_error():
-    def f(t):
-        return [t.sin(), (1e3 * t).sin(), t.abs()]
-
-    at = torch.tensor([0.3, 1.2], dtype=torch.float64)
-    v = torch.ones_like(at)
-    slope = element_differences.slope(f, [at], 0, v)
-    for value, right, error in zip(
-        slope.values, [at.cos(), 1e3 * (1e3 * at).cos(), v], slope.errors, strict=True
-    ):
-        assert bool(((value - right).abs() <= 5 * error).all())
-        assert bool((error < 1e-4 * right.abs().max()).all())
-
-
-def test_differences_see_kinks():
-    at = torch.zeros(2, dtype=torch.float64)
-    slope = element_differences.slope(lambda t: [t.abs(), t.sin()], [at], 0, torch.ones_like(at))
-    assert slope.kinks[0].all()
-    assert not slope.kinks[1].any()

@@ -1,0 +1,69 @@
+"""Finite differences: their steps, and the error that an element's difference knows of itself."""
+
+import pytest
+import torch
+
+from hoglib._core import element_differences, finite_differences
+
+
+@pytest.mark.parametrize("use", finite_differences.STEPS)
+def test_each_use_has_steps_in_float64_and_float32(use):
+    for dtype in (torch.float64, torch.float32):
+        steps = finite_differences.steps(use, dtype)
+        assert all(0 < step < 1 for step in steps)
+        assert len(set(steps)) == len(steps)
+    wide, narrow = (finite_differences.steps(use, d) for d in (torch.float64, torch.float32))
+    assert wide
+    assert not narrow or max(narrow) >= min(wide)  # rounding grows as eps / h
+
+
+def test_other_dtypes_take_the_steps_of_float32():
+    steps = [finite_differences.steps("route", d) for d in (torch.bfloat16, torch.float32)]
+    assert steps[0] == steps[1]
+
+
+def test_the_directional_derivative_of_a_smooth_function():
+    x, v = torch.tensor([0.3, -1.2]).double(), torch.tensor([2.0, 0.5]).double()
+    (found,) = finite_differences.directional_derivative(lambda p: [p[0].sin()], [x], [v])
+    torch.testing.assert_close(found, x.cos() * v, rtol=1e-9, atol=0.0)
+
+
+def test_the_directional_derivative_along_zero_is_zero():
+    x = torch.ones(2).double()
+    (found,) = finite_differences.directional_derivative(
+        lambda p: [p[0].exp()], [x], [torch.zeros_like(x)]
+    )
+    assert not found.any()
+
+
+def test_random_numbers_are_the_same_on_both_sides():
+    x, v = torch.ones(3).double(), torch.ones(3).double()
+
+    def noisy(p):
+        return [p[0] + torch.rand(3, dtype=torch.float64)]
+
+    before = torch.get_rng_state()
+    (slope,) = finite_differences.central_differences(noisy, [x], [v], (1e-3,))
+    torch.testing.assert_close(slope[0], v, rtol=1e-9, atol=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_differences_know_their_error():
+    def f(t):
+        return [t.sin(), (1e3 * t).sin(), t.abs()]
+
+    at = torch.tensor([0.3, 1.2], dtype=torch.float64)
+    v = torch.ones_like(at)
+    slope = element_differences.slope(f, [at], 0, v)
+    for value, right, error in zip(
+        slope.values, [at.cos(), 1e3 * (1e3 * at).cos(), v], slope.errors, strict=True
+    ):
+        assert bool(((value - right).abs() <= 5 * error).all())
+        assert bool((error < 1e-4 * right.abs().max()).all())
+
+
+def test_differences_see_kinks():
+    at = torch.zeros(2, dtype=torch.float64)
+    slope = element_differences.slope(lambda t: [t.abs(), t.sin()], [at], 0, torch.ones_like(at))
+    assert slope.kinks[0].all()
+    assert not slope.kinks[1].any()
