@@ -140,7 +140,7 @@ class _Attribution:
     def _autograd_terms(
         self, watch: DetachmentWatch
     ) -> tuple[list[Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
-        """The results of backward with their graph; and for each slot, its leaves and their derivatives along v."""
+        """The results of backward with their graph; each slot's leaves, and how they move along v."""
         run, ends = self._run(0.0), (self._run(STEP), self._run(-STEP))
         slots = run.record.slots(in_jvp=self._in_jvp)
         moved = [end.record.slots(in_jvp=self._in_jvp) for end in ends]
@@ -178,7 +178,7 @@ class _Attribution:
     def _measure_lost(
         self, repair: Iterable[DetachedGradient] = ()
     ) -> tuple[dict[str, float], float, DetachmentWatch]:
-        """The root mean square, over random covectors, of what each slot loses, and of the whole term."""
+        """The loss of each slot and the whole term, root mean squares over random covectors."""
         watch = DetachmentWatch([(cut.how, cut.place) for cut in repair])
         seen, leaves = self._autograd_terms(watch)
         labels = list(self._run(0.0).record.slots(in_jvp=self._in_jvp))
@@ -270,7 +270,7 @@ class _Attribution:
     def _harmful_cuts(
         self, cuts: list[DetachedGradient], total: float, size: float
     ) -> list[DetachedGradient]:
-        """The cuts whose repair reduces the loss; and those that cannot be repaired, if a loss remains."""
+        """The cuts whose repair reduces the loss; also those beyond repair, if a loss remains."""
         repairable = [cut for cut in cuts if cut.repairable]
         least = self._lost_after_repair(repairable)
         guilty = []
