@@ -7,14 +7,14 @@
 What the function stops is held, and they are kept, for the next that asks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import inf, nan
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, dense, fresh_leaves, materialize_grads
@@ -206,9 +206,9 @@ class RouteChecker:
             found = self.product(route)
         except Exception as error:
             return CheckResult(None, raised=error)
-        if route.of == "third":
+        if route.quantity == "third":
             return self._compare("products", found, None, lambda truth: truth)
-        if route.of == "hessian":
+        if route.quantity == "hessian":
             return self._compare("gradients", found, None, lambda truth: truth)
         return self._compare(
             "gradients", found, self._size, lambda truth: [pytree.dot(truth, self.w)]
@@ -332,3 +332,11 @@ def normal(x: Tensor, random: torch.Generator) -> Tensor:
     return torch.randn(x.shape, dtype=torch.float64, device="cpu", generator=random).to(
         x.device, x.dtype
     )
+
+
+def padding_rows(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """The weights of embeddings with padding_idx: name, weight, and the row whose gradient is zero by
+    definition."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.padding_idx is not None:
+            yield f"{name}.weight".removeprefix("."), part.weight, part.padding_idx

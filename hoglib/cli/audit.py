@@ -10,7 +10,7 @@ import torch
 from hoglib._core import validation
 from hoglib._core.source_location import error_text
 from hoglib.auditing.api import audit
-from hoglib.auditing.problem import ONE, problems
+from hoglib.auditing.problem import PROBLEM, problems
 from hoglib.cli.finding import module_of_file, object_of
 from hoglib.cli.outcomes import NOT_RUN, Outcomes, complain, stdout_for
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
@@ -52,14 +52,14 @@ def find(target: str) -> dict[str, Callable[[], Any]]:
         factory = object_of(target, "target")
         if not callable(factory):
             raise ArgumentTypeError(
-                f"{target}: expected a function without arguments that returns {ONE}, got "
+                f"{target}: expected a function without arguments that returns {PROBLEM}, got "
                 f"{validation.describe(factory)}."
             )
         return {name: factory}
     if not path.endswith(".py"):
         raise ArgumentValueError(
             f"expected package.module:factory or path/to/file.py, got {target!r}; the factory is a "
-            f"function without arguments that returns {ONE}."
+            f"function without arguments that returns {PROBLEM}."
         )
     module = module_of_file(path)
     found: dict[str, Callable[[], Any]] = {
@@ -69,7 +69,7 @@ def find(target: str) -> dict[str, Callable[[], Any]]:
     }
     if not found:
         raise ArgumentValueError(
-            f"{path}: expected a function {FACTORY}() that returns {ONE}, or several whose names "
+            f"{path}: expected a function {FACTORY}() that returns {PROBLEM}, or several whose names "
             f"start so, got none; write one, or name another factory: {path}:name."
         )
     return found

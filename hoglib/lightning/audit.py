@@ -11,7 +11,7 @@ from hoglib._core import validation
 from hoglib._core.source_location import error_text, warn
 from hoglib.auditing.api import audit
 from hoglib.auditing.problem import NamedProblem, problems
-from hoglib.auditing.routes import asked_for
+from hoglib.auditing.routes import requested_routes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
 from hoglib.penalties.critic_context import restore_buffers
 from hoglib.verification.report import Report
@@ -54,7 +54,7 @@ class SecondOrderAudit(pl.Callback):
         verbose: bool = False,
     ) -> None:
         super().__init__()
-        asked_for(routes)  # raises for names that are none
+        requested_routes(routes)  # raises for names that are none
         self.routes = routes
         self.stand_ins = validation.flag("stand_ins", stand_ins)
         self.action = validation.one_of("action", action, ACTIONS)
