@@ -35,8 +35,8 @@ def run(
     except (Exception, SystemExit) as error:
         complain(error_text(error))
         return NOT_RUN
-    for cut in picture.cuts:
-        print(f"cut: {cut}", file=sys.stderr)
+    for fault in picture.faults:
+        print(f"fault: {fault}", file=sys.stderr)
     if output is None:
         print(picture, end="")
     return RIGHT

@@ -1,4 +1,4 @@
-"""`hog.graph`: the picture of a function's graph and of its gradient's."""
+"""`hoglib.graph`: a picture of a function's graph and of its gradient's."""
 
 import os
 import shutil
@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from torch.autograd import Function
 
 from hoglib._core import validation
 from hoglib.drawing.backward_graph import collect
-from hoglib.drawing.dot import collapsed, dot
+from hoglib.drawing.dot import dot
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -26,8 +26,9 @@ from hoglib.errors import (
 TEXTS, PICTURES = (".dot", ".gv"), (".svg", ".png", ".pdf")
 INSTALL = (
     "install it: `apt install graphviz`, `brew install graphviz` or `conda install graphviz` (the pip "
-    "package of that name is not enough)"
+    "package of that name does not contain it)"
 )
+NOTEBOOK_TIMEOUT = 20.0  # seconds
 
 
 def graph(
@@ -38,28 +39,43 @@ def graph(
     saved: bool = True,
     max_nodes: int = 150,
 ) -> "Graph":
-    r"""A picture of the graph that a second derivative goes through, with what is missing in it.
+    r"""Draw the graph that a second derivative goes through, and mark where it is lost.
 
         y = f(x)        the graph of f
-        g = J(x)^T u    the graph of the gradient, by which it is differentiated again
-
-    fn and inputs are those of `hoglib.verify`: a Function class or its `apply`, an `nn.Module`, a loss
-    with `(params, batch)`, any function of tensors; it is differentiated by the floating-point tensors
-    in the inputs (only by those that require grad, if any does) and by a module's trainable parameters.
-    order: 1 for the graph of f alone, 2 with that of the gradient, 3 with that of the next one.
-    saved: also what is kept for backward. max_nodes: a graph with more, or with twice as many
-    edges, is joined by module, and says so.
+        g = J(x)^T u    the graph of the gradient, which is differentiated again
 
     Custom Functions have their names, and a box around what their backward made; modules have boxes
-    with their qualified names. Red is what makes a second derivative zero or raise: a backward that
-    gives a gradient without a graph (`no_grad`, `.detach()`, NumPy, a raw kernel,
-    `@once_differentiable`), and an operation that has no further derivative. Orange may do so: a tensor
-    that forward made and saved, which is neither input nor output, and a `.detach()` beside a graph.
+    with their qualified names. Octagons are faults that make a second derivative zero or raise: a
+    backward that returns a gradient without a graph (``no_grad``, ``.detach()``, NumPy, a raw kernel,
+    ``@once_differentiable``), and an operation that has no further derivative. Hexagons may make it
+    incomplete: a tensor that forward made and saved, which is neither input nor output, and a
+    ``.detach()`` in a backward whose gradient still has a graph. Nothing that is passed is changed.
 
-    Returns a `Graph`: `cuts`, a tuple of sentences; `str(graph)`, the text of a DOT file;
-    `save("picture.svg")`; and a picture in a notebook. Nothing that was passed is changed.
-    Raises TypeError for what is no function, ValueError where there is nothing to differentiate by,
-    and whatever fn raises.
+    Args:
+        fn: What to draw: a Function class or its ``apply``, an ``nn.Module``, a loss
+            ``(params, batch) -> scalar``, or any function of tensors.
+        inputs: The arguments of fn, a tuple, or its only argument. fn is differentiated by their
+            floating-point tensors (if any requires grad, by those that do) and by the trainable
+            parameters of a module.
+        order: 1 for the graph of f, 2 to add that of the gradient, 3 to add that of the second
+            derivative.
+        saved: Whether to draw the tensors that are saved for backward.
+        max_nodes: A graph with more nodes, or with twice as many edges, is joined by module; the title
+            says so.
+    Returns:
+        A :class:`Graph`. Its attribute ``faults`` describes the faults, ``str(graph)`` is the text of a
+        DOT file, ``graph.save("picture.svg")`` draws it, and a notebook shows it.
+    Raises:
+        ArgumentTypeError: if fn is not a function.
+        ArgumentValueError: if there is nothing to differentiate by; fn may raise any other error.
+    Example:
+        >>> picture = hog.graph(lambda x: x.sin().sum(), torch.ones(3))
+        >>> picture.faults
+        ()
+        >>> print(picture)
+        digraph "<lambda>" {
+        ...
+        }
     """
     validation.function("fn", fn)
     if validation.at_least("order", order, 1) > 3:
@@ -68,31 +84,56 @@ def graph(
     validation.at_least("max_nodes", max_nodes, 1)
     given = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch tells of what is told here
-        found = collect(fn, given, order, saved)
-    return Graph(found.name, dot(*collapsed(found, max_nodes)), tuple(found.cuts))
+        warnings.simplefilter("ignore")  # the picture shows what torch would warn about
+        data = collect(fn, given, order, saved)
+    return Graph(data.name, dot(data, max_nodes), tuple(data.faults))
 
 
+@final
 class Graph:
-    """A picture of a graph, made by `hoglib.graph`. `str(graph)` is the text of a DOT file."""
+    """A picture of a graph, which :func:`hoglib.graph` returns.
 
-    def __init__(self, name: str, text: str, cuts: tuple[str, ...]) -> None:
-        self.name, self.cuts = name, cuts
+    ``str(graph)`` is the text of a DOT file, the same for the same graph. A notebook shows the picture,
+    or the text if graphviz is not installed.
+
+    Args:
+        name: Name of the function.
+        text: Text of the DOT file.
+        faults: Sentences about what makes a second derivative zero, incomplete, or raise.
+    Attributes:
+        name: Name of the function.
+        faults: Sentences about what makes a second derivative zero, incomplete, or raise.
+    Example:
+        >>> hog.graph(lambda x: x.detach() * 2, torch.ones(3))
+        <Graph of <lambda>: 1 fault; draw it with .save('graph.svg')>
+    """
+
+    def __init__(self, name: str, text: str, faults: tuple[str, ...]) -> None:
+        self.name, self.faults = name, faults
         self._text = text
 
     def __str__(self) -> str:
         return self._text
 
     def __repr__(self) -> str:
-        cuts = f"{len(self.cuts)} cut{'' if len(self.cuts) == 1 else 's'}"
-        return f"<Graph of {self.name}: {cuts}; .save('graph.svg') draws it>"
+        faults = f"{len(self.faults)} fault{'' if len(self.faults) == 1 else 's'}"
+        return f"<Graph of {self.name}: {faults}; draw it with .save('graph.svg')>"
 
     def save(self, path: str | os.PathLike[str], *, timeout: float = 60.0) -> Path:
-        """Write .dot or .gv text, or draw .svg, .png or .pdf by graphviz; the path.
+        """Write the text, or draw the picture with graphviz.
 
-        Raises ValueError for another suffix, ImportError for a picture without graphviz, RuntimeError
-        where graphviz fails or takes longer than `timeout` seconds, OSError where nothing can be
-        written. What was at the path before stays until the new one is there.
+        A file at the path is replaced only when the new one is complete.
+
+        Args:
+            path: A file .dot or .gv for the text, or .svg, .png or .pdf for the picture.
+            timeout: Seconds that graphviz may take. Default: 60.
+        Returns:
+            The path.
+        Raises:
+            ArgumentValueError: for any other suffix.
+            MissingDependencyError: for a picture, if graphviz is not installed.
+            DrawingError: if graphviz fails or takes too long.
+            OutputError: if the file cannot be written.
         """
         if not isinstance(path, str | os.PathLike):
             raise ArgumentTypeError(f"path: expected a path, got {validation.describe(path)}.")
@@ -102,32 +143,32 @@ class Graph:
         seconds = validation.positive("timeout", timeout)
         if not path.parent.is_dir():
             raise OutputError(
-                f"{path}: expected a folder that is there, got {str(path.parent)!r}; make it first."
+                f"{path}: expected an existing folder, got {str(path.parent)!r}; make it first."
             )
         text = self._text.encode()
-        _write(path, text if suffix in TEXTS else _drawn(text, suffix[1:], seconds))
+        _write(path, text if suffix in TEXTS else _draw(text, suffix[1:], seconds))
         return path
 
     def _repr_svg_(self) -> str | None:
-        """For notebooks; None without graphviz."""
+        """The picture for notebooks; None without graphviz."""
         with suppress(MissingDependencyError, DrawingError):
-            return _drawn(self._text.encode(), "svg", 20.0).decode()
+            return _draw(self._text.encode(), "svg", NOTEBOOK_TIMEOUT).decode()
         return None
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
-        """For notebooks: the picture, or the text where there is no graphviz."""
+        """The picture for notebooks, or the text without graphviz."""
         picture = self._repr_svg_()
         if picture is None:
             return {"text/plain": self._text}
         return {"image/svg+xml": picture, "text/plain": repr(self)}
 
 
-def _drawn(text: bytes, form: str, seconds: float) -> bytes:
+def _draw(text: bytes, form: str, seconds: float) -> bytes:
     dot_program = shutil.which("dot")
     if dot_program is None:
         raise MissingDependencyError(
-            f"a .{form}: expected graphviz's program `dot`, found none; {INSTALL}, or save as .dot, "
-            "which needs nothing and which many viewers show."
+            f"a .{form} file: expected graphviz's program `dot`, found none; {INSTALL}, or save as "
+            ".dot, which needs no program and which many viewers show."
         )
     try:
         done = subprocess.run(
@@ -136,7 +177,7 @@ def _drawn(text: bytes, form: str, seconds: float) -> bytes:
     except subprocess.TimeoutExpired:
         raise DrawingError(
             f"graphviz took longer than {seconds:g} s; draw less (a smaller max_nodes, saved=False), "
-            "give `save` a longer timeout, or save as .dot."
+            "pass a longer timeout to `save`, or save as .dot."
         ) from None
     except OSError as error:
         raise DrawingError(f"{dot_program} could not be run: {error}; {INSTALL}.") from error
@@ -144,27 +185,27 @@ def _drawn(text: bytes, form: str, seconds: float) -> bytes:
         said = done.stderr.decode(errors="replace").strip() or "nothing"
         raise DrawingError(
             f"{dot_program} -T{form} ended with status {done.returncode} and said: {said[-500:]}. "
-            "Save as .dot, and try it by hand."
+            "Save as .dot, and run `dot` on that file by hand."
         )
     return done.stdout
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing: a full disk leaves what was there."""
-    part: str | None = None
+    """Write the whole file or nothing: a full disk leaves the old file as it was."""
+    temporary: str | None = None
     try:
-        handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(part, 0o666 & ~_umask())
-        os.replace(part, path)
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
     except OSError as error:
-        if part is not None:
+        if temporary is not None:
             with suppress(OSError):
-                os.unlink(part)
+                os.unlink(temporary)
         raise OutputError(
-            f"{path}: it could not be written: {error.strerror or error}; free some space, or choose "
-            "another folder."
+            f"{path}: the file could not be written: {error.strerror or error}; free some space, or "
+            "choose another folder."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""`hog.graph`: what is in a picture of a gradient's graph, what is called a cut, and how it is saved."""
+"""`hog.graph`: what is in a picture of a gradient's graph, which faults it marks, and how it is saved."""
 
 import os
 import re
@@ -186,7 +186,7 @@ def arrows(picture, kind=""):
 def reaches(picture, start, end):
     """Whether there is a way along arrows that carry values."""
     names = labels(picture)
-    pairs = re.findall(r'^ *(n\d+) -> (n\d+) \[color="#555555"', str(picture), re.M)
+    pairs = re.findall(r'^ *(n\d+) -> (n\d+) \[color="#444444"', str(picture), re.M)
     at = {key for key, label in names.items() if label.startswith(start)}
     while True:
         more = at | {b for a, b in pairs if a in at}
@@ -215,7 +215,7 @@ def test_a_function_its_gradient_and_the_way_between_them():
     )
     assert reaches(picture, "x", "grad of x")
     assert "AccumulateGrad" not in str(picture)
-    assert picture.cuts == ()
+    assert picture.faults == ()
 
 
 def test_each_node_is_drawn_once():
@@ -335,9 +335,9 @@ def test_the_text_is_the_same_twice_and_names_no_address():
 
 
 @pytest.mark.parametrize("function", [Cube, Scaled, Exp, Nested], ids=lambda f: f.__name__)
-def test_right_functions_have_no_cut(function):
-    assert hog.graph(function, x3()).cuts == ()
-    assert hog.graph(lambda x: function.apply(x.sin()).sum(), x3(), order=3).cuts == ()
+def test_right_functions_have_no_fault(function):
+    assert hog.graph(function, x3()).faults == ()
+    assert hog.graph(lambda x: function.apply(x.sin()).sum(), x3(), order=3).faults == ()
 
 
 @pytest.mark.gpu
@@ -345,7 +345,7 @@ def test_on_a_gpu():
     for function in (Cube, Nested, Saves, NoGrad, Breaks):
         expected, found = (hog.graph(function, x3().to(at)) for at in ("cpu", "cuda"))
         assert str(found) == str(expected)
-        assert found.cuts == expected.cuts
+        assert found.faults == expected.faults
 
 
 def test_a_function_that_a_backward_applies_is_in_its_box():
@@ -357,7 +357,7 @@ def test_a_function_that_a_backward_applies_is_in_its_box():
 
 def test_an_input_without_a_gradient_is_no_cut():
     picture = hog.graph(Masked, (x3().requires_grad_(), torch.ones(3)))
-    assert picture.cuts == ()
+    assert picture.faults == ()
     assert "mask\n(3,)" in labels(picture).values()
 
 
@@ -372,55 +372,55 @@ def test_an_input_without_a_gradient_is_no_cut():
     ids=lambda value: getattr(value, "__name__", ""),
 )
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "within a function"])
-def test_a_cut_is_red_and_told(function, said, alone):
+def test_a_detached_gradient_is_marked_and_reported(function, said, alone):
     fn = function if alone else lambda x: (function.apply(x.sin()) * 2).sum()
     picture = hog.graph(fn, x3())
-    (cut,) = picture.cuts
-    assert cut.startswith(f"{function.__name__}.backward")
-    assert said in cut
-    assert "taken for zero" in cut
-    red = [text for text in labels(picture).values() if text.startswith("CUT in")]
+    (fault,) = picture.faults
+    assert fault.startswith(f"{function.__name__}.backward")
+    assert said in fault
+    assert "silently zero" in fault
+    red = [text for text in labels(picture).values() if text.startswith("DETACHED in")]
     assert red
-    assert 'fillcolor="#ffc4c4"' in str(picture)
+    assert 'fillcolor="#F7DFCC"' in str(picture)
     assert arrows(picture, "arrowhead=tee") == {(function.__name__, red[0].partition("\n")[0])}
     if alone:
         assert not reaches(picture, "x", "grad of x")
 
 
-def test_after_a_cut_the_graph_goes_on():
+def test_the_graph_goes_on_behind_a_detached_gradient():
     picture = hog.graph(lambda x: NoGrad.apply(x.sin()), x3())
-    assert reaches(picture, "CUT in NoGrad.backward", "grad of x")
+    assert reaches(picture, "DETACHED in NoGrad.backward", "grad of x")
     assert reaches(picture, "x", "grad of x")  # by the sine
 
 
 @pytest.mark.parametrize(
     ("function", "slot"), [(Saves, "ctx.saved_tensors[1]"), (Attribute, "ctx.slope")]
 )
-def test_what_forward_made_and_saved_is_orange_and_told(function, slot):
+def test_a_saved_intermediate_is_marked_and_reported(function, slot):
     picture = hog.graph(function, x3())
-    (cut,) = picture.cuts
-    assert f"keeps {slot}, made in forward" in cut
-    assert "taken for zero" in cut
+    (fault,) = picture.faults
+    assert f"saves {slot}, made in forward" in fault
+    assert "silently zero" in fault
     assert f"{slot}\n(3,)\nno graph: made in forward" in labels(picture).values()
     assert (slot, function.__name__) in arrows(picture)
     assert (slot, "Mul") in arrows(picture)  # where backward uses it
     assert slot in str(hog.graph(function, x3(), saved=False))
 
 
-def test_what_is_lost_in_part_is_orange():
+def test_a_partly_detached_gradient_is_marked():
     picture = hog.graph(Partly, x3())
-    (cut,) = picture.cuts
-    assert "may lack a part" in cut
-    assert any(text.startswith("leaves the graph in Partly") for text in labels(picture).values())
-    assert "#ffc4c4" not in str(picture)
+    (fault,) = picture.faults
+    assert "may be incomplete" in fault
+    assert any(text.startswith("partly detached in Partly") for text in labels(picture).values())
+    assert "#F7DFCC" not in str(picture)
 
 
 def test_an_operation_without_a_second_derivative_is_marked():
     picture = hog.graph(
         lambda a, b: torch.cdist(a, b).sum(), (torch.randn(4, 3), torch.randn(5, 3))
     )
-    (cut,) = picture.cuts
-    assert cut.startswith("CdistBackward raises in the second derivative: ")
+    (fault,) = picture.faults
+    assert fault.startswith("CdistBackward raises in the second derivative: ")
     (marked,) = (text for text in labels(picture).values() if "raises in" in text)
     assert marked.startswith("CdistBackward")
 
@@ -428,22 +428,22 @@ def test_an_operation_without_a_second_derivative_is_marked():
 def test_an_operation_whose_derivative_torch_has_not_is_named():
     q = torch.randn(1, 2, 4, 8)
     picture = hog.graph(lambda q: F.scaled_dot_product_attention(q, q, q).sum(), q)
-    assert "AttentionForCpuBackward raises in the second derivative" in picture.cuts[0]
+    assert "AttentionForCpuBackward raises in the second derivative" in picture.faults[0]
 
 
 def test_a_backward_that_raises_leaves_the_forward():
     picture = hog.graph(Breaks, x3())
-    (cut,) = picture.cuts
-    assert cut.startswith("Breaks raises in the gradient with a graph: ValueError: not")
+    (fault,) = picture.faults
+    assert fault.startswith("Breaks raises in the gradient with a graph: ValueError: not")
     assert ("Breaks", "output") in arrows(picture)
     assert "grad of x" not in str(picture)
     assert '\\"today\\" \\\\ <b>' in str(picture)
     assert "&lt;lambda&gt; and its gradient" in str(hog.graph(lambda x: x * 2, x3()))
 
 
-def test_no_graph_at_all_is_told():
+def test_an_output_without_a_graph_is_reported():
     picture = hog.graph(lambda x: x.detach() * 2, x3())
-    assert "no output has a graph" in picture.cuts[0]
+    assert "no output has a graph" in picture.faults[0]
     assert "output\n(3,)\nno graph" in labels(picture).values()
 
 
@@ -452,7 +452,7 @@ def test_through_a_checkpoint():
         return checkpoint(lambda y: Cube.apply(y.sin()), x, use_reentrant=False).sum()
 
     picture = hog.graph(fn, x3())
-    assert picture.cuts == ()
+    assert picture.faults == ()
     assert reaches(picture, "x", "grad of x")
 
 
@@ -491,7 +491,7 @@ def test_what_is_wrong_is_not_joined():
         return Saves.apply(NoGrad.apply(x)).sum()
 
     found = labels(hog.graph(fn, x3())).values()
-    assert any(text.startswith("CUT in NoGrad") for text in found)
+    assert any(text.startswith("DETACHED in NoGrad") for text in found)
     assert any(text.startswith("ctx.saved_tensors[1]") for text in found)
     assert "Saves\n(3,)" in found
 
@@ -664,7 +664,7 @@ def test_a_notebook_shows_the_picture(picture, fake_dot):
     assert (
         bundle["text/plain"]
         == repr(picture)
-        == "<Graph of Cube: 0 cuts; .save('graph.svg') draws it>"
+        == "<Graph of Cube: 0 faults; draw it with .save('graph.svg')>"
     )
 
 
@@ -686,7 +686,7 @@ def test_what_graphviz_does_wrong_is_told(picture, tmp_path, fake_dot, text, sai
 
 
 def test_a_folder_that_is_missing_and_a_suffix_that_is_unknown(picture, tmp_path):
-    with pytest.raises(OSError, match=r"expected a folder that is there.*make it first"):
+    with pytest.raises(OSError, match=r"expected an existing folder.*make it first"):
         picture.save(tmp_path / "none" / "a.dot")
     for name in ("a.jpg", "a"):
         with pytest.raises(ValueError, match=r"expected one of \.dot, \.gv, \.svg"):
@@ -749,14 +749,14 @@ class Other(Saves):
 """
 
 
-def test_the_command_prints_dot_and_tells_of_cuts(tmp_path, capsys):
+def test_the_command_prints_dot_and_reports_faults(tmp_path, capsys):
     (tmp_path / "f.py").write_text(SOURCE)
     assert main(["graph", f"{tmp_path}/f.py:Saves"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith('digraph "Saves" {')
     assert out.endswith("}\n")
     assert "(3,)" in out
-    assert "cut: Saves keeps ctx.slope, made in forward" in err
+    assert "fault: Saves saves ctx.slope, made in forward" in err
 
 
 def test_the_command_saves(tmp_path, capsys):
@@ -775,7 +775,7 @@ def test_the_command_saves(tmp_path, capsys):
         (["f.py"], "expected one Function, got Saves, Other"),
         (["f.py:Nothing"], "expected a name in"),
         (["f.py:Saves", "--input", "nonsense("], "expected an expression"),
-        (["f.py:Saves", "-o", "missing/a.dot"], "expected a folder that is there"),
+        (["f.py:Saves", "-o", "missing/a.dot"], "expected an existing folder"),
         (["f.py:Saves", "--order", "7"], "order: expected 1, 2 or 3"),
     ],
 )
@@ -795,7 +795,7 @@ def test_the_pictures_of_the_page_are_those_of_its_code(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "graph.md").read_text()
     namespace: dict = {}
     for code, name in zip(
-        re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M), ("cube", "cut"), strict=False
+        re.findall(r"^```python\n(.*?)^```$", page, re.S | re.M), ("cube", "detached"), strict=False
     ):
         exec(code, namespace)
         drawn = (ROOT / "docs" / "images" / f"graph-{name}.svg").read_text()
