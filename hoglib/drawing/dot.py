@@ -208,10 +208,10 @@ def _join(data: GraphData, max_nodes: int) -> tuple[GraphData, str]:
     if _size(data) <= max_nodes:
         return data, ""
     for how, group_of in _groupings(data):
-        joined = _joined(data, group_of)
+        joined, note = _joined(data, group_of), f"{len(data.nodes)} nodes, joined {how}"
         if _size(joined) <= max_nodes:
             break
-    return joined, f"{len(data.nodes)} nodes, joined {how}"
+    return joined, note
 
 
 def _size(data: GraphData) -> int:
