@@ -298,7 +298,9 @@ class _BackwardPass:
         if function is None or is_part(function):
             return None
         once = torch_internals.is_once_differentiable(function)
-        why = "@once_differentiable" if once else _listed(watch.cuts) if watch is not None else ""
+        why = (
+            "@once_differentiable" if once else _listed(watch.detached) if watch is not None else ""
+        )
         lost = [is_float(g) and (once or (not g.requires_grad and bool(g.any()))) for g in returned]
         if any(lost):
             return tuple(

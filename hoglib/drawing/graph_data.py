@@ -292,7 +292,7 @@ class ModuleCalls:
         end of `patch`, so that its running statistics do not change."""
 
         def before(module: nn.Module, args: Any) -> None:
-            self._names.meet(module)
+            self._names.add(module)
             if not self._open and not patch.in_use(module):
                 with swap_parameters(module, {}):  # until the end of patch
                     pass
