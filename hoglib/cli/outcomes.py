@@ -1,4 +1,4 @@
-"""What the commands print of their reports, and the status that they exit with."""
+"""What a command prints about its reports, and the exit status that follows from them."""
 
 import contextlib
 import io
@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import final
 
 import torch
 
@@ -17,49 +18,60 @@ from hoglib.verification.report import Report
 RIGHT, WRONG, NOT_RUN = 0, 1, 2
 
 
+@final
 class Outcomes:
-    """Reports as they come, each printed at once; what could not be run; and what follows of them all.
+    """Collects reports, and what could not be run; prints each at once, and a conclusion.
 
-    few: whether a report that is right is printed with its table.
+    show_tables: print the table of checks also of a report that is right.
     """
 
-    def __init__(self, seed: int, *, as_json: bool = False, few: bool = True) -> None:
-        self.seed, self.as_json, self.few = seed, as_json, few
+    def __init__(self, seed: int, *, as_json: bool = False, show_tables: bool = True) -> None:
+        self.seed, self.as_json, self.show_tables = seed, as_json, show_tables
         self.reports: list[Report] = []
         self.failures: list[tuple[str, str]] = []
 
-    def judge(self, label: str, doing: str, judged: Callable[[], Report]) -> None:
-        """A report under its label, with the seed set before it is made; or why there is none."""
+    def judge(self, label: str, doing: str, check: Callable[[], Report]) -> None:
+        """Set the seed, run a check, and print its report under a label, or why there is none."""
         torch.manual_seed(self.seed)
-        announce(f"{doing} {label} ...")
+        _show_progress(f"{doing} {label} ...")
         try:
-            # what the user's code prints it would print a hundred times
+            # the user's code runs, and would print, some hundred times
             with contextlib.redirect_stdout(io.StringIO()):
-                report = judged()
+                report = check()
         except (Exception, SystemExit) as error:
-            announce("")
-            self.failed(label, error_text(error))
+            _show_progress("")
+            self.fail(label, error_text(error))
             return
-        announce("")
+        _show_progress("")
         report.name = label
         self.reports.append(report)
         if not self.as_json:
             width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
-            text = report.text(table=self.few or not report.ok, width=width)
+            text = report.text(table=self.show_tables or not report.ok, width=width)
             print(text + "\n", flush=True)
 
-    def failed(self, label: str, why: str) -> None:
+    def fail(self, label: str, why: str) -> None:
+        """Note what could not be run."""
         self.failures.append((label, why))
-        complain(f"{label}: {why}")
+        print_error(f"{label}: {why}")
 
     @property
     def status(self) -> int:
+        """The exit status."""
         if any(report.ran and not report.ok for report in self.reports):
             return WRONG
         unclear = any(not (report.ran and report.judged) for report in self.reports)
         return NOT_RUN if unclear or self.failures or not self.reports else RIGHT
 
-    def summary(self) -> str:
+    def conclude(self, note: str = "", **more: object) -> int:
+        """Print the JSON, or one line about several reports and the note; the exit status."""
+        if self.as_json:
+            print(self._json(**more))
+        elif note or len(self.reports) + len(self.failures) > 1:
+            print(self._summary() + note)
+        return self.status
+
+    def _summary(self) -> str:
         wrong = [report.name for report in self.reports if report.ran and not report.ok]
         unknown = [report.name for report in self.reports if report.ok and not report.judged]
         not_run = [
@@ -76,15 +88,7 @@ class Outcomes:
             parts.append(f"{len(not_run)} not run ({', '.join(not_run)})")
         return ", ".join(parts)
 
-    def conclude(self, note: str = "", **more: object) -> int:
-        """Prints the JSON, or a line on several reports and the note; returns the status."""
-        if self.as_json:
-            print(self.json(**more))
-        elif note or len(self.reports) + len(self.failures) > 1:
-            print(self.summary() + note)
-        return self.status
-
-    def json(self, **more: object) -> str:
+    def _json(self, **more: object) -> str:
         return json.dumps(
             {
                 "ok": self.status == RIGHT,
@@ -100,15 +104,16 @@ class Outcomes:
 
 
 def stdout_for(as_json: bool) -> AbstractContextManager:
-    """What the user's code prints must not stand in the JSON."""
+    """Inside, the user's code prints to stderr if stdout is JSON."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
-def complain(why: object) -> None:
+def print_error(why: object) -> None:
+    """Print an error on stderr."""
     print(f"error: {why}", file=sys.stderr)
 
 
-def announce(text: str) -> None:
-    """A line for who waits at a terminal, until the next one."""
+def _show_progress(text: str) -> None:
+    """A line on a terminal, which the next one overwrites."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -232,8 +232,8 @@ def test_seeds(write, capsys):
 
 # fmt: off
 NOT_RUN = {
-    "no file": (("nothing.py",), "expected a file, there is none"),
-    "no module": (("nothing:problem",), "could not be imported"),
+    "no file": (("nothing.py",), "expected an existing file, found none"),
+    "no module": (("nothing:problem",), "the import failed"),
     "no name": (("mine:other",), "expected a name in mine, got 'other'"),
     "a bare module": (("mine",), "expected package.module:factory or path/to/file.py, got 'mine'"),
     "a file without problems": (("mine.py",), "expected a function second_order_problem()"),
@@ -242,7 +242,7 @@ NOT_RUN = {
     "a function that exits": (("mine:exits",), "SystemExit"),
     "no problem": (("mine:nothing",), "nothing(): expected (loss, params, batch)"),
     "an unknown route": (("mine:loud", "--routes", "sideways"), "routes: expected some of"),
-    "a file that does not parse": (("broken.py",), "could not be imported: SyntaxError"),
+    "a file that does not parse": (("broken.py",), "the import failed: SyntaxError"),
 }
 # fmt: on
 

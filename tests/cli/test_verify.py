@@ -220,18 +220,18 @@ def test_seeds(write, capsys):
 
 # fmt: off
 NOT_RUN = {
-    "no file": (("nothing.py",), "expected a file, there is none"),
-    "no module": (("nothing:Good",), "could not be imported"),
-    "no name": (("mine.py:Other",), "expected a name in mine.py, got 'Other'; there are Good, Thing"),
+    "no file": (("nothing.py",), "expected an existing file, found none"),
+    "no module": (("nothing:Good",), "the import failed"),
+    "no name": (("mine.py:Other",), "expected a name in mine.py, got 'Other'; its names are Good, Thing"),
     "a bare module": (("mine",), "expected package.module:Function or path/to/file.py"),
-    "an input for a file": (("mine.py", "--input", "randn(3)"), "--input is for one Function"),
+    "an input for a file": (("mine.py", "--input", "randn(3)"), "--input belongs to one Function"),
     "an input that is no expression": (("mine:Good", "--input", "randn(3"), "--input 'randn(3'"),
-    "a file that exits": (("exits.py",), "could not be imported: SystemExit"),
+    "a file that exits": (("exits.py",), "the import failed: SystemExit"),
     "an input that exits": (("mine:Good", "--input", "exit(0)"), "SystemExit"),
     "a class": (("mine.py:Thing",), "name an instance of it"),
     "no inputs": (("torch:sin",), "expected inputs, got none"),
     "a file without Functions": (("empty.py",), "expected at least one Function"),
-    "a file that does not parse": (("broken.py",), "could not be imported: SyntaxError"),
+    "a file that does not parse": (("broken.py",), "the import failed: SyntaxError"),
     "an unknown mode": (("mine:Good", "--modes", "xy"), "modes: expected some of"),
     "a reference that is not there": (("mine:Good", "--reference", "mine:Nothing"), "--reference: expected a name"),
 }

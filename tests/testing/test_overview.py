@@ -60,4 +60,4 @@ def test_a_faulty_op_is_seen(fault, monkeypatch, capsys):
     assert cell in row.cells
     monkeypatch.setattr(overview, "CATALOGUE", [faulty(function)])
     assert main(["ops"]) == 1
-    assert "not as their references: cube by hand" in capsys.readouterr().err
+    assert "these ops differ from their references: cube by hand" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""The commands: verify, audit, graph, ops, env. Each prints, and returns the exit status."""
+
+import contextlib
+import json as json_format
+import platform
+import sys
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hoglib._core import matrix_products
+from hoglib._core.source_location import error_text
+from hoglib._version import __version__
+from hoglib.auditing.api import audit as audit_loss
+from hoglib.auditing.problem import problems
+from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
+from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
+from hoglib.drawing.picture import graph as draw_graph
+from hoglib.errors import ArgumentValueError, HoglibError
+from hoglib.stand_ins.mode import stand_in_table
+from hoglib.verification.api import verify as verify_function
+from hoglib.verification.report import MODES
+
+WIDTH = 100
+
+
+def verify(
+    target: str, inputs: Sequence[str], *, json: bool, verbose: bool, seed: int,
+    reference: str | None, orders: Sequence[int] | None, modes: Sequence[str] | None,
+    surrogate: bool, full: bool, compile: bool,
+) -> int:  # fmt: skip
+    """`hoglib verify`: Functions of a module or a file, with inputs from the command line or their
+    own."""
+    options: dict[str, Any] = {"orders": orders, "modes": modes}
+    switches = {"surrogate": surrogate, "full": full, "compile": compile}
+    options |= {name: True for name, on in switches.items() if on}
+    with stdout_for(json):
+        try:
+            targets, without_samples = functions(target, inputs)
+            if reference is not None:
+                options["reference"] = object_of(reference, "--reference")
+        except HoglibError as error:
+            print_error(error)
+            return NOT_RUN
+        outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(targets) == 1)
+        for one in targets:
+            _verify(one, outcomes, options)
+    names = ", ".join(without_samples)
+    note = f", {len(without_samples)} without {SAMPLES}() ({names})" if names else ""
+    return outcomes.conclude(note, without_samples=without_samples)
+
+
+def _verify(target: Target, outcomes: Outcomes, options: dict[str, Any]) -> None:
+    """Each sample of one Function."""
+    torch.manual_seed(outcomes.seed)
+    try:
+        samples = target.inputs()
+    except (Exception, SystemExit) as error:
+        outcomes.fail(target.name, f"its inputs could not be made: {error_text(error)}")
+        return
+    several = isinstance(samples, list) and all(isinstance(s, tuple) for s in samples) and samples
+    if "reference" not in options:
+        options = options | _own_reference(target.fn)
+    for i, sample in enumerate(samples if several else [samples]):
+        label = f"{target.name}[{i}]" if several and len(samples) > 1 else target.name
+        outcomes.judge(label, "verifying", partial(verify_function, target.fn, sample, **options))
+
+
+def _own_reference(fn: Any) -> dict[str, Any]:
+    """A Function may have its reference as a static method."""
+    reference = getattr(fn, "reference", None) if isinstance(fn, type) else None
+    return {"reference": reference} if callable(reference) else {}
+
+
+def audit(
+    target: str, *, json: bool, verbose: bool, seed: int, routes: Sequence[str] | None,
+    stand_ins: bool,
+) -> int:  # fmt: skip
+    """`hoglib audit`: the losses that a factory of a module or a file returns."""
+    with stdout_for(json):
+        try:
+            found = factories(target)
+        except HoglibError as error:
+            print_error(error)
+            return NOT_RUN
+        outcomes = Outcomes(seed, as_json=json)
+        for name, factory in found.items():
+            torch.manual_seed(seed)
+            try:
+                made = problems(f"{name}()", factory())
+            except (Exception, SystemExit) as error:
+                outcomes.fail(name, error_text(error))
+                continue
+            outcomes.show_tables = verbose or len(found) == len(made) == 1
+            for one in made:
+                label = f"{name}[{one.name}]" if one.name else name
+                audited = partial(audit_loss, *one[1:], routes=routes, stand_ins=stand_ins)
+                outcomes.judge(label, "auditing", audited)
+    return outcomes.conclude()
+
+
+def graph(
+    target: str, inputs: Sequence[str], *, output: str | None, order: int, saved: bool, seed: int
+) -> int:
+    """`hoglib graph`: the picture of one function, in a file or as text on stdout."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # the user's code may print, and stdout is DOT
+            targets, _ = functions(target, inputs)
+            if len(targets) != 1:
+                names = ", ".join(one.name for one in targets)
+                raise ArgumentValueError(
+                    f"{target}: expected one Function, got {names}; name one, {target}:Name."
+                )
+            torch.manual_seed(seed)
+            samples = targets[0].inputs()
+            several = isinstance(samples, list) and samples and isinstance(samples[0], tuple)
+            sample = samples[0] if several else samples
+            picture = draw_graph(targets[0].fn, sample, order=order, saved=saved)
+            if output is not None:
+                picture.save(output)
+    except (Exception, SystemExit) as error:
+        print_error(error_text(error))
+        return NOT_RUN
+    for fault in picture.faults:
+        print(f"fault: {fault}", file=sys.stderr)
+    if output is None:
+        print(picture, end="")
+    return RIGHT
+
+
+def ops(*, markdown: bool) -> int:
+    """`hoglib ops`: the table of ops, each compared with its reference."""
+    from hoglib.testing.opinfo import overview  # it builds samples of every op
+
+    table = overview.rows()
+    print(overview.markdown(table) if markdown else overview.text(table))
+    wrong = [row.cells[0] for row in table if not row.right]
+    if wrong:
+        print_error(f"these ops differ from their references: {', '.join(wrong)}")
+    return WRONG if wrong else RIGHT
+
+
+def env(*, json: bool) -> int:
+    """`hoglib env`: versions, devices, and the torch calls that have stand-ins."""
+    try:
+        facts = _environment()
+    except ArgumentValueError as error:  # an environment variable with a wrong value
+        print_error(error)
+        return NOT_RUN
+    print(json_format.dumps(facts, indent=2) if json else _environment_text(facts))
+    return RIGHT
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "hoglib": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "threads": torch.get_num_threads(),
+        "matrix_products": matrix_products.facts(),
+        "stand_ins": [
+            {
+                "name": row.name,
+                "lacks": row.lacks,
+                "modes": list(row.modes),
+                "replaced": bool(row.replaces),
+                "instead": row.instead,
+                "issue": row.issue,
+            }
+            for row in stand_in_table()
+        ],
+    }
+
+
+def _environment_text(facts: dict[str, Any]) -> str:
+    cuda = f"CUDA {facts['cuda']}, {', '.join(facts['devices'])}" if facts["devices"] else "no GPU"
+    lines = [
+        f"hoglib {facts['hoglib']}, Python {facts['python']}, torch {facts['torch']}, {cuda}, "
+        f"{facts['threads']} threads",
+        *textwrap.wrap(_matrix_products_text(facts["matrix_products"]), WIDTH),
+    ]
+    for title, replaced in (
+        ("Inside hoglib.second_order() these torch calls are replaced by stand-ins:", True),
+        ("These have no second derivative and no stand-in; there a call of one raises:", False),
+    ):
+        table = [row for row in facts["stand_ins"] if row["replaced"] == replaced]
+        if table:
+            lines += ["", title, ""]
+            width = max(len(row["name"]) for row in table)
+            for row in table:
+                why = f"{row['lacks']} ({', '.join(row['modes'])})"
+                why += f"; pytorch/pytorch#{row['issue']}" if row["issue"] else ""
+                why += f". {row['instead']}" if row["instead"] else ""
+                first, *rest = textwrap.wrap(why, WIDTH - width - 4)
+                lines.append(f"  {row['name']:{width}}  {first}")
+                lines += [" " * (width + 4) + line for line in rest]
+    keys = ", ".join(f"{mode.key} {mode.title}" for mode in MODES.values())
+    return "\n".join([*lines, "", *textwrap.wrap(f"Modes: {keys}.", WIDTH)])
+
+
+def _matrix_products_text(facts: dict[str, Any]) -> str:
+    if not facts["available"]:
+        return "Matrix products: torch's BLAS (oneDNN is missing in this torch, or switched off)."
+    if facts["switch"] != "auto":
+        return f"Matrix products: {matrix_products.SWITCH}={facts['switch']}."
+    found = f"oneDNN in {facts['in_graphs']} of {facts['classes']} classes of sizes"
+    found += f" in captured graphs, {facts['in_functions']} elsewhere"
+    most = f", up to {facts['most']:.2f} times as fast" if facts["most"] else ""
+    return (
+        f"Matrix products in float32: {found}{most}; {matrix_products.SWITCH}=off switches it off."
+    )

@@ -1,0 +1,181 @@
+"""The objects that a target on the command line names: Functions to verify, factories of losses to
+audit."""
+
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from inspect import isfunction
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import Function
+
+from hoglib._core import validation
+from hoglib._core.source_location import error_text
+from hoglib.auditing.problem import PROBLEM
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+
+SAMPLES = "sample_inputs"
+FACTORY = "second_order_problem"
+
+
+class Target(NamedTuple):
+    """What to verify or to draw, and a function that makes its inputs."""
+
+    name: str
+    fn: Callable[..., Any] | type[Function]
+    inputs: Callable[[], Any]
+
+
+def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[str]]:
+    """The Functions that a target names, and the names of those in its file that have no samples."""
+    path, _, name = target.partition(":")
+    if name:
+        return [_named_function(target, name, inputs)], []
+    if not path.endswith(".py"):
+        raise ArgumentValueError(
+            f"expected package.module:Function or path/to/file.py, got {target!r}."
+        )
+    if inputs:
+        raise ArgumentValueError(
+            f"--input belongs to one Function: expected {path}:Function, got {target!r}."
+        )
+    found = _functions_of_module(module_of_file(path))
+    with_samples = [f for f in found if callable(getattr(f, SAMPLES, None))]
+    if not with_samples:
+        names = ", ".join(f.__name__ for f in found) or "none"
+        raise ArgumentValueError(
+            f"{path}: expected at least one Function with a static method {SAMPLES}() that returns its "
+            f"arguments, got none (Functions in it: {names})."
+        )
+    without = [f.__name__ for f in found if f not in with_samples]
+    return [Target(f.__name__, f, getattr(f, SAMPLES)) for f in with_samples], without
+
+
+def _named_function(target: str, name: str, inputs: Sequence[str]) -> Target:
+    fn = object_of(target, "target")
+    if isinstance(fn, type) and not issubclass(fn, Function):
+        raise ArgumentValueError(
+            f"{target}: expected a Function, a function or a module, got the class {fn.__name__}; "
+            f"name an instance of it: define `model = {fn.__name__}(...)` and pass :model."
+        )
+    if inputs:
+        return Target(name, fn, lambda: tuple(map(_evaluated, inputs)))
+    if not hasattr(fn, SAMPLES):
+        raise ArgumentValueError(
+            f"{target}: expected inputs, got none; pass one --input for each argument, such as --input "
+            f'"randn(3, 4)", or give the Function a static method {SAMPLES}().'
+        )
+    return Target(name, fn, getattr(fn, SAMPLES))
+
+
+def _functions_of_module(module: ModuleType) -> list[type[Function]]:
+    """The Functions that a module defines, in the order of its text."""
+    return [
+        value
+        for key, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, Function)
+        and value.__module__ == module.__name__
+        and value.__name__ == key
+    ]
+
+
+def _evaluated(expression: str) -> Any:
+    """The value of an expression over torch's functions: randn(3, 4), torch.eye(3), 0.5, None."""
+    names = {**vars(torch), "torch": torch, "math": math}
+    try:
+        return eval(expression, names)
+    except (Exception, SystemExit) as error:
+        raise ArgumentValueError(
+            f'--input {expression!r}: expected an expression such as "randn(3, 4)", "rand(2) + 1" or '
+            f'"0.5"; it raises {error_text(error)}'
+        ) from error
+
+
+def factories(target: str) -> dict[str, Callable[[], Any]]:
+    """The factories that a target names, by name."""
+    path, _, name = target.partition(":")
+    if name:
+        factory = object_of(target, "target")
+        if not callable(factory):
+            raise ArgumentTypeError(
+                f"{target}: expected a function without arguments that returns {PROBLEM}, got "
+                f"{validation.describe(factory)}."
+            )
+        return {name: factory}
+    if not path.endswith(".py"):
+        raise ArgumentValueError(
+            f"expected package.module:factory or path/to/file.py, got {target!r}; a factory is a "
+            f"function without arguments that returns {PROBLEM}."
+        )
+    module = module_of_file(path)
+    found: dict[str, Callable[[], Any]] = {
+        key: value
+        for key, value in vars(module).items()
+        if key.startswith(FACTORY) and isfunction(value) and value.__module__ == module.__name__
+    }
+    if not found:
+        raise ArgumentValueError(
+            f"{path}: expected a function {FACTORY}() that returns {PROBLEM}, or several whose names "
+            f"start with {FACTORY}, got none; write one, or name another factory: {path}:name."
+        )
+    return found
+
+
+def object_of(target: str, what: str) -> Any:
+    """The object that package.module:name or path/to/file.py:name stands for."""
+    path, _, name = target.partition(":")
+    if not name:
+        raise ArgumentValueError(f"{what}: expected package.module:name, got {target!r}.")
+    found: Any = module_of_file(path) if path.endswith(".py") else _module(path)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
+            raise ArgumentValueError(
+                f"{what}: expected a name in {path}, got {name!r}; its names are "
+                f"{', '.join(known) or 'none'}."
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _module(name: str) -> ModuleType:
+    sys.path.insert(0, "")  # as `python -m` does
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ArgumentValueError(f"{name}: the import failed: {error_text(error)}") from error
+    finally:
+        sys.path.remove("")
+
+
+def module_of_file(path: str) -> ModuleType:
+    """A file as a module; a file in a package by its full name, so that its relative imports work."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ArgumentValueError(f"{path}: expected an existing file, found none; check the path.")
+    parts, folder = [file.stem], file.parent
+    while (folder / "__init__.py").is_file():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    sys.path.insert(0, str(folder))
+    try:
+        name = ".".join(parts)
+        if len(parts) > 1:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        return module
+    except (Exception, SystemExit) as error:
+        raise ArgumentValueError(f"{path}: the import failed: {error_text(error)}") from error
+    finally:
+        sys.path.remove(str(folder))
