@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hoglib.cli import commands
+
 DESCRIPTION = """\
 Checks of second derivatives: verify a custom Function, audit a model's loss, draw the graph of a
 gradient; list hoglib's ops, and what this installation runs on.
@@ -67,9 +69,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    # imported here, because it imports torch, which `hoglib --help` need not wait for
-    from hoglib.cli import commands
-
     options = vars(given)
     command = options.pop("command")
     status: int = getattr(commands, command)(**options)
@@ -83,10 +82,10 @@ def _discard_stdout() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hoglib", description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="command", required=True)
+    subparsers = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, summary: str, description: str = "") -> argparse.ArgumentParser:
-        return commands.add_parser(
+        return subparsers.add_parser(
             name, help=summary, description=description or summary,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
