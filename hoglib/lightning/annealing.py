@@ -1,5 +1,7 @@
 """MAML's options that change over a training."""
 
+from typing import final
+
 import lightning.pytorch as pl
 
 from hoglib._core import validation
@@ -7,16 +9,33 @@ from hoglib.errors import ArgumentValueError
 from hoglib.meta.maml import MAML, multi_step_weights
 
 
+@final
 class MetaAnnealing(pl.Callback):
-    """Derivative-order and multi-step loss annealing, for every `hoglib.MAML` in a LightningModule.
+    """Anneal the derivative order and the step weights of every MAML in a LightningModule.
 
-    In the first `first_order` epochs the meta-gradient is of first order, and of second order after
-    them; over the first `multi_step` epochs the outer losses after every inner step count, the less
-    the later the epoch, and from then on the last alone (`hoglib.meta.multi_step_weights`). What an
-    epoch is follows from its number, so a resumed run goes on as it would have. every: optimizer steps
-    that count as an epoch, for trainings that have only one.
-    Raises ValueError where there is no MAML in the module.
-    Source: Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4.
+        epoch <  first_order: meta-gradients of first order, afterwards of second order
+        epoch <  multi_step:  the outer losses after every inner step count
+        (hoglib.meta.multi_step_weights) epoch >= multi_step:  the outer loss after the last inner step
+        counts alone
+
+    The options follow from the number of the epoch, so that a resumed run continues as it would have.
+
+    Args:
+        first_order: Number of epochs with meta-gradients of first order. Default: 0.
+        multi_step: Number of epochs over which the weights move to the last inner step. Default: 0.
+        every: Optimizer steps that count as an epoch, for a training of a single epoch. Default: None,
+            the epochs of the trainer.
+    Raises:
+        ArgumentValueError: at the start of the training, if the module has no :class:`hoglib.MAML`.
+    References:
+        Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4.
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from hoglib.lightning import MetaAnnealing
+        >>> annealing = MetaAnnealing(first_order=50, multi_step=15)
+        >>> trainer = Trainer(callbacks=[annealing], logger=False, enable_checkpointing=False)
+        >>> annealing in trainer.callbacks
+        True
     """
 
     def __init__(self, first_order: int = 0, multi_step: int = 0, every: int | None = None) -> None:
@@ -26,6 +45,7 @@ class MetaAnnealing(pl.Callback):
         self.every = None if every is None else validation.at_least("every", every, 1)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that there is a MAML."""
         if not _learners(pl_module):
             raise ArgumentValueError(
                 f"MetaAnnealing: expected a hoglib.MAML in {type(pl_module).__name__}, got none; make "
@@ -35,6 +55,7 @@ class MetaAnnealing(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
+        """Set the options for this epoch."""
         epoch = trainer.current_epoch if self.every is None else trainer.global_step // self.every
         for maml in _learners(pl_module):
             maml.first_order = epoch < self.first_order

@@ -1,7 +1,7 @@
 """Second derivatives audited before the first step of a fit."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -26,24 +26,57 @@ ACTIONS = ("refuse", "warn")
 
 
 class WrongSecondDerivative(VerificationError):
-    """A VerificationError of a training that was refused; it explains itself."""
+    """The training was refused, because a second derivative is wrong; the message names the culprit."""
 
 
+@final
 class SecondOrderAudit(pl.Callback):
-    """Audits what a LightningModule differentiates twice, on the first batch, before the first step.
+    """Audit what a LightningModule differentiates twice, on the first batch, before the first step.
 
-    The module says what that is: `second_order_problem(batch)` returns (loss, params, batch) for
-    `hoglib.audit`, or a list of such tuples, or a dict of them by name. Once in each fit their reports
-    are printed; where one failed, action="refuse" raises WrongSecondDerivative, a VerificationError
-    that names the culprit, and action="warn" warns and goes on. The run is the one that it would be
-    without the callback: random numbers, buffers and parameters are left as they were. Autocast is off
-    here, whatever the trainer's precision. Of several processes each audits its own batch, and where
-    one fails all raise.
+        module.second_order_problem(batch) -> (loss, params, batch), or a list or dict of such tuples
 
-    routes, stand_ins: as in `hoglib.audit`; verbose: print the table of checks too. `reports` holds
-    what was found in the last fit.
-    Raises TypeError, at the start of the fit, for a module without the method; and, at the first
-    batch, ValueError or TypeError for a method that raises or returns something else.
+    Each problem is passed to :func:`hoglib.audit`, and its report is printed. If one has failed, the
+    training is refused, or continues after a warning. The audit runs once in each fit, without
+    autocast, and leaves random numbers, buffers and parameters unchanged, so that the run is the one
+    without the callback. In distributed training every process audits its own batch, and all raise if
+    one has failed.
+
+    Args:
+        routes: The routes that must be right, as for :func:`hoglib.audit`: for instance "rr" or
+            ["rr", "torch.func.hessian"]. Default: None, reverse-over-reverse.
+        stand_ins: If True, audit what runs inside :func:`hoglib.second_order`, as hoglib's penalties,
+            products and learners do. Default: False, torch as it is.
+        action: "refuse" raises if a second derivative is wrong, "warn" warns. Default: "refuse".
+        verbose: Print the table of checks too. Default: False.
+    Attributes:
+        reports: The reports of the last fit.
+    Raises:
+        ArgumentTypeError: at the start of the fit, for a module without ``second_order_problem``; at
+            the first batch, if that returns anything else.
+        ArgumentValueError: at the first batch, if ``second_order_problem`` raises.
+        VerificationError: at the first batch, if a second derivative is wrong and ``action="refuse"``.
+    Example:
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from hoglib.lightning import SecondOrderAudit
+        >>> class Regression(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = nn.Linear(2, 1)
+        ...     def second_order_problem(self, batch):
+        ...         loss = hog.functional_loss(self.net, F.mse_loss)
+        ...         return loss, hog.trainable_params(self.net), batch
+        ...     def training_step(self, batch, batch_idx):
+        ...         return F.mse_loss(self.net(batch[0]), batch[1])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> trainer = Trainer(
+        ...     callbacks=[SecondOrderAudit()], fast_dev_run=True, accelerator="cpu",
+        ...     enable_progress_bar=False, enable_model_summary=False,
+        ... )
+        >>> data = torch.utils.data.TensorDataset(torch.randn(4, 2), torch.randn(4, 1))
+        >>> trainer.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=4))
+        Regression.second_order_problem: right, by ... checks.
+        <BLANKLINE>
     """
 
     def __init__(
@@ -54,7 +87,7 @@ class SecondOrderAudit(pl.Callback):
         verbose: bool = False,
     ) -> None:
         super().__init__()
-        requested_routes(routes)  # raises for names that are none
+        requested_routes(routes)  # raises for unknown names
         self.routes = routes
         self.stand_ins = validation.flag("stand_ins", stand_ins)
         self.action = validation.one_of("action", action, ACTIONS)
@@ -63,26 +96,28 @@ class SecondOrderAudit(pl.Callback):
         self._due = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that the module declares a problem."""
         check_method(pl_module)
         self._due, self.reports = True, ()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Audit on the first batch."""
         if not self._due:
             return
         self._due = False
         error: Exception | None = None
         try:
             with isolate_rng():
-                self.reports = tuple(self._audited(pl_module, batch))
+                self.reports = tuple(self._audit(pl_module, batch))
         except Exception as caught:  # raised below, once the other processes know of it
             error = caught
         own = _Outcome(
             "" if error is None else error_text(error),
             "\n\n".join(self._text(report) for report in self.reports if not report.ok),
         )
-        found = _of_all_processes(own)
+        found = _gather(own)
         if error is not None:
             raise error
         for report in self.reports:
@@ -92,7 +127,7 @@ class SecondOrderAudit(pl.Callback):
             if outcome.error or outcome.wrong:
                 self._act(pl_module, outcome, f" in process {rank}" if len(found) > 1 else "")
 
-    def _audited(self, module: pl.LightningModule, batch: Any) -> list[Report]:
+    def _audit(self, module: pl.LightningModule, batch: Any) -> list[Report]:
         found = []
         for name, *problem in problems_of(module, batch):
             report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
@@ -111,22 +146,22 @@ class SecondOrderAudit(pl.Callback):
             f"{what}{where}: expected right second derivatives, got these:\n\n{outcome.wrong}\n\n"
         )
         if self.action == "warn":
-            warn(f"{message}The training goes on with them.")
+            warn(f"{message}The training continues with them.")
         else:
             raise WrongSecondDerivative(
-                f"{message}No step was taken. Mend what is named, or train with them all the same: "
-                "SecondOrderAudit(action='warn')."
+                f"{message}No step was taken. Fix the modules that are named, or train with the wrong "
+                "derivatives: SecondOrderAudit(action='warn')."
             )
 
 
 class _Outcome(NamedTuple):
-    """What a process found: why it could not audit, and the reports that failed."""
+    """What one process found: why it could not audit, and the text of the reports that failed."""
 
     error: str
     wrong: str
 
 
-def _of_all_processes(own: _Outcome) -> list[_Outcome]:
+def _gather(own: _Outcome) -> list[_Outcome]:
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
     found: list[Any] = [None] * distributed.get_world_size()
@@ -135,10 +170,10 @@ def _of_all_processes(own: _Outcome) -> list[_Outcome]:
 
 
 def check_method(module: pl.LightningModule) -> None:
-    """Raises TypeError, with an example, for a module that does not say what it differentiates."""
+    """Raises ArgumentTypeError, with an example, for a module without `second_order_problem`."""
     if not callable(getattr(module, METHOD, None)):
         raise ArgumentTypeError(
-            f"{type(module).__name__}: expected a method {METHOD}(batch) that says what is "
+            f"{type(module).__name__}: expected a method {METHOD}(batch) that returns what is "
             f"differentiated twice, got none; add one, for instance\n{EXAMPLE}"
         )
 

@@ -1,8 +1,8 @@
-"""The spectrum of the Hessian, measured while a fit goes on."""
+"""The spectrum of the Hessian, measured during a fit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import lightning.pytorch as pl
 import torch
@@ -22,10 +22,10 @@ from hoglib.lightning.audit import METHOD, check_method, problems_of
 from hoglib.penalties.critic_context import restore_buffers
 
 LARGEST = "largest"
-PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold beside tensors
+PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold besides tensors
 QUIET = f"""
     def {METHOD}(self, batch):
-        quiet = copy.deepcopy(self.net).eval()  # the parameters below take the place of its own
+        quiet = copy.deepcopy(self.net).eval()  # its own parameters are replaced by those below
         loss = hoglib.functional_loss(quiet, torch.nn.functional.mse_loss)
         return loss, hoglib.trainable_params(self.net), batch
 """
@@ -49,36 +49,67 @@ class Measurement(NamedTuple):
         return {f"{where}/{name}": value for name, value in of.items()}
 
 
+@final
 class CurvatureMonitor(pl.Callback):
-    """Measures the spectrum of the Hessian at the start, after every so many batches, at the end.
+    """Measure the spectrum of the Hessian at the start, every so many batches, and at the end of a fit.
 
         H = d^2 loss(params, batch) / d params^2        at the parameters of that moment
+        module.second_order_problem(batch) -> (loss, params, batch), or a list or dict of such tuples
 
-    The module says what is differentiated: `second_order_problem(batch)` returns (loss, params,
-    batch), or a list of such tuples, or a dict of them by name, as for SecondOrderAudit. The
-    loggers get curvature/largest and curvature/smallest (eigenvalues, not their magnitudes),
-    curvature/trace and curvature/trace_error (one standard error), with curvature[name]/... where
-    problems have names, at each measurement, whatever log_every_n_steps is; the progress bar and
-    callback_metrics get the largest, for EarlyStopping to watch. `history` holds every
-    `Measurement`, with the k eigenvalues of each end and the density.
+    The loggers get ``curvature/largest`` and ``curvature/smallest`` (the extreme eigenvalues),
+    ``curvature/trace`` and ``curvature/trace_error`` (one standard error) at each measurement, whatever
+    ``log_every_n_steps`` is; where problems have names, ``curvature[name]/...``. The progress bar and
+    ``callback_metrics`` get the largest eigenvalue, which ``EarlyStopping`` can monitor.
 
-    every: training batches from one measurement to the next. k: eigenvalues of each end.
-    num_samples, steps: random vectors of density and trace, and Lanczos steps of each, a product
-    each. fixed_batch: whether all measurements are on the first batch of the fit, which
-    checkpoints then hold, or each on the batch just trained on. stand_ins: as in
-    `HessianOperator`. max_iter: as in `eigsh`; where it does not converge, a warning says so, and
-    the ends are taken from the density. seed: of the random vectors, with the number of the
-    batch.
+    The fit is the one without the callback: random numbers, parameters, buffers, gradients and modes
+        are left unchanged. A resumed fit has the history of an uninterrupted one. In distributed
+        training H is that of the mean loss over the batches of all processes. Autocast is off. A
+        measurement takes ``num_samples * steps`` products with H, and some 20 or more for the extreme
+        eigenvalues, of about two gradients each.
 
-    The fit is the one that it would be without the callback: the global random numbers,
-    parameters, buffers, gradients and modes stay as they were; and a resumed fit has the history
-    of one that was not interrupted. Of several processes each adds its own batch: H is that of
-    the mean loss. Autocast is off here. Time: a measurement is num_samples * steps products, and
-    some 20 or more for the ends, of about two gradients each.
-    Raises TypeError, at the start of the fit, for a module without the method; at the first
-    batch, ValueError for more eigenvalues than there are; FloatingPointError for a loss that is
-    not finite; RuntimeError for one that draws at random, as with dropout; ValueError for a
-    checkpoint whose batch has another structure, or that is of another number of processes.
+    Args:
+        every: Training batches between measurements. Default: 100.
+        k: Number of eigenvalues at each end of the spectrum. Default: 1.
+        num_samples: Random vectors for the density and the trace. Default: 5.
+        steps: Lanczos steps for each random vector. Default: 40.
+        fixed_batch: If True, every measurement uses the first batch of the fit, which checkpoints then
+            hold; if False, the batch just trained on. Default: True.
+        stand_ins: Whether to use hoglib's stand-ins for torch calls without a right second derivative,
+            as :class:`hoglib.HessianOperator` does. Default: True.
+        max_iter: Restarts of the eigenvalue solver. Where it does not converge, a warning says so, and
+            the extreme eigenvalues are those of the density. Default: 100.
+        seed: Seed of the random vectors, together with the number of the batch. Default: 0.
+    Attributes:
+        history: Every :class:`Measurement`, with the k eigenvalues of each end and the density.
+    Raises:
+        ArgumentTypeError: at the start of the fit, for a module without ``second_order_problem``.
+        ArgumentValueError: at the first batch, if k is larger than the number of eigenvalues; for a
+            checkpoint whose batch has another structure, or that is from another number of processes.
+        NonFiniteError: for a loss that is not finite.
+        NondeterministicError: for a loss that draws random numbers, such as one with dropout.
+    Example:
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from hoglib.lightning import CurvatureMonitor
+        >>> class Regression(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = nn.Linear(2, 1)
+        ...     def second_order_problem(self, batch):
+        ...         loss = hog.functional_loss(self.net, F.mse_loss)
+        ...         return loss, hog.trainable_params(self.net), batch
+        ...     def training_step(self, batch, batch_idx):
+        ...         return F.mse_loss(self.net(batch[0]), batch[1])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> monitor = CurvatureMonitor(every=1, num_samples=2, steps=3)
+        >>> trainer = Trainer(
+        ...     callbacks=[monitor], fast_dev_run=2, accelerator="cpu",
+        ...     enable_progress_bar=False, enable_model_summary=False,
+        ... )
+        >>> data = torch.utils.data.TensorDataset(torch.eye(2).repeat(2, 1), torch.ones(4, 1))
+        >>> trainer.fit(Regression(), torch.utils.data.DataLoader(data, batch_size=2))
+        >>> [(one.batch, one.spectrum.largest.round(decimals=3)) for one in monitor.history]
+        [(0, tensor([3.])), (1, tensor([3.])), (2, tensor([3.]))]
     """
 
     def __init__(
@@ -107,16 +138,18 @@ class CurvatureMonitor(pl.Callback):
         self._starts = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Check that the module declares a problem."""
         check_method(pl_module)
         self._starts, self._batch = True, None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        done = _batches(trainer) - 1  # the one that starts is counted already
+        """Measure at the start of the fit, and log what was measured after the last batch."""
+        done = _batches(trainer) - 1  # the batch that starts is already counted
         if self._starts:
             self._start(done, batch)
-        # Lightning's count for the loggers has only now come to what was measured after a batch
+        # only now has Lightning's step count for the loggers reached the batch of the measurement
         if done % self.every == 0:
             if not self._measured(done):
                 self._measure(pl_module, done, batch)
@@ -126,7 +159,8 @@ class CurvatureMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any,
         batch_idx: int,
     ) -> None:  # fmt: skip
-        """Measures here, before the checkpoints of this batch are written, so that they hold it."""
+        """Measure before the checkpoints of this batch are written, so that they hold the
+        measurement."""
         if not self.fixed_batch:
             self._batch = batch
         if _batches(trainer) % self.every == 0:
@@ -134,28 +168,31 @@ class CurvatureMonitor(pl.Callback):
             self._show(pl_module, _batches(trainer))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Measure at the end of the fit."""
         if self._batch is None:
-            return  # there was nothing to train on
+            return  # there was no batch
         done = _batches(trainer)
         if not self._measured(done):
             self._measure(pl_module, done, self._batch)
         self._log(trainer, pl_module, done, shown=False)
 
     def state_dict(self) -> dict[str, Any]:
+        """The history and the fixed batch, for checkpoints."""
         history = [_packed(one) for one in self.history]
         saved = None if self._saved is None else self._saved._asdict()
         return {"history": history, "batch": saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the history and the fixed batch."""
         self.history = [_unpacked(one) for one in state_dict["history"]]
         saved = state_dict["batch"]
         self._saved = None if saved is None else _Saved(**saved)
 
     def _start(self, done: int, batch: Any) -> None:
         self._starts = False
-        if done == 0:  # a fit of its own
+        if done == 0:  # not a resumed fit
             self.history, self._saved = [], None
-        # The end of a fit that goes on now is none, unless a measurement is due there.
+        # A measurement at the end of the resumed fit is dropped, unless one is due at that batch.
         self.history = [one for one in self.history if one.batch < done + (done % self.every == 0)]
         if not self.fixed_batch:
             self._batch = batch
@@ -170,10 +207,10 @@ class CurvatureMonitor(pl.Callback):
     def _measure(self, module: pl.LightningModule, done: int, batch: Any) -> None:
         own = f"{type(module).__name__}.{METHOD}"
         generator = torch.Generator()
-        seed = (self.seed * 2**20 + done) % 2**32  # of a larger one torch takes the lower bits
+        seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one
         processes = "sharded" if _world() > 1 else None
         found = []
-        with isolate_rng(), restore_buffers(), torch.enable_grad(), _explained(own, done):
+        with isolate_rng(), restore_buffers(), torch.enable_grad(), _explain_errors(own, done):
             batch = self._batch if self.fixed_batch else batch
             for name, loss, params, given in problems_of(module, batch):
                 spectrum = spectrum_of(
@@ -183,13 +220,13 @@ class CurvatureMonitor(pl.Callback):
                 )  # fmt: skip
                 short = name.removeprefix(own).removeprefix("[").removesuffix("]")
                 found.append(Measurement(done, short, spectrum))
-        self.history += found  # of all problems, or of none
+        self.history += found  # of all problems or none
 
     def _at(self, done: int) -> Iterator[Measurement]:
         return (one for one in self.history if one.batch == done)
 
     def _show(self, module: pl.LightningModule, done: int) -> None:
-        """The largest to the progress bar and callback_metrics."""
+        """Log the largest eigenvalue to the progress bar and callback_metrics."""
         for one in self._at(done):
             for name, value in one.values().items():
                 if name.endswith(f"/{LARGEST}"):
@@ -210,7 +247,7 @@ class CurvatureMonitor(pl.Callback):
 
 
 def _batches(trainer: pl.Trainer) -> int:
-    """The batches of all epochs up to the one in progress, or that has just ended."""
+    """The batches of all epochs up to the one in progress, or the one that has just ended."""
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
@@ -220,51 +257,51 @@ def _world() -> int:
 
 
 @contextmanager
-def _explained(what: str, done: int) -> Iterator[None]:
-    """Errors of a measurement say that they are of one, and what to do."""
+def _explain_errors(what: str, done: int) -> Iterator[None]:
+    """Errors of a measurement name the callback, and say what to do."""
     try:
         yield
     except NondeterministicError as error:
         raise NondeterministicError(
             f"CurvatureMonitor, {what} after {done} batches: expected a loss that is the same at "
-            f"each call, got one that is not ({error}) Measure a copy of the network in eval mode, for "
-            f"instance\n{QUIET}"
+            f"each call, got one that is not ({error}) Measure a copy of the network in eval "
+            f"mode, for instance\n{QUIET}"
         ) from error
     except NonFiniteError as error:
         raise NonFiniteError(
             f"CurvatureMonitor, {what} after {done} batches: {error} The training has diverged, or "
-            "starts from there: lower its learning rate."
+            "its first loss is not finite: lower the learning rate, or look at the initial parameters."
         ) from error
 
 
 class _Saved(NamedTuple):
-    """A batch as checkpoints hold it: no classes of anybody's, and that of every process."""
+    """A batch as checkpoints hold it: tensors and plain values, of every process."""
 
     paths: list[str]
     leaves: list[list[Any]]
 
 
 def _saved(batch: Any) -> _Saved:
-    own = [
+    leaves = [
         leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in pytree.leaves(batch)
     ]
-    for path, leaf in zip(pytree.paths(batch), own, strict=True):
+    for path, leaf in zip(pytree.paths(batch), leaves, strict=True):
         if not isinstance(leaf, (Tensor, *PLAIN)):
             raise ArgumentTypeError(
                 f"CurvatureMonitor: expected a batch of tensors and plain values, which "
                 f"checkpoints can hold, got {validation.describe(leaf)} at batch{path and f' {path}'}; "
                 "give fixed_batch=False, or let the loader return a tuple or dict of tensors."
             )
-    every: list[Any] = [own]
-    if _world() > 1:  # now, where all are here; a checkpoint is the work of one
+    every: list[Any] = [leaves]
+    if _world() > 1:  # gathered now, because a single process writes the checkpoint
         every = [None] * _world()
-        cpu = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in own]
+        cpu = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         distributed.all_gather_object(every, cpu)
     return _Saved(pytree.paths(batch), every)
 
 
 def _restored(saved: _Saved, like: Any) -> Any:
-    """This process's part, in the structure and on the devices of a batch."""
+    """The batch of this process, in the structure and on the devices of another batch."""
     now, structure = pytree.flatten(like)
     paths = pytree.paths(like)
     if paths != saved.paths:
@@ -294,7 +331,7 @@ def _named(paths: list[str]) -> str:
 
 
 def _packed(one: Measurement) -> dict[str, Any]:
-    """Of tensors and plain values."""
+    """A measurement as tensors and plain values."""
     spectrum = one.spectrum._asdict()
     return {**one._asdict(), "spectrum": {**spectrum, "density": one.spectrum.density._asdict()}}
 

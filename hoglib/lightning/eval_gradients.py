@@ -19,18 +19,28 @@ Step = Callable[..., Any]
 
 
 class EvalGradients:
-    """Records gradients in `validation_step`, `test_step` and `predict_step` of a LightningModule.
+    """Enable gradients in ``validation_step``, ``test_step`` and ``predict_step`` of a LightningModule.
 
-        class Net(EvalGradients, pl.LightningModule): ...
+    Lightning runs these steps under no_grad inside ``fit``, and in inference mode in ``validate``,
+    ``test`` and ``predict``, where ``torch.autograd.grad`` raises and tensors cannot be differentiated
+    later. A class that lists EvalGradients before LightningModule runs them with gradients enabled, on
+    copies of the inference tensors in the batch. Tensors in containers, mappings and dataclasses are
+    found; for other objects use ``Trainer(inference_mode=False)``.
 
-    Lightning runs these under no_grad inside of `fit`, and in inference mode in `validate`, `test` and
-    `predict`, where `torch.autograd.grad` raises and what was made cannot be differentiated later on.
-    With this class listed before LightningModule they run with gradients on, and on copies of the
-    batch's inference tensors, which autograd refuses; tensors in containers, mappings and dataclasses
-    are found, those in other objects are not (`Trainer(inference_mode=False)` makes none). What a step
-    returns to a caller that records no gradients, as a trainer, is detached, so that no graph outlives
-    the step; a caller that records them, as `training_step` or a subclass, gets the graph.
-    Penalties, forces, products and learners of hoglib need none of this: see docs/lightning.md.
+    What a step returns to a caller without gradients, such as the trainer, is detached, so that no
+    graph outlives the step; a caller with gradients enabled, such as ``training_step`` or a subclass,
+    gets the graph. hoglib's own penalties, forces, products and learners do not need this class.
+
+    Example:
+        >>> from lightning.pytorch import LightningModule
+        >>> from hoglib.lightning import EvalGradients
+        >>> class Slope(EvalGradients, LightningModule):
+        ...     def predict_step(self, x, batch_idx):
+        ...         x = x.requires_grad_()
+        ...         return torch.autograd.grad(x.square().sum(), x)[0]
+        >>> with torch.inference_mode():
+        ...     Slope().predict_step(torch.ones(2), 0)
+        tensor([2., 2.])
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -38,19 +48,23 @@ class EvalGradients:
         for name in STEPS:
             step = getattr(cls, name, None)
             if name in vars(cls):
-                setattr(cls, name, _recording(vars(cls)[name]))
-            elif step is not None and not hasattr(step, "_records") and not _is_no_step(name, step):
-                setattr(cls, name, _recording(_inherited(cls, name, step)))
+                setattr(cls, name, _with_gradients(vars(cls)[name]))
+            elif (
+                step is not None
+                and not hasattr(step, "_enables_gradients")
+                and not _is_default(name, step)
+            ):
+                setattr(cls, name, _with_gradients(_inherited(cls, name, step)))
 
 
-def _is_no_step(name: str, step: Step) -> bool:
-    """Lightning's own, which do nothing; to override them would be to ask for the loop. Its
-    predict_step calls forward."""
+def _is_default(name: str, step: Step) -> bool:
+    """Whether a step is Lightning's own, which does nothing; overriding it would make the trainer run
+    the loop. Lightning's own predict_step calls forward, and counts as a step."""
     return name != "predict_step" and step is getattr(pl.LightningModule, name)
 
 
 def _inherited(cls: type, name: str, step: Step) -> Step:
-    """What the classes after cls have by that name, found at each call as super() does."""
+    """The step of the classes after cls, looked up at each call as super() does."""
 
     @wraps(step)
     def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,39 +73,38 @@ def _inherited(cls: type, name: str, step: Step) -> Step:
     return inherited
 
 
-def _recording(step: Step) -> Step:
+def _with_gradients(step: Step) -> Step:
     @wraps(step)
-    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = torch.is_grad_enabled()
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        caller_has_gradients = torch.is_grad_enabled()
         with grad_enabled():
-            args, kwargs = _each(clone_inference_tensors, (args, kwargs))
+            args, kwargs = _map_tensors(clone_inference_tensors, (args, kwargs))
             result = step(self, *args, **kwargs)
-        return result if wanted else _each(Tensor.detach, result)
+        return result if caller_has_gradients else _map_tensors(Tensor.detach, result)
 
-    # Lightning reads the signature of what is one level below.
-    recorded.__wrapped__ = inspect.unwrap(step)
-    recorded._records = True  # type: ignore[attr-defined]
-    return recorded
+    # Lightning reads the signature of the wrapped function
+    run.__wrapped__ = inspect.unwrap(step)
+    run._enables_gradients = True  # type: ignore[attr-defined]
+    return run
 
 
-def _each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`function` of the tensors in containers, dataclasses and mappings of any class; all else as it
-    is."""
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`function` applied to the tensors in containers, dataclasses and mappings; all else unchanged."""
 
-    def of_leaf(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
         if is_dataclass(leaf) and not isinstance(leaf, type):
             result: Any = copy(leaf)
             for field in fields(leaf):
-                part = _each(function, getattr(leaf, field.name))
-                object.__setattr__(result, field.name, part)  # a frozen one too
+                mapped = _map_tensors(function, getattr(leaf, field.name))
+                object.__setattr__(result, field.name, mapped)  # a frozen one too
             return result
         if isinstance(leaf, MutableMapping):
             result = copy(leaf)
             for key in leaf:
-                result[key] = _each(function, leaf[key])
+                result[key] = _map_tensors(function, leaf[key])
             return result
         return leaf
 
-    return pytree.map(of_leaf, value)
+    return pytree.map(map_leaf, value)

@@ -1,6 +1,6 @@
-"""The state of the random generators in checkpoints."""
+"""The state of the random number generators in checkpoints."""
 
-from typing import Any
+from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -11,15 +11,23 @@ from hoglib._core.state import random_state, set_random_state
 KEY = "hoglib.lightning.RNGState"
 
 
+@final
 class RNGState(pl.Callback):
-    """Resume a run with noise (dropout, augmentation, sampled penalties) as the same run.
+    """Save the random state in checkpoints, so that a resumed run with noise is the same run.
 
-    Lightning's checkpoints hold no random state. This callback saves that of Python, NumPy, torch and
-    each CUDA device with every checkpoint, and sets it when a fit goes on from one: before the
-    training data's iterator is made, which draws the order of a shuffled epoch; and, for a checkpoint
-    from the middle of an epoch, again after it, before the next batch is taken. (The order of an epoch
-    that was interrupted is a matter for a data loader with a `state_dict`.) Validation draws from the
-    same generators unless its loader has a `generator=` of its own.
+    Lightning's checkpoints hold no random state: dropout, augmentation and sampled penalties differ
+    after resuming. This callback saves the state of Python, NumPy, torch and every CUDA device in each
+    checkpoint, and restores it when a fit resumes: before the iterator of the training data is made,
+    which draws the order of a shuffled epoch; and, for a checkpoint from the middle of an epoch, again
+    after it, before the next batch. The order of an interrupted epoch is restored by a data loader with
+    a ``state_dict``. Validation draws from the same generators, unless its loader has a ``generator=``.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from hoglib.lightning import RNGState
+        >>> trainer = Trainer(callbacks=[RNGState()], logger=False, enable_checkpointing=False)
+        >>> any(isinstance(callback, RNGState) for callback in trainer.callbacks)
+        True
     """
 
     def __init__(self) -> None:
@@ -29,38 +37,41 @@ class RNGState(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint[KEY] = {**_get(), "middle_of_epoch": not trainer.is_last_batch}
+        """Add the random state to the checkpoint."""
+        checkpoint[KEY] = {**_random_state(), "middle_of_epoch": not trainer.is_last_batch}
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """Restore the random state, before the iterator of the training data is made."""
         state = checkpoint.get(KEY)
         if state is None or trainer.state.fn != TrainerFn.FITTING:
             return
-        _set(state)
+        _set_random_state(state)
         self._middle_of_epoch = state if state["middle_of_epoch"] else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore the random state again, in the middle of an epoch."""
         state, self._middle_of_epoch = self._middle_of_epoch, None
         if state is not None:
-            _set(state)
+            _set_random_state(state)
 
 
-def _get() -> dict[str, Any]:
-    """With tensors for NumPy's arrays, which checkpoints may hold."""
+def _random_state() -> dict[str, Any]:
+    """The random state with tensors for NumPy's arrays, which checkpoints can hold."""
     state = random_state()
     kind, keys, *rest = state["numpy"]
     return {**state, "numpy": (kind, torch.from_numpy(keys.copy()), *rest)}
 
 
-def _set(state: dict[str, Any]) -> None:
-    """Of a checkpoint, whose tensors may be on another device."""
+def _set_random_state(state: dict[str, Any]) -> None:
+    """Set a state from a checkpoint, whose tensors may be on another device."""
     kind, keys, *rest = state["numpy"]
     set_random_state(
         {
             **state,
             "numpy": (kind, keys.cpu().numpy(), *rest),
             "torch": state["torch"].cpu(),
-            "cuda": [one.cpu() for one in state["cuda"]],
+            "cuda": [device_state.cpu() for device_state in state["cuda"]],
         }
     )
