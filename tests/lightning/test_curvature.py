@@ -493,7 +493,7 @@ def test_a_training_that_diverges_is_told(tmp_path):
             return torch.optim.SGD(self.parameters(), lr=1e200)
 
     with pytest.raises(
-        FloatingPointError, match=r"CurvatureMonitor, .*after [1-4] batch.*lower its"
+        FloatingPointError, match=r"CurvatureMonitor, .*after [1-4] batch.*lower the"
     ):
         fit(tmp_path, [CurvatureMonitor(every=1, **SMALL)], Diverges(nn.Identity))
 
