@@ -189,7 +189,7 @@ class _Audit:
     def _route_rows(self, loss: ReproducibleLoss) -> Iterator[Row]:
         """The gradient, then each route."""
         yield self._row(
-            loss, FIRST, RouteChecker.first, "the gradient", requested=True, directions=1
+            loss, FIRST, RouteChecker.check_gradient, "the gradient", requested=True, directions=1
         )
         work = loss.forward_flops()
         for route in ROUTES.values():
@@ -204,7 +204,7 @@ class _Audit:
                 continue
 
             def check(checker: RouteChecker, route: Route = route) -> CheckResult:
-                return checker.of(route)
+                return checker.check(route)
 
             yield self._row(
                 loss, route.row, check, route.product_text, requested=requested,
@@ -281,7 +281,7 @@ class _Audit:
                 break
 
             def check_higher(checker: RouteChecker, key: str = key) -> CheckResult:
-                return checker.of(ROUTES[key])
+                return checker.check(ROUTES[key])
 
             deeper = loss.locator.find(check_higher, result)
             faults = [fault for fault in deeper if fault.call.module is not None] or faults
@@ -310,7 +310,7 @@ class _Audit:
         ]
         if not found:
             return
-        change = loss.checker().apart(RouteChecker(loss.f, loss.leaves, None))
+        change = loss.checker().largest_difference(RouteChecker(loss.f, loss.leaves, None))
         if change is not None and change > STOP_GRADIENT_TOLERANCE:
             text = self._messages.stop_gradients(found, change)
             yield Row("stopped gradients", "warn", change, text)
@@ -326,7 +326,7 @@ class _Audit:
         name = f"{route.row}, in {short}"
 
         def check(checker: RouteChecker) -> CheckResult:
-            return checker.finite(route)
+            return checker.check_finite(route)
 
         with ReproducibleLoss(self._problem, double=False) as loss, keep_swapped():
             result = check(loss.checker())

@@ -1,17 +1,22 @@
-"""Differences of a function, of its gradient and of its products, along a direction.
+"""Checks whether a route gives the right derivative of a scalar function f with gradient g.
 
-    values     (f(x + h v) - f(x - h v)) / 2h
-    gradients  (g(x + h v) - g(x - h v)) / 2h
-    products   (H v at x + h w - H v at x - h w) / 2h, with H v by reverse-over-reverse
+    derivative                is compared with
+    first    <g, v>           (f(x + h v) - f(x - h v)) / 2h
+    H v                       (g(x + h v) - g(x - h v)) / 2h
+    w^T H v, a number         the same, and w
+    third    of w^T H v       (H v at x + h w - H v at x - h w) / 2h, by reverse-over-reverse
 
-What the function stops is held, and they are kept, for the next that asks.
+Steps h are tried until the derivative agrees with a difference. If it agrees with none, it is wrong
+provided that a difference agrees with another one and the one-sided slopes with each other; otherwise
+(at a kink, or where numbers cancel) nothing is known. Values that f takes out of its graph are held
+constant.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import inf, nan
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +36,17 @@ class Difference(NamedTuple):
 
 
 def all_finite(parts: Vector) -> bool:
+    """Whether every number is finite."""
     return all(bool(part.isfinite().all()) for part in parts)
 
 
+@final
 class Differences:
-    """Those of a scalar function of leaves, by kind and step; w is the direction of products."""
+    """Central differences of a scalar function of leaves, each computed once, by kind and step.
+
+    Kinds are "values" of f, "gradients" and "products" H v; products are differenced along w, the
+    others along v. stops: the values that f takes out of its graph; None to let them vary.
+    """
 
     def __init__(
         self, f: Scalar, leaves: Vector, stops: StopGradientReplay | None, v: Vector, w: Vector
@@ -46,22 +57,20 @@ class Differences:
 
     @property
     def leaves(self) -> Vector:
-        """The point, in copies: code under no_grad may write to what it is given."""
+        """Copies of the point: code under no_grad may write to its arguments."""
         return [x.clone() for x in self._leaves]
 
     def here(self, kind: str) -> Vector | None:
-        """What is differenced, at the point itself; None where it cannot be had."""
+        """The differenced function at the point itself; None where it raises."""
         if kind not in self._here:
             self._here[kind] = None
-            with suppress(Exception):  # as at another point
+            with suppress(Exception):  # as at any other point
                 self._here[kind] = self._functions[kind](self.leaves)
         return self._here[kind]
 
     def at(self, kind: str, step: float) -> Difference | None:
-        """The difference with a step, or None where the function cannot be had there.
-
-        Nor can it where it stops what is inside of a transform of torch.func, which cannot be held.
-        """
+        """The difference with a step; None where the function raises, or where it stops a gradient
+        inside a transform of torch.func, which cannot be held constant."""
         if (kind, step) not in self._known:
             self._known[kind, step] = self._difference(kind, step)
         return self._known[kind, step]
@@ -77,7 +86,7 @@ class Differences:
             if self._stops is not None and self._stops.beyond:
                 return None
             above, below = both_sides(self._functions[kind], self.leaves, along, step)
-        except Exception:  # whatever it says of another point, also that it takes another path
+        except Exception:  # the function need not accept another point, or takes another path there
             return None
         slope = difference_quotient(above, below, step)
         total = [(a + b) / (2 * step) for a, b in zip(above, below, strict=True)]
@@ -90,7 +99,7 @@ class Differences:
             return self._f(*own)
 
     def _record(self) -> None:
-        """Remember what the function takes out of its graph, at the point itself."""
+        """Record the stopped values at the point itself."""
         if self._stops is not None and not self._stops.recorded:
             self._held(*fresh_leaves(self.leaves, False))
 
@@ -108,54 +117,52 @@ class Differences:
         return reverse_over_reverse(self._held, leaves, self._v, self._w)
 
 
-# === Whether a route gives the right derivative of a scalar function: the one that differences
-# have.
-#
-#     first      <g, v>            with those of f
-#     H v        by each route     with those of g
-#     w^T H v    a number          with these and w
-#     third      of w^T H v        with those of H v by reverse-over-reverse, along w
-#
-# Steps h are tried until a product agrees with a difference. What agrees with none is wrong if a
-# difference agrees with another one, and the slopes to either side with each other; if they do not
-# (at a
-# kink, where numbers cancel) nothing is known.
-
 RIGHT = {torch.float64: 1e-5, torch.float32: 1e-2}
-CLEARLY = 10  # times as far from a difference as that is known
-UNSURE, OF_ONE = 1e-2, 1e-3  # how well a difference must be known to say wrong; of one number
-SURE = 1e-2  # and to say right
-KINKED = 0.5  # how far apart slopes to either side are where a kink is all that they show
-SHARE = 1e-3  # of all tensors together, below which one's own size is not what counts
+CLEARLY = 10  # a wrong result is that many times further from a difference than its uncertainty
+# Largest uncertainty of a difference to call a vector wrong, to call a number wrong, to call a result
+# right.
+UNSURE, OF_ONE, SURE = 1e-2, 1e-3, 1e-2
+KINKED = 0.5  # relative gap between one-sided slopes that only a kink or rounding explains
+SHARE = 1e-3  # tensors smaller than this share of all are compared relative to all
 FIRST = "first derivative: reverse"
 
 
 class CheckResult(NamedTuple):
-    """What is known of a route. `wrong`: True, False, or None where nothing could be compared."""
+    """What is known about a route. `wrong`: True, False, or None where nothing could be compared."""
 
     wrong: bool | None
     error: float | None = None  # relative
     raised: Exception | None = None
-    sure: bool = False  # it agrees with a difference as well as differences go
+    sure: bool = False  # the route agrees with a difference to full accuracy
 
     @property
     def at_fault(self) -> bool:
+        """Whether it is wrong or raises."""
         return self.wrong is True or self.raised is not None
 
     def rank(self) -> tuple[bool, bool, float]:
-        """What is known best, and of what is known as well the larger error."""
+        """The key by which the better-known result is larger, then that with the larger error."""
         return self.sure, self.wrong is False, self.error or 0.0
 
 
-NOT_FINITE = CheckResult(True, nan)  # wrong: the loss is finite at its parameters
-Tried = tuple[float, Vector, float | None, float]  # step, slope, size, how far off
+NOT_FINITE = CheckResult(True, nan)  # wrong, because the loss itself is finite
 
 
+class _Comparison(NamedTuple):
+    """A route against one difference."""
+
+    step: float
+    slope: Vector
+    size: float | None
+    error: float
+
+
+@final
 class RouteChecker:
-    """Judges routes of one function at one point, along one random direction v.
+    """Checks routes of one function at one point, along one random direction v.
 
-    stops: what the function takes out of its graph, to be held. frozen: by leaf, a row that is constant
-    by definition.
+    stops: the values that the function takes out of its graph. frozen: for a leaf, a row whose gradient
+        is zero by definition, along which nothing is differenced.
     """
 
     def __init__(
@@ -182,9 +189,9 @@ class RouteChecker:
         )  # fmt: skip
         for i, row in frozen.items():
             self.v[i][row], self.w[i][row] = 0.0, 0.0
-        self.keep: set[str] = set()  # of routes whose products are wanted again
+        self.keep: set[str] = set()  # keys of routes whose products are asked for again
         self._products: dict[str, Vector] = {}
-        self.compares = True  # or only says whether a route raises
+        self.compares = True  # False: only find out whether a route raises
         self.differences = Differences(f, self._leaves, stops, self.v, self.w)
 
     @property
@@ -192,8 +199,8 @@ class RouteChecker:
         """The point."""
         return self.differences.leaves
 
-    def first(self) -> CheckResult:
-        """Of the gradient that autograd gives."""
+    def check_gradient(self) -> CheckResult:
+        """Check the gradient of autograd."""
         try:
             found = self.differences.gradient(self.leaves)
         except Exception as error:
@@ -201,7 +208,8 @@ class RouteChecker:
         slope = [pytree.dot(found, self.v)]
         return self._compare("values", slope, self._size(found), lambda truth: truth)
 
-    def of(self, route: Route) -> CheckResult:
+    def check(self, route: Route) -> CheckResult:
+        """Check the derivative of a route."""
         try:
             found = self.product(route)
         except Exception as error:
@@ -215,7 +223,7 @@ class RouteChecker:
         )
 
     def product(self, route: Route) -> Vector:
-        """What a route gives."""
+        """The derivative of a route."""
         if route.key in self._products:
             return self._products[route.key]
         found = route.product(self.f, self.leaves, self.v, self.w)
@@ -224,21 +232,21 @@ class RouteChecker:
             self._products[route.key] = found
         return found
 
-    def finite(self, route: Route) -> CheckResult:
-        """Whether it is there, and finite, without any differences."""
+    def check_finite(self, route: Route) -> CheckResult:
+        """Check only that a route does not raise and is finite."""
         try:
             found = self.product(route)
         except Exception as error:
             return CheckResult(None, raised=error)
         return CheckResult(False) if all_finite(found) else NOT_FINITE
 
-    def apart(self, other: "RouteChecker") -> float | None:
-        """By how much the differences of two functions differ, at one step or another."""
+    def largest_difference(self, other: "RouteChecker") -> float | None:
+        """The largest relative difference of H v of two functions, by central differences."""
         found = []
         for step in self._steps[:4]:
             a, b = self.differences.at("gradients", step), other.differences.at("gradients", step)
             if a is not None and b is not None:
-                found.append(self._off(a.slope, b.slope, None))
+                found.append(self._error(a.slope, b.slope, None))
         return max(found, default=None)
 
     def _compare(
@@ -248,61 +256,73 @@ class RouteChecker:
         size: float | Callable[[Vector], float] | None,
         take: Callable[[Vector], Vector],
     ) -> CheckResult:
-        """size: of what the numbers are parts of, where they are no vector like the leaves."""
+        """Compare with differences.
+
+        size: the size that an error is relative to, if found is a number instead of one tensor for each
+        leaf. take: the same number of a difference.
+        """
         if not self.compares:
             return CheckResult(False, sure=True)
         if not all_finite(found):
             return NOT_FINITE
-        best, tried = CheckResult(None), []
+        best, compared = CheckResult(None), []
         steps = list(self._steps)
         while steps:
             step = steps.pop(0)
             truth = self.differences.at(kind, step)
             if truth is None:
                 continue
+            slope = take(truth.slope)
             whole = size(truth.slope) if callable(size) else size
-            off = self._off(found, take(truth.slope), whole)
-            if off < self._right:
-                return CheckResult(False, off, sure=True)
-            tried.append((step, take(truth.slope), whole, off))
-            if best.error is None or off < best.error:
-                best = CheckResult(None, off)
-            if len(tried) == 2 and self._known_to(kind, take, tried) < off / CLEARLY:
-                break  # two short steps agree, and longer ones will
-            bends = [self._bend(kind, h, take, its) for h, _, its, _ in tried[:2]]
-            if len(tried) == 2 and min(bends) > KINKED:
-                steps = steps[-1:]  # rounding, which the longest mends, or a kink, which none does
-        doubt = self._known_to(kind, take, tried)
+            error = self._error(found, slope, whole)
+            if error < self._right:
+                return CheckResult(False, error, sure=True)
+            compared.append(_Comparison(step, slope, whole, error))
+            if best.error is None or error < best.error:
+                best = CheckResult(None, error)
+            if len(compared) == 2:
+                if self._uncertainty(kind, take, compared) < error / CLEARLY:
+                    break  # two short steps agree with each other; longer ones are no better
+                gaps = [self._one_sided_gap(kind, one.step, take, one.size) for one in compared]
+                if min(gaps) > KINKED:
+                    # either rounding, which the longest step overcomes, or a kink, which none does
+                    steps = steps[-1:]
+        uncertainty = self._uncertainty(kind, take, compared)
         if best.error is None:
             return CheckResult(None)
-        if doubt < (UNSURE if size is None else OF_ONE) and best.error > CLEARLY * doubt:
+        limit = UNSURE if size is None else OF_ONE
+        if uncertainty < limit and best.error > CLEARLY * uncertainty:
             return best._replace(wrong=True)
-        if doubt < SURE and best.error < doubt:
+        if uncertainty < SURE and best.error < uncertainty:
             return CheckResult(False, best.error)
         return CheckResult(None)
 
-    def _known_to(self, kind: str, take: Callable[[Vector], Vector], tried: list[Tried]) -> float:
-        """How well the best difference is known: by the next one, and by the slopes to either side."""
-        doubts = []
-        for step, slope, whole, _ in tried:
-            others = [self._off(other, slope, whole) for at, other, *_ in tried if at != step]
-            doubts.append(max(min(others, default=inf), self._bend(kind, step, take, whole)))
-        return min(doubts, default=inf)
-
-    def _bend(
-        self, kind: str, step: float, take: Callable[[Vector], Vector], whole: float | None
+    def _uncertainty(
+        self, kind: str, take: Callable[[Vector], Vector], compared: list[_Comparison]
     ) -> float:
-        """How far the slopes to either side are apart: by O(h), unless there is a kink within h."""
+        """The relative uncertainty of the best difference, by the other steps and the one-sided
+        slopes."""
+        found = []
+        for step, slope, size, _ in compared:
+            others = [self._error(one.slope, slope, size) for one in compared if one.step != step]
+            gap = self._one_sided_gap(kind, step, take, size)
+            found.append(max(min(others, default=inf), gap))
+        return min(found, default=inf)
+
+    def _one_sided_gap(
+        self, kind: str, step: float, take: Callable[[Vector], Vector], size: float | None
+    ) -> float:
+        """Relative gap between the slopes to either side: O(h), unless there is a kink within h."""
         truth = self.differences.at(kind, step)
         assert truth is not None
         here = self.differences.here(kind)
         if here is None:
             return inf
-        bend = [a - b / step for a, b in zip(truth.sum, here, strict=True)]
-        bent = [a + b for a, b in zip(truth.slope, bend, strict=True)]
-        return self._off(take(bent), take(truth.slope), whole)
+        gap = [a - b / step for a, b in zip(truth.sum, here, strict=True)]
+        forward_slope = [a + b for a, b in zip(truth.slope, gap, strict=True)]
+        return self._error(take(forward_slope), take(truth.slope), size)
 
-    def _off(self, found: Vector, truth: Vector, whole: float | None) -> float:
+    def _error(self, found: Vector, truth: Vector, whole: float | None) -> float:
         """The largest relative difference of two vectors, a tensor at a time."""
         if whole is not None:
             return float((found[0] - truth[0]).abs()) / max(whole, 1e-300)
@@ -323,12 +343,13 @@ class RouteChecker:
 
 
 def scale(x: Tensor) -> float:
-    """The size of the numbers of a tensor, in whose parts steps are counted."""
+    """The root mean square of a tensor, which steps are relative to; 0.01 for a tensor of zeros."""
     size = float(x.norm()) / max(x.numel(), 1) ** 0.5
     return size if size > 1e-8 and size == size else 0.01
 
 
 def normal(x: Tensor, random: torch.Generator) -> Tensor:
+    """Standard normal numbers, the same on every device and in every dtype."""
     return torch.randn(x.shape, dtype=torch.float64, device="cpu", generator=random).to(
         x.device, x.dtype
     )
