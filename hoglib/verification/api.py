@@ -101,7 +101,7 @@ def verify(
         ...         return 3 * g * x.detach() ** 2  # loses the second derivative
         >>> report = hog.verify(Cube, torch.linspace(0.5, 1.5, 4))
         >>> report.ok, report.failed[0].name
-        (False, 'graph cut: .detach()')
+        (False, 'detached: .detach()')
     """
     validation.function("fn", fn)
     options = check_options(

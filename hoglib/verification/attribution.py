@@ -42,7 +42,7 @@ class Diagnosis(NamedTuple):
 
     lost: float  # relative to the whole term
     slots: list[Slot]
-    cuts: list[DetachedGradient]  # those that do harm, or might
+    detached: list[DetachedGradient]  # those that do harm, or might
     once: bool  # @once_differentiable
     error: Exception | None  # what backward raised when its graph was asked for
     inner: list[Application]  # Functions that backward applies
@@ -249,7 +249,7 @@ class _Attribution:
         total = sum(lost.values())
         if total <= LOST * size:
             return Diagnosis(0.0, [], [], self._once, None, inner)
-        cuts = self._harmful_cuts(watch.detached, total, size)
+        detached = self._harmful_detachments(watch.detached, total, size)
         slots = [slot for slot in self._describe_slots() if lost.get(slot.label, 0.0) > LOST * size]
         for slot in slots:
             slot.lost = lost[slot.label]
@@ -257,7 +257,7 @@ class _Attribution:
         return Diagnosis(
             total / size,
             [s for s in slots if s.share > WORTH_SAYING],
-            cuts, self._once, None, inner,
+            detached, self._once, None, inner,
         )  # fmt: skip
 
     def _cuts_before_error(self) -> list[DetachedGradient]:
@@ -267,24 +267,25 @@ class _Attribution:
             self._autograd_terms(watch)
         return watch.detached
 
-    def _harmful_cuts(
-        self, cuts: list[DetachedGradient], total: float, size: float
+    def _harmful_detachments(
+        self, detached: list[DetachedGradient], total: float, size: float
     ) -> list[DetachedGradient]:
-        """The cuts whose repair reduces the loss; also those beyond repair, if a loss remains."""
-        repairable = [cut for cut in cuts if cut.repairable]
+        """The detached gradients whose repair reduces the loss; also those beyond repair, if a loss
+        remains."""
+        repairable = [one for one in detached if one.repairable]
         least = self._lost_after_repair(repairable)
         guilty = []
         for cut in repairable:
             without = self._lost_after_repair([other for other in repairable if other is not cut])
             if without > least + max(0.01 * total, LOST * size):
                 guilty.append(cut)
-        others = [cut for cut in cuts if not cut.repairable]
+        others = [one for one in detached if not one.repairable]
         if others and least > LOST * size:
             guilty += others
-        return guilty or (cuts if self._lost_after_repair([]) > LOST * size else [])
+        return guilty or (detached if self._lost_after_repair([]) > LOST * size else [])
 
     def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:
-        """What slots with a graph still lose if some cuts are repaired."""
+        """What slots with a graph still lose if some detached gradients are repaired."""
         kinds = {slot.label: slot.kind for slot in self._describe_slots()}
         try:
             lost, _, _ = self._measure_lost(repair)

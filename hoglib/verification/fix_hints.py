@@ -81,10 +81,10 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
 
     with watching_functions(ignore) as watch.applying, watch:
         subject.map(*(y.clone().requires_grad_() for y in x))
-    for cuts in _together(watch.detached):
-        shown = "; ".join(map(str, cuts[:3]))
+    for detached in _together(watch.detached):
+        shown = "; ".join(map(str, detached[:3]))
         yield Row(
-            f"graph cut: {title(cuts[0])}", "fail", None,
+            f"detached: {title(detached[0])}", "fail", None,
             f"{subject.name} leaves the graph by {shown}, so that the part of its derivative "
             "through there is lost. Use the tensor itself; pass what is constant on purpose as an "
             "input that does not require grad.",
@@ -117,7 +117,7 @@ def is_culprit(row: Row) -> bool:
     """Whether a row names the cause of other failures."""
     return row.status == "fail" and any(
         word in row.name
-        for word in ("graph cut: ", "saved: ", "culprit: ", " applies ", "deterministic")
+        for word in ("detached: ", "saved: ", "culprit: ", " applies ", "deterministic")
     )
 
 
@@ -166,31 +166,33 @@ def _of(
         return
     if found.once:
         text = (
-            f"{function}.{rule} is decorated with @once_differentiable, which cuts the graph: a second "
-            f"derivative raises, or is silently zero. {ONCE}"
+            f"{function}.{rule} is decorated with @once_differentiable, which detaches the gradient: "
+            f"a second derivative raises, or is silently zero. {ONCE}"
         )
         text += (
             " Without it the second derivative would still be wrong, see below."
             if found.lost or found.error
             else " Without it the second derivative is right."
         )
-        yield Row(f"{prefix}graph cut: @once_differentiable", "fail", None, text)
+        yield Row(f"{prefix}detached: @once_differentiable", "fail", None, text)
     if found.error is not None:
         yield raised_row(prefix, function, rule, found, always=raises and not in_jvp)
         return
-    for cuts in _together(found.cuts):
-        yield cut_row(f"{prefix}graph cut: {title(cuts[0])}", function, rule, cuts, found)
+    for detached in _together(found.detached):
+        yield detached_row(
+            f"{prefix}detached: {title(detached[0])}", function, rule, detached, found
+        )
     made = [slot for slot in found.slots if slot.kind in ("copy", "intermediate")]
     if made:
         yield saved_row(prefix, rule, made, app)
     inner = list(_inner(prefix, function, rule, found)) if right_once else []
     yield from inner
     unseen = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
-    if unseen and right_once and not (inner or found.cuts or made):
+    if unseen and right_once and not (inner or found.detached or made):
         what = ", ".join(called(s) for s in unseen)
         lost = sum(s.share for s in unseen)
         yield Row(
-            f"{prefix}graph cut: unseen", "fail", lost,
+            f"{prefix}detached: unseen", "fail", lost,
             f"{function}.{rule} loses {percent(lost)} of the missing second-order term, that of "
             f"{what}, and ctx shows no reason. Does it call a kernel of another library, write memory "
             f"directly, or read what forward stored on the class or in a global? "
@@ -198,10 +200,11 @@ def _of(
         )  # fmt: skip
 
 
-def _together(cuts: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
-    """Groups of cuts: one for each, and one for all that happens while gradients are disabled."""
-    off = [cut for cut in cuts if cut.kind == "off"]
-    groups = [[cut] for cut in cuts if cut.kind != "off"]
+def _together(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
+    """Groups of detached gradients: one for each, and one for all that happens while gradients are
+    disabled."""
+    off = [one for one in detached if one.kind == "off"]
+    groups = [[one] for one in detached if one.kind != "off"]
     return [off, *groups] if off else groups
 
 
@@ -245,8 +248,8 @@ def title(cut: DetachedGradient) -> str:
     return cut.how.split(" under ")[-1].split(",")[0].strip("`")
 
 
-def cut_row(
-    name: str, function: str, rule: str, cuts: Sequence[DetachedGradient], found: Diagnosis
+def detached_row(
+    name: str, function: str, rule: str, detached: Sequence[DetachedGradient], found: Diagnosis
 ) -> Row:
     through = [s for s in found.slots if s.kind in ("input", "output", "gradient")]
     lost = sum(s.share for s in through)
@@ -254,8 +257,10 @@ def cut_row(
     if through:
         what = " and ".join(map(called, through))
         share = f" It loses {percent(lost)} of the missing second-order term, that of {what}."
-    shown = "; ".join(map(str, cuts[:3])) + (f"; and {len(cuts) - 3} more" if len(cuts) > 3 else "")
-    kind = "escape" if cuts[0].then else cuts[0].kind
+    shown = "; ".join(map(str, detached[:3])) + (
+        f"; and {len(detached) - 3} more" if len(detached) > 3 else ""
+    )
+    kind = "escape" if detached[0].then else detached[0].kind
     text = f"{function}.{rule} leaves the graph by {shown}.{share} {FIXES[kind]}"
     return Row(name, "fail", lost or None, text)
 
@@ -268,11 +273,11 @@ def raised_row(prefix: str, function: str, rule: str, found: Diagnosis, *, alway
     """The row of a rule that raises, with a graph only or always."""
     error = found.error
     assert error is not None
-    name = f"{prefix}culprit: {rule}" if always else f"{prefix}graph cut: in {rule}"
+    name = f"{prefix}culprit: {rule}" if always else f"{prefix}detached: in {rule}"
     how = "" if always else "cannot be differentiated: with a graph it "
     text = f"{function}.{rule} {how}raised {format_error(error)}."
-    if found.cuts:
-        text += " It leaves the graph by " + "; by ".join(map(str, found.cuts)) + "."
+    if found.detached:
+        text += " It leaves the graph by " + "; by ".join(map(str, found.detached)) + "."
     if not found.kept and rule == "backward":
         text += " Nothing is saved: ctx.save_for_backward is never called."
     return Row(name, "fail", None, f"{text} {_advice(rule, error, found)}".rstrip())

@@ -72,7 +72,7 @@ def test_only_the_slot_at_fault_is_blamed():
     assert found.slots[0].kind == "intermediate"
     assert found.slots[0].name == "square"
     assert found.slots[0].share == pytest.approx(1)
-    assert not found.cuts
+    assert not found.detached
 
 
 def with_backward(rule):
@@ -131,9 +131,9 @@ def _inner(x, g):
 def test_cuts_are_named_with_file_and_line(case):
     rule, how = CUTS[case]
     report = hog.verify(with_backward(rule), x)
-    texts = [row.text for row in report.failed if row.name.startswith("graph cut: ")]
+    texts = [row.text for row in report.failed if row.name.startswith("detached: ")]
     assert any(how in text and "test_attribution.py:" in text for text in texts), str(report)
-    assert report.failed[0].name.startswith("graph cut: ")  # cuts come first
+    assert report.failed[0].name.startswith("detached: ")  # cuts come first
 
 
 def test_a_harmless_detach_is_not_blamed():
@@ -143,7 +143,7 @@ def test_a_harmless_detach_is_not_blamed():
         keep = torch.where(x.detach() > 0, 1.0, 1.0)
         return g * 3 * x.data**2 * keep
 
-    cuts = diagnosed(with_backward(both), x).cuts
+    cuts = diagnosed(with_backward(both), x).detached
     assert [cut.how for cut in cuts] == [".data"]
 
 
@@ -155,8 +155,8 @@ def test_two_cuts_on_one_way_are_both_blamed():
     def apart(x, g):
         return g.detach() * 3 * x.detach() ** 2
 
-    assert len(diagnosed(with_backward(twice), x).cuts) == 1  # the second has nothing to cut
-    assert len(diagnosed(with_backward(apart), x).cuts) == 1  # one line, one place
+    assert len(diagnosed(with_backward(twice), x).detached) == 1  # the second has nothing to cut
+    assert len(diagnosed(with_backward(apart), x).detached) == 1  # one line, one place
 
 
 def test_once_differentiable_is_seen_through():
@@ -169,7 +169,7 @@ def test_once_differentiable_is_seen_through():
         backward = staticmethod(once(lambda ctx, g: g * 3 * ctx.saved_tensors[0].detach() ** 2))
 
     def text(function):
-        return hog.verify(function, x)["graph cut: @once_differentiable"].text
+        return hog.verify(function, x)["detached: @once_differentiable"].text
 
     assert "Without it the second derivative is right" in text(Right)
     assert "would still be wrong" in text(Wrong)
@@ -213,7 +213,7 @@ def test_a_cut_in_jvp_is_named_as_such():
 
     report = hog.verify(Cube, x)
     assert [row.name for row in report.failed] == [
-        "graph cut: .detach()",
+        "detached: .detach()",
         "second derivative: reverse-over-forward",
     ]
     assert "Cube.jvp leaves the graph" in report.failed[0].text
