@@ -2,15 +2,19 @@
 
 from hoglib.penalties.checking.api import check
 from hoglib.penalties.critics import dragan, r1, r1_r2, r2, wgan_gp, zero_centred
-from hoglib.penalties.energies import forces
+from hoglib.penalties.energies import EnergyForces, EnergyForcesHessian, forces
 from hoglib.penalties.jacobians import input_gradient, jacobian, lipschitz, sobolev
 from hoglib.penalties.module import GradientPenalty
 from hoglib.penalties.options import Options
 from hoglib.penalties.parameters import parameter_gradient
+from hoglib.penalties.terms import PenaltyWithOutputs
 
 __all__ = [
+    "EnergyForces",
+    "EnergyForcesHessian",
     "GradientPenalty",
     "Options",
+    "PenaltyWithOutputs",
     "check",
     "dragan",
     "forces",

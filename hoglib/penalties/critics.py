@@ -12,7 +12,7 @@ from hoglib.errors import ArgumentValueError
 from hoglib.penalties.input_vjp import InputVJP
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import add_noise, interpolate
-from hoglib.penalties.terms import Rule, penalty
+from hoglib.penalties.terms import PenaltyWithOutputs, Rule, penalty
 
 Critic = Callable[..., Any]
 
@@ -51,7 +51,8 @@ def wgan_gp(
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
         The penalty, a scalar to be multiplied by its weight and added to the critic's loss; [N] with
-        ``reduction="none"``; (penalty, outputs of the critic) with ``return_outputs=True``.
+        ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty, outputs of the critic) with
+        ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
@@ -102,8 +103,8 @@ def zero_centred(
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs of the critic) with
-        ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        outputs of the critic) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
@@ -142,8 +143,8 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Any
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs of the critic) with
-        ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        outputs of the critic) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
@@ -183,8 +184,8 @@ def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Any
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs of the critic) with
-        ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        outputs of the critic) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
@@ -222,8 +223,8 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, (outputs at real, outputs at
-        fake)) with ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        (outputs at real, outputs at fake)) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
@@ -245,7 +246,7 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
     if not checked.return_outputs:
         return _add(at_real, at_fake)
     (a, scores_of_real), (b, scores_of_fake) = at_real, at_fake
-    return _add(a, b), (scores_of_real, scores_of_fake)
+    return PenaltyWithOutputs(_add(a, b), (scores_of_real, scores_of_fake))
 
 
 def dragan(
@@ -277,8 +278,8 @@ def dragan(
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs of the critic) with
-        ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        outputs of the critic) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the

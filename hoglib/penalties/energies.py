@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Unpack, final
+from typing import Any, NamedTuple, Unpack, final
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def forces(
     *args: Any,
     hessian: bool = False,
     **options: Unpack[Options],
-) -> tuple[Any, ...]:
+) -> Any:
     r"""Energies and forces, for losses of both.
 
         E = energy(x)        F = -dE/dx        H = d^2 E / dx^2, with hessian=True
@@ -48,7 +48,8 @@ def forces(
             `second_order()`), ``compile`` (run as one graph; without the Hessian of graphs, whose size
             depends on the values of batch).
     Returns:
-        (E, F) or (E, F, H): E as energy returned it (of several outputs the selected one), F like x.
+        :class:`EnergyForces` (E, F), or :class:`EnergyForcesHessian` (E, F, H): E as energy returned
+        it (of several outputs the selected one), F like x.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or energies of the wrong kind or shape.
         NoSecondDerivative: If energies do not depend on positions; the message names the call that
@@ -63,9 +64,12 @@ def forces(
         Potential-Energy Surfaces, 2007; Schuett et al., SchNet, 2017, eq. 3.
     Example:
         >>> spring = lambda x: x.square().sum() / 2
-        >>> hog.penalties.forces(spring, torch.tensor([1.0, 2.0]), hessian=True)
-        (tensor(2.5000), tensor([-1., -2.]), tensor([[1., 0.],
-                [0., 1.]]))
+        >>> E, F, H = hog.penalties.forces(spring, torch.tensor([1.0, 2.0]), hessian=True)
+        >>> E, F
+        (tensor(2.5000), tensor([-1., -2.]))
+        >>> H
+        tensor([[1., 0.],
+                [0., 1.]])
     """
     validation.flag("hessian", hessian)
     checked = check_options("forces", _without_penalty_options(options))
@@ -79,7 +83,39 @@ def forces(
     )  # fmt: skip
     energies, forces, *rest = found
     forces = pytree.map(lambda f: averaged("forces", f, leaves_of(f), energies), forces)
-    return (energies, forces, *rest)
+    return _result(energies, forces, *rest)
+
+
+class EnergyForces(NamedTuple):
+    """What :func:`forces` returns; it can be unpacked.
+
+    Attributes:
+        energy: E, as the energy function returned it.
+        forces: F, like the positions.
+    """
+
+    energy: Tensor
+    forces: Any
+
+
+class EnergyForcesHessian(NamedTuple):
+    """What :func:`forces` returns with ``hessian=True``; it can be unpacked.
+
+    Attributes:
+        energy: E, as the energy function returned it.
+        forces: F, like the positions.
+        hessian: H, or a list of the Hessians of graphs.
+    """
+
+    energy: Tensor
+    forces: Any
+    hessian: Any
+
+
+def _result(energy: Tensor, forces: Any, hessian: Any = None) -> Any:
+    if hessian is None:
+        return EnergyForces(energy, forces)
+    return EnergyForcesHessian(energy, forces, hessian)
 
 
 @final
@@ -92,13 +128,13 @@ class Forces:
 
     def __call__(
         self, positions: Any, args: tuple[Any, ...], batch: Any, numbers: Any = None
-    ) -> tuple[Any, ...]:
+    ) -> Any:
         """(E, F) or (E, F, H). numbers: given in a graph, where an eager run with checks came before;
         no random numbers are drawn."""
         with nullcontext() if numbers is None else value_checks_off():
             return self._evaluate(positions, args, batch)
 
-    def _evaluate(self, positions: Any, args: tuple[Any, ...], batch: Any) -> tuple[Any, ...]:
+    def _evaluate(self, positions: Any, args: tuple[Any, ...], batch: Any) -> Any:
         options = self.options._replace(batch=batch)
         in_transform = transforms_active()
         with input_vjp(self.func, positions, args, options, per_sample=False) as point:
@@ -108,9 +144,8 @@ class Forces:
                 if check and point.samples is not None and not self.hessian:
                     check_batch_dependence(point)
             gradient = point.vjp(None, create_graph=True if self.hessian else None)
-            found: tuple[Any, ...] = (point.y, point.tree([-g for g in gradient]))
-            if self.hessian:
-                found = (*found, _hessian(point, gradient, batch))
+            forces = point.tree([-g for g in gradient])
+            hessian = _hessian(point, gradient, batch) if self.hessian else None
             if check and not any(
                 g.requires_grad and depends_on_any(g, point.trainable) for g in gradient
             ):
@@ -119,12 +154,16 @@ class Forces:
                     "that do not: a loss of them trains nothing. Look for detach() or no_grad in "
                     "energy, and for frozen layers."
                 )
-        if in_transform:
-            return found
-        if point.create_graph:
-            parts = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
-            return (found[0], point.tree(parts), *found[2:])
-        return tuple(pytree.map_tensors(Tensor.detach, part) for part in found)
+        energy = point.y
+        if not in_transform:
+            if point.create_graph:
+                parts = [averaged("forces", -g, point.trainable, point.outputs) for g in gradient]
+                forces = point.tree(parts)
+            else:
+                energy, forces, hessian = (
+                    pytree.map_tensors(Tensor.detach, part) for part in (energy, forces, hessian)
+                )
+        return _result(energy, forces, hessian)
 
 
 def _without_penalty_options(options: Mapping[str, Any]) -> Mapping[str, Any]:

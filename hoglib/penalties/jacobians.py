@@ -37,8 +37,8 @@ def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, losses) with
-        ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        losses) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
@@ -85,8 +85,8 @@ def jacobian(
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs) with
-        ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        outputs) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
@@ -146,8 +146,8 @@ def sobolev(
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs) with
-        ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        outputs) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the
@@ -232,8 +232,8 @@ def lipschitz(
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
     Returns:
-        The penalty, a scalar; [N] with ``reduction="none"``; (penalty, outputs) with
-        ``return_outputs=True``.
+        The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
+        outputs) with ``return_outputs=True``.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or outputs of the wrong kind or shape.
         NoSecondDerivative: If the penalty has no effect on any parameter that requires grad; the

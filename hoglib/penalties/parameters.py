@@ -18,6 +18,7 @@ from hoglib.penalties.critic_context import autocast_devices, cast_like_paramete
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import no_gradient_flow
 from hoglib.penalties.options import check_backend
+from hoglib.penalties.terms import PenaltyWithOutputs
 from hoglib.stand_ins.mode import stand_ins_if
 
 NAME = "parameter_gradient"
@@ -57,7 +58,7 @@ def parameter_gradient(
         compile: With True, the penalty and its gradient are computed by one compiled graph;
             "eager" runs the graph without compiling it. Default: False.
     Returns:
-        The norm, a scalar; with ``return_outputs=True``, (norm, f).
+        The norm, a scalar; with ``return_outputs=True``, :class:`PenaltyWithOutputs` (norm, f).
     Raises:
         ArgumentTypeError, ArgumentValueError: For params or a value of the wrong kind.
         NoSecondDerivative: If f does not depend on params, or its gradient does not (a loss that
@@ -88,7 +89,7 @@ def parameter_gradient(
     )  # fmt: skip
     value, *outputs = found if return_outputs else (found,)
     value = averaged(NAME, value, pytree.leaves(params), outputs)
-    return (value, *outputs) if return_outputs else value
+    return PenaltyWithOutputs(value, *outputs) if return_outputs else value
 
 
 @final
@@ -137,7 +138,7 @@ class GradientNorm:
             norm = averaged(NAME, norm, leaves, value)
         elif not in_transform:
             norm, value = norm.detach(), value.detach()
-        return (norm, value) if self.return_outputs else norm
+        return PenaltyWithOutputs(norm, value) if self.return_outputs else norm
 
 
 def _requires_grad(found: Any) -> bool:

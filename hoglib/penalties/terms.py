@@ -3,9 +3,9 @@
 penalty = reduce_n rule(J)_n        J the function's InputVJP at the points
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, final
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,18 @@ from hoglib.penalties.samples import EMPTY, check_points
 Rule = Callable[[InputVJP], Tensor]  # the terms at the points, one per sample: [N]
 
 
+class PenaltyWithOutputs(NamedTuple):
+    """What a penalty returns with ``return_outputs=True``; it can be unpacked.
+
+    Attributes:
+        penalty: The penalty, a scalar, or [N] with ``reduction="none"``.
+        outputs: All that the function returned at the points, of one forward pass.
+    """
+
+    penalty: Tensor
+    outputs: Any
+
+
 def penalty(
     func: Function, x: Any, args: tuple[Any, ...], rule: Rule, options: CheckedOptions
 ) -> Any:
@@ -51,7 +63,7 @@ def penalty(
     value, outputs, point = terms.evaluate(x, args, options.batch)
     if point.create_graph:
         value = averaged(options.name, value, point.trainable, outputs)
-    return (value, outputs) if options.return_outputs else value
+    return PenaltyWithOutputs(value, outputs) if options.return_outputs else value
 
 
 @final
@@ -75,39 +87,24 @@ class Terms:
     def evaluate(
         self, x: Any, args: tuple[Any, ...], batch: Any, draws: RecordedDraws | None = None
     ) -> tuple[Tensor, Any, InputVJP]:
-        """The value, the outputs of the function, and its InputVJP."""
-        options = self.options._replace(batch=batch)
-        with _checked_terms(self.func, x, args, self.rule, options, draws) as (terms, point):
+        """The value, with all checks done, the outputs of the function, and its InputVJP."""
+        options, generator = self.options._replace(batch=batch), self.options.generator
+        with input_vjp(self.func, x, args, options) as point:
+            point.draws = draws
+            unchecked = unchecked_functions(point.y, point.graph) if point.check_functions else []
+            state = generator.get_state() if unchecked and generator is not None else None
+            terms = self.rule(point)
+            if point.create_graph and not transforms_active():
+                if not terms.requires_grad or not depends_on_any(terms, point.trainable):
+                    raise point.no_gradient_flow(NOT_OF_PARAMETERS)
+                if value_checks_on():
+                    check_batch_dependence(point)
+                if unchecked:
+                    _check_by_finite_differences(point, self.rule, unchecked, state)
             value, outputs = _reduce(terms, options.reduction), point.outputs
         if not point.create_graph:
             value, outputs = value.detach(), pytree.map_tensors(Tensor.detach, outputs)
         return value, outputs, point
-
-
-@contextmanager
-def _checked_terms(
-    func: Function,
-    x: Any,
-    args: tuple[Any, ...],
-    rule: Rule,
-    options: CheckedOptions,
-    draws: RecordedDraws | None,
-) -> Iterator[tuple[Tensor, InputVJP]]:
-    """The terms of a rule at x, with all checks done; the context of `input_vjp` holds inside."""
-    generator = options.generator
-    with input_vjp(func, x, args, options) as point:
-        point.draws = draws
-        unchecked = unchecked_functions(point.y, point.graph) if point.check_functions else []
-        state = generator.get_state() if unchecked and generator is not None else None
-        terms = rule(point)
-        if point.create_graph and not transforms_active():
-            if not terms.requires_grad or not depends_on_any(terms, point.trainable):
-                raise point.no_gradient_flow(NOT_OF_PARAMETERS)
-            if value_checks_on():
-                check_batch_dependence(point)
-            if unchecked:
-                _check_by_finite_differences(point, rule, unchecked, state)
-        yield terms, point
 
 
 def _reduce(terms: Tensor, reduction: str) -> Tensor:
@@ -126,7 +123,7 @@ def _as_graph(terms: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
     )  # fmt: skip
     value, *outputs = found if options.return_outputs else (found,)
     value = averaged(options.name, value, leaves_of(value), outputs)
-    return (value, *outputs) if options.return_outputs else value
+    return PenaltyWithOutputs(value, *outputs) if options.return_outputs else value
 
 
 # Custom Functions of the user's, by one finite difference the first time that each is seen
