@@ -96,7 +96,7 @@ def test_nothing_that_can_be_compared_is_not_right():
     assert report.ok
     assert not report.judged
     assert "NOT JUDGED" in str(report)
-    assert "refuses what lies beside" in str(report)
+    assert "refuses points near" in str(report)
     with pytest.raises(hog.VerificationError, match="NOT JUDGED"):
         hog.testing.assert_double_differentiable(only_there, x)
 
