@@ -162,17 +162,18 @@ Arrange = Callable[[Tensor], Tensor]
 
 @final
 class Call:
-    """fn(*inputs), with fn a function, a Function class or its `apply`, or a module.
+    """fn(*inputs), where fn is a function, a Function class or its `apply`, or a module.
 
-    The variables are the floating-point tensors among the leaves of the inputs (only those that
-    require grad, if any does) and the trainable parameters of a module, as copies of the given real
-    dtype, or of their own; a complex one counts as its real and imaginary parts. `point` are their
-    values, `names` what to call them, `num_inputs` how many come from the inputs
-    (and `slots` their places among the leaves). Everything else is
-    constant, in such copies too, and so is a tensor that is not strided. With `reseed` each call
-    draws the same random numbers; with `clone` it gets copies, for a function that changes its inputs
-    and says so. The variables in `symmetric` are symmetrised on their way in, for a function that
-    reads one triangle only.
+    The variables are the floating-point tensors among the leaves of the inputs (only those that require
+    grad, if any does), and the trainable parameters of a module. They are copied to the given real
+    dtype, or in their own; a complex variable is represented by its real and imaginary parts.
+    Everything else is constant, also copied, and so is a tensor that is not strided.
+
+    point: the values of the variables. names: what messages call them. num_inputs: how many of them
+    come from the inputs. positions: their positions among the leaves of the inputs and the module's
+    state. reseed: whether each call draws the same random numbers. clone: whether fn gets copies,
+    because it changes its inputs and declares that. symmetric: the variables that are symmetrised
+    before fn gets them, because fn reads one triangle only.
     """
 
     reseed = False
@@ -216,7 +217,7 @@ class Call:
         return self
 
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
-        """All leaves of what fn returns; before rearranges the variables on their way in."""
+        """All leaves of what fn returns for these variables, rearranged by `before`."""
         if self.reseed:
             torch.manual_seed(0)
         values = [fresh(x) for x in self._values]
@@ -254,7 +255,7 @@ class Call:
         before: Arrange | None = None,
         after: Arrange | None = None,
     ) -> TensorMap:
-        """The map to some of the leaves; after rearranges them on their way out."""
+        """The map to some of the leaves of what fn returns; `after` rearranges them."""
 
         def map_(*variables: Tensor) -> list[Tensor]:
             found = self.leaves(*variables, before=before)

@@ -124,7 +124,7 @@ def is_culprit(row: Row) -> bool:
 def _applications_in_motion(
     subject: Subject, x: list[Tensor]
 ) -> list[tuple[Application, attribution.Moves | None]]:
-    """The Functions that the subject applies beside its inputs, and how their arguments move there."""
+    """The Functions that the subject applies near its inputs, and how their arguments move along v."""
     v = [random_like(y, subject.random) * element_scales(y) for y in x]
 
     def at(h: float) -> list[Application]:
@@ -299,7 +299,7 @@ def _advice(rule: str, error: Exception, found: Diagnosis) -> str:
 
 
 def saved_row(prefix: str, rule: str, slots: Sequence[Slot], app: Application) -> Row:
-    """The slots that have no graph, and the two ways to give them one."""
+    """The row of slots without a graph, with two ways to give them one."""
     name = f"{prefix}saved: {', '.join(slot.label for slot in slots)}"
     lines = [_slot(slot) for slot in slots]
     made = [slot for slot in slots if slot.kind == "intermediate" and not slot.graphed]
@@ -365,10 +365,10 @@ def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterato
             if fault:
                 at = f" at {place}" if place else ""
                 library = _library(func)
-                whose, mend = ("torch's own", "Use another mode, or another operation.")
+                whose, fix = ("torch's own", "Use another mode, or another operation.")
                 if library:
                     whose = f"the custom op {library}::"
-                    mend = (
+                    fix = (
                         "See what its torch.library.register_autograd gets: setup_context must save "
                         "inputs and outputs themselves, not intermediates or detached copies, and "
                         "backward must be of differentiable torch operations."
@@ -376,7 +376,7 @@ def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterato
                 yield Row(
                     f"culprit: {called} in {mode.title}", "fail", None,
                     f"{whose} {called}{at} is at fault: its derivative in {mode.title} is wrong or "
-                    f"missing: {fault}. {mend}".replace(":: ", "::"),
+                    f"missing: {fault}. {fix}".replace(":: ", "::"),
                 )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ class Noted(NamedTuple):
 @final
 @dataclass
 class Record:
-    """What a Function told its context, and put on it."""
+    """What a Function saved on its context, and what it declared there."""
 
     needed: tuple[bool, ...]
     saved: tuple[Any, ...] = ()
@@ -74,7 +74,7 @@ class Record:
 
 @final
 class Context(FunctionCtx):
-    """Stands in for autograd's context. It has no names of its own: those are the Function's."""
+    """Replaces autograd's context. Its attributes are those of the Function, without names of its own."""
 
     def __init__(self, record: Record, *, in_jvp: bool = False) -> None:
         self.__dict__[_RECORD] = record
@@ -135,7 +135,7 @@ def _note_all(context: Context, tensors: Sequence[Any]) -> None:
 
 
 def _note(value: Any) -> Noted:
-    """The user's line, and the name that the value has there."""
+    """The line of user code that saves a value, and the name of the local variable there."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -190,7 +190,7 @@ def backward(
 
 
 def changed_by_backward(app: Any) -> list[str]:
-    """What is on the context, or on the class, and another thing after backward."""
+    """The labels of what backward changes on the context or on the class."""
     run = app.seeded()
     before = _state(run.record, app.function)
     with suppress(Exception), torch.no_grad():
@@ -200,7 +200,7 @@ def changed_by_backward(app: Any) -> list[str]:
 
 
 def _state(record: Record, function: type[Function]) -> dict[str, Any]:
-    """By label, what tells whether it is still the same."""
+    """What is on the context and on the class, by label, in a form that can be compared later."""
     held = {
         **record.slots(),
         **{

@@ -131,8 +131,8 @@ def rows(
             Row("vmap", "skip", None, why),
             Row("torch.func.hessian", "skip", None, "no vmap rule."),
         ]
-    mend = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
-    mend = mend if subject.functions else ""
+    fix = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
+    fix = fix if subject.functions else ""
     if subject.draws:
         why = "it draws random numbers, and vmap draws others than a loop."
         return [Row(name, "skip", None, why) for name in ("vmap", "torch.func.hessian")]
@@ -141,10 +141,10 @@ def rows(
         for at in targets:
             fault = fault or batched_gradients(at, options.bounds, subject.random)
         found = [
-            Row("vmap", "fail" if fault else "pass", None, fault and f"{fault}. {mend}".strip())
+            Row("vmap", "fail" if fault else "pass", None, fault and f"{fault}. {fix}".strip())
         ]
     except Exception as error:
-        found = [_raised("vmap", declared, error, mend)]
+        found = [_raised("vmap", declared, error, fix)]
     if options.modes is not None:
         why = "`modes` was given, and this transform mixes two of them."
         return [*found, Row("torch.func.hessian", "skip", None, why)]
@@ -157,16 +157,16 @@ def rows(
             # vmap of fn works: the missing rule is for an operation inside torch's own derivatives
             why = f"torch has no vmap rule for {missing[1]}, which its own derivatives use here."
             return [*found, Row("torch.func.hessian", "skip", None, why)]
-        found.append(_raised("torch.func.hessian", declared, error, mend))
+        found.append(_raised("torch.func.hessian", declared, error, fix))
     return found
 
 
-def _raised(name: str, declared: bool | None, error: Exception, mend: str) -> Row:
+def _raised(name: str, declared: bool | None, error: Exception, fix: str) -> Row:
     if "randomness" in str(error):
         return Row(name, "skip", None, "it draws random numbers, which this transform refuses.")
     if declared:
         return Row(
             name, "fail", None,
-            f"a vmap rule is declared, and it raised {format_error(error)}. {mend}",
+            f"a vmap rule is declared, and it raised {format_error(error)}. {fix}",
         )  # fmt: skip
     return Row(name, "skip", None, f"it is not offered: {format_error(error)}")
