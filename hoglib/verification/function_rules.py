@@ -74,7 +74,7 @@ class Record:
 
 @final
 class Context(FunctionCtx):
-    """Replaces autograd's context. Its attributes are those of the Function, without names of its own."""
+    """Replaces autograd's context. All its attributes are the Function's, none its own."""
 
     def __init__(self, record: Record, *, in_jvp: bool = False) -> None:
         self.__dict__[_RECORD] = record

@@ -111,7 +111,7 @@ def test_every_wrong_input_is_named():
             a, b = ctx.saved_tensors
             return 2 * g * a.cos() * b, 3 * g * a.sin()
 
-    wrong(Two, x, y, says=["inputs[0] (`a`)", "inputs[1] (`b`)", "Wrong too"])
+    wrong(Two, x, y, says=["inputs[0] (`a`)", "inputs[1] (`b`)", "Also wrong"])
 
 
 def test_nothing_is_returned():
