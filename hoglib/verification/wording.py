@@ -109,7 +109,7 @@ def _missing(case: _Case) -> str:
     text = f"The gradient by {name} is missing (zero, or None): backward does not compute it."
     apps = case.subject.applications
     if len(apps) == 1 and _returned(apps[0]) is None:
-        return f"{text} It returns None: does it lack a `return`?"
+        return f"{text} It returns None: does it have no `return`?"
     if len(case.x) == 1:
         return text
     return f"{text} If {name} is meant to be constant, give the other inputs requires_grad."
