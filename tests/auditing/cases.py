@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 import hoglib as hog
 
@@ -39,42 +38,6 @@ class Cached(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return g * ctx.slope
-
-
-class Once(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return g * x.cos()
-
-
-class Cube(Function):
-    """Right, with a jvp of its own, which torch differentiates to zero."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return g * 3 * x**2
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return t * 3 * x**2
 
 
 class WrongScale(Function):

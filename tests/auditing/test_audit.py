@@ -19,17 +19,16 @@ from hoglib.stand_ins.table import TORCH_VERSION
 from tests.auditing.cases import (
     Applies,
     Cached,
-    Cube,
     Images,
     Matrices,
     Net,
-    Once,
     RawNorm,
     Recomputed,
     WrongScale,
     problem,
     smooth,
 )
+from tests.functions import Cube, OnceDifferentiable
 
 AUTO = "second derivative: reverse-over-reverse"
 RF, FF = "second derivative: reverse-over-forward", "second derivative: forward-over-forward"
@@ -156,7 +155,7 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     ),
     "cached tensor on ctx": (lambda: smooth(Applies(Cached.apply)), "2", "ctx.slope"),
     "once_differentiable": (
-        lambda: Net(nn.Identity(), Applies(Once.apply)), "blocks.1.norm", "once_differentiable",
+        lambda: Net(nn.Identity(), Applies(OnceDifferentiable.apply)), "blocks.1.norm", "once_differentiable",
     ),
     "weight_norm": (weight_norm, "2.parametrizations.weight.0", "_weight_norm"),
     "wrong first derivative": (lambda: smooth(Applies(WrongScale.apply)), "2", "0.5 times"),
@@ -184,7 +183,7 @@ def test_two_faults_are_both_named() -> None:
     assert audited(model).culprits == ("blocks.0.norm", "blocks.2.norm")
 
 
-def test_stand_ins_mend_what_torch_has_wrong() -> None:
+def test_stand_ins_are_right_where_torch_is_wrong() -> None:
     assert audited(weight_norm(), stand_ins=True).ok
 
 
@@ -242,7 +241,7 @@ def test_a_silently_wrong_route_is_refused_by_name(name: str) -> None:
     assert report.culprits == (module,)
 
 
-def test_what_was_not_asked_for_is_a_warning_that_names_the_module() -> None:
+def test_a_route_that_was_not_requested_is_a_warning_that_names_the_module() -> None:
     report = audited(Net(nn.LayerNorm(6)))
     assert report.ok
     assert {row.name for row in report.warnings} >= {RF, FF, THIRD}
@@ -309,7 +308,7 @@ FRAGILE: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "noise": (lambda: smooth(Applies(lambda x: x + torch.randn_like(x))), "random numbers", "`2`"),
     "batch norm": (lambda: smooth(nn.BatchNorm1d(6)), "batch norm", "`2`"),
     "autocast": (lambda: smooth(CastInside()), "autocast", "`2"),
-    "once": (lambda: smooth(Applies(Once.apply)), "once_differentiable", "Once in `2`"),
+    "once": (lambda: smooth(Applies(OnceDifferentiable.apply)), "once_differentiable", "OnceDifferentiable in `2`"),
     "reentrant": (lambda: smooth(Applies(reentrant)), "reentrant checkpoint", "`2`"),
     "compiled": (
         lambda: smooth(torch.compile(nn.Linear(6, 6), backend="eager")), "compiled", "`2`",
@@ -481,7 +480,7 @@ def test_a_loss_without_modules() -> None:
     assert "Cached" in str(report)
 
 
-def test_code_that_names_float32_is_judged_in_float64() -> None:
+def test_casts_to_float32_have_no_effect_in_float64() -> None:
     class Casts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.float().softmax(-1, dtype=torch.float32).to(x.dtype) * x
@@ -493,7 +492,7 @@ def test_code_that_names_float32_is_judged_in_float64() -> None:
     assert error < 1e-6
 
 
-def test_a_model_that_refuses_float64_is_judged_in_float32() -> None:
+def test_a_model_that_does_not_run_in_float64_is_checked_in_float32() -> None:
     class Refuses(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.dtype != torch.float32:
@@ -561,7 +560,7 @@ def test_a_loss_of_other_parameters_than_those_given() -> None:
 def test_no_warning_escapes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        audited(smooth(Applies(reentrant), Applies(Once.apply)))
+        audited(smooth(Applies(reentrant), Applies(OnceDifferentiable.apply)))
 
 
 def test_a_loss_that_is_not_finite_names_the_module() -> None:
@@ -570,7 +569,7 @@ def test_a_loss_that_is_not_finite_names_the_module() -> None:
     assert "`2` (Applies)" in report["finite"].text
 
 
-def test_a_loss_that_is_another_one_each_time_is_refused() -> None:
+def test_a_nondeterministic_loss_fails() -> None:
     class Clock(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * (1 + int.from_bytes(os.urandom(4)) / 2**32)
@@ -617,17 +616,17 @@ def test_a_loss_that_differentiates_inside_names_the_module() -> None:
     assert report.culprits == ("2",)
 
 
-def test_third_order_holds_what_is_stopped() -> None:
+def test_third_order_holds_stopped_gradients() -> None:
     assert audited(smooth(Applies(lambda x: x.sin() * x.norm().detach())), routes="rrr").ok
 
 
-def test_what_is_said_of_an_operation_is_said_once() -> None:
+def test_an_operation_is_explained_once() -> None:
     report = audited(Net(Applies(RawNorm.apply), Applies(RawNorm.apply)))
     assert report.culprits == ("blocks.0.norm", "blocks.1.norm")
     assert "See `blocks.0.norm`." in report["culprit: blocks.1.norm"].text
 
 
-def test_what_is_no_loss_and_no_batch() -> None:
+def test_wrong_kinds_of_loss_and_batch() -> None:
     loss, params, batch = problem(smooth())
     with pytest.raises(TypeError, match="functional_loss"):
         hog.audit(smooth(), params, batch)
@@ -638,7 +637,7 @@ def test_what_is_no_loss_and_no_batch() -> None:
         hog.audit(loss, params, loader)
 
 
-def test_a_module_that_depends_on_no_parameter_is_not_suspected() -> None:
+def test_a_module_without_variables_is_no_culprit() -> None:
     model, scaling = smooth(), nn.Softmax(-1)
 
     def loss(params: Any, x: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def test_after_ctrl_c_everything_is_as_it_was(at: int) -> None:
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 6, 10, 30])
 @pytest.mark.parametrize("every", [False, True])
-def test_an_error_in_any_run_is_told(at: int, every: bool) -> None:
+def test_an_error_in_any_run_is_reported(at: int, every: bool) -> None:
     report = audited(Interrupted(at, ValueError, every))
     assert report.ok or "bad luck" in str(report)
 
@@ -271,7 +271,7 @@ def test_a_loss_that_differentiates_inside_is_right(name: str) -> None:
     assert judged(report), str(report)
 
 
-def test_what_is_held_inside_of_a_transform_is_not_judged() -> None:
+def test_a_stopped_gradient_inside_a_transform_is_not_judged() -> None:
     def loss(w: Tensor, x: Tensor) -> Tensor:
         return vmap(lambda row: (w @ row).sin().sum() * (w @ row).detach().sum())(x).mean()
 
@@ -331,7 +331,7 @@ def test_a_backward_hook_that_raises_is_named() -> None:
     assert "ValueError (no)" in str(report)
 
 
-def test_a_loss_that_is_not_finite_is_told() -> None:
+def test_a_loss_that_is_not_finite_is_reported() -> None:
     loss, params, (x, y) = problem(smooth())
     report = hog.audit(loss, params, (x / 0, y))
     assert not report.ok

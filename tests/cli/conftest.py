@@ -1,4 +1,4 @@
-"""Files that a command is to judge."""
+"""Files for the commands."""
 
 import sys
 

@@ -12,33 +12,26 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib.cli.main import main
 from hoglib.errors import DrawingError, HoglibError, MissingDependencyError
+from tests.functions import (
+    BackwardWithoutGrad,
+    ClassicCube,
+    Cube,
+    Detached,
+    KeepsIntermediate,
+    OnceDifferentiable,
+)
 
 ROOT = Path(__file__).parents[2]
 has_graphviz = pytest.mark.skipif(not shutil.which("dot"), reason="graphviz is not installed")
 
 
-class Cube(Function):
-    """Right."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
-
-
-class Scaled(Cube):
+class Scaled(ClassicCube):
     """Right; it is linear, so that its gradient depends on the incoming one alone."""
 
     @staticmethod
@@ -50,7 +43,7 @@ class Scaled(Cube):
         return 3 * g
 
 
-class Masked(Cube):
+class Masked(ClassicCube):
     """Right: what it saves without a graph is an input."""
 
     @staticmethod
@@ -64,7 +57,7 @@ class Masked(Cube):
         return 3 * mask * x**2 * g, None
 
 
-class Exp(Cube):
+class Exp(ClassicCube):
     """Right: it saves its output."""
 
     @staticmethod
@@ -93,7 +86,7 @@ class Slope(Function):
         return 6 * x * g
 
 
-class Nested(Cube):
+class Nested(ClassicCube):
     """Right: its backward applies a Function that is differentiable."""
 
     @staticmethod
@@ -102,33 +95,14 @@ class Nested(Cube):
         return Slope.apply(x) * g
 
 
-class NoGrad(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        with torch.no_grad():
-            return 3 * x**2 * g
-
-
-class Detaches(Cube):
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x.detach() ** 2 * g
-
-
-class NumPy(Cube):
+class NumPy(ClassicCube):
     @staticmethod
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         return torch.as_tensor(3 * x.detach().numpy() ** 2) * g
 
 
-class Once(Cube):
-    backward = staticmethod(once_differentiable(Cube.backward))
-
-
-class Saves(Cube):
+class Saves(ClassicCube):
     @staticmethod
     def forward(ctx, x):
         slope = 3 * x**2
@@ -140,18 +114,7 @@ class Saves(Cube):
         return ctx.saved_tensors[1] * g
 
 
-class Attribute(Saves):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.slope = 3 * x**2
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        return ctx.slope * g
-
-
-class Partly(Cube):
+class Partly(ClassicCube):
     """One of two factors x is detached, and half of the second derivative with it."""
 
     @staticmethod
@@ -160,7 +123,7 @@ class Partly(Cube):
         return 3 * x * x.detach() * g
 
 
-class Breaks(Cube):
+class Breaks(ClassicCube):
     @staticmethod
     def backward(ctx, g):
         raise ValueError('not "today" \\ <b>')
@@ -184,7 +147,7 @@ def arrows(picture, kind=""):
 
 
 def reaches(picture, start, end):
-    """Whether there is a way along arrows that carry values."""
+    """Whether a path of arrows that carry values leads from start to end."""
     names = labels(picture)
     pairs = re.findall(r'^ *(n\d+) -> (n\d+) \[color="#444444"', str(picture), re.M)
     at = {key for key, label in names.items() if label.startswith(start)}
@@ -342,7 +305,7 @@ def test_right_functions_have_no_fault(function):
 
 @pytest.mark.gpu
 def test_on_a_gpu():
-    for function in (Cube, Nested, Saves, NoGrad, Breaks):
+    for function in (Cube, Nested, Saves, BackwardWithoutGrad, Breaks):
         expected, found = (hog.graph(function, x3().to(at)) for at in ("cpu", "cuda"))
         assert str(found) == str(expected)
         assert found.faults == expected.faults
@@ -355,7 +318,7 @@ def test_a_function_that_a_backward_applies_is_in_its_box():
     assert reaches(text, "x", "Slope")
 
 
-def test_an_input_without_a_gradient_is_no_cut():
+def test_an_input_without_a_gradient_is_no_fault():
     picture = hog.graph(Masked, (x3().requires_grad_(), torch.ones(3)))
     assert picture.faults == ()
     assert "mask\n(3,)" in labels(picture).values()
@@ -364,10 +327,10 @@ def test_an_input_without_a_gradient_is_no_cut():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (NoGrad, "under torch.no_grad"),
-        (Detaches, ".detach() at"),
+        (BackwardWithoutGrad, "under torch.no_grad"),
+        (Detached, ".detach() at"),
         (NumPy, ".detach(), then .numpy() at"),
-        (Once, "@once_differentiable"),
+        (OnceDifferentiable, "@once_differentiable"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -388,13 +351,13 @@ def test_a_detached_gradient_is_marked_and_reported(function, said, alone):
 
 
 def test_the_graph_goes_on_behind_a_detached_gradient():
-    picture = hog.graph(lambda x: NoGrad.apply(x.sin()), x3())
-    assert reaches(picture, "DETACHED in NoGrad.backward", "grad of x")
+    picture = hog.graph(lambda x: BackwardWithoutGrad.apply(x.sin()), x3())
+    assert reaches(picture, "DETACHED in BackwardWithoutGrad.backward", "grad of x")
     assert reaches(picture, "x", "grad of x")  # by the sine
 
 
 @pytest.mark.parametrize(
-    ("function", "slot"), [(Saves, "ctx.saved_tensors[1]"), (Attribute, "ctx.slope")]
+    ("function", "slot"), [(Saves, "ctx.saved_tensors[1]"), (KeepsIntermediate, "ctx.square")]
 )
 def test_a_saved_intermediate_is_marked_and_reported(function, slot):
     picture = hog.graph(function, x3())
@@ -488,10 +451,10 @@ def test_what_is_wrong_is_not_joined():
     def fn(x):
         for _ in range(100):
             x = (x * 1.01).sin()
-        return Saves.apply(NoGrad.apply(x)).sum()
+        return Saves.apply(BackwardWithoutGrad.apply(x)).sum()
 
     found = labels(hog.graph(fn, x3())).values()
-    assert any(text.startswith("DETACHED in NoGrad") for text in found)
+    assert any(text.startswith("DETACHED in BackwardWithoutGrad") for text in found)
     assert any(text.startswith("ctx.saved_tensors[1]") for text in found)
     assert "Saves\n(3,)" in found
 
@@ -515,8 +478,12 @@ def test_what_is_wrong_in_a_module_is_not_joined(limit, how):
     def distance(x):
         return torch.cdist(x, x.detach() + 1)
 
-    layers = [Layer(NoGrad.apply), Layer(Saves.apply), *(Layer() for _ in range(20))]
-    for wrong, kept in ((None, "NoGrad"), (None, "Saves"), (distance, "CdistBackward")):
+    layers = [Layer(BackwardWithoutGrad.apply), Layer(Saves.apply), *(Layer() for _ in range(20))]
+    for wrong, kept in (
+        (None, "BackwardWithoutGrad"),
+        (None, "Saves"),
+        (distance, "CdistBackward"),
+    ):
         model = nn.Sequential(*layers, Layer(wrong))
         picture = hog.graph(model, torch.randn(4, 4), max_nodes=limit)
         assert f"joined by {how})" in str(picture)
@@ -677,7 +644,7 @@ def test_a_notebook_shows_the_picture(picture, fake_dot):
     ],
     ids=["fails", "draws nothing", "takes long"],
 )
-def test_what_graphviz_does_wrong_is_told(picture, tmp_path, fake_dot, text, said):
+def test_errors_of_graphviz_are_reported(picture, tmp_path, fake_dot, text, said):
     fake_dot(text)
     (tmp_path / "a.svg").write_text("old")
     with pytest.raises(DrawingError, match=said):
@@ -711,7 +678,9 @@ def test_a_full_disk_leaves_what_was_there(picture, tmp_path, monkeypatch):
 
 
 @has_graphviz
-@pytest.mark.parametrize("function", [Cube, Saves, NumPy, Once, Breaks], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [Cube, Saves, NumPy, OnceDifferentiable, Breaks], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_graphviz_reads_every_text(function, order, tmp_path):
     picture = hog.graph(lambda x: function.apply(x.sin()).sum(), x3(), order=order)

@@ -167,7 +167,7 @@ def test_each_way_is_stopped(way, tmp_path):
     assert module.stepped == 0
 
 
-def test_it_stands_outside_of_autocast(tmp_path):
+def test_it_runs_outside_of_autocast(tmp_path):
     class Looks(Training):
         def second_order_problem(self, batch):
             assert not torch.is_autocast_enabled("cpu")

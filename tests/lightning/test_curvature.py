@@ -487,7 +487,7 @@ def test_a_loss_at_random_is_refused_with_a_way_out(tmp_path):
     fit(tmp_path, [CurvatureMonitor(**SMALL)], Noisy())
 
 
-def test_a_training_that_diverges_is_told(tmp_path):
+def test_a_diverged_training_is_reported(tmp_path):
     class Diverges(Quiet):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=1e200)

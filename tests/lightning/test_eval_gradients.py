@@ -24,14 +24,14 @@ X = torch.linspace(-1, 1, 24).view(8, 3)
 
 
 def slope(net, x):
-    """sum |dnet/dx|^2, by one's own autograd.grad."""
+    """sum |dnet/dx|^2, by autograd.grad."""
     x = x.requires_grad_()
     (g,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
     return g.square().sum()
 
 
 class Plain(pl.LightningModule):
-    """Steps by one's own autograd.grad. Each step returns the slope on its batch; `seen` keeps what callers got."""
+    """Steps by autograd.grad. Each step returns the slope on its batch; `seen` keeps what callers got."""
 
     def __init__(self):
         super().__init__()
@@ -230,7 +230,7 @@ def test_a_step_of_a_class_that_comes_later(tmp_path):
 
 
 def test_by_hand():
-    """Whoever records gradients gets the graph; whoever does not, none."""
+    """A caller with gradients enabled gets the graph, any other does not."""
     model = Net()
     value = model.test_step.__wrapped__  # Lightning reads what is below
     assert value is Plain.test_step
