@@ -1,4 +1,4 @@
-"""A generative adversarial network in the plane, held together by a gradient penalty."""
+"""A generative adversarial network in the plane, with a gradient penalty."""
 
 from typing import Any
 
@@ -6,23 +6,38 @@ import torch
 from torch import Tensor, nn
 
 import hoglib as hog
-from experiments import plots, runs, tables
-from experiments.adversarial import Adversarial
+from experiments import logs, runs
+from experiments.checks import at_least, hidden_widths, positive
 from experiments.data.mixture import PARTS, Target
-from experiments.networks import mlp
-from experiments.quality import judge, wasserstein
-from hoglib._core import validation
+from experiments.evaluation.quality import score_points, wasserstein_distance
+from experiments.models.networks import mlp
+from experiments.plots.generators import plot_gan_curves, plot_points
+from experiments.tables.generators import PointsResult, points_table
+from experiments.training.adversarial import Adversarial
 
 HeldOut = tuple[Tensor, Tensor]
 
 
 class GAN(Adversarial):
-    """Generator and critic of points in the plane: what is trained, and how it is judged.
+    """Generator and critic of points in the plane.
 
-    hidden, act: of both networks; latent: entries of z; critic_scale, generator_scale: what the
-    initial weights and biases of the first layer are multiplied by, since a network with torch's own
-    is too smooth for modes of width 0.05 (Sitzmann et al., SIREN, 2020, section 3.2, likewise); all
-    other options as in `Adversarial`.
+    Args:
+        penalty: A `hoglib.GradientPenalty`, or null for none.
+        loss: "relativistic" or "wasserstein".
+        critic_steps: Steps of the critic for each step of the generator.
+        hidden: Widths of the hidden layers of both networks.
+        act: Their activation.
+        latent: Entries of z.
+        critic_scale: Factor of the initial weights and biases of the critic's first layer: a network
+            with torch's own is too smooth for modes of width 0.05 (Sitzmann et al., SIREN, 2020,
+            section 3.2, do likewise).
+        generator_scale: The same for the generator.
+        lr: Learning rate of both Adams.
+        betas: Betas of both Adams.
+        decay: Whether lr falls linearly to zero over the run.
+        ema: Factor of the moving average at each step of the generator.
+        compile: True runs the gradients of both steps as compiled graphs, which round differently;
+            "eager" as graphs that are not compiled.
     """
 
     def __init__(
@@ -41,81 +56,73 @@ class GAN(Adversarial):
         ema: float = 0.999,
         compile: bool | str = False,
     ) -> None:
-        widths = [128, 128, 128] if hidden is None else hidden
-        for width in widths:
-            validation.at_least("hidden", width, 1)
-        validation.at_least("latent", latent, 1)
-        critic = steep(mlp([2, *widths, 1], act), "critic_scale", critic_scale)
-        generator = steep(mlp([latent, *widths, 2], act), "generator_scale", generator_scale)
+        widths = hidden_widths(hidden, [128, 128, 128])
+        at_least("latent", latent, 1)
+        critic = scale_first_layer(mlp([2, *widths, 1], act), "critic_scale", critic_scale)
+        generator = scale_first_layer(
+            mlp([latent, *widths, 2], act), "generator_scale", generator_scale
+        )
         super().__init__(
             critic, generator, latent, penalty, loss, critic_steps, lr, betas, decay, ema, compile
         )
 
-    @property
-    def target(self) -> Target:
-        return self.trainer.datamodule.target  # type: ignore[attr-defined]
-
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, _ = batch
-        fake, penalty = self.generated(real)
-        quality = judge(fake, self.target)
+        fake, penalty = self.evaluate(real)
+        quality = score_points(fake, self.target)
         values: dict[str, Any] = {
             "val/covered": float(quality.covered),
             "val/high_quality": quality.high,
-            "val/wasserstein": wasserstein(fake, real),
+            "val/wasserstein": wasserstein_distance(fake, real),
             "val/penalty": penalty,
         }
         self.log_dict(values, batch_size=len(real))
 
     def test_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, other = batch
-        fake, _ = self.generated(real)
-        how = self.trained_with
-        row = tables.Generated(
-            how["penalty"],
-            how["loss"],
-            how["data.kind"],
+        fake, _ = self.evaluate(real)
+        options = self.trained_with
+        own = PointsResult(
+            options["penalty"],
+            options["loss"],
+            options["data.kind"],
             int(self.average.n_averaged),
-            *judge(fake, self.target),
-            wasserstein(fake, real),
+            *score_points(fake, self.target),
+            wasserstein_distance(fake, real),
         )
-        truth = tables.Generated(
-            "real points", "", row.data, 0, *judge(other, self.target), wasserstein(other, real)
-        )
-        values = {"covered": row.covered, "high_quality": row.high, "wasserstein": row.distance}
+        floor = PointsResult(
+            "real points", "", own.data, 0, *score_points(other, self.target),
+            wasserstein_distance(other, real),
+        )  # fmt: skip
+        values = {"covered": own.covered, "high_quality": own.high, "wasserstein": own.distance}
         self.log_dict({f"test/{k}": float(v) for k, v in values.items()}, batch_size=len(real))
         folder = runs.run_folder(self.trainer)
-        runs.write_summary(folder, row._asdict())
+        runs.write_summary(folder, own._asdict())
         others = [
-            tables.Generated(**summary)
+            PointsResult(**summary)
             for summary in runs.summaries(folder)
-            if summary.keys() == row._asdict().keys()
+            if summary.keys() == own._asdict().keys()
         ]
-        table = tables.generated(row, others, truth, self.target.parts, len(real))
-        print(f"\n{table}\n")
-        (folder / "table.txt").write_text(table + "\n")
-        saved = [
-            folder / "table.txt",
-            plots.points(
-                self.critic, real, fake, title(row, self.target.parts), folder / "points.png"
-            ),
-        ]
-        if (folder / "metrics.csv").exists():
-            saved.append(plots.gan_curves(folder / "metrics.csv", folder / "training_curve.png"))
-        print("Saved " + ", ".join(str(path) for path in saved))
+        parts = self.target.parts
+        table = points_table(own, others, floor, parts, len(real))
+        title = (
+            f"{own.loss} loss, {own.penalty}: {own.covered} of {PARTS} {parts}, "
+            f"{own.high:.1%} within three sigma"
+        )
+        pictures = [plot_points(folder / "points.png", self.critic, real, fake, title)]
+        if curves := logs.curves(folder):
+            pictures.append(plot_gan_curves(folder / "training_curve.png", curves))
+        runs.write_report(folder, table, *pictures)
+
+    @property
+    def target(self) -> Target:
+        return self.trainer.datamodule.target  # type: ignore[attr-defined]
 
 
-def steep(network: nn.Sequential, what: str, scale: float) -> nn.Sequential:
+def scale_first_layer(network: nn.Sequential, name: str, scale: float) -> nn.Sequential:
     """The network, with the initial weights and biases of its first layer times scale."""
-    validation.positive(what, scale)
+    positive(name, scale)
     with torch.no_grad():
         for parameter in network[0].parameters():
             parameter.mul_(scale)
     return network
-
-
-def title(row: "tables.Generated", parts: str) -> str:
-    return (
-        f"{row.loss} loss, {row.penalty}: {row.covered} of {PARTS} {parts}, "
-        f"{row.high:.1%} within three sigma"
-    )

@@ -1,4 +1,4 @@
-"""A generative adversarial network of handwritten digits, held together by a gradient penalty."""
+"""A generative adversarial network of handwritten digits, with a gradient penalty."""
 
 from pathlib import Path
 
@@ -6,27 +6,42 @@ import torch
 from torch import Tensor
 
 import hoglib as hog
-from experiments import plots, runs, tables
-from experiments.adversarial import Adversarial
-from experiments.data.mnist_features import classifier
-from experiments.networks import image_critic, image_generator
-from experiments.quality import Drawn, judge_digits
-from hoglib._core import validation
+from experiments import logs, runs
+from experiments.checks import at_least
+from experiments.evaluation.quality import DigitQuality, score_digits
+from experiments.models.digit_classifier import load_classifier
+from experiments.models.networks import image_critic, image_generator
+from experiments.plots.generators import plot_generated_digits, save_grid
+from experiments.tables.generators import DigitsResult, digits_table
+from experiments.training.adversarial import Adversarial
 
 HeldOut = tuple[Tensor, Tensor]
-ACROSS = 10  # a grid has as many rows and columns
-GRID_SEED = 2**43  # of the points whose images the grids show, the same ones at every visit
-GRIDS = "grids"  # the folder of them
+ACROSS = 10  # rows and columns of a grid of images
+GRID_SEED = 2**43  # of the points whose images the grids show, the same in every grid
+GRIDS = "grids"  # their folder
 
 
 class ImageGAN(Adversarial):
-    """Generator and critic of 28 x 28 images, by convolutions (Radford et al., DCGAN, 2016, without
-    its norms, which would tie the samples of a batch to one another in the penalty).
+    """Generator and critic of 28 x 28 images, by convolutions.
 
-    Every validation draws the same 10 x 10 points and saves their images in the run's folder.
+    The networks are those of DCGAN (Radford et al., 2016) without its normalisation layers, which would
+    make the samples of a batch depend on one another in the penalty. Every validation generates images
+    from the same 10 x 10 points and saves them in the run's folder.
 
-    channels, generator_channels: of the first convolution of the critic, and before the last one of the
-    generator; act: of both; latent: entries of z; all other options as in `Adversarial`.
+    Args:
+        penalty: A `hoglib.GradientPenalty`, or null for none.
+        loss: "relativistic" or "wasserstein".
+        critic_steps: Steps of the critic for each step of the generator.
+        channels: Channels of the critic's first convolution.
+        generator_channels: Channels before the generator's last convolution.
+        act: Activation of both networks.
+        latent: Entries of z.
+        lr: Learning rate of both Adams.
+        betas: Betas of both Adams.
+        decay: Whether lr falls linearly to zero over the run.
+        ema: Factor of the moving average at each step of the generator.
+        compile: True runs the gradients of both steps as compiled graphs, which round differently;
+            "eager" as graphs that are not compiled.
     """
 
     def __init__(
@@ -44,9 +59,9 @@ class ImageGAN(Adversarial):
         ema: float = 0.995,
         compile: bool | str = False,
     ) -> None:
-        validation.at_least("channels", channels, 1)
-        validation.at_least("generator_channels", generator_channels, 1)
-        validation.at_least("latent", latent, 1)
+        at_least("channels", channels, 1)
+        at_least("generator_channels", generator_channels, 1)
+        at_least("latent", latent, 1)
         critic = image_critic(channels, act)
         generator = image_generator(latent, generator_channels, act)
         super().__init__(
@@ -59,82 +74,80 @@ class ImageGAN(Adversarial):
             "latent": latent,
         }
 
-    def grid(self) -> Tensor:
-        """Images [100, 1, 28, 28] of the average at fixed points, drawn on the CPU."""
-        generator = torch.Generator().manual_seed(GRID_SEED)
-        return self(torch.randn(ACROSS**2, self.latent, generator=generator).to(self.device))
-
-    @property
-    def steps(self) -> int:
-        """Of the generator, so far."""
-        return int(self.average.n_averaged)
-
-    def grid_file(self) -> Path:
-        return runs.run_folder(self.trainer) / GRIDS / f"step_{self.steps:06d}.png"
-
-    def judged(self, images: Tensor, real: Tensor) -> Drawn:
-        network = classifier()
-        return judge_digits(network.seen(images.cpu()), network.seen(real.cpu()))
-
     def validation_step(self, real: Tensor, batch_idx: int) -> None:
-        fake, penalty = self.generated(real)
-        values = self.judged(fake, real)
+        fake, penalty = self.evaluate(real)
+        quality = self.score(fake, real)
         self.log_dict(
             {
-                "val/frechet": values.frechet,
-                "val/confident": values.confident,
-                "val/classes": float(values.classes),
-                "val/entropy": values.entropy,
+                "val/frechet": quality.frechet,
+                "val/confident": quality.confident,
+                "val/classes": float(quality.classes),
+                "val/entropy": quality.entropy,
                 "val/penalty": penalty,
             },
             batch_size=len(real),
         )
-        plots.save_grid(self.grid(), ACROSS, self.grid_file())
+        save_grid(self.grid_file(), self.grid(), ACROSS)
 
     def test_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, training = batch
-        fake, _ = self.generated(real)
-        found, floor = self.judged(fake, real), self.judged(training, real)
-        folder = runs.run_folder(self.trainer)
-        how = self.trained_with
-        row = tables.DrawnRow(
-            how["penalty"], how["loss"], how["data.images"], self.steps, *found[:-1]
+        fake, _ = self.evaluate(real)
+        quality, floor = self.score(fake, real), self.score(training, real)
+        options = self.trained_with
+        own = DigitsResult(
+            options["penalty"], options["loss"], options["data.images"], self.steps, *quality[:-1]
         )
-        truth = tables.DrawnRow("real training digits", "", row.data, 0, *floor[:-1])
+        truth = DigitsResult("real training digits", "", own.data, 0, *floor[:-1])
         self.log_dict(
             {
-                "test/frechet": found.frechet,
-                "test/confident": found.confident,
-                "test/classes": float(found.classes),
-                "test/entropy": found.entropy,
+                "test/frechet": quality.frechet,
+                "test/confident": quality.confident,
+                "test/classes": float(quality.classes),
+                "test/entropy": quality.entropy,
             },
             batch_size=len(real),
         )
-        summary = row._asdict()
+        folder = runs.run_folder(self.trainer)
+        summary = own._asdict()
         runs.write_summary(folder, summary)
         others = [
-            tables.DrawnRow(**other)
+            DigitsResult(**other)
             for other in runs.summaries(folder)
             if other.keys() == summary.keys()
         ]
-        table = tables.drawn(row, others, truth, found.shares, len(real))
-        print(f"\n{table}\n")
-        (folder / "table.txt").write_text(table + "\n")
-        plots.save_grid(self.grid(), ACROSS, self.grid_file())
-        metrics = folder / "metrics.csv"
-        picture = plots.drawn(
-            {step: file for step, file in grids(folder) if step <= self.steps},
-            ACROSS,
-            plots.columns(metrics) if metrics.exists() else {},
-            floor.frechet,
-            found.shares,
-            f"A generator trained on {row.data}: {row.loss} loss, {row.penalty}",
+        table = digits_table(own, others, truth, quality.shares, len(real))
+        save_grid(self.grid_file(), self.grid(), ACROSS)
+        picture = plot_generated_digits(
             folder / "digits.png",
+            {step: file for step, file in saved_grids(folder).items() if step <= self.steps},
+            ACROSS,
+            logs.curves(folder).get("val/frechet", []),
+            floor.frechet,
+            quality.shares,
+            f"A generator trained on {own.data}: {own.loss} loss, {own.penalty}",
         )
-        print(f"Saved {folder / 'table.txt'}, {picture}; grids over time in {folder / GRIDS}")
+        runs.write_report(folder, table, picture)
+        print(f"Grids of generated digits over time are in {folder / GRIDS}")
+
+    @property
+    def steps(self) -> int:
+        """Steps of the generator so far."""
+        return int(self.average.n_averaged)
+
+    def score(self, images: Tensor, real: Tensor) -> DigitQuality:
+        classifier = load_classifier()
+        return score_digits(classifier.features(images.cpu()), classifier.features(real.cpu()))
+
+    def grid(self) -> Tensor:
+        """Images [100, 1, 28, 28] of the average at fixed points, which are drawn on the CPU."""
+        generator = torch.Generator().manual_seed(GRID_SEED)
+        return self(torch.randn(ACROSS**2, self.latent, generator=generator).to(self.device))
+
+    def grid_file(self) -> Path:
+        return runs.run_folder(self.trainer) / GRIDS / f"step_{self.steps:06d}.png"
 
 
-def grids(folder: Path) -> list[tuple[int, Path]]:
+def saved_grids(folder: Path) -> dict[int, Path]:
     """The grids of a run by their step, the earliest first."""
     files = sorted((folder / GRIDS).glob("step_*.png"))
-    return [(int(file.stem.removeprefix("step_")), file) for file in files]
+    return {int(file.stem.removeprefix("step_")): file for file in files}

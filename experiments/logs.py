@@ -1,18 +1,28 @@
-"""metrics.csv of a run, which a resumed run continues."""
+"""metrics.csv of a run: the logger that writes it, and reading its columns.
+
+Configs name the class path of the logger, as do those saved beside checkpoints.
+"""
 
 import csv
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger
 
+METRICS = "metrics.csv"
+Points = list[tuple[int, float]]  # (step, value)
+
 
 class RunLogger(CSVLogger):
-    """Lightning's CSVLogger in runs/<name>/version_<n>, except that a resumed run keeps its rows.
+    """Lightning's CSVLogger in <save_dir>/<name>/version_<n>, where a resumed run keeps its rows.
 
-    `resume(folder, step)` writes into the folder of an existing version: the rows of the steps before
-    `step` stay, those after it (from a run that went further than its checkpoint) are dropped.
+    Args:
+        name: Name of the run, a path below ``save_dir``.
+        save_dir: Folder of all runs.
+        version: Number n. Default: the next one that is free.
+        flush: Steps between two writes to disk.
     """
 
     def __init__(
@@ -27,15 +37,19 @@ class RunLogger(CSVLogger):
         return super().log_dir if self._folder is None else str(self._folder)
 
     def resume(self, folder: Path, step: int | None) -> None:
-        """Continue in the folder of a version; step None keeps every row."""
+        """Continue in the folder of an existing version.
+
+        Args:
+            folder: The folder of the version.
+            step: Rows before this step are kept; later ones, of a run that went further than its
+                checkpoint, are dropped. None keeps every row.
+        """
         self._folder = folder
-        file = folder / "metrics.csv"
+        file = folder / METRICS
         if file.exists():
-            with file.open(newline="") as stream:
-                rows = list(csv.DictReader(stream))
             self._rows = [
                 {key: value for key, value in row.items() if value != ""}
-                for row in rows
+                for row in _rows(file)
                 if step is None or int(row["step"]) < step
             ]
 
@@ -43,7 +57,7 @@ class RunLogger(CSVLogger):
     def experiment(self) -> Any:
         first = self._experiment is None
         with warnings.catch_warnings():
-            if self._folder is not None:  # Lightning warns that it deletes what is put back here
+            if self._folder is not None:  # Lightning warns that it deletes the file written below
                 warnings.filterwarnings("ignore", "Experiment logs directory")
             writer = super().experiment
         if first and self._rows:
@@ -51,3 +65,26 @@ class RunLogger(CSVLogger):
             writer.save()
             self._rows = []
         return writer
+
+
+def curves(folder: Path) -> dict[str, Points]:
+    """Columns of training and validation with more than one row in metrics.csv; {} without a file."""
+    if not (folder / METRICS).exists():
+        return {}
+    every = _rows(folder / METRICS)
+    # a later `validate` or `test` writes rows from step 0 again, which do not belong to the training
+    last = next(
+        (i for i, (a, b) in enumerate(pairwise(every), 1) if int(b["step"]) < int(a["step"])), None
+    )
+    rows = every[:last]
+    columns = {
+        key: [(int(row["step"]) + 1, float(row[key])) for row in rows if row[key] != ""]
+        for key in (rows[0] if rows else ())
+        if key not in ("step", "epoch") and not key.startswith("test/")
+    }
+    return {key: points for key, points in columns.items() if len(points) > 1}
+
+
+def _rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))

@@ -11,45 +11,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hoglib as hog
-from experiments import plots, tables
-from experiments.compiling import Choice, Wanted
-from experiments.learners import learner
-from experiments.networks import mlp
-from experiments.runs import find_checkpoint, run_folder
-from hoglib._core import validation
+from experiments import logs, runs
+from experiments.checks import at_least, finite, hidden_widths, learning_rate
+from experiments.models.networks import mlp
+from experiments.plots.few_shot import plot_adaptation, plot_errors
+from experiments.tables.few_shot import sinusoid_table, summarize_errors
+from experiments.training.compile_choice import CompileChoice, CompileOption
+from experiments.training.learners import make_learner
+from experiments.training.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError
 from hoglib.meta import Learner
 
 Batch = tuple[Tensor, Tensor]
 Tasks = tuple[Batch, Batch]
-SecondOrderProblem = tuple[Any, dict[str, Tensor], Any]
-
-
-def errors_after(maml: Learner, tasks: Tasks, steps: Sequence[int]) -> Tensor:
-    """Query losses [len(steps), tasks] after each number of gradient steps, in ascending order."""
-
-    def of_task(support: Batch, query: Batch) -> Tensor:
-        params, done, errors = hog.trainable_params(maml.model), 0, []
-        for count in steps:
-            params, done = maml.adapt(support, params=params, steps=count - done), count
-            errors.append(maml.objective(params, query))
-        return torch.stack(errors)
-
-    with torch.no_grad():
-        return torch.func.vmap(of_task, out_dims=1)(*tasks)
 
 
 class FewShotRegression(pl.LightningModule):
-    """What both methods share (abstract): the network, adaptation to held-out tasks, and its errors.
+    """What both methods share (abstract): the network, adaptation to held-out tasks, and their errors.
 
-    hidden: widths of the hidden layers; act: their activation; algorithm: "maml", "reptile" or "imaml";
-    inner_lr, inner_steps, first_order: its inner loop; options: any further argument of `hoglib.MAML`,
-    `hoglib.meta.Reptile` or `hoglib.meta.IMAML`, such as learn_lr, rule, inner_params or memory; lr: of
-    the outer Adam; eval_steps: the numbers of gradient steps after which held-out tasks are judged;
-    baseline: a run directory (the newest version in it is taken) or a checkpoint, whose errors stand
-    beside this model's in the table; compile: whether MAML's meta-gradient runs as a graph: null, if it
-    pays for the steps of the run; true, in the way that takes least time for as many; false; or the way
-    itself, as in `hoglib.MAML`. A run that is resumed goes on in the way that it began in.
+    Args:
+        hidden: Widths of the hidden layers.
+        act: Their activation.
+        inner_lr: Learning rate of the inner loop.
+        inner_steps: Steps of the inner loop.
+        first_order: Whether MAML leaves out second derivatives.
+        lr: Learning rate of the outer Adam.
+        eval_steps: Numbers of gradient steps after which held-out tasks are evaluated.
+        baseline: A run directory, of which the newest version is taken, or a checkpoint; its errors
+            stand beside this model's in the table.
+        algorithm: "maml", "reptile" or "imaml".
+        options: Further arguments of `hoglib.MAML`, `hoglib.meta.Reptile` or `hoglib.meta.IMAML`, such
+            as learn_lr, rule, inner_params or memory.
+        compile: Whether MAML's meta-gradient runs as a graph: null, if that pays for the steps of the
+            run; true, in the mode that takes the least time for as many; false; or the mode itself, as
+            in `hoglib.MAML`. A resumed run continues in the mode in which it began.
     """
 
     label: str
@@ -66,21 +61,19 @@ class FewShotRegression(pl.LightningModule):
         baseline: str | None = None,
         algorithm: str = "maml",
         options: dict[str, Any] | None = None,
-        compile: Wanted = None,
+        compile: CompileOption = None,
     ) -> None:
         super().__init__()
-        widths = [1, *([40, 40] if hidden is None else hidden), 1]
-        for width in widths:
-            validation.at_least("hidden", width, 1)
-        given = {"inner_lr": inner_lr, "inner_steps": inner_steps, **(options or {})}
+        widths = [1, *hidden_widths(hidden, [40, 40]), 1]
+        inner = {"inner_lr": inner_lr, "inner_steps": inner_steps, **(options or {})}
         if first_order:
-            given["first_order"] = True  # which only MAML knows
-        self.maml = learner(algorithm, mlp(widths, act), F.mse_loss, given)
-        self.compiling = self._choice(compile)
-        self.lr = validation.positive("lr", lr)
+            inner["first_order"] = True  # an argument of MAML alone
+        self.maml = make_learner(algorithm, mlp(widths, act), F.mse_loss, inner)
+        self.compile_choice = self._compile_choice(compile)
+        self.lr = learning_rate("lr", lr)
         self.eval_steps = [0, 1, 5, 10] if eval_steps is None else eval_steps
         for step in self.eval_steps:
-            validation.at_least("eval_steps", step, 0)
+            at_least("eval_steps", step, 0)
         if sorted(set(self.eval_steps)) != self.eval_steps:
             raise ArgumentValueError(
                 f"eval_steps: expected ascending numbers of steps, got {self.eval_steps}; "
@@ -92,21 +85,24 @@ class FewShotRegression(pl.LightningModule):
         return self.maml(x)
 
     @abstractmethod
-    def _choice(self, compile: Wanted) -> Choice:
-        """What of training runs as a graph."""
+    def _compile_choice(self, compile: CompileOption) -> CompileChoice:
+        """What of the training runs as a graph."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
     def on_fit_start(self) -> None:
         if self.baseline is not None:
-            load_baseline(self, self.baseline)  # what is wrong with it is known before training
+            load_baseline(self, self.baseline)  # raises before training, not after it
 
     def on_train_start(self) -> None:
-        self.compiling.decide(self.trainer)
+        self.compile_choice.apply(self.trainer)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.compiling.save(checkpoint)
+        self.compile_choice.save(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.compiling.load(checkpoint)
+        self.compile_choice.load(checkpoint)
 
     def second_order_problem(self, batch: Tasks) -> SecondOrderProblem:
         """The loss on the support set of a task, by the parameters: what inner steps descend.
@@ -119,52 +115,40 @@ class FewShotRegression(pl.LightningModule):
         objective = self.maml.inner_objective
         return objective, hog.trainable_params(self.maml.model), (x[0], y[0])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.lr)
-
-    def errors(self, tasks: Tasks) -> Tensor:
-        return errors_after(self.maml, tasks, self.eval_steps)
-
     def validation_step(self, batch: Tasks, batch_idx: int) -> None:
-        for count, row in zip(self.eval_steps, self.errors(batch), strict=True):
-            finite = row[torch.isfinite(row)]
-            self.log(f"val/mse_after_{count}", finite.mean(), batch_size=len(row))
+        errors = errors_after(self.maml, batch, self.eval_steps)
+        for count, row in zip(self.eval_steps, errors, strict=True):
+            converged = row[torch.isfinite(row)]
+            self.log(f"val/mse_after_{count}", converged.mean(), batch_size=len(row))
 
     def test_step(self, batch: Tasks, batch_idx: int) -> None:
-        columns = {self.label: self.errors(batch)}
+        columns = {self.label: errors_after(self.maml, batch, self.eval_steps)}
         if self.baseline is not None:
             joint = load_baseline(self, self.baseline)
             columns[JointRegression.label] = errors_after(joint, batch, self.eval_steps)
-        table = tables.few_shot(columns, self.eval_steps)
         for count, row in zip(self.eval_steps, columns[self.label], strict=True):
-            self.log(f"test/mse_after_{count}", tables.summary(row).mean, batch_size=len(row))
+            self.log(f"test/mse_after_{count}", summarize_errors(row).mean, batch_size=len(row))
         if self.trainer.is_global_zero:
-            print(f"\n{table}\n")
-            self._save(table, batch)
-
-    def _save(self, table: str, tasks: Tasks) -> None:
-        """Table and pictures beside the run's checkpoint."""
-        folder = run_folder(self.trainer)
-        (folder / "table.txt").write_text(table + "\n")
-        saved = [folder / "table.txt"]
-        waves = getattr(self.trainer.datamodule, "test_waves", None)  # type: ignore[attr-defined]
-        if waves is not None:
-            saved.append(plots.adaptation(self.maml, waves(), self.label, folder / "tasks.png"))
-        if (folder / "metrics.csv").exists():
-            saved.append(
-                plots.training_curve(folder / "metrics.csv", folder / "training_curve.png")
-            )
-        print("Saved " + ", ".join(str(path) for path in saved))
+            table = sinusoid_table(columns, self.eval_steps)
+            folder = runs.run_folder(self.trainer)
+            pictures = []
+            waves = getattr(self.trainer.datamodule, "test_waves", None)  # type: ignore[attr-defined]
+            if waves is not None:
+                file = folder / "tasks.png"
+                pictures.append(plot_adaptation(file, self.maml, waves(), self.label))
+            if curves := logs.curves(folder):
+                pictures.append(plot_errors(folder / "training_curve.png", curves))
+            runs.write_report(folder, table, *pictures)
 
 
 class MAMLRegression(FewShotRegression):
-    """Meta-training: the error after adaptation is what is minimised."""
+    """Meta-training: minimises the error after adaptation."""
 
     label = "MAML"
 
-    def _choice(self, compile: Wanted) -> Choice:
+    def _compile_choice(self, compile: CompileOption) -> CompileChoice:
         maml = self.maml if isinstance(self.maml, hog.MAML) else None
-        return Choice(compile, maml, f"{type(self.maml).__name__}, whose loss is none of MAML's")
+        return CompileChoice(compile, maml, f"{type(self.maml).__name__}, whose loss is not MAML's")
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
@@ -174,34 +158,47 @@ class MAMLRegression(FewShotRegression):
 
 
 class JointRegression(FewShotRegression):
-    """Conventional training: one network for the points of all tasks, adapted only when judged."""
+    """Conventional training: one network for the points of all tasks, adapted only in evaluation."""
 
     label = "joint training"
 
-    def _choice(self, compile: Wanted) -> Choice:
-        return Choice(compile, None, "joint training, which has no derivative of second order")
+    def _compile_choice(self, compile: CompileOption) -> CompileChoice:
+        return CompileChoice(compile, None, "joint training, which has no second derivatives")
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         (support_x, support_y), (query_x, query_y) = batch
         x, y = torch.cat([support_x, query_x], 1), torch.cat([support_y, query_y], 1)
-        loss = validation.finite(
-            "training loss", F.mse_loss(self.maml(x), y), "Lower lr, or look for NaN in the data."
-        )
+        loss = F.mse_loss(self.maml(x), y)
+        finite("training loss", loss, "Lower lr, or look for NaN in the data.")
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(x))
         return loss
 
 
-def load_baseline(model: FewShotRegression, where: str) -> Learner:
-    """The baseline's parameters in a copy of this model's network, adapted the same way."""
-    checkpoint = find_checkpoint(where)
+def errors_after(maml: Learner, tasks: Tasks, steps: Sequence[int]) -> Tensor:
+    """Query losses [len(steps), tasks] after each number of gradient steps, in ascending order."""
+
+    def of_task(support: Batch, query: Batch) -> Tensor:
+        params, done, errors = hog.trainable_params(maml.model), 0, []
+        for count in steps:
+            params, done = maml.adapt(support, params=params, steps=count - done), count
+            errors.append(maml.objective(params, query))
+        return torch.stack(errors)
+
+    with torch.no_grad():
+        return torch.func.vmap(of_task, out_dims=1)(*tasks)
+
+
+def load_baseline(model: FewShotRegression, path: str) -> Learner:
+    """The baseline's parameters in a copy of this model's learner, so that both adapt alike."""
+    checkpoint = runs.find_checkpoint(path)
     state = torch.load(checkpoint, map_location=model.device, weights_only=True)["state_dict"]
     maml = copy.deepcopy(model.maml)
     weights = {name.removeprefix("maml."): value for name, value in state.items()}
     expected = {name: tuple(value.shape) for name, value in maml.state_dict().items()}
-    came = {name: tuple(value.shape) for name, value in weights.items()}
-    if expected != came:
+    got = {name: tuple(value.shape) for name, value in weights.items()}
+    if expected != got:
         raise ArgumentValueError(
-            f"baseline: expected a checkpoint of the same network, {expected}, got {came} from "
+            f"baseline: expected a checkpoint of the same network, {expected}, got {got} from "
             f"{checkpoint}; train the baseline with the same hidden widths, or set baseline to null."
         )
     maml.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""Learning to reweight examples: wrong labels found by a few right ones, beside plain training."""
+"""Learning to reweight examples: wrong labels are found by a few right ones, beside plain training."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -8,25 +8,162 @@ import torch
 from torch import Tensor, nn
 
 import hoglib as hog
-from experiments import plots, runs, tables
-from experiments.belonging import Belonging
-from experiments.compiling import Choice, Wanted
+from experiments import logs, runs
+from experiments.checks import finite, hidden_widths, learning_rate, one_of
 from experiments.data.digits import CLASSES, IMAGES, PIXELS
 from experiments.data.noisy_digits import Examples
-from experiments.networks import mlp
-from experiments.schedules import stepwise
-from hoglib._core import validation
+from experiments.data.stream import select
+from experiments.models.networks import mlp
+from experiments.plots.digits import plot_reweighting
+from experiments.tables.classifiers import detect_wrong_labels, reweighting_table
+from experiments.training.compile_choice import CompileChoice, CompileOption
+from experiments.training.experiment import Experiment
+from experiments.training.schedules import with_linear_decay
+from experiments.training.second_order import SecondOrderProblem
 
 Params = dict[str, Tensor]
 Objective = Callable[[Params, Any], Tensor]
 REWEIGHTED = "reweighted"
-# What the other networks are trained on, which know nothing of weights.
+# What the other networks are trained on, with even weights.
 OTHERS = {
     "noisy": "noisy labels as they are",
     "clean": "the clean set alone",
     "both": "noisy and clean together",
 }
 LABELS = {REWEIGHTED: "noisy labels, reweighted", **OTHERS}
+
+
+class Reweighting(Experiment):
+    """A network trained with learned weights, and others from the same start on the same batches.
+
+    A training step takes noisy examples and all clean ones. The network "reweighted" learns from the
+    noisy ones by `learned_weights`; clean examples influence it through these weights alone.
+
+    Args:
+        against: The other networks, with even weights: of "noisy" (the same examples), "clean" (the
+            clean ones) and "both".
+        hidden: Widths of the hidden layers of all networks.
+        act: Their activation.
+        lr: Learning rate of their Adam.
+        decay: Whether lr falls linearly to zero over the run.
+        compile: null or false; nothing here runs as a graph.
+    """
+
+    weight_sum: Tensor
+    visits: Tensor
+
+    def __init__(
+        self,
+        against: list[str] | None = None,
+        hidden: list[int] | None = None,
+        act: str = "relu",
+        lr: float = 1e-3,
+        decay: bool = True,
+        compile: CompileOption = None,
+    ) -> None:
+        super().__init__()
+        CompileChoice(compile, None, "hypergradient, which checks its losses and so is not a graph")
+        widths = hidden_widths(hidden, [128, 128])
+        others = list(OTHERS) if against is None else against
+        for name in others:
+            one_of("against", name, OTHERS)
+        self.lr = learning_rate("lr", lr)
+        self.decay = decay
+        start = mlp([PIXELS, *widths, CLASSES], act)
+        names = dict.fromkeys([REWEIGHTED, *others])
+        self.networks = nn.ModuleDict({name: deepcopy(start) for name in names})
+        self.objectives = {
+            name: hog.functional_loss(network, weighted_loss)
+            for name, network in self.networks.items()
+        }
+        self.options = {"networks": list(names), "hidden": widths, "act": act}
+        # Of each image of the whole set, by its number: the sum of its weights, times the batch size,
+        # and how often it was in a batch.
+        self.register_buffer("weight_sum", torch.zeros(IMAGES))
+        self.register_buffer("visits", torch.zeros(IMAGES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.networks[REWEIGHTED](x)
+
+    def configure_optimizers(self) -> Any:
+        """One Adam for all: its steps are elementwise, so each network has those of its own loss."""
+        return with_linear_decay(self, torch.optim.Adam(self.parameters(), lr=self.lr), self.decay)
+
+    def training_step(self, batch: tuple[Examples, Examples], batch_idx: int) -> Tensor:
+        noisy, clean = batch
+        weights = self.weights(noisy, clean)
+        self.weight_sum[noisy.number] += weights * len(weights)
+        self.visits[noisy.number] += 1
+        losses = {name: self.loss(name, noisy, clean, weights) for name in self.networks}
+        for name, loss in losses.items():
+            finite(f"loss of {name}", loss, "Lower lr, or look for NaN in the data.")
+        values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
+        self.log_dict(values, prog_bar=True, batch_size=len(weights))
+        return torch.stack([*losses.values()]).sum()
+
+    def weights(self, noisy: Examples, clean: Examples) -> Tensor:
+        objective = self.objectives[REWEIGHTED]
+        return learned_weights(objective, hog.trainable_params(objective.model), noisy, clean)
+
+    def loss(self, name: str, noisy: Examples, clean: Examples, weights: Tensor) -> Tensor:
+        """The loss that a network is trained on; the weights are those of the noisy examples."""
+        both = Examples(*map(torch.cat, zip(noisy, clean, strict=True)))
+        examples = {"clean": clean, "both": both}.get(name, noisy)
+        if name != REWEIGHTED:
+            weights = even_weights(examples)
+        objective = self.objectives[name]
+        params = hog.trainable_params(objective.model)
+        return objective(params, (examples.x, Weighted(examples.label, weights)))
+
+    def second_order_problem(self, batch: tuple[Examples, Examples]) -> SecondOrderProblem:
+        """The weighted loss of the noisy examples, by the parameters and by the weights.
+
+        `learned_weights` differentiates a step on it, theta - a dL/dtheta, by the weights: its
+        derivatives of two orders, by parameters and weights, enter. Here at even weights, where it
+        has others too.
+        """
+        objective = self.objectives[REWEIGHTED]
+
+        def loss(params: Params, noisy: Examples) -> Tensor:
+            own = {name: value for name, value in params.items() if name != "weights"}
+            return objective(own, (noisy.x, Weighted(noisy.label, params["weights"])))
+
+        noisy, _ = batch
+        params = hog.trainable_params(objective.model)
+        return loss, {**params, "weights": even_weights(noisy)}, noisy
+
+    def validation_step(self, batch: Examples, batch_idx: int) -> None:
+        values = {f"val/{name}": c.float().mean() for name, c in self.correct(batch).items()}
+        self.log_dict(values, batch_size=len(batch.x))
+
+    def test_step(self, batch: Examples, batch_idx: int) -> None:
+        folder = runs.run_folder(self.trainer)
+        logged = logs.curves(folder)
+        curves = {LABELS[name]: logged.get(f"val/{name}", []) for name in self.networks}
+        correct = {LABELS[name]: flags.cpu() for name, flags in self.correct(batch).items()}
+        noisy, weights = self.average_weights()
+        detection = detect_wrong_labels(weights, noisy.label != noisy.truth)
+        noise = self.trainer.datamodule.noise  # type: ignore[attr-defined]
+        table = reweighting_table(correct, curves, detection, noise)
+        picture = plot_reweighting(folder / "weights.png", noisy, weights, curves, noise)
+        runs.write_report(folder, table, picture)
+        accuracies = {name: correct[LABELS[name]].float().mean() for name in self.networks}
+        values = {f"test/accuracy_{name}": value for name, value in accuracies.items()}
+        self.log_dict(values, batch_size=len(batch.x))
+        self.log("test/auc", detection.auc, batch_size=len(batch.x))
+
+    def correct(self, examples: Examples) -> dict[str, Tensor]:
+        """Which examples [n] each network classifies correctly."""
+        return {
+            name: network(examples.x).argmax(1) == examples.truth
+            for name, network in self.networks.items()
+        }
+
+    def average_weights(self) -> tuple[Examples, Tensor]:
+        """The noisy examples that were in a batch, and their weights times the batch size, averaged."""
+        noisy = self.trainer.datamodule.split.noisy  # type: ignore[attr-defined]
+        noisy = select(noisy, self.visits.cpu()[noisy.number] > 0)
+        return noisy, (self.weight_sum / self.visits).cpu()[noisy.number]
 
 
 class Weighted(NamedTuple):
@@ -42,7 +179,7 @@ def weighted_loss(logits: Tensor, targets: Weighted) -> Tensor:
     return (targets.weight * losses).sum()
 
 
-def evenly(examples: Examples) -> Tensor:
+def even_weights(examples: Examples) -> Tensor:
     """Weights [n] of a mean."""
     return torch.full_like(examples.x[:, 0], 1 / len(examples.x))
 
@@ -56,151 +193,18 @@ def learned_weights(
         u_i = -d/de_i L_clean(theta'(e)) at e = 0        w_i = max(u_i, 0) / sum_j max(u_j, 0)
 
     All are zero if no example would help. The rate a is 1 here: it multiplies each u_i and leaves w
-    as it is. Source: Ren et al., Learning to Reweight Examples for Robust Deep Learning, 2018, eq. 12
-    to 14.
+    unchanged.
+
+    References:
+        Ren et al., Learning to Reweight Examples for Robust Deep Learning, 2018, eq. 12 to 14.
     """
-    found = hog.meta.hypergradient(
-        lambda params, _: objective(params, (clean.x, Weighted(clean.label, evenly(clean)))),
+    result = hog.meta.hypergradient(
+        lambda params, _: objective(params, (clean.x, Weighted(clean.label, even_weights(clean)))),
         lambda params, e: objective(params, (noisy.x, Weighted(noisy.label, e))),
         params,
-        torch.zeros_like(evenly(noisy)),
+        torch.zeros_like(even_weights(noisy)),
         rule=hog.meta.sgd(1.0),
         steps=1,
     )
-    useful = (-found.gradient).clamp(min=0)
+    useful = (-result.gradient).clamp(min=0)
     return useful / useful.sum().clamp(min=torch.finfo(useful.dtype).tiny)
-
-
-class Reweighting(Belonging):
-    """A network trained with learned weights, and others from the same start on the same batches.
-
-    A training step takes noisy examples and all clean ones. The network "reweighted" learns from the
-    noisy ones by `learned_weights`, and sees clean ones through these weights alone.
-
-    against: the others, which weigh their examples evenly, of "noisy" (the same examples), "clean"
-    (the clean ones) and "both"; hidden, act: of all networks; lr: of their Adam; decay: whether lr
-    falls linearly to zero over the run; compile: null or false, for nothing here runs as a graph.
-    """
-
-    weight_sum: Tensor
-    visits: Tensor
-
-    def __init__(
-        self,
-        against: list[str] | None = None,
-        hidden: list[int] | None = None,
-        act: str = "relu",
-        lr: float = 1e-3,
-        decay: bool = True,
-        compile: Wanted = None,
-    ) -> None:
-        super().__init__()
-        Choice(compile, None, "hypergradient, which looks at its losses and so is no graph")
-        widths = [128, 128] if hidden is None else hidden
-        for width in widths:
-            validation.at_least("hidden", width, 1)
-        others = list(OTHERS) if against is None else against
-        for name in others:
-            validation.one_of("against", name, OTHERS)
-        self.lr = validation.positive("lr", lr)
-        self.decay = decay
-        start = mlp([PIXELS, *widths, CLASSES], act)
-        names = dict.fromkeys([REWEIGHTED, *others])
-        self.networks = nn.ModuleDict({name: deepcopy(start) for name in names})
-        self.objectives = {
-            name: hog.functional_loss(network, weighted_loss)
-            for name, network in self.networks.items()
-        }
-        self.options = {"networks": list(names), "hidden": list(widths), "act": act}
-        # Of each image of the whole set, by its number: the sum of its weights, times the batch, and
-        # how often it came.
-        self.register_buffer("weight_sum", torch.zeros(IMAGES))
-        self.register_buffer("visits", torch.zeros(IMAGES))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.networks[REWEIGHTED](x)
-
-    def configure_optimizers(self) -> Any:
-        """One Adam for all: its steps are by element, so each network has those of its own loss."""
-        return stepwise(self, torch.optim.Adam(self.parameters(), lr=self.lr), self.decay)
-
-    def training_step(self, batch: tuple[Examples, Examples], batch_idx: int) -> Tensor:
-        noisy, clean = batch
-        weights = self.weights(noisy, clean)
-        self.weight_sum[noisy.number] += weights * len(weights)
-        self.visits[noisy.number] += 1
-        losses = {name: self.loss(name, noisy, clean, weights) for name in self.networks}
-        for name, loss in losses.items():
-            validation.finite(f"loss of {name}", loss, "Lower lr, or look for NaN in the data.")
-        values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
-        self.log_dict(values, prog_bar=True, batch_size=len(weights))
-        return torch.stack([*losses.values()]).sum()
-
-    def second_order_problem(
-        self, batch: tuple[Examples, Examples]
-    ) -> tuple[Objective, Params, Examples]:
-        """The weighted loss of the noisy examples, by the parameters and by the weights.
-
-        `learned_weights` differentiates a step on it, theta - a dL/dtheta, by the weights: its
-        derivatives of two orders, by parameters and weights, enter. Here at even weights, where it
-        has others too.
-        """
-        objective = self.objectives[REWEIGHTED]
-
-        def loss(params: Params, noisy: Examples) -> Tensor:
-            own = {name: value for name, value in params.items() if name != "weights"}
-            return objective(own, (noisy.x, Weighted(noisy.label, params["weights"])))
-
-        noisy, _ = batch
-        params = hog.trainable_params(objective.model)
-        return loss, {**params, "weights": evenly(noisy)}, noisy
-
-    def weights(self, noisy: Examples, clean: Examples) -> Tensor:
-        objective = self.objectives[REWEIGHTED]
-        return learned_weights(objective, hog.trainable_params(objective.model), noisy, clean)
-
-    def loss(self, name: str, noisy: Examples, clean: Examples, weights: Tensor) -> Tensor:
-        """What a network is trained on: the weights are those of the noisy examples."""
-        both = Examples(*map(torch.cat, zip(noisy, clean, strict=True)))
-        examples = {"clean": clean, "both": both}.get(name, noisy)
-        if name != REWEIGHTED:
-            weights = evenly(examples)
-        objective = self.objectives[name]
-        params = hog.trainable_params(objective.model)
-        return objective(params, (examples.x, Weighted(examples.label, weights)))
-
-    def right(self, examples: Examples) -> dict[str, Tensor]:
-        """Which examples [n] each network tells right."""
-        return {
-            name: network(examples.x).argmax(1) == examples.truth
-            for name, network in self.networks.items()
-        }
-
-    def validation_step(self, batch: Examples, batch_idx: int) -> None:
-        values = {f"val/{name}": r.float().mean() for name, r in self.right(batch).items()}
-        self.log_dict(values, batch_size=len(batch.x))
-
-    def test_step(self, batch: Examples, batch_idx: int) -> None:
-        folder = runs.run_folder(self.trainer)
-        metrics = folder / "metrics.csv"
-        columns = plots.columns(metrics) if metrics.exists() else {}
-        curves = {LABELS[name]: columns.get(f"val/{name}", []) for name in self.networks}
-        right = {LABELS[name]: flags.cpu() for name, flags in self.right(batch).items()}
-        noisy, weights = self.average_weights()
-        found = tables.detection(weights, noisy.label != noisy.truth)
-        noise = self.trainer.datamodule.noise  # type: ignore[attr-defined]
-        table = tables.reweighted(right, curves, found, noise)
-        print(f"\n{table}\n")
-        (folder / "table.txt").write_text(table + "\n")
-        picture = plots.reweighted(noisy, weights, curves, noise, folder / "weights.png")
-        print(f"Saved {folder / 'table.txt'}, {picture}")
-        values = {f"accuracy_{name}": right[LABELS[name]].float().mean() for name in self.networks}
-        self.log_dict({f"test/{key}": v for key, v in values.items()}, batch_size=len(batch.x))
-        self.log("test/auc", found.auc, batch_size=len(batch.x))
-
-    def average_weights(self) -> tuple[Examples, Tensor]:
-        """The noisy examples that came, and the average over the run of weight times batch."""
-        noisy = self.trainer.datamodule.split.noisy  # type: ignore[attr-defined]
-        came = self.visits.cpu()[noisy.number] > 0
-        noisy = Examples(*(part[came] for part in noisy))
-        return noisy, (self.weight_sum / self.visits).cpu()[noisy.number]

@@ -1,4 +1,4 @@
-"""Where runs live: runs/<name>/version_<n>/ holds config.yaml, metrics.csv, last.ckpt and pictures."""
+"""The folder of a run: runs/<name>/version_<n>/ with config, checkpoint, metrics and pictures."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ from hoglib.errors import ArgumentValueError
 
 LAST = "last.ckpt"
 SUMMARY = "summary.json"
+TABLE = "table.txt"
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
@@ -20,14 +21,35 @@ def run_folder(trainer: pl.Trainer) -> Path:
     return folder
 
 
-def find_checkpoint(where: str | Path) -> Path:
-    """A checkpoint itself, or the one of the newest version in a run's folder."""
-    path = Path(where)
+def write_report(folder: Path, table: str, *pictures: Path) -> None:
+    """Print a result table, save it as table.txt, and say which files were saved."""
+    file = folder / TABLE
+    file.write_text(table + "\n")
+    print(f"\n{table}\n\nSaved {', '.join(map(str, (file, *pictures)))}")
+
+
+def write_summary(folder: Path, summary: dict[str, Any]) -> None:
+    """Save a run's result as summary.json, for the tables of other runs."""
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def summaries(folder: Path) -> list[dict[str, Any]]:
+    """The summaries of all runs in the area of a run, runs/<area>/*/version_*, the newest first."""
+    if _version(folder) is None:
+        return []
+    files = folder.absolute().parents[1].glob(f"*/version_*/{SUMMARY}")
+    newest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    return [json.loads(file.read_text()) for file in newest_first]
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint file itself, or that of the newest version in a run's folder."""
+    path = Path(path)
     if path.is_file():
         return path
-    versions = [p for p in path.glob(f"version_*/{LAST}") if _number(p.parent) is not None]
     if (path / LAST).is_file():
         return path / LAST
+    versions = [p for p in path.glob(f"version_*/{LAST}") if _version(p.parent) is not None]
     if not versions:
         config = Path("configs", *path.parts[1:]).with_suffix(".yaml")
         raise ArgumentValueError(
@@ -39,17 +61,11 @@ def find_checkpoint(where: str | Path) -> Path:
                 else "."
             )
         )
-    return max(versions, key=lambda p: _number(p.parent) or 0)
+    return max(versions, key=lambda p: _version(p.parent) or 0)
 
 
-def version_folder(checkpoint: Path) -> Path | None:
-    """The run's folder that holds this checkpoint, if it lies in one."""
-    folder = checkpoint.parent
-    return folder if checkpoint.name == LAST and _number(folder) is not None else None
-
-
-def load(checkpoint: Path) -> dict[str, Any]:
-    """A checkpoint's content, checked."""
+def load_checkpoint(checkpoint: Path) -> dict[str, Any]:
+    """The content of a Lightning checkpoint."""
     try:
         content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True)
         content["global_step"], content["state_dict"]
@@ -61,27 +77,20 @@ def load(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
+def version_folder(checkpoint: Path) -> Path | None:
+    """The run's folder that holds this checkpoint; None for a checkpoint from elsewhere."""
+    folder = checkpoint.parent
+    return folder if checkpoint.name == LAST and _version(folder) is not None else None
+
+
 def logged_steps(content: dict[str, Any]) -> int:
-    """The steps in metrics.csv up to a checkpoint; global_step counts those of each optimizer."""
+    """The steps in metrics.csv before a checkpoint; global_step counts those of every optimizer."""
     # Lightning raises its count only after the checkpoint is written.
     before: int = content["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"]
     return before + 1
 
 
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """A run's result in its folder, for the tables of other runs."""
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
-
-
-def summaries(folder: Path) -> list[dict[str, Any]]:
-    """Results of the runs in the area of a run, runs/<area>/*/version_*, the newest first."""
-    if _number(folder) is None:
-        return []
-    files = folder.absolute().parents[1].glob(f"*/version_*/{SUMMARY}")
-    newest = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    return [json.loads(file.read_text()) for file in newest]
-
-
-def _number(folder: Path) -> int | None:
+def _version(folder: Path) -> int | None:
+    """The number n of a folder version_<n>; None for any other name."""
     name, _, number = folder.name.partition("_")
     return int(number) if name == "version" and number.isdigit() else None

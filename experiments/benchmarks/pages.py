@@ -5,8 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from experiments import plots
-from experiments.benchmarks import report, summary
+from experiments.benchmarks import pictures, report, summary
 from experiments.benchmarks.meta import report as meta
 
 Results = dict[str, Any]
@@ -23,8 +22,8 @@ def contents(results: Results) -> dict[str, list[str]]:
     if details := report.table(results):
         found["benchmark-details.md"] = [said, details]
     if tables := meta.parts(results):
-        pictures = [meta.PICTURE] if meta.curves(results) else []
-        found["meta-benchmarks.md"] = [said, *tables, *pictures]
+        picture = [meta.PICTURE] if meta.curves(results) else []
+        found["meta-benchmarks.md"] = [said, *tables, *picture]
     return found
 
 
@@ -40,9 +39,9 @@ def save(results: Results, folder: Path) -> list[Path]:
     files, curves = [data, table, details], meta.curves(results)
     lines = summary.lines(results)
     if lines or curves:
-        files.append(plots.benchmarks(lines, curves, folder / PICTURE))
+        files.append(pictures.plot_benchmarks(folder / PICTURE, lines, curves))
     if curves:
-        files.append(plots.meta_memory(curves, folder / MEMORY))
+        files.append(pictures.plot_meta_memory(folder / MEMORY, curves))
     return files
 
 

@@ -1,7 +1,8 @@
 """Handwritten digits: 1797 images of 8 x 8 pixels, as they ship with scikit-learn.
 
-Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
-Repository, 1998.
+References:
+    Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,
+    1998.
 """
 
 from functools import cache
@@ -11,53 +12,24 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from experiments.data.stream import HeldOut, Stream, seeded
-from hoglib._core import validation
+from experiments.checks import at_least
+from experiments.data.stream import HeldOut, SubsetStream, run_seed, seeded, select
 from hoglib.errors import ArgumentValueError
 
 IMAGES, PIXELS, CLASSES = 1797, 64, 10
 
 
-class Images(NamedTuple):
-    """x [n, 64] from -1 to 1, and which digit each shows [n]."""
-
-    x: Tensor
-    label: Tensor
-
-
-@cache
-def images() -> Images:
-    from sklearn.datasets import load_digits  # half a second, for these experiments alone
-
-    x, label = load_digits(return_X_y=True)
-    return Images(torch.tensor(x / 8 - 1, dtype=torch.float32), torch.tensor(label).long())
-
-
-def _images(picks: Tensor) -> Images:
-    return Images(*(part[picks] for part in images()))
-
-
-class Batches(Stream):
-    """Some of the images, none twice in a batch; or all of them, each time."""
-
-    def __init__(self, data: Images, batches: int, batch: int | None, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.data, self.batch = data, batch
-
-    def batch_of(self, seed: int) -> Images:
-        if self.batch is None:
-            return self.data
-        generator = seeded(seed)
-        picks = torch.randperm(len(self.data.x), generator=generator)[: self.batch]
-        return Images(*(part[picks] for part in self.data))
-
-
 class Digits(pl.LightningDataModule):
     """A stream of digits for training, and held-out ones.
 
-    train, test: how many images; val: how many others to choose by, 0 where nothing is chosen and
-    validation sees those of test; iterations: batches in the run; batch: images in one, or null for all
-    of them in each; seed: of the split and the stream, the run's by default.
+    Args:
+        train: Training images.
+        test: Test images.
+        iterations: Batches in the run.
+        batch: Images in a batch; None for all of them in each.
+        seed: Seed of the split and the stream. Default: that of the run.
+        val: Further images, to choose hyperparameters by. 0 where nothing is chosen; validation then
+            uses the test images.
     """
 
     def __init__(
@@ -70,39 +42,55 @@ class Digits(pl.LightningDataModule):
         val: int = 0,
     ) -> None:
         super().__init__()
-        validation.at_least("train", train, 1)
-        validation.at_least("test", test, 2)
-        validation.at_least("val", val, 0)
+        at_least("train", train, 1)
+        at_least("test", test, 2)
+        at_least("val", val, 0)
         if train + test + val > IMAGES:
-            named, parts, given = (
+            names, together, counts = (
                 ("train, test, val", "all", f"{train}, {test} and {val}")
                 if val
                 else ("train, test", "both", f"{train} and {test}")
             )
             raise ArgumentValueError(
-                f"{named}: expected {IMAGES} images in {parts}, got {given}; make them smaller."
+                f"{names}: expected {IMAGES} images in {together}, got {counts}; make them smaller."
             )
-        if batch is not None and validation.at_least("batch", batch, 1) > train:
+        if batch is not None and at_least("batch", batch, 1) > train:
             raise ArgumentValueError(
                 f"batch: expected at most the {train} images of train, got {batch}; null takes all."
             )
-        self.seed = torch.initial_seed() % 2**20 if seed is None else seed
-        self.iterations = validation.at_least("iterations", iterations, 1)
+        self.seed = run_seed(seed)
+        self.iterations = at_least("iterations", iterations, 1)
         self.batch = batch
         order = torch.randperm(IMAGES, generator=seeded(self.seed))
         rest = IMAGES - test - train - val
         test_picks, train_picks, val_picks, _ = order.split([test, train, val, rest])
-        self.held_out, self.train = _images(test_picks), _images(train_picks)
-        self.validation = _images(val_picks) if val else self.held_out
+        self.held_out, self.train = select(images(), test_picks), select(images(), train_picks)
+        self.validation = select(images(), val_picks) if val else self.held_out
         self.options = {"train": train, "test": test, "seed": self.seed}
-        if val:  # not where there is none: checkpoints from before there was one stay good
+        if val:  # checkpoints from before this option was there remain valid
             self.options["val"] = val
 
-    def train_dataloader(self) -> Batches:
-        return Batches(self.train, self.iterations, self.batch, self.seed)
+    def train_dataloader(self) -> SubsetStream:
+        return SubsetStream(self.train, self.iterations, self.batch, self.seed)
 
     def val_dataloader(self) -> HeldOut:
         return HeldOut(self.validation)
 
     def test_dataloader(self) -> HeldOut:
         return HeldOut(self.held_out)
+
+
+class Images(NamedTuple):
+    """x [n, 64] from -1 to 1, and the digit that each shows [n]."""
+
+    x: Tensor
+    label: Tensor
+
+
+@cache
+def images() -> Images:
+    """All images."""
+    from sklearn.datasets import load_digits  # half a second, for these experiments alone
+
+    x, label = load_digits(return_X_y=True)
+    return Images(torch.tensor(x / 8 - 1, dtype=torch.float32), torch.tensor(label).long())

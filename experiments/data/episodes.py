@@ -1,6 +1,7 @@
-"""Few-shot classification: tasks of N classes, K images of each to learn from, others to judge by.
+"""Few-shot classification: N-way K-shot tasks of support images and query images.
 
-Source: Vinyals et al., Matching Networks for One Shot Learning, 2016; its N-way K-shot tasks.
+References:
+    Vinyals et al., Matching Networks for One Shot Learning, 2016; its N-way K-shot tasks.
 """
 
 import warnings
@@ -14,146 +15,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.image_classes import GLYPHS, ImageClasses, glyphs, of_folder, splits_of
-from experiments.data.stream import Stream, seeded
-from hoglib._core import validation
+from experiments.checks import at_least
+from experiments.data.image_classes import (
+    GLYPHS,
+    ImageClasses,
+    folder_images,
+    folder_splits,
+    glyphs,
+)
+from experiments.data.stream import Stream, run_seed, seeded
 from hoglib.errors import ArgumentValueError
 
 Batch = tuple[Tensor, Tensor]
 TASKS = GLYPHS / "tasks.npz"
 FIXED = 600  # test tasks of each kind in that file
-KINDS = {(5, 1): 15, (5, 5): 15, (20, 1): 15, (20, 5): 15}  # ways and shots, and queries a class
+KINDS = {(5, 1): 15, (5, 5): 15, (20, 1): 15, (20, 5): 15}  # (ways, shots): queries of a class
 
-# Held-out tasks are the same ones for every run, whatever its seed.
+# Held-out tasks are the same for every run, whatever its seed.
 VALIDATION_SEED, TEST_SEED = 2**40, 2**41
-
-
-class Picks(NamedTuple):
-    """Tasks: classes [tasks, ways], and which images of each [tasks, ways, shots + queries]."""
-
-    classes: Tensor
-    images: Tensor
-
-
-def draw(counts: Tensor, tasks: int, ways: int, images: int, generator: torch.Generator) -> Picks:
-    """Tasks by chance: classes without repetition, and images of these without repetition."""
-    classes = torch.stack(
-        [torch.randperm(len(counts), generator=generator)[:ways] for _ in range(tasks)]
-    )
-    # The smallest of random keys are a draw without repetition; keys beyond a class's images are last.
-    keys = torch.rand(tasks, ways, int(counts.max()), generator=generator)
-    keys.masked_fill_(torch.arange(keys.shape[2]) >= counts[classes, None], 2)
-    return Picks(classes, keys.argsort(dim=2, stable=True)[..., :images])
-
-
-def episode(data: ImageClasses, picks: Picks, shots: int) -> tuple[Batch, Batch]:
-    """(support, query), each x [tasks, ways * n, channels, height, width] from 0 to 1, and y likewise.
-
-    Classes beyond those of data are these, rotated by 90, 180 and 270 degrees.
-    """
-    tasks, ways = picks.classes.shape
-    many = len(data.members)
-    numbers = torch.stack(
-        [
-            torch.stack([data.members[c % many][i] for c, i in zip(cs, images, strict=True)])
-            for cs, images in zip(picks.classes.tolist(), picks.images, strict=True)
-        ]
-    )
-    x = data.images[numbers].float() / 255
-    turns = picks.classes // many
-    for turn in range(1, 4):
-        if (turned := turns == turn).any():
-            x[turned] = torch.rot90(x[turned], turn, (-2, -1))
-    y = torch.arange(ways).expand(tasks, ways)
-
-    def part(x: Tensor) -> Batch:
-        return x.flatten(1, 2), y.repeat_interleave(x.shape[2], 1)
-
-    return part(x[:, :, :shots]), part(x[:, :, shots:])
-
-
-class Source(NamedTuple):
-    """Classes of a split and what a task takes of them."""
-
-    data: ImageClasses
-    ways: int
-    shots: int
-    queries: int
-    rotations: int = 1
-
-    def picks(self, tasks: int, seed: int) -> Picks:
-        counts = torch.tensor([len(members) for members in self.data.members] * self.rotations)
-        generator = seeded(seed)
-        return draw(counts, tasks, self.ways, self.shots + self.queries, generator)
-
-
-class TaskStream(Stream):
-    """Meta-batches (support, query)."""
-
-    def __init__(self, source: Source, batches: int, tasks: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.source, self.tasks = source, tasks
-
-    def batch_of(self, seed: int) -> tuple[Batch, Batch]:
-        return episode(self.source.data, self.source.picks(self.tasks, seed), self.source.shots)
-
-
-class HeldOutTasks:
-    """The same tasks at every visit, some at a time, since all at once may not fit into memory."""
-
-    def __init__(self, data: ImageClasses, picks: Picks, shots: int, tasks: int) -> None:
-        self.data, self.picks, self.shots, self.tasks = data, picks, shots, tasks
-
-    def __len__(self) -> int:
-        return -(-len(self.picks.classes) // self.tasks)
-
-    def __iter__(self) -> Iterator[tuple[Batch, Batch]]:
-        for classes, images in zip(*(part.split(self.tasks) for part in self.picks), strict=True):
-            yield episode(self.data, Picks(classes, images), self.shots)
-
-
-@cache
-def fixed() -> dict[tuple[int, int], Picks]:
-    """The test tasks of the glyphs, by ways and shots."""
-    with np.load(TASKS) as file:
-        return {
-            (ways, shots): Picks(
-                *(
-                    torch.from_numpy(file[f"{part}_{ways}_{shots}"].astype(int))
-                    for part in Picks._fields
-                )
-            )
-            for ways, shots in KINDS
-        }
-
-
-def write_fixed(counts: Tensor, where: Path) -> None:
-    """Draws test tasks for classes of so many images. Figures from other tasks are then out of date."""
-    arrays = {}
-    for (ways, shots), queries in KINDS.items():
-        generator = seeded(TEST_SEED)
-        picks = draw(counts, FIXED, ways, shots + queries, generator)
-        arrays[f"classes_{ways}_{shots}"] = picks.classes.numpy().astype(np.uint16)
-        arrays[f"images_{ways}_{shots}"] = picks.images.numpy().astype(np.uint8)
-    np.savez_compressed(where, **arrays)  # type: ignore[arg-type]
 
 
 class Episodes(pl.LightningDataModule):
     """N-way K-shot tasks: a stream for training, fixed held-out ones for validation and test.
 
-    source: null for the glyphs of this repository, whose held-out characters and typefaces are none of
-    those in training; or a folder of class folders of images, also in groups (alphabet/character): in
-    train, val and test, or split by split_seed. ways: classes in a task (N); shots: images of each to
-    learn from (K); queries: images of each to be judged by, test_queries: the same in held-out tasks,
-    as many by default; tasks: in a meta-batch; iterations:
-    meta-batches in the run; val_tasks, test_tasks: held-out tasks; size: pixels of a side, 28 by
-    default for glyphs and other images; channels: 1 for grey or 3, for a folder; augment: training
-    classes also rotated by 90, 180 and 270 degrees, as classes of their own. It is usual for Omniglot;
-    in glyphs it would make one class two, since scripts have letters that are others rotated. seed: of
-    the training stream, the run's by default.
+    Args:
+        source: None for the glyphs of this repository, whose held-out characters and typefaces do not
+            occur in training; or a folder of class folders of images, also in groups
+            (alphabet/character): in train, val and test, or split by split_seed.
+        ways: Classes in a task (N).
+        shots: Support images of each class (K).
+        queries: Query images of each class in training.
+        test_queries: The same in held-out tasks. Default: queries.
+        tasks: Tasks in a meta-batch.
+        iterations: Meta-batches in the run.
+        val_tasks: Validation tasks.
+        test_tasks: Test tasks.
+        size: Pixels of a side, 28 for glyphs.
+        channels: 1 for grey or 3 for colour images, of a folder.
+        augment: Whether training classes rotated by 90, 180 and 270 degrees are further classes. This
+            is usual for Omniglot. Among the glyphs some letters are rotations of others, which would
+            then be two classes of one shape.
+        split_seed: Seed by which the classes of a folder are split.
+        seed: Seed of the training stream. Default: that of the run.
 
     The glyphs' test tasks are read from glyphs/tasks.npz, for 5 and 20 ways, 1 and 5 shots and at most
-    15 queries. All other held-out tasks are drawn by a constant seed, and so are the same in all runs.
+    15 queries. All other held-out tasks are drawn by a constant seed. So both are the same in all runs.
     """
 
     def __init__(
@@ -174,36 +80,34 @@ class Episodes(pl.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.ways = validation.at_least("ways", ways, 2)
-        self.shots = validation.at_least("shots", shots, 1)
-        self.queries = validation.at_least("queries", queries, 1)
-        self.test_queries = (
-            queries
-            if test_queries is None
-            else validation.at_least("test_queries", test_queries, 1)
+        self.ways = at_least("ways", ways, 2)
+        self.shots = at_least("shots", shots, 1)
+        self.queries = at_least("queries", queries, 1)
+        self.test_queries = at_least(
+            "test_queries", queries if test_queries is None else test_queries, 1
         )
-        self.tasks = validation.at_least("tasks", tasks, 1)
-        self.iterations = validation.at_least("iterations", iterations, 1)
-        self.val_tasks = validation.at_least("val_tasks", val_tasks, 1)
-        self.test_tasks = validation.at_least("test_tasks", test_tasks, 2)
-        self.augment = validation.flag("augment", augment)
-        self.seed = torch.initial_seed() % 2**20 if seed is None else seed
+        self.tasks = at_least("tasks", tasks, 1)
+        self.iterations = at_least("iterations", iterations, 1)
+        self.val_tasks = at_least("val_tasks", val_tasks, 1)
+        self.test_tasks = at_least("test_tasks", test_tasks, 2)
+        self.augment = augment
+        self.seed = run_seed(seed)
         self.source = source
-        # what held-out classes depend on; ways and shots may be others than in training
+        # what held-out classes depend on; ways and shots may differ from those in training
         self.options = {
             "source": source, "size": size, "channels": channels, "split_seed": split_seed,
         }  # fmt: skip
         if source is None:
             if (size, channels) != (28, 1):
                 raise ArgumentValueError(
-                    f"size, channels: expected 28 and 1, since glyphs are of 28 x 28 in grey, got "
+                    f"size, channels: expected 28 and 1, since glyphs are 28 x 28 in grey, got "
                     f"{size} and {channels}; leave them out, or name a folder as source."
                 )
             parts = {split: glyphs(split) for split in ("train", "val", "test")}
         else:
-            folders = splits_of(Path(source), split_seed)
-            parts = {split: of_folder(folders[split], size, channels) for split in folders}
-        kept = {split: self._enough(split, data) for split, data in parts.items()}
+            folders = folder_splits(Path(source), split_seed)
+            parts = {split: folder_images(folders[split], size, channels) for split in folders}
+        kept = {split: self._large_enough(split, data) for split, data in parts.items()}
         left_out = [
             f"{few} of {len(data.members)} of {split}"
             for split, data in parts.items()
@@ -223,14 +127,14 @@ class Episodes(pl.LightningDataModule):
             for split, rotations in (("train", 4 if augment else 1), ("val", 1), ("test", 1))
         )
 
-    def _enough(self, split: str, data: ImageClasses) -> ImageClasses:
-        """The classes that have images enough for a task."""
-        wanted = self.shots + self._queries(split)
-        kept = [n for n, members in enumerate(data.members) if len(members) >= wanted]
+    def _large_enough(self, split: str, data: ImageClasses) -> ImageClasses:
+        """The classes that have enough images for a task."""
+        needed = self.shots + self._queries(split)
+        kept = [n for n, members in enumerate(data.members) if len(members) >= needed]
         few = len(data.members) - len(kept)
         if len(kept) < self.ways:
             raise ArgumentValueError(
-                f"ways: expected at most the {len(kept)} classes of {split} that have {wanted} images "
+                f"ways: expected at most the {len(kept)} classes of {split} that have {needed} images "
                 f"(shots and queries) or more, got {self.ways}; {few} have fewer. Lower "
                 "ways or queries."
             )
@@ -240,19 +144,19 @@ class Episodes(pl.LightningDataModule):
     def _queries(self, split: str) -> int:
         return self.queries if split == "train" else self.test_queries
 
-    def train_dataloader(self) -> TaskStream:
-        return TaskStream(self.train, self.iterations, self.tasks, self.seed)
+    def train_dataloader(self) -> "EpisodeStream":
+        return EpisodeStream(self.train, self.iterations, self.tasks, self.seed)
 
-    def val_dataloader(self) -> HeldOutTasks:
+    def val_dataloader(self) -> "HeldOutTasks":
         return self._held_out(self.val, self.val.picks(self.val_tasks, VALIDATION_SEED))
 
-    def test_dataloader(self) -> HeldOutTasks:
+    def test_dataloader(self) -> "HeldOutTasks":
         return self._held_out(self.test, self._test_picks())
 
-    def _held_out(self, source: Source, picks: Picks) -> HeldOutTasks:
+    def _held_out(self, source: "Source", picks: "Picks") -> "HeldOutTasks":
         return HeldOutTasks(source.data, picks, self.shots, self.tasks)
 
-    def _test_picks(self) -> Picks:
+    def _test_picks(self) -> "Picks":
         kind = self.ways, self.shots
         if (
             self.source is not None
@@ -260,6 +164,128 @@ class Episodes(pl.LightningDataModule):
             or self.test_tasks > FIXED
         ):
             return self.test.picks(self.test_tasks, TEST_SEED)
-        classes, images = fixed()[kind]
+        classes, images = fixed_tasks()[kind]
         images = images[..., : self.shots + self.test_queries]
         return Picks(classes[: self.test_tasks], images[: self.test_tasks])
+
+
+class Picks(NamedTuple):
+    """Tasks: classes [tasks, ways], and which images of each [tasks, ways, shots + queries]."""
+
+    classes: Tensor
+    images: Tensor
+
+
+def draw_tasks(
+    counts: Tensor, tasks: int, ways: int, images: int, generator: torch.Generator
+) -> Picks:
+    """Random tasks: classes without repetition, and images of these without repetition.
+
+    Args:
+        counts: Number of images of each class [classes].
+        tasks: Number of tasks.
+        ways: Classes in a task.
+        images: Images of each class.
+        generator: Generator of the random numbers.
+    Returns:
+        The tasks.
+    """
+    classes = torch.stack(
+        [torch.randperm(len(counts), generator=generator)[:ways] for _ in range(tasks)]
+    )
+    # Sorting random keys draws without repetition; the keys beyond a class's images come last.
+    keys = torch.rand(tasks, ways, int(counts.max()), generator=generator)
+    keys.masked_fill_(torch.arange(keys.shape[2]) >= counts[classes, None], 2)
+    return Picks(classes, keys.argsort(dim=2, stable=True)[..., :images])
+
+
+def episode(data: ImageClasses, picks: Picks, shots: int) -> tuple[Batch, Batch]:
+    """(support, query), each x [tasks, ways * n, channels, height, width] from 0 to 1, and y likewise.
+
+    Numbers of classes beyond those of data are the same classes rotated by 90, 180 and 270 degrees.
+    """
+    tasks, ways = picks.classes.shape
+    count = len(data.members)
+    numbers = torch.stack(
+        [
+            torch.stack([data.members[c % count][i] for c, i in zip(cs, images, strict=True)])
+            for cs, images in zip(picks.classes.tolist(), picks.images, strict=True)
+        ]
+    )
+    x = data.images[numbers].float() / 255
+    turns = picks.classes // count
+    for turn in range(1, 4):
+        if (turned := turns == turn).any():
+            x[turned] = torch.rot90(x[turned], turn, (-2, -1))
+    y = torch.arange(ways).expand(tasks, ways)
+
+    def part(x: Tensor) -> Batch:
+        return x.flatten(1, 2), y.repeat_interleave(x.shape[2], 1)
+
+    return part(x[:, :, :shots]), part(x[:, :, shots:])
+
+
+class Source(NamedTuple):
+    """The classes of a split, and the size of its tasks."""
+
+    data: ImageClasses
+    ways: int
+    shots: int
+    queries: int
+    rotations: int = 1  # each rotation of a class counts as a class
+
+    def picks(self, tasks: int, seed: int) -> Picks:
+        counts = torch.tensor([len(members) for members in self.data.members] * self.rotations)
+        generator = seeded(seed)
+        return draw_tasks(counts, tasks, self.ways, self.shots + self.queries, generator)
+
+
+class EpisodeStream(Stream):
+    """Meta-batches (support, query)."""
+
+    def __init__(self, source: Source, batches: int, tasks: int, seed: int) -> None:
+        super().__init__(batches, seed)
+        self.source, self.tasks = source, tasks
+
+    def batch_of(self, seed: int) -> tuple[Batch, Batch]:
+        return episode(self.source.data, self.source.picks(self.tasks, seed), self.source.shots)
+
+
+class HeldOutTasks:
+    """The same tasks at every iteration, a few at a time: all at once may not fit into memory."""
+
+    def __init__(self, data: ImageClasses, picks: Picks, shots: int, tasks: int) -> None:
+        self.data, self.picks, self.shots, self.tasks = data, picks, shots, tasks
+
+    def __len__(self) -> int:
+        return -(-len(self.picks.classes) // self.tasks)
+
+    def __iter__(self) -> Iterator[tuple[Batch, Batch]]:
+        for classes, images in zip(*(part.split(self.tasks) for part in self.picks), strict=True):
+            yield episode(self.data, Picks(classes, images), self.shots)
+
+
+@cache
+def fixed_tasks() -> dict[tuple[int, int], Picks]:
+    """The test tasks of the glyphs, by ways and shots."""
+    with np.load(TASKS) as arrays:
+        return {
+            (ways, shots): Picks(
+                *(
+                    torch.from_numpy(arrays[f"{part}_{ways}_{shots}"].astype(int))
+                    for part in Picks._fields
+                )
+            )
+            for ways, shots in KINDS
+        }
+
+
+def write_fixed_tasks(counts: Tensor, file: Path) -> None:
+    """Draw the test tasks, for classes of these numbers of images. This outdates all results."""
+    arrays = {}
+    for (ways, shots), queries in KINDS.items():
+        generator = seeded(TEST_SEED)
+        picks = draw_tasks(counts, FIXED, ways, shots + queries, generator)
+        arrays[f"classes_{ways}_{shots}"] = picks.classes.numpy().astype(np.uint16)
+        arrays[f"images_{ways}_{shots}"] = picks.images.numpy().astype(np.uint8)
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]

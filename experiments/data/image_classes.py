@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.checks import at_least, one_of
 from experiments.data.stream import seeded
-from hoglib._core import validation
 from hoglib.errors import ArgumentValueError
 
 GLYPHS = Path(__file__).parent / "glyphs"
@@ -24,7 +24,13 @@ MODES = {1: "L", 3: "RGB"}
 
 
 class ImageClasses(NamedTuple):
-    """images [n, channels, height, width] of 0 to 255; each class's name, and its images' numbers."""
+    """Images sorted into classes.
+
+    Attributes:
+        images: All images [n, channels, height, width], from 0 to 255.
+        names: Name of each class.
+        members: Numbers of the images of each class.
+    """
 
     images: Tensor
     names: tuple[str, ...]
@@ -32,6 +38,7 @@ class ImageClasses(NamedTuple):
 
 
 def by_class(images: Tensor, label: Tensor, names: Sequence[str]) -> ImageClasses:
+    """Images [n, ...] with labels [n], sorted into classes."""
     order = label.argsort(stable=True)
     counts = torch.bincount(label, minlength=len(names)).tolist()
     return ImageClasses(images, tuple(names), order.split(counts))
@@ -49,8 +56,8 @@ def _glyphs() -> tuple[Tensor, Tensor, list[dict[str, str]]]:
 
 
 def glyphs(split: str) -> ImageClasses:
-    """The characters of a split: ink is white, the ground black."""
-    validation.one_of("split", split, SPLITS)
+    """The characters of a split, white on black."""
+    one_of("split", split, SPLITS)
     images, label, rows = _glyphs()
     names = [row["character"] for row in rows]
     mine = torch.tensor([row["split"] == split for row in rows]).nonzero().squeeze(1)
@@ -63,7 +70,7 @@ def glyphs(split: str) -> ImageClasses:
 
 
 def folder_classes(root: Path) -> dict[str, list[Path]]:
-    """The images of each folder that has some, at the first or second level, by its path in root."""
+    """The images of each folder at the first or second level that has some, by its path in root."""
     if not root.is_dir():
         kind = "a file" if root.exists() else "nothing"
         raise ArgumentValueError(
@@ -85,17 +92,17 @@ def folder_classes(root: Path) -> dict[str, list[Path]]:
     return dict(sorted(found.items()))
 
 
-def splits_of(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
+def folder_splits(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
     """Class folders of each split: those in root/train, val and test, else drawn by a seed.
 
-    What is drawn are the folders at the first level, so that groups, such as alphabets, stay whole.
+    The folders at the first level are drawn, so that groups, such as alphabets, stay whole.
     """
-    there = [split for split in SPLITS if (root / split).is_dir()]
-    if there:
-        if len(there) < len(SPLITS):
+    present = [split for split in SPLITS if (root / split).is_dir()]
+    if present:
+        if len(present) < len(SPLITS):
             raise ArgumentValueError(
                 f"source: expected train, val and test in {str(root)!r}, or none of these, got "
-                f"{', '.join(there)} alone; make the others, or rename it."
+                f"{', '.join(present)} alone; make the others, or rename it."
             )
         return {split: folder_classes(root / split) for split in SPLITS}
     classes = folder_classes(root)
@@ -121,8 +128,8 @@ def splits_of(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
     }
 
 
-def read(path: Path, size: int, channels: int) -> np.ndarray:
-    """[channels, size, size]: the middle square of an image, scaled."""
+def read_image(path: Path, size: int, channels: int) -> np.ndarray:
+    """The central square of an image, scaled: [channels, size, size]."""
     from PIL import Image, ImageOps
 
     try:
@@ -130,28 +137,28 @@ def read(path: Path, size: int, channels: int) -> np.ndarray:
             image = file.convert(MODES[channels])
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ArgumentValueError(
-            f"source: expected an image that Pillow can read, got {str(path)!r} ({error}); mend it or "
-            "take it away."
+            f"source: expected an image that Pillow can read, got {str(path)!r} ({error}); repair it "
+            "or remove it."
         ) from error
     fitted = ImageOps.fit(image, (size, size), Image.Resampling.BOX)
     return np.asarray(fitted, dtype=np.uint8).reshape(size, size, channels).transpose(2, 0, 1)
 
 
-def of_folder(classes: dict[str, list[Path]], size: int, channels: int) -> ImageClasses:
-    """The images of class folders; once read they are kept in runs/images, for a quick start."""
-    validation.at_least("size", size, 1)
-    validation.one_of("channels", str(channels), [str(n) for n in MODES])
+def folder_images(classes: dict[str, list[Path]], size: int, channels: int) -> ImageClasses:
+    """The images of class folders, cached in runs/images for a quick start."""
+    at_least("size", size, 1)
+    one_of("channels", str(channels), [str(n) for n in MODES])
     files = [(n, path) for n, paths in enumerate(classes.values()) for path in paths]
-    said = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for _, p in files]
-    key = hashlib.sha256(repr((said, size, channels)).encode()).hexdigest()[:16]
-    kept = CACHE / f"{key}.npy"
-    if kept.exists():
-        images = np.load(kept)
+    fingerprint = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for _, p in files]
+    key = hashlib.sha256(repr((fingerprint, size, channels)).encode()).hexdigest()[:16]
+    cached = CACHE / f"{key}.npy"
+    if cached.exists():
+        images = np.load(cached)
     else:
-        images = np.stack([read(path, size, channels) for _, path in files])
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        half = kept.with_suffix(".half.npy")  # another process never reads what is half written
-        np.save(half, images)
-        half.replace(kept)
+        images = np.stack([read_image(path, size, channels) for _, path in files])
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        part = cached.with_suffix(".part.npy")  # another process must not read a file half written
+        np.save(part, images)
+        part.replace(cached)
     label = torch.tensor([n for n, _ in files])
     return by_class(torch.from_numpy(images), label, [*classes])

@@ -1,6 +1,7 @@
 """Points in the plane whose distribution is known: 25 Gaussians on a grid, or a Swiss roll.
 
-Source: Gulrajani et al., Improved Training of Wasserstein GANs, 2017, figure 2 and the code of it.
+References:
+    Gulrajani et al., Improved Training of Wasserstein GANs, 2017, figure 2 and its code.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from experiments.data.stream import HeldOut, Stream, seeded
-from hoglib._core import validation
+from experiments.checks import at_least, one_of
+from experiments.data.stream import HeldOut, Stream, run_seed, seeded
 
 PARTS = 25
 GRID_SIGMA = 0.05
@@ -20,16 +21,64 @@ GRID_SIGMA = 0.05
 ROLL_SIGMA, ROLL_SCALE = 0.25 / 7.5, 7.5
 ROLL_POINTS = 100 * PARTS  # they lie at most a quarter of a sigma apart
 
-# Held-out points are the same ones for every run, whatever its seed.
+# Held-out points are the same for every run, whatever its seed.
 VALIDATION_SEED = 2**40
-TEST_SEED = 0  # also that of a run's first batch, whose size is another, and so are its numbers
+TEST_SEED = 0  # also that of a run's first batch, whose size differs, and so do its numbers
+
+
+class Points(pl.LightningDataModule):
+    """Points in the plane: a stream for training, fixed held-out samples for validation and test.
+
+    Args:
+        kind: "gaussians" or "swiss_roll".
+        iterations: Batches in the run.
+        batch: Points in a batch.
+        validation_points: Points of each of the two samples for validation.
+        test_points: Points of each of the two samples for the test.
+        seed: Seed of the training stream. Default: that of the run.
+    """
+
+    def __init__(
+        self,
+        kind: str = "gaussians",
+        iterations: int = 10000,
+        batch: int = 256,
+        validation_points: int = 500,
+        test_points: int = 2500,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.kind = one_of("kind", kind, TARGETS)
+        self.iterations = at_least("iterations", iterations, 1)
+        self.batch = at_least("batch", batch, 2)
+        self.validation_points = at_least("validation_points", validation_points, 2)
+        self.test_points = at_least("test_points", test_points, 2)
+        self.seed = run_seed(seed)
+        self.options = {"kind": self.target.name}
+
+    @property
+    def target(self) -> "Target":
+        return TARGETS[self.kind]()
+
+    def train_dataloader(self) -> "PointStream":
+        return PointStream(self.kind, self.iterations, self.batch, self.seed)
+
+    def val_dataloader(self) -> HeldOut:
+        return HeldOut(two_samples(self.kind, self.validation_points, VALIDATION_SEED))
+
+    def test_dataloader(self) -> HeldOut:
+        return HeldOut(two_samples(self.kind, self.test_points, TEST_SEED))
 
 
 class Target(NamedTuple):
-    """What is known of a distribution: it lies within some sigma of `points`, in equally likely parts.
+    """A known distribution: it lies within a few sigma of `points`, in equally likely parts.
 
-    points [P, 2]: the centres of the Gaussians, or points along the roll; part [P]: the number of
-    the part, 0 to PARTS - 1, that each belongs to; name, parts: what they are called in a table.
+    Attributes:
+        points: The centres of the Gaussians, or points along the roll, [P, 2].
+        part: The part that each point belongs to [P], 0 to PARTS - 1.
+        sigma: Standard deviation of the noise around the points.
+        name: Name of the distribution in tables.
+        parts: Name of its parts in tables.
     """
 
     points: Tensor
@@ -56,7 +105,7 @@ def swiss_roll() -> Target:
 TARGETS: dict[str, Callable[[], Target]] = {"gaussians": gaussians, "swiss_roll": swiss_roll}
 
 
-def sample(kind: str, count: int, seed: int) -> Tensor:
+def sample_points(kind: str, count: int, seed: int) -> Tensor:
     """The points [count, 2] that belong to a seed, on the CPU whatever the device of the run."""
     generator = seeded(seed)
     if kind == "swiss_roll":
@@ -73,7 +122,7 @@ def _on_roll(u: Tensor) -> Tensor:
     return torch.stack([t * t.cos(), t * t.sin()], 1) / ROLL_SCALE
 
 
-class SampleStream(Stream):
+class PointStream(Stream):
     """Batches of real points."""
 
     def __init__(self, kind: str, batches: int, batch: int, seed: int) -> None:
@@ -81,48 +130,9 @@ class SampleStream(Stream):
         self.kind, self.batch = kind, batch
 
     def batch_of(self, seed: int) -> Tensor:
-        return sample(self.kind, self.batch, seed)
+        return sample_points(self.kind, self.batch, seed)
 
 
 def two_samples(kind: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """What generated points are compared with, and what tells how far two real samples are apart."""
-    return sample(kind, count, seed), sample(kind, count, seed + 1)
-
-
-class Points(pl.LightningDataModule):
-    """Points in the plane: a stream for training, fixed held-out samples for validation and test.
-
-    kind: "gaussians" or "swiss_roll"; iterations: batches in the run; batch: points in a batch;
-    seed: of the training stream, the run's by default.
-    """
-
-    def __init__(
-        self,
-        kind: str = "gaussians",
-        iterations: int = 10000,
-        batch: int = 256,
-        validation_points: int = 500,
-        test_points: int = 2500,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.kind = validation.one_of("kind", kind, TARGETS)
-        self.iterations = validation.at_least("iterations", iterations, 1)
-        self.batch = validation.at_least("batch", batch, 2)
-        self.validation_points = validation.at_least("validation_points", validation_points, 2)
-        self.test_points = validation.at_least("test_points", test_points, 2)
-        self.seed = torch.initial_seed() % 2**20 if seed is None else seed
-        self.options = {"kind": self.target.name}
-
-    @property
-    def target(self) -> Target:
-        return TARGETS[self.kind]()
-
-    def train_dataloader(self) -> SampleStream:
-        return SampleStream(self.kind, self.iterations, self.batch, self.seed)
-
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(two_samples(self.kind, self.validation_points, VALIDATION_SEED))
-
-    def test_dataloader(self) -> HeldOut:
-        return HeldOut(two_samples(self.kind, self.test_points, TEST_SEED))
+    """A sample to compare generated points with, and another, whose distance to it is the floor."""
+    return sample_points(kind, count, seed), sample_points(kind, count, seed + 1)

@@ -1,25 +1,42 @@
-"""Batches that are computed, not read: streams of numbered ones, and one that stays."""
+"""Batches that are computed, not read: streams of numbered batches, and one fixed batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+Data = TypeVar("Data", bound=NamedTuple)
+
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator of its own for every seed below 2^64.
+    """A generator whose numbers differ for every seed below 2^64.
 
     On the CPU torch seeds with the lower 32 bits alone: 0 and 2^40 would give the same numbers.
     """
     return torch.Generator().manual_seed((seed ^ (seed >> 32) * 2654435761) % 2**32)
 
 
+def run_seed(seed: int | None) -> int:
+    """The seed of a data set: that of the run by default."""
+    return torch.initial_seed() % 2**20 if seed is None else seed
+
+
+def random_subset(data: Data, count: int, generator: torch.Generator) -> Data:
+    """Some examples of a NamedTuple of tensors [n, ...], without repetition."""
+    return select(data, torch.randperm(len(data[0]), generator=generator)[:count])
+
+
+def select(data: Data, picks: torch.Tensor) -> Data:
+    """The examples with these numbers, or where a mask is true, of a NamedTuple of tensors."""
+    return type(data)(*(part[picks] for part in data))
+
+
 class Stream(ABC):
     """Batches, each a function of the seed and its number alone.
 
-    It tells Lightning its position (`state_dict`), so a run that is resumed in the middle goes on
-    with the batch that would have come next.
+    Lightning stores its position (`state_dict`) in checkpoints, so a run that is resumed in the middle
+    continues with the batch that would have come next.
     """
 
     def __init__(self, batches: int, seed: int) -> None:
@@ -45,8 +62,28 @@ class Stream(ABC):
         self.seed, self.position = state["seed"], state["position"]
 
 
+class SubsetStream(Stream):
+    """Random subsets of the data, without repetition within a batch; or all of it, in every batch.
+
+    Args:
+        data: A NamedTuple of tensors [n, ...].
+        batches: Number of batches.
+        batch: Examples in a batch; None for all.
+        seed: Seed of the stream.
+    """
+
+    def __init__(self, data: Any, batches: int, batch: int | None, seed: int) -> None:
+        super().__init__(batches, seed)
+        self.data, self.batch = data, batch
+
+    def batch_of(self, seed: int) -> Any:
+        if self.batch is None:
+            return self.data
+        return random_subset(self.data, self.batch, seeded(seed))
+
+
 class HeldOut:
-    """The same batch at every visit."""
+    """The same single batch at every iteration."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch

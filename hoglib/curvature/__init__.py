@@ -9,6 +9,7 @@ from hoglib.curvature.linear_systems import cg
 from hoglib.curvature.newton import NewtonCG, NewtonStep
 from hoglib.curvature.operators import FisherOperator, GGNOperator, HessianOperator
 from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
+from hoglib.curvature.spectrum import Spectrum, hessian_spectrum
 from hoglib.curvature.traces import (
     hutchinson_diagonal,
     hutchinson_frobenius,
@@ -23,12 +24,14 @@ __all__ = [
     "LinearOperator",
     "NewtonCG",
     "NewtonStep",
+    "Spectrum",
     "cg",
     "eigsh",
     "fisher_vp",
     "ggn",
     "ggn_vp",
     "hessian",
+    "hessian_spectrum",
     "hutchinson_diagonal",
     "hutchinson_frobenius",
     "hutchinson_trace",

@@ -1,4 +1,4 @@
-"""The Hessian's spectrum, from products with vectors, in one object."""
+"""The spectrum of a Hessian in one object: both ends, the trace, the density."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,17 +14,18 @@ from hoglib.errors import ArgumentValueError, ConvergenceError
 
 
 class Spectrum(NamedTuple):
-    """The eigenvalues of a Hessian, as far as products with vectors give them.
+    """The eigenvalues of a Hessian, as far as products with vectors determine them.
 
     Attributes:
-        size: P, the number of eigenvalues.
-        smallest: [k], ascending.
-        largest: [k], ascending.
-        trace: And its standard error.
-        negative: The fraction of eigenvalues smaller than `below`, and its standard error.
-        below: Zero, but for rounding: minus a thousandth of the largest magnitude.
-        density: Of all eigenvalues.
-        products: Products of the Hessian with one vector.
+        size: Number of parameters P, and so of eigenvalues.
+        smallest: The k smallest eigenvalues [k], ascending.
+        largest: The k largest eigenvalues [k], ascending.
+        trace: Estimate of the trace, and its standard error.
+        negative: Estimate of the fraction of eigenvalues below ``below``, and its standard error.
+        below: Threshold for negative eigenvalues: minus a thousandth of the largest magnitude, which
+            is zero up to rounding.
+        density: Density of all eigenvalues.
+        products: Number of products with the Hessian that were computed.
     """
 
     size: int
@@ -37,7 +38,7 @@ class Spectrum(NamedTuple):
     products: int
 
     def summary(self) -> str:
-        """Some lines of text."""
+        """Return the eigenvalues, the trace and the negative fraction as four lines of text."""
         lines = {
             "largest": _listed(reversed(self.largest.tolist())),
             "smallest": _listed(self.smallest.tolist()),
@@ -48,42 +49,67 @@ class Spectrum(NamedTuple):
         return "\n".join(f"  {name:9} {text}" for name, text in lines.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers and lists, for JSON."""
-        density = self.density
+        """Return numbers and lists only, for JSON."""
+        of = self.density
         return {
             "size": self.size, "products": self.products, "trace": self.trace,
             "negative": self.negative, "below": self.below, "smallest": self.smallest.tolist(),
-            "largest": self.largest.tolist(), "grid": density.grid.tolist(),
-            "density": density.density.tolist(), "error": density.error.tolist(),
-            "width": density.width,
+            "largest": self.largest.tolist(), "grid": of.grid.tolist(),
+            "density": of.density.tolist(), "error": of.error.tolist(), "width": of.width,
         }  # fmt: skip
 
 
-def spectrum_of(
-    loss: Any, params: Any, batch: Any, k: int, num_samples: int, steps: int,
-    stand_ins: bool = True, progress: bool = False, generator: torch.Generator | None = None,
-    processes: str | None = None, max_iter: int | None = None,
-) -> Spectrum:  # fmt: skip
-    """The spectrum of the Hessian of a loss at a batch, from products with vectors alone.
+def hessian_spectrum(
+    loss: Any,
+    params: Any,
+    batch: Any,
+    *,
+    k: int = 5,
+    num_samples: int = 10,
+    steps: int = 80,
+    stand_ins: bool = True,
+    progress: bool = False,
+    generator: torch.Generator | None = None,
+    processes: str | None = None,
+    max_iter: int | None = None,
+) -> Spectrum:
+    r"""Estimate the spectrum of the Hessian of a loss from matrix-vector products.
 
-    Where `eigsh` does not converge, a warning says so, and the ends are those of the density's nodes.
+        H = d^2 loss(params, batch) / d params^2
+
+    The k eigenvalues of each end come from :meth:`HessianOperator.eigsh`; the density of all
+    eigenvalues, and with it the trace and the negative fraction, from ``spectral_density``. Where
+    ``eigsh`` does not converge, a warning says so, and the ends are the outermost nodes of the density.
 
     Args:
-        loss: The function ``loss(params, batch)`` that returns a scalar.
-        params: Where the Hessian is taken.
-        batch: What the loss takes; None for a loss without data.
-        k: Eigenvalues of each end, by `eigsh`.
-        num_samples: Random vectors of the density, from which the trace and the negative part follow.
-        steps: Lanczos steps of each of them, a product a step.
-        stand_ins: Run the loss inside `hoglib.second_order()`.
-        progress: Show a bar that counts products (needs tqdm).
-        generator: Of all random vectors; by default one of torch's initial seed.
-        processes: Of torch.distributed, that share the data: None, "shard" or "sharded".
-        max_iter: How often `eigsh` fills its basis, at most.
+        loss: Scalar function ``loss(params, batch)``.
+        params: Parameters with P entries in total, a tree of tensors.
+        batch: Data of the loss: one batch or batches, as for :class:`HessianOperator`; None for a
+            loss that needs none, which is called as ``loss(params, None)``.
+        k: Number of eigenvalues of each end, at most P / 2.
+        num_samples: Number of random vectors for the density.
+        steps: Lanczos steps for each random vector, of one product each.
+        stand_ins: Whether to differentiate inside :class:`hoglib.second_order`.
+        progress: Whether to show a progress bar.
+        generator: Generator of the random vectors. Default: a new one, seeded with
+            ``torch.initial_seed()``.
+        processes: How several processes share the data, as for :class:`HessianOperator`.
+        max_iter: Largest number of restarts of ``eigsh``. Default: that of ``eigsh``.
     Returns:
-        `Spectrum`.
+        A :class:`Spectrum`.
+    Raises:
+        ArgumentValueError: for k beyond P / 2.
+        ConvergenceError: where ``eigsh`` does not converge and the density has fewer than 2 k nodes.
+    Example:
+        >>> spectrum = hog.curvature.hessian_spectrum(
+        ...     lambda p, _: (torch.tensor([1.0, 2.0, 3.0, 4.0]) * p.square()).sum() / 2,
+        ...     torch.zeros(4), None, k=1, num_samples=2, steps=4)
+        >>> spectrum.smallest, spectrum.largest
+        (tensor([1.0000]), tensor([4.0000]))
+        >>> spectrum.size
+        4
     """
-    if batch is None:  # which is no data for an operator
+    if batch is None:  # operators need data to iterate over
         loss, batch = partial(_without_batch, loss), ()
     operator = HessianOperator(
         loss, params, batch, stand_ins=stand_ins, progress=progress, processes=processes
@@ -103,7 +129,7 @@ def spectrum_of(
         failed = error
     density = operator.spectral_density(num_samples, steps=steps, generator=generator)
     if failed is not None:
-        ends = _ends_of(density, k, failed)
+        ends = _outermost_nodes(density, k, failed)
     mean, deviation = density.average(lambda x: x)
     below = -1e-3 * float(ends.abs().max())
     negative = density.average(lambda x: (x < below).to(x))
@@ -118,15 +144,15 @@ def _without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
     return value
 
 
-def _ends_of(density: SpectralDensity, k: int, failed: Exception) -> Tensor:
-    """The k outermost nodes of each side, which lie within the spectrum."""
-    present = density.weights > torch.finfo(density.weights.dtype).eps
-    rows = [nodes[real] for nodes, real in zip(density.nodes, present, strict=True)]
+def _outermost_nodes(density: SpectralDensity, k: int, failed: Exception) -> Tensor:
+    """The k outermost Lanczos nodes of each end, which lie inside the spectrum."""
+    real_nodes = density.weights > torch.finfo(density.weights.dtype).eps
+    rows = [nodes[real] for nodes, real in zip(density.nodes, real_nodes, strict=True)]
     if min(map(len, rows)) < 2 * k:
         raise failed
     warn(
-        f"{failed} The ends of the spectrum are taken from the Lanczos steps of its density instead, "
-        "which lie within the spectrum."
+        f"{failed} The ends of the spectrum are taken from the Lanczos steps of its density, which "
+        "reach them from inside."
     )
     low = min(rows, key=lambda nodes: float(nodes[0]))
     high = max(rows, key=lambda nodes: float(nodes[-1]))

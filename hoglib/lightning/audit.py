@@ -129,7 +129,7 @@ class SecondOrderAudit(pl.Callback):
 
     def _audit(self, module: pl.LightningModule, batch: Any) -> list[Report]:
         found = []
-        for name, *problem in problems_of(module, batch):
+        for name, *problem in second_order_problems(module, batch):
             report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
             report.name = name
             found.append(report)
@@ -178,12 +178,38 @@ def check_method(module: pl.LightningModule) -> None:
         )
 
 
-def problems_of(module: pl.LightningModule, batch: Any) -> list[NamedProblem]:
-    """What a LightningModule says that it differentiates twice, under the names of its reports.
+def second_order_problems(module: pl.LightningModule, batch: Any) -> list[NamedProblem]:
+    r"""Return what a LightningModule declares that it differentiates twice.
 
-    Buffers of modules that run meanwhile stay as they are. Raises ValueError, with the reason, where
-    the method raises; TypeError for anything but problems.
+        module.second_order_problem(batch) -> (loss, params, batch), or a list or dict of such tuples
+
+    This is what :class:`SecondOrderAudit` and :class:`CurvatureMonitor` work on. The buffers of modules
+    that run in the method are restored afterwards.
+
+    Args:
+        module: A LightningModule with a method ``second_order_problem(batch)``.
+        batch: The batch that the method is called with.
+    Returns:
+        A list of named tuples ``(name, loss, params, batch)``; the name is that of the method, with the
+        key of the problem in brackets where there are several.
+    Raises:
+        ArgumentTypeError: for a module without the method, or a method that returns anything else.
+        ArgumentValueError: where the method raises; the message holds its error.
+    Example:
+        >>> from lightning.pytorch import LightningModule
+        >>> from hoglib.lightning import second_order_problems
+        >>> class Regression(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = nn.Linear(2, 1)
+        ...     def second_order_problem(self, batch):
+        ...         loss = hog.functional_loss(self.net, F.mse_loss)
+        ...         return loss, hog.trainable_params(self.net), batch
+        >>> (problem,) = second_order_problems(Regression(), (torch.ones(3, 2), torch.ones(3, 1)))
+        >>> problem.name, list(problem.params)
+        ('Regression.second_order_problem', ['weight', 'bias'])
     """
+    check_method(module)
     what = f"{type(module).__name__}.{METHOD}"
     method: Any = getattr(module, METHOD)
     try:

@@ -10,15 +10,15 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
 from hoglib._core import pytree, validation
+from hoglib.curvature import Spectrum, hessian_spectrum
 from hoglib.curvature.density import SpectralDensity
-from hoglib.curvature.spectrum import Spectrum, spectrum_of
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
     NondeterministicError,
     NonFiniteError,
 )
-from hoglib.lightning.audit import METHOD, check_method, problems_of
+from hoglib.lightning.audit import METHOD, check_method, second_order_problems
 from hoglib.penalties.critic_context import restore_buffers
 
 LARGEST = "largest"
@@ -32,14 +32,20 @@ QUIET = f"""
 
 
 class Measurement(NamedTuple):
-    """The spectrum of one problem's Hessian at the parameters after so many batches."""
+    """One measurement of :class:`CurvatureMonitor`.
 
-    batch: int  # training batches that were gone through
-    name: str  # of the problem, where the module has several; "" for its only one
+    Attributes:
+        batch: Number of training batches before the measurement.
+        name: Name of the problem, where the module declares several; "" for its only one.
+        spectrum: Spectrum of the Hessian, a :class:`hoglib.curvature.Spectrum`.
+    """
+
+    batch: int
+    name: str
     spectrum: Spectrum
 
     def values(self) -> dict[str, float]:
-        """What is logged of it, by name."""
+        """Return the logged values by name."""
         where = f"curvature[{self.name}]" if self.name else "curvature"
         trace, error = self.spectrum.trace
         of = {
@@ -212,10 +218,10 @@ class CurvatureMonitor(pl.Callback):
         found = []
         with isolate_rng(), restore_buffers(), torch.enable_grad(), _explain_errors(own, done):
             batch = self._batch if self.fixed_batch else batch
-            for name, loss, params, given in problems_of(module, batch):
-                spectrum = spectrum_of(
-                    loss, params, given, self.k, self.num_samples, self.steps, self.stand_ins,
-                    generator=generator.manual_seed(seed),
+            for name, loss, params, given in second_order_problems(module, batch):
+                spectrum = hessian_spectrum(
+                    loss, params, given, k=self.k, num_samples=self.num_samples, steps=self.steps,
+                    stand_ins=self.stand_ins, generator=generator.manual_seed(seed),
                     processes=processes, max_iter=self.max_iter,
                 )  # fmt: skip
                 short = name.removeprefix(own).removeprefix("[").removesuffix("]")
@@ -333,7 +339,7 @@ def _named(paths: list[str]) -> str:
 def _packed(one: Measurement) -> dict[str, Any]:
     """A measurement as tensors and plain values."""
     spectrum = one.spectrum._asdict()
-    return {**one._asdict(), "spectrum": {**spectrum, "density": one.spectrum.density._asdict()}}
+    return {**one._asdict(), "spectrum": {**spectrum, "density": {**vars(one.spectrum.density)}}}
 
 
 def _unpacked(packed: dict[str, Any]) -> Measurement:

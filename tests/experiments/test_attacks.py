@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from experiments.attacks import fgsm, gradient, margin, pgd, told_right
-from experiments.networks import mlp
+from experiments.evaluation.attacks import fgsm, input_gradient, is_correct, margin, pgd
+from experiments.models.networks import mlp
 
 WIDE = (-100.0, 100.0)
 
@@ -47,7 +47,7 @@ def test_the_margin(logits, label, expected):
     found = margin(torch.tensor([logits]), torch.tensor([label]))
     assert_close(found, torch.tensor([expected]))
     network = nn.Identity()
-    assert bool(told_right(network, torch.tensor([logits]), torch.tensor([label]))) == (
+    assert bool(is_correct(network, torch.tensor([logits]), torch.tensor([label]))) == (
         expected < 0
     )
 
@@ -70,7 +70,7 @@ def test_a_linear_network_falls_where_the_bound_passes_its_distance(attack):
     label = torch.tensor([1])
     for epsilon, right in ((0.0, True), (0.19, True), (0.21, False)):
         found = attack(network, x, label, epsilon, bounds=WIDE)
-        assert bool(told_right(network, found, label)) == right, epsilon
+        assert bool(is_correct(network, found, label)) == right, epsilon
 
 
 @pytest.mark.parametrize("attack", [fgsm, pgd])
@@ -132,7 +132,7 @@ def test_no_gradient_is_left_and_none_is_missed(mode, problem):
 
 def test_the_gradient_is_that_of_each_image_alone(problem):
     network, x, label = problem
-    every = gradient(network, x, label)
+    every = input_gradient(network, x, label)
     for i in (0, 7):
         y = x[i : i + 1].clone().requires_grad_()
         nn.functional.cross_entropy(network(y), label[i : i + 1]).backward()

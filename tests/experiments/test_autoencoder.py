@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments import tables
-from experiments.autoencoder import Race, reconstruction
+from experiments.autoencoder import Race, reconstruction_error
+from experiments.tables.curvature import race_table
 from hoglib.curvature import NewtonCG
 from tests.experiments.command import COMMAND_LINE, ROOT, assert_refused, checkpoint, metrics, run
 
@@ -80,7 +80,7 @@ def test_both_start_alike():
 def test_the_error_is_that_of_pixels_from_0_to_1():
     x, y = torch.rand(7, 64), torch.rand(7, 64)
     expected = sum(((a - b) ** 2).sum() for a, b in zip(x, y, strict=True)) / 7
-    assert_close(reconstruction(2 * x - 1, 2 * y - 1), expected)
+    assert_close(reconstruction_error(2 * x - 1, 2 * y - 1), expected)
 
 
 def test_resume_is_bit_for_bit_the_uninterrupted_run_but_for_the_time():
@@ -160,6 +160,6 @@ def test_the_table():
         "val/a": [(1, 0.5), (2, 0.25), (3, 0.75)], "train/a": [(1, 1.0), (3, 0.125)],
         "gradients/a": [(1, 2.0), (3, 9.4)], "seconds/a": [(1, 0.5), (3, 2.26)],
     }  # fmt: skip
-    lines = tables.race(columns, {"a": ("A", 0.75), "b": ("B", 0.5)}).splitlines()
+    lines = race_table(columns, {"a": ("A", 0.75), "b": ("B", 0.5)}).splitlines()
     assert lines[4].split() == ["A", "0.7500", "0.2500", "0.1250", "9", "2.3"]
     assert lines[5].split() == ["B", "0.5000", "0.5000", "-", "-", "-"]

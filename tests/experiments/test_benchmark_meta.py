@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
+from experiments.benchmarks.truths import leaves_of
+from experiments.benchmarks.workload import Method, Missing
 from torch import nn
 
-from experiments import plots
+from experiments.benchmarks import pictures
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import held
 from experiments.benchmarks.measure import measure
 from experiments.benchmarks.meta import report, with_jax, with_peers, with_torch
-from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
 from experiments.benchmarks.meta.workloads import (
     CHOSEN,
     FORCED,
@@ -21,8 +23,6 @@ from experiments.benchmarks.meta.workloads import (
     META_GRADIENT,
     WORKLOADS,
 )
-from experiments.benchmarks.truths import leaves_of
-from experiments.benchmarks.workload import Method, Missing
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 JAX = "JAX jit(vmap(grad))"
@@ -221,5 +221,5 @@ def test_the_picture_is_drawn(tmp_path):
         "store by hand": {5: (80.0, 1.0), 10: (160.0, 1.0)},
         'hoglib, memory="remat"': {5: (20.0, 1.4), 10: (21.0, 1.5)},
     }
-    file = plots.meta_memory(curves, tmp_path / "memory.png")
+    file = pictures.plot_meta_memory(tmp_path / "memory.png", curves)
     assert file.stat().st_size > 1000

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import plots
+from experiments.benchmarks import pictures
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks import pages, report, summary
 from experiments.benchmarks.processes import ROOT
@@ -212,7 +212,7 @@ def test_the_picture_is_of_times_and_of_memory(tmp_path):
     lines, curves = summary.lines(results()), {"store by hand": {5: (80.0, 1.0), 10: (160.0, 1.0)}}
     sizes = []
     for some, more in ((lines, curves), (lines, {}), ({}, curves)):
-        file = plots.benchmarks(some, more, tmp_path / "benchmarks.png")
+        file = pictures.plot_benchmarks(tmp_path / "benchmarks.png", some, more)
         sizes.append(file.stat().st_size)
     assert min(sizes) > 5000
     assert sizes[0] > max(sizes[1:])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments.data.clusters import ClusterBatches, Clusters, energies_and_forces, walk
+from experiments.data.clusters import Clusters, energies_and_forces, metropolis_walk
+from experiments.data.stream import SubsetStream
 
 SMALL = {"atoms": 3, "sweeps": 20, "train": 6, "val": 5, "test": 5, "batch": 3, "iterations": 4}
 
@@ -17,7 +18,7 @@ def lattice(*atoms):
 
 @pytest.fixture(scope="module")
 def clusters():
-    return walk(20, 5, 0.3, 2.0, 60, seed=0)
+    return metropolis_walk(20, 5, 0.3, 2.0, 60, seed=0)
 
 
 WELL = 2 ** (1 / 6)  # where a pair has its lowest energy, -1
@@ -82,7 +83,7 @@ def test_the_walk_ends_within_the_sphere_and_in_bound_clusters(clusters):
 def test_two_atoms_are_as_far_apart_as_the_density_says(temperature):
     """Of r from 0 to 2 radius the density is r^2 exp(-E / T): mean and variance of E by quadrature."""
     count, radius = 4000, 1.0
-    found, _ = energies_and_forces(walk(count, 2, temperature, radius, 150, seed=0))
+    found, _ = energies_and_forces(metropolis_walk(count, 2, temperature, radius, 150, seed=0))
     r = torch.linspace(0.5, 2 * radius, 20001, dtype=torch.float64)
     energy = 4 * (r**-12 - r**-6)
     density = r**2 * torch.exp(-energy / temperature)
@@ -113,7 +114,7 @@ def test_the_stream_goes_on_where_it_was():
     for batch in whole:
         assert len(batch.energy.unique()) == 3
         assert torch.isin(batch.energy, data.train.energy).all()
-    again, resumed = (ClusterBatches(data.train, 4, 3, seed) for seed in (0, 9))
+    again, resumed = (SubsetStream(data.train, 4, 3, seed) for seed in (0, 9))
     iterator = iter(again)
     next(iterator)
     resumed.load_state_dict(again.state_dict())

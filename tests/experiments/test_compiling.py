@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments import compiling
 from experiments.data.sinusoid import SinusoidTasks
 from experiments.maml import JointRegression, MAMLRegression
+from experiments.training import compile_choice
+from experiments.training.compile_choice import LOSSES_THAT_PAY
 from hoglib.stand_ins import mode as stand_in_mode
 from tests.experiments.command import (
     COMMAND_LINE,
@@ -31,7 +32,7 @@ pytestmark = COMMAND_LINE
 @pytest.fixture
 def many(monkeypatch):
     """The losses of a smoke run are enough for a graph to pay."""
-    monkeypatch.setattr(compiling, "ENOUGH", 15)
+    monkeypatch.setattr(compile_choice, "LOSSES_THAT_PAY", 15)
 
 
 def test_a_run_as_a_graph_is_the_run_without_to_the_bit(many, capsys):
@@ -116,18 +117,18 @@ def test_the_losses_that_it_decides_by_are_those_that_are_computed(case, monkeyp
 
 
 def test_a_run_without_an_end_is_one_of_many_losses():
-    assert compiling.losses_of(trainer_of(float("inf"))) is None
+    assert compile_choice.expected_losses(trainer_of(float("inf"))) is None
     model = MAMLRegression(hidden=[3])
-    model.compiling.decide(trainer_of(float("inf")))
+    model.compile_choice.apply(trainer_of(float("inf")))
     assert model.maml.compiled is True
     assert model.maml.compile_for is None
 
 
-@pytest.mark.parametrize("losses", [1, compiling.ENOUGH - 1, compiling.ENOUGH, 10**6])
+@pytest.mark.parametrize("losses", [1, LOSSES_THAT_PAY - 1, LOSSES_THAT_PAY, 10**6])
 def test_the_decision_is_a_function_of_the_number_of_losses(losses):
     model = MAMLRegression(hidden=[3])
-    model.compiling.decide(trainer_of(losses))
-    assert model.maml.compiled == (losses >= compiling.ENOUGH)
+    model.compile_choice.apply(trainer_of(losses))
+    assert model.maml.compiled == (losses >= LOSSES_THAT_PAY)
     assert model.maml.compile_for == losses
 
 
@@ -140,7 +141,7 @@ def test_the_cache_has_no_say(tmp_path, monkeypatch, capsys):
     model.maml.loss(batch)
     assert list(tmp_path.glob("*.bin"))
     model = MAMLRegression(hidden=[3], compile=True)
-    model.compiling.decide(trainer_of(300))
+    model.compile_choice.apply(trainer_of(300))
     model.maml.loss(batch)
     assert model.maml.way == "eager"
 
@@ -154,8 +155,8 @@ def trainer_of(steps, accumulated=1):
 def test_what_is_asked_for_is_what_is_done(monkeypatch):
     for wanted in (False, "eager", "step", "inductor"):
         model = MAMLRegression(hidden=[3], compile=wanted)
-        model.compiling.load({"compiled": "eager"})
-        model.compiling.decide(trainer_of(10**6))
+        model.compile_choice.load({"compiled": "eager"})
+        model.compile_choice.apply(trainer_of(10**6))
         assert model.maml.compiled == model.maml.way == wanted
 
 
@@ -165,9 +166,9 @@ def test_where_there_is_no_graph_to_be_had_null_and_false_are_fine():
         MAMLRegression(algorithm="imaml", compile=False),
     ):  # fmt: skip
         content = {}
-        model.compiling.save(content)
-        model.compiling.load(content)
-        model.compiling.decide(trainer_of(10**6))
+        model.compile_choice.save(content)
+        model.compile_choice.load(content)
+        model.compile_choice.apply(trainer_of(10**6))
         assert content == {}
 
 
@@ -189,7 +190,7 @@ BAD = {
     ),
     "joint training": (
         JOINT, ["--model.compile", "true"],
-        "compile: expected null or false for joint training, which has no derivative of second order",
+        "compile: expected null or false for joint training, which has no second derivatives",
     ),
     "Reptile": (
         SMOKE, ["--model.algorithm", "reptile", "--model.compile", "eager"],

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from experiments import plots, tables
 from experiments.curvature import Descent, cross_entropy, squared_error
 from experiments.data.digits import Digits, Images
-from hoglib.curvature.spectrum import spectrum_of
-from hoglib.lightning.curvature import Measurement
+from experiments.plots.spectra import eigenvalues_per_decade
+from experiments.tables.curvature import spectrum_table
+from hoglib.curvature import hessian_spectrum
+from hoglib.lightning import Measurement
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -59,7 +60,7 @@ def test_the_spectrum_of_linear_regression_is_that_of_its_inputs():
     )
     x = torch.cat([batch[0], torch.ones(300, 1)], 1).double()
     exact = torch.linalg.eigvalsh(x.T @ x / 300)
-    found = spectrum_of(loss, params, batch, 1, 20, 60)
+    found = hessian_spectrum(loss, params, batch, k=1, num_samples=20, steps=60)
     assert found.size == 650
     assert_close(found.largest, exact[-1:])
     assert abs(float(found.smallest)) < 1e-10  # pixels that are empty in every image
@@ -231,8 +232,8 @@ def test_rows_of_the_picture_count_eigenvalues():
     A = torch.randn(12, 12).double()
     A = A + A.T
     problem = lambda p, _: p["w"] @ A @ p["w"] / 2, {"w": torch.zeros(12).double()}, None
-    spectrum = spectrum_of(*problem, 1, 40, 12)
-    edges, counts, linear = plots._by_decade([spectrum])
+    spectrum = hessian_spectrum(*problem, k=1, num_samples=40, steps=12)
+    edges, counts, linear = eigenvalues_per_decade([spectrum])
     rows = torch.asinh(torch.from_numpy(edges) / linear).diff() / torch.tensor(10.0).log()
     assert float(rows @ torch.from_numpy(counts)[:, 0]) == pytest.approx(12, rel=1e-2)
     top = torch.linalg.eigvalsh(A)[-1]
@@ -241,12 +242,13 @@ def test_rows_of_the_picture_count_eigenvalues():
 
 
 def test_the_table_has_a_dozen_rows_at_most():
-    one = spectrum_of(lambda p, _: (p["w"] ** 2).sum(), {"w": torch.ones(4)}, None, 1, 2, 3)
+    loss = lambda p, _: (p["w"] ** 2).sum()  # noqa: E731
+    one = hessian_spectrum(loss, {"w": torch.ones(4)}, None, k=1, num_samples=2, steps=3)
     many = [Measurement(10 * i, "", one) for i in range(100)]
-    lines = tables.curvature(many, {0: 1.0, 990: 0.5}, {}, "title").splitlines()
+    lines = spectrum_table(many, {0: 1.0, 990: 0.5}, {}, "title").splitlines()
     assert lines[0] == "title"
     rows = [line.split() for line in lines[4:-2]]
     assert len(rows) == 13
     assert rows[0] == ["0", "1.0000", "-", "2.00", "2.000", "8.0", "±", "0.0"]
     assert rows[-1][:2] == ["990", "0.5000"]
-    assert len(tables.curvature(many[:1], {}, {}, "title").splitlines()) == 7
+    assert len(spectrum_table(many[:1], {}, {}, "title").splitlines()) == 7

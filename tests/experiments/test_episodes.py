@@ -9,8 +9,8 @@ from PIL import Image
 from torch.testing import assert_close
 
 from experiments.data import episodes
-from experiments.data.episodes import KINDS, Episodes, draw, episode, fixed
-from experiments.data.image_classes import CACHE, ImageClasses, glyphs, splits_of
+from experiments.data.episodes import KINDS, Episodes, draw_tasks, episode, fixed_tasks
+from experiments.data.image_classes import CACHE, ImageClasses, folder_splits, glyphs
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")  # which a cache is written into
 
@@ -60,7 +60,7 @@ def test_a_stream_goes_on_where_it_was():
 def test_labels_are_those_of_classes_and_no_image_comes_twice():
     counts = [5, 9, 6, 7, 8]
     data = numbered(counts)
-    picks = draw(torch.tensor(counts), 200, 3, 5, torch.Generator().manual_seed(0))
+    picks = draw_tasks(torch.tensor(counts), 200, 3, 5, torch.Generator().manual_seed(0))
     (sx, sy), (qx, qy) = episode(data, picks, shots=2)
     seen = set()
     for task in range(200):
@@ -86,7 +86,7 @@ def test_splits_have_no_class_in_common():
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_test_tasks_are_those_of_the_file_whatever_the_seed(kind):
     ways, shots = kind
-    picks = fixed()[kind]
+    picks = fixed_tasks()[kind]
     assert picks.classes.shape == (600, ways)
     assert picks.images.shape == (600, ways, shots + KINDS[kind])
     counts = torch.tensor([len(members) for members in glyphs("test").members])
@@ -110,7 +110,7 @@ def test_the_file_is_what_counts(monkeypatch):
     other = episodes.Picks(
         torch.arange(3000).reshape(600, 5) % 5, torch.arange(16).expand(600, 5, 16)
     )
-    monkeypatch.setattr(episodes, "fixed", lambda: {(5, 1): other})
+    monkeypatch.setattr(episodes, "fixed_tasks", lambda: {(5, 1): other})
     assert torch.equal(Episodes().test_dataloader().picks.classes, other.classes)
 
 
@@ -169,7 +169,7 @@ def test_a_folder_of_groups_is_split_by_groups(alphabets):
     ]
     assert [len(g) for g in groups] == [6, 2, 2]
     assert len(set.union(*groups)) == 10
-    other = splits_of(alphabets, seed=1)
+    other = folder_splits(alphabets, seed=1)
     assert {name.split("/")[0] for name in other["test"]} != groups[2]
     for (x, y), (qx, _) in data.train_dataloader():
         assert x.shape == (2, 3, 1, 14, 14)
@@ -200,7 +200,7 @@ def test_images_are_read_once_and_again_when_they_change(alphabets, monkeypatch)
     before = batches_of(Episodes(str(alphabets), **options))
     assert len(list(CACHE.glob("*.npy"))) == 3
     with monkeypatch.context() as patch:
-        patch.setattr("experiments.data.image_classes.read", None)
+        patch.setattr("experiments.data.image_classes.read_image", None)
         assert_close(batches_of(Episodes(str(alphabets), **options)), before)
     for a in range(10):
         paint(alphabets / f"alphabet{a}/character0/0.png", 255, size=(20, 20))
@@ -279,6 +279,6 @@ def test_images_are_cut_to_their_middle_square(tmp_path):
         for i in range(3):
             (tmp_path / "set" / c).mkdir(parents=True, exist_ok=True)
             Image.fromarray(wide).save(tmp_path / "set" / c / f"{i}.png")
-    found = splits_of(tmp_path / "set", 0)
+    found = folder_splits(tmp_path / "set", 0)
     (path, *_), *_ = found["train"].values()
-    assert (episodes.of_folder({"a": [path]}, 4, 1).images == 200).all()
+    assert (episodes.folder_images({"a": [path]}, 4, 1).images == 200).all()

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from PIL import Image
 from torch.testing import assert_close
 
-from experiments import plots, tables
 from experiments.few_shot import FewShotClassification
-from experiments.networks import conv4
-from experiments.prototypes import Prototypes, means, nearest_centroid
+from experiments.models.networks import conv4
+from experiments.models.prototypes import Prototypes, class_means, nearest_centroid
+from experiments.plots.few_shot import plot_episode
+from experiments.tables import few_shot as tables
+from experiments.tables.layout import mean_and_interval
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -54,7 +56,7 @@ def test_prototypes_are_means_and_logits_distances():
     torch.manual_seed(0)
     x, y = torch.randn(6, 3), torch.tensor([2, 0, 1, 1, 0, 2])
     expected = torch.stack([x[y == k].mean(0) for k in range(3)])
-    assert_close(means(x, y), expected)
+    assert_close(class_means(x, y), expected)
     learner, asked = Prototypes(torch.nn.Identity()), torch.randn(4, 3)
     logits = learner(asked, params=learner.adapt((x, y)))
     by_hand = [[-(((a - c) ** 2).sum()) for c in expected] for a in asked]
@@ -213,7 +215,7 @@ def test_what_is_counted_is_right_by_hand():
     model = FewShotClassification(ways=3, channels=4, inner_steps=1, test_steps=2)
     x, y = torch.rand(2, 3, 1, 28, 28), torch.arange(3).expand(2, 3)
     asked, label = torch.rand(2, 6, 1, 28, 28), torch.arange(3).repeat(2, 2)
-    right = model.right(((x, y), (asked, label)))
+    right = model.accuracies(((x, y), (asked, label)))
     assert right.shape == (2, 2)
     for i in range(2):
         params = model.learner.adapt((x[i], y[i]), steps=2)
@@ -225,11 +227,11 @@ def test_what_is_counted_is_right_by_hand():
 
 def test_the_table_has_the_newest_run_of_each_method():
     rows = [
-        tables.FewShot(name, share, 0.01, 99, 7)
+        tables.LearnerResult(name, share, 0.01, 99, 7)
         for name, share in (("a", 0.5), ("b", 0.9), ("a", 0.8))
     ]
-    pixels = tables.FewShot("pixels", 0.3, 0.02, 0, 0)
-    lines = tables.classified(rows[0], rows[1:], pixels, "title", 600).splitlines()
+    pixels = tables.LearnerResult("pixels", 0.3, 0.02, 0, 0)
+    lines = tables.classification_table(rows[0], rows[1:], pixels, "title", 600).splitlines()
     assert lines[0] == "Accuracy on 600 held-out tasks, title, mean ± 95% interval"
     assert [line.split() for line in lines[4:]] == [
         ["b", "90.0%", "±", "1.0%", "99", "7"],
@@ -240,7 +242,7 @@ def test_the_table_has_the_newest_run_of_each_method():
 
 def test_the_interval():
     values = torch.tensor([0.0, 0.5, 1.0, 0.5], dtype=torch.float64)
-    mean, interval = tables.mean_and_interval(values)
+    mean, interval = mean_and_interval(values)
     assert mean == 0.5
     assert interval == pytest.approx(1.96 * (0.5 / 3) ** 0.5 / 2)
 
@@ -254,7 +256,8 @@ def test_a_learner_in_words():
         "x": False,
     }
     assert (
-        tables.described("maml", options) == "MAML, lr 0.4, steps 5, first order, learn_lr element"
+        tables.describe_learner("maml", options)
+        == "MAML, lr 0.4, steps 5, first order, learn_lr element"
     )
 
 
@@ -262,5 +265,5 @@ def test_a_learner_in_words():
 def test_the_picture_of_many_ways_is_drawn(channels, tmp_path):
     support, query = torch.rand(60, channels, 28, 28), torch.rand(80, channels, 28, 28)
     label = torch.arange(20).repeat_interleave(4)
-    file = plots.episode(support, query, label, label.flip(0), "title", tmp_path / "episode.png")
+    file = plot_episode(tmp_path / "episode.png", support, query, label, label.flip(0), "title")
     assert file.stat().st_size > 10_000

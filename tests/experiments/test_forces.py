@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments import forces as experiment
-from experiments import tables
-from experiments.data.clusters import Structures, energies_and_forces, walk
-from experiments.forces import Errors, Potential, Potentials, moved, outermost
+from experiments.data.clusters import Structures, energies_and_forces, metropolis_walk
+from experiments.forces import Potentials, errors_of
+from experiments.models.potential import Potential, move_atom, outermost
+from experiments.tables.forces import Errors, forces_table
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -35,7 +35,7 @@ def folder(version=0, root="runs"):
 
 @pytest.fixture(scope="module")
 def clusters():
-    x = walk(12, 5, 0.3, 2.0, 40, seed=0)
+    x = metropolis_walk(12, 5, 0.3, 2.0, 40, seed=0)
     return Structures(x, *energies_and_forces(x))
 
 
@@ -76,8 +76,8 @@ def test_forces_turn_with_the_cluster(potential, clusters):
     model.potentials["both"] = potential
     torch.manual_seed(1)
     rotation = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
-    _, forces = model.predicted("both", clusters.x)
-    _, others = model.predicted("both", clusters.x @ rotation)
+    _, forces = model.predict("both", clusters.x)
+    _, others = model.predict("both", clusters.x @ rotation)
     assert_close(others, forces @ rotation, rtol=0, atol=1e-6)
     assert_close(forces.sum(1), torch.zeros_like(forces[:, 0]), rtol=0, atol=1e-6)
 
@@ -85,7 +85,7 @@ def test_forces_turn_with_the_cluster(potential, clusters):
 def test_forces_are_minus_differences_of_energies(potential, clusters):
     model = Potentials(features=8)
     model.potentials["both"] = potential
-    energy, forces = model.predicted("both", clusters.x)
+    energy, forces = model.predict("both", clusters.x)
     assert_close(energy, potential(clusters.x))
     assert forces.square().mean() > 1e-3
     step = 1e-5
@@ -142,7 +142,7 @@ def test_both_start_alike():
 def test_errors_by_hand():
     batch = Structures(torch.zeros(2, 2, 3), torch.tensor([1.0, 5.0]), torch.zeros(2, 2, 3))
     forces = torch.tensor([[[6.0, 0, 0], [0, -3, 0]], [[0, 0, 0], [0, 0, 1.2]]])
-    found = experiment.errors(batch, torch.tensor([2.0, 4.5]), forces)
+    found = errors_of(batch, torch.tensor([2.0, 4.5]), forces)
     assert_close(found.energy, torch.tensor([0.5, 0.25]))
     assert_close(found.force, torch.tensor([1.5, 0.2]))
 
@@ -151,7 +151,7 @@ def test_the_outermost_atom_is_moved_on_its_line():
     cluster = torch.tensor([[0.0, 1, 0], [0, -1, 0], [3.0, 0, 0]])
     atom, distance = outermost(cluster[None])
     assert (atom.item(), distance.item()) == (2, pytest.approx(3.0))
-    path = moved(cluster, 2, torch.tensor([3.0, 5.0]))
+    path = move_atom(cluster, 2, torch.tensor([3.0, 5.0]))
     assert_close(path[0], cluster)
     assert_close(path[1], torch.tensor([[0.0, 1, 0], [0, -1, 0], [5.0, 0, 0]]))
 
@@ -261,7 +261,7 @@ def test_the_table():
         "both": errors((0.1, 0.5), (0.3, 0.5)),
         "nothing": errors((1.0, 4.0), (3.0, 6.0)),
     }
-    lines = tables.forces(rows, 4, 9).splitlines()
+    lines = forces_table(rows, 4, 9).splitlines()
     assert lines[0] == "Errors on 2 held-out clusters of 4 atoms, after training on 9; mean ± 95% interval"  # fmt: skip
     # 1.96 s / sqrt(2), with s = |a - b| / sqrt(2) of two
     assert lines[4].split() == ["energies", "0.4000", "±", "0.1960", "20.0%", "2.0000", "±", "1.9600", "40.0%"]  # fmt: skip

@@ -11,11 +11,11 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from experiments import runs
-from experiments.adversarial import described, relativistic, wasserstein_loss
 from experiments.data import mixture
-from experiments.data.mixture import Points, SampleStream, gaussians, sample, swiss_roll
+from experiments.data.mixture import Points, PointStream, gaussians, sample_points, swiss_roll
+from experiments.evaluation.quality import score_points, wasserstein_distance
 from experiments.gan import GAN
-from experiments.quality import judge, wasserstein
+from experiments.training.adversarial import describe_penalty, relativistic_loss, wasserstein_loss
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -216,13 +216,13 @@ def test_bad_input_is_one_paragraph_before_training(case, capsys):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(capsys, monkeypatch):
-    honest = SampleStream.__iter__
+    honest = PointStream.__iter__
 
     def poisoned(self):
         for number, x in enumerate(honest(self)):
             yield x * (float("nan") if number == 15 else 1)
 
-    monkeypatch.setattr(SampleStream, "__iter__", poisoned)
+    monkeypatch.setattr(PointStream, "__iter__", poisoned)
     assert run("fit", "--config", SMOKE) == 2
     assert "critic loss: expected a finite number, got nan" in capsys.readouterr().err
     assert checkpoint(folder())["global_step"] == 20
@@ -230,18 +230,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(capsys
 
 def test_a_perfect_sample_and_collapsed_ones():
     target = gaussians()
-    quality = judge(sample("gaussians", 100_000, seed=5), target)
+    quality = score_points(sample_points("gaussians", 100_000, seed=5), target)
     assert quality.covered == 25
     assert quality.high == pytest.approx(1 - math.exp(-4.5), abs=0.002)
     assert 0.93 < quality.rarest <= 1
-    one = judge(target.points[7] + 0.01 * torch.randn(1000, 2), target)
+    one = score_points(target.points[7] + 0.01 * torch.randn(1000, 2), target)
     assert (one.covered, one.high, one.rarest) == (1, 1.0, 0.0)
-    assert judge(torch.full((10, 2), 0.5), target) == (0, 0.0, 0.0)  # between four modes
+    assert score_points(torch.full((10, 2), 0.5), target) == (0, 0.0, 0.0)  # between four modes
     just_inside, just_outside = (target.points + torch.tensor([d, 0.0]) for d in (0.149, 0.151))
-    assert judge(just_inside, target) == (25, 1.0, 1.0)
-    assert judge(just_outside, target) == (0, 0.0, 0.0)
+    assert score_points(just_inside, target) == (25, 1.0, 1.0)
+    assert score_points(just_outside, target) == (0, 0.0, 0.0)
     uneven = torch.cat([target.points, target.points[1:].repeat(3, 1)])  # mode 0 a quarter as often
-    assert judge(uneven, target).rarest == pytest.approx(25 / 97)
+    assert score_points(uneven, target).rarest == pytest.approx(25 / 97)
 
 
 def test_the_roll_is_where_it_should_be():
@@ -249,7 +249,7 @@ def test_the_roll_is_where_it_should_be():
     assert torch.bincount(target.part).tolist() == [100] * 25
     gaps = (target.points[1:] - target.points[:-1]).norm(dim=1)
     assert gaps.max() < target.sigma / 4
-    quality = judge(sample("swiss_roll", 50_000, seed=5), target)
+    quality = score_points(sample_points("swiss_roll", 50_000, seed=5), target)
     assert quality.covered == 25
     # across the roll alone, which bends little within a sigma
     assert quality.high == pytest.approx(math.erf(3 / math.sqrt(2)), abs=0.002)
@@ -259,23 +259,23 @@ def test_the_roll_is_where_it_should_be():
 def test_the_wasserstein_distance_of_samples_whose_distance_is_known():
     x = torch.randn(200, 2)
     shift = torch.tensor([0.3, -0.4])
-    assert wasserstein(x, x[torch.randperm(200)]) == pytest.approx(0, abs=1e-12)
-    assert wasserstein(x, x.flip(0) + shift) == pytest.approx(0.5, abs=1e-6)
+    assert wasserstein_distance(x, x[torch.randperm(200)]) == pytest.approx(0, abs=1e-12)
+    assert wasserstein_distance(x, x.flip(0) + shift) == pytest.approx(0.5, abs=1e-6)
     line = torch.stack([torch.randn(200), torch.zeros(200)], 1)
     other = torch.stack([2 * torch.randn(200) + 1, torch.zeros(200)], 1)
     on_the_line = (line[:, 0].sort().values - other[:, 0].sort().values).abs().mean()
-    assert wasserstein(line, other) == pytest.approx(on_the_line.item(), rel=1e-5)
+    assert wasserstein_distance(line, other) == pytest.approx(on_the_line.item(), rel=1e-5)
     with pytest.raises(ValueError, match="two samples of one size, got 3 and 4"):
-        wasserstein(x[:3], x[:4])
+        wasserstein_distance(x[:3], x[:4])
 
 
 def test_the_stream_goes_on_where_it_was_and_never_repeats():
-    stream = SampleStream("gaussians", 5, 3, seed=1)
+    stream = PointStream("gaussians", 5, 3, seed=1)
     whole = list(stream)
     assert len({tuple(x.flatten().tolist()) for x in (*whole, *stream)}) == 10
     again, resumed = (
-        SampleStream("gaussians", 5, 3, seed=1),
-        SampleStream("gaussians", 5, 3, seed=9),
+        PointStream("gaussians", 5, 3, seed=1),
+        PointStream("gaussians", 5, 3, seed=9),
     )
     iterator = iter(again)
     next(iterator), next(iterator)
@@ -300,7 +300,7 @@ def test_held_out_points_do_not_depend_on_the_seed(kind):
 def test_the_losses():
     higher, lower = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 5.0])
     expected = (math.log1p(math.exp(-1)) + math.log1p(math.exp(3))) / 2
-    assert relativistic(higher, lower).item() == pytest.approx(expected)
+    assert relativistic_loss(higher, lower).item() == pytest.approx(expected)
     assert wasserstein_loss(higher, lower).item() == 1.0
 
 
@@ -315,10 +315,10 @@ def test_the_first_layer_is_steeper_and_nothing_else():
 
 
 def test_a_penalty_in_words():
-    assert described(None) == "none"
-    assert described(hog.GradientPenalty("r1", 0.5)) == "r1, weight 0.5"
+    assert describe_penalty(None) == "none"
+    assert describe_penalty(hog.GradientPenalty("r1", 0.5)) == "r1, weight 0.5"
     lazy = hog.GradientPenalty("wgan_gp", 1, every=4, options={"one_sided": True})
-    assert described(lazy) == "wgan_gp, weight 1, every 4, one_sided True"
+    assert describe_penalty(lazy) == "wgan_gp, weight 1, every 4, one_sided True"
 
 
 def test_a_penalty_of_other_functions_than_critics_is_refused(capsys):

@@ -10,8 +10,9 @@ import torch
 from fontTools.unicodedata import script as script_of
 from PIL import Image
 
-from experiments.data import build_glyphs
-from experiments.data.build_glyphs import blurred
+from experiments.data.build_glyphs import drawing, fonts, scripts
+from experiments.data.build_glyphs.classes import SAME, Class, blur, join_twins
+from experiments.data.build_glyphs.confusion import drop_confused
 from experiments.data.image_classes import GLYPHS, SPLITS, glyphs
 from tests.experiments.command import ROOT
 
@@ -76,7 +77,7 @@ def test_families_are_those_of_names_and_no_name_is_in_two_splits():
         "Lato Black": "Lato",
         "Black": "Black",
     }.items():
-        assert build_glyphs.family_of(name) == family
+        assert fonts.family_of(name) == family
 
 
 def test_no_image_is_blank_clipped_or_a_copy_within_its_class(data):
@@ -93,10 +94,10 @@ def test_no_image_is_blank_clipped_or_a_copy_within_its_class(data):
         there = ink.any(axis)
         assert np.abs(there.argmax(1) - there[:, ::-1].argmax(1)).max() <= 3
     for number in range(len(CLASSES)):
-        x = blurred(images[data["label"] == number])
+        x = blur(images[data["label"] == number])
         likeness = x @ x.T
         np.fill_diagonal(likeness, 0)
-        assert likeness.max() <= build_glyphs.SAME + 1e-5, CLASSES[number]
+        assert likeness.max() <= SAME + 1e-5, CLASSES[number]
 
 
 def test_no_image_is_in_two_classes_but_for_a_few_that_their_typefaces_draw_alike(data):
@@ -114,7 +115,7 @@ def test_a_class_looks_like_itself(data):
     right = {}
     for script in {row["script"] for row in CLASSES if row["split"] == "test"}:
         numbers = np.flatnonzero(scripts == script)
-        images = {n: blurred(data["images"][data["label"] == n]) for n in numbers}
+        images = {n: blur(data["images"][data["label"] == n]) for n in numbers}
         means = np.stack([x.mean(0) for x in images.values()])
         means /= np.linalg.norm(means, axis=1, keepdims=True)
         for place, (number, x) in enumerate(images.items()):
@@ -161,7 +162,7 @@ def of_matplotlib():
     import matplotlib
 
     files = sorted((Path(matplotlib.get_data_path()) / "fonts" / "ttf").glob("*.ttf"))
-    found = [face for file in files for face in build_glyphs.typefaces_of((file, "matplotlib"))]
+    found = [face for file in files for face in fonts.read_typefaces((file, "matplotlib"))]
     return {face.style: face for face in found}
 
 
@@ -176,10 +177,10 @@ def test_the_script_draws_the_same_images_from_the_fonts_of_matplotlib(data, of_
         of_class = {
             n: [CLASSES[n]["character"], *CLASSES[n]["also"].split()] for n in data["label"][at]
         }
-        drawn = build_glyphs.render((face, [c for found in of_class.values() for c in found]))
+        drawn = drawing.render_typeface((face, [c for found in of_class.values() for c in found]))
         for i in at:
             images = [drawn[c] for c in of_class[data["label"][i]] if c in drawn]
-            likeness = blurred(np.stack(images)) @ blurred(data["images"][i][None])[0]
+            likeness = blur(np.stack(images)) @ blur(data["images"][i][None])[0]
             # Releases of FreeType round outlines differently: a grey level here and there.
             assert likeness.max() > 0.995, (face.style, of_class[data["label"][i]])
             compared += 1
@@ -188,21 +189,21 @@ def test_the_script_draws_the_same_images_from_the_fonts_of_matplotlib(data, of_
 
 def test_what_a_font_lacks_is_not_drawn(of_matplotlib):
     face = of_matplotlib["DejaVu Sans"]
-    assert set(build_glyphs.render((face, ["A", "漢"]))) == {"A"}
+    assert set(drawing.render_typeface((face, ["A", "漢"]))) == {"A"}
     lying = face._replace(characters=face.characters | {"漢"})  # as a font may, by a box of its own
-    assert set(build_glyphs.render((lying, ["A", "漢"]))) == {"A"}
-    assert build_glyphs.drawn(build_glyphs.ImageFont.truetype(face.path, 128), " ") is None
+    assert set(drawing.render_typeface((lying, ["A", "漢"]))) == {"A"}
+    assert drawing.draw_character(drawing.ImageFont.truetype(face.path, 128), " ") is None
     letters = [c for c in "ABCDEFGHI" if c in face.characters]
-    assert len(build_glyphs.render((face, letters))) == len(letters)
+    assert len(drawing.render_typeface((face, letters))) == len(letters)
 
 
 def test_ink_is_fitted_into_the_middle():
     mask = Image.new("L", (100, 100))
     mask.paste(255, (10, 20, 54, 64))
-    image = build_glyphs.fitted(mask)
+    image = drawing.fit_ink(mask)
     assert (image[3:25, 3:25] == 15).all()
     assert image.sum() == 15 * 22 * 22
-    assert build_glyphs.fitted(Image.new("L", (9, 9))) is None
+    assert drawing.fit_ink(Image.new("L", (9, 9))) is None
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_ink_is_fitted_into_the_middle():
     ],
 )
 def test_which_characters_are_taken(character, script):
-    assert build_glyphs.script(character) == script
+    assert scripts.script_of(character) == script
 
 
 def test_twins_are_one_class_of_one_image_a_typeface(of_matplotlib):
@@ -241,9 +242,9 @@ def test_twins_are_one_class_of_one_image_a_typeface(of_matplotlib):
     faces = [f for name, f in of_matplotlib.items() if name.startswith("DejaVu Sans")]
     drawings = {c: {} for c in letters}
     for face in faces:
-        for c, image in build_glyphs.render((face, letters)).items():
+        for c, image in drawing.render_typeface((face, letters)).items():
             drawings[c][face] = image
-    classes = {"".join(found.characters) for found in build_glyphs.joined(drawings)}
+    classes = {"".join(found.characters) for found in join_twins(drawings)}
     assert classes == {"oO\u03bf\u041e", "X", "cC", "A"}
 
 
@@ -258,7 +259,7 @@ def test_classes_that_look_alike_in_two_splits_stay_in_the_held_out_one(of_matpl
             * ((np.abs(np.hypot(x, y) - r) < 2) & (np.abs(np.arctan2(y, x)) <= angle))
             for r in radii
         }
-        return build_glyphs.Class((name,), images)
+        return Class((name,), images)
 
     radii = np.linspace(6, 11, 40)
     classes = {
@@ -266,7 +267,7 @@ def test_classes_that_look_alike_in_two_splits_stay_in_the_held_out_one(of_matpl
         "val": [],
         "test": [found("\u05e1", "b", radii[1::2], np.pi)],
     }
-    kept = build_glyphs.apart(classes)
+    kept = drop_confused(classes)
     assert [c.characters for c in kept["train"]] == [("c",)]
     assert [c.characters for c in kept["test"]] == [("\u05e1",)]
 
@@ -278,7 +279,7 @@ def test_families_go_to_the_split_of_what_they_draw(of_matplotlib):
     def named(family, characters):
         return face._replace(family=family, characters=frozenset(characters))
 
-    splits = build_glyphs.splits_of(
+    splits = fonts.assign_families(
         [named("a", greek), named("b", hebrew), named("b", greek), named("Noto Sans", hebrew)]
     )
     assert splits == {"a": "train", "b": "test", "Noto Sans": "train"}
@@ -286,4 +287,4 @@ def test_families_go_to_the_split_of_what_they_draw(of_matplotlib):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="--fonts: expected a folder of unpacked packages"):
-        build_glyphs.scan([tmp_path / "none"], 1)
+        fonts.find_typefaces([tmp_path / "none"], 1)

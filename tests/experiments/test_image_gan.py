@@ -13,12 +13,14 @@ from PIL import Image
 from scipy.linalg import sqrtm
 from torch.testing import assert_close
 
-from experiments import plots, tables
-from experiments.data import mnist, mnist_features
-from experiments.data.mnist import Mnist, Pictures, split
-from experiments.data.mnist_features import Seen, accuracy, classifier, shifted
-from experiments.image_gan import GRID_SEED, ImageGAN, grids
-from experiments.quality import frechet, judge_digits
+from experiments.data import mnist
+from experiments.data.mnist import ImageStream, Mnist, split
+from experiments.evaluation.quality import frechet_distance, score_digits
+from experiments.image_gan import GRID_SEED, ImageGAN, saved_grids
+from experiments.models import digit_classifier
+from experiments.models.digit_classifier import Features, accuracy, load_classifier, random_shift
+from experiments.plots.generators import save_grid, spaced_evenly
+from experiments.tables.generators import DigitsResult, digits_table
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -54,9 +56,9 @@ def test_a_fit_ends_with_table_picture_grids_and_checkpoint(capsys):
     printed = capsys.readouterr().out
     assert (folder() / "table.txt").read_text() in printed
     assert str(folder() / "digits.png") in printed
-    assert [step for step, _ in grids(folder())] == [4, 8, 12, 16]
-    assert all(shades(file).shape == (280, 280) for _, file in grids(folder()))
-    first, last = (shades(grids(folder())[i][1]) for i in (0, -1))
+    assert list(saved_grids(folder())) == [4, 8, 12, 16]
+    assert all(shades(file).shape == (280, 280) for file in saved_grids(folder()).values())
+    first, last = (shades(list(saved_grids(folder()).values())[i]) for i in (0, -1))
     assert not torch.equal(first, last)
     rows = metrics(folder())
     assert [int(r["step"]) for r in rows if r["val/frechet"]] == [3, 7, 11, 15]
@@ -97,9 +99,9 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run(case):
     assert checkpoint(folder())["global_step"] == saved
     fit(*args, "--ckpt_path", "last")
     assert_same_run(folder(), folder(root="whole"))
-    ours, theirs = grids(folder()), grids(folder(root="whole"))
-    assert [step for step, _ in ours] == [step for step, _ in theirs]
-    for (_, a), (_, b) in zip(ours, theirs, strict=True):
+    ours, theirs = saved_grids(folder()), saved_grids(folder(root="whole"))
+    assert list(ours) == list(theirs)
+    for a, b in zip(ours.values(), theirs.values(), strict=True):
         assert torch.equal(shades(a), shades(b))
     for name in ("table.txt", "summary.json"):
         assert (folder() / name).read_text() == (folder(root="whole") / name).read_text()
@@ -117,7 +119,7 @@ def test_what_is_drawn_is_the_average_and_the_average_is_in_the_checkpoint():
     assert not torch.allclose(model(z), model.generator(z))
     points = torch.randn(100, 64, generator=torch.Generator().manual_seed(GRID_SEED))
     with torch.no_grad():
-        drawn = plots.save_grid(model.average.module(points), 10, Path("again.png"))
+        drawn = save_grid(Path("again.png"), model.average.module(points), 10)
     assert torch.equal(shades(drawn), shades(folder() / "grids/step_000012.png"))
 
 
@@ -234,8 +236,8 @@ def test_the_frechet_distance_by_scipys_root():
     C, D = np.cov(a.numpy().T), np.cov(b.numpy().T)
     means = ((a.mean(0) - b.mean(0)) ** 2).sum().item()
     expected = means + np.trace(C + D - 2 * sqrtm(C @ D).real)
-    assert frechet(a, b) == pytest.approx(expected, rel=1e-10)
-    assert frechet(b, a) == pytest.approx(expected, rel=1e-10)
+    assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-10)
+    assert frechet_distance(b, a) == pytest.approx(expected, rel=1e-10)
 
 
 def test_the_frechet_distance_of_gaussians_along_the_axes():
@@ -245,17 +247,17 @@ def test_the_frechet_distance_of_gaussians_along_the_axes():
     shift = torch.tensor([0.5, -2.0])
     variance = 4 / 3  # of x, as covariances divide by 3
     expected = shift.square().sum().item() + variance * (s - t).square().sum().item()
-    assert frechet(x * s, x * t + shift) == pytest.approx(expected, rel=1e-12)
-    assert frechet(x, x.flip(0)) == pytest.approx(0, abs=1e-12)
+    assert frechet_distance(x * s, x * t + shift) == pytest.approx(expected, rel=1e-12)
+    assert frechet_distance(x, x.flip(0)) == pytest.approx(0, abs=1e-12)
 
 
 def test_the_frechet_distance_where_covariances_are_singular():
     a = torch.randn(10, 30)  # fewer samples than entries
-    assert frechet(a, a) == pytest.approx(
+    assert frechet_distance(a, a) == pytest.approx(
         0, abs=1e-4
     )  # roots of eigenvalues of the size of rounding
-    assert frechet(torch.zeros(3, 2), torch.ones(4, 2)) == pytest.approx(2)
-    assert frechet(torch.zeros(3, 1), torch.ones(4, 1)) == pytest.approx(1)
+    assert frechet_distance(torch.zeros(3, 2), torch.ones(4, 2)) == pytest.approx(2)
+    assert frechet_distance(torch.zeros(3, 1), torch.ones(4, 1)) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -263,15 +265,15 @@ def test_the_frechet_distance_where_covariances_are_singular():
 )
 def test_samples_that_have_no_frechet_distance(a, b):
     with pytest.raises(ValueError, match=r"two samples .* of one width with at least 2 rows, got"):
-        frechet(torch.zeros(a), torch.zeros(b))
+        frechet_distance(torch.zeros(a), torch.zeros(b))
 
 
 def judged(*classes, sure=0.95):
     """Of images that the classifier takes for these classes."""
     rows = torch.full((len(classes), 10), (1 - sure) / 9)
     rows[torch.arange(len(classes)), torch.tensor(classes)] = sure
-    seen = Seen(torch.randn(len(classes), 4), rows)
-    return judge_digits(seen, seen)
+    seen = Features(torch.randn(len(classes), 4), rows)
+    return score_digits(seen, seen)
 
 
 def test_digits_of_all_classes_of_one_and_of_none():
@@ -290,11 +292,11 @@ def test_digits_of_all_classes_of_one_and_of_none():
 
 
 def test_the_table_by_hand():
-    row = tables.DrawnRow("r1, weight 1", "relativistic", "MNIST", 10, 2.5, 0.5, 9, 0.75)
+    row = DigitsResult("r1, weight 1", "relativistic", "MNIST", 10, 2.5, 0.5, 9, 0.75)
     better = row._replace(penalty="dragan", frechet=1.0)
     other_data = row._replace(penalty="r2", data="other")
-    truth = tables.DrawnRow("real training digits", "", "MNIST", 0, 0.25, 1.0, 10, 1.0)
-    lines = tables.drawn(row, [better, other_data], truth, torch.full((10,), 0.1), 7).splitlines()
+    truth = DigitsResult("real training digits", "", "MNIST", 0, 0.25, 1.0, 10, 1.0)
+    lines = digits_table(row, [better, other_data], truth, torch.full((10,), 0.1), 7).splitlines()
     assert [line.split("  ")[0] for line in lines[4:7]] == [
         "dragan",
         "r1, weight 1",
@@ -327,7 +329,7 @@ def test_the_stream_goes_on_where_it_was_and_has_training_images_alone():
     assert whole[0].shape == (3, 1, 28, 28)
     known = {x.numpy().tobytes() for x in data.train.x}
     assert all(x.numpy().tobytes() in known for batch in whole for x in batch)
-    again, resumed = data.train_dataloader(), Pictures(data.train, 5, 3, seed=9)
+    again, resumed = data.train_dataloader(), ImageStream(data.train, 5, 3, seed=9)
     iterator = iter(again)
     next(iterator), next(iterator)
     resumed.load_state_dict(again.state_dict())
@@ -335,28 +337,30 @@ def test_the_stream_goes_on_where_it_was_and_has_training_images_alone():
 
 
 def test_the_saved_classifier_is_as_right_as_it_says():
-    told = json.loads(mnist_features.FILE.with_suffix(".json").read_text())
+    told = json.loads(digit_classifier.FILE.with_suffix(".json").read_text())
     train, held_out = split()
-    assert told["held_out_accuracy"] == pytest.approx(accuracy(classifier(), held_out), abs=1e-3)
+    assert told["held_out_accuracy"] == pytest.approx(
+        accuracy(load_classifier(), held_out), abs=1e-3
+    )
     assert told["held_out_accuracy"] > 0.95
     assert told["training_digits"] == len(train.label)
     assert told["split_seed"] == mnist.SPLIT_SEED
-    assert mnist_features.FILE.stat().st_size < 2**20
+    assert digit_classifier.FILE.stat().st_size < 2**20
 
 
 def test_a_few_steps_of_the_classifiers_training():
     train, held_out = split()
     state = torch.get_rng_state()
-    classifier.__wrapped__()
+    load_classifier.__wrapped__()
     assert torch.equal(torch.get_rng_state(), state)  # loading draws nothing
-    network = mnist_features.train(train, 60)
+    network = digit_classifier.train(train, 60)
     assert accuracy(network, held_out) > 0.5
 
 
 def test_shifted_images_are_moved_by_two_pixels_at_most():
     x = torch.full((200, 1, 28, 28), -1.0)
     x[:, 0, 10, 15] = 1
-    moved = shifted(x, torch.Generator().manual_seed(0))
+    moved = random_shift(x, torch.Generator().manual_seed(0))
     assert moved.shape == x.shape
     places = (moved[:, 0] == 1).nonzero()
     assert len(places) == 200
@@ -368,15 +372,15 @@ def test_shifted_images_are_moved_by_two_pixels_at_most():
 def test_a_grid_has_its_images_in_rows_black_on_white(tmp_path):
     images = torch.full((6, 1, 2, 2), -1.0)
     images[4] = 1
-    found = shades(plots.save_grid(images, 3, tmp_path / "grid.png"))
+    found = shades(save_grid(tmp_path / "grid.png", images, 3))
     assert found.shape == (4, 6)
     assert (found[2:, 2:4] == 0).all()
     assert (found == 0).sum() == 4
 
 
 def test_steps_that_a_picture_shows():
-    assert plots.spread([4, 8], 6) == [4, 8]
-    assert plots.spread(list(range(1, 1025)), 6) == [1, 4, 16, 64, 256, 1024]
-    many = plots.spread(list(range(125, 3001, 125)), 6)
+    assert spaced_evenly([4, 8], 6) == [4, 8]
+    assert spaced_evenly(list(range(1, 1025)), 6) == [1, 4, 16, 64, 256, 1024]
+    many = spaced_evenly(list(range(125, 3001, 125)), 6)
     assert (many[0], many[-1]) == (125, 3000)
     assert len(many) <= 6

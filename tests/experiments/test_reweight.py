@@ -11,10 +11,10 @@ from sklearn.metrics import roc_auc_score
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments import tables
-from experiments.data.noisy_digits import Examples, NoisyBatches, NoisyDigits, split
-from experiments.networks import mlp
-from experiments.reweight import LABELS, Weighted, evenly, learned_weights, weighted_loss
+from experiments.data.noisy_digits import Examples, NoisyDigits, NoisyStream, split
+from experiments.models.networks import mlp
+from experiments.reweight import LABELS, Weighted, even_weights, learned_weights, weighted_loss
+from experiments.tables.classifiers import Detection, detect_wrong_labels, reweighting_table
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -104,7 +104,7 @@ def test_the_loss_is_weighted():
     losses = F.cross_entropy(logits, label, reduction="none")
     weight = torch.tensor([0.5, 0.0, 0.25, 0.25])
     assert_close(weighted_loss(logits, Weighted(label, weight)), weight @ losses)
-    even = Weighted(label, evenly(Examples(logits, label, label, label)))
+    even = Weighted(label, even_weights(Examples(logits, label, label, label)))
     assert_close(weighted_loss(logits, even), losses.mean())
 
 
@@ -150,7 +150,7 @@ def test_the_split_belongs_to_the_seed():
 
 def test_the_stream_goes_on_where_it_was_and_never_repeats():
     data = split("uniform", 0.4, 100, 500, seed=0)
-    stream = NoisyBatches(data, 4, 30, seed=1)
+    stream = NoisyStream(data, 4, 30, seed=1)
     whole = list(stream)
     assert len({tuple(noisy.number.tolist()) for noisy, _ in (*whole, *stream)}) == 8
     for noisy, clean in whole:
@@ -159,7 +159,7 @@ def test_the_stream_goes_on_where_it_was_and_never_repeats():
         assert clean is data.clean
     label = dict(zip(data.noisy.number.tolist(), data.noisy.label.tolist(), strict=True))
     assert [label[n] for n in whole[0][0].number.tolist()] == whole[0][0].label.tolist()
-    again, resumed = NoisyBatches(data, 4, 30, seed=1), NoisyBatches(data, 4, 30, seed=9)
+    again, resumed = NoisyStream(data, 4, 30, seed=1), NoisyStream(data, 4, 30, seed=9)
     iterator = iter(again)
     next(iterator), next(iterator)
     resumed.load_state_dict(again.state_dict())
@@ -284,8 +284,8 @@ def test_a_checkpoint_is_not_judged_on_what_it_was_trained_on(command, capsys):
 
 BAD = {
     "unknown noise": (["--data.kind", "pairs"], "kind: expected one of uniform, background"),
-    "all labels wrong": (["--data.noise", "1"], "noise: expected the share .* below 1, got 1"),
-    "negative noise": (["--data.noise", "-0.1"], "noise: expected the share of wrong labels"),
+    "all labels wrong": (["--data.noise", "1"], "noise: expected a number .* below 1, got 1"),
+    "negative noise": (["--data.noise", "-0.1"], "noise: expected a number of at least 0"),
     "more zeros than there can be": (["--data.noise", "0.95"], "noise: expected at most 0.9"),
     "uneven clean set": (["--data.clean", "25"], "clean: expected a multiple of 10.*write 20"),
     "no clean set": (["--data.clean", "0"], "clean: expected a whole number of at least 10"),
@@ -307,13 +307,13 @@ def test_bad_input_is_one_paragraph_before_training(case, capsys):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(capsys, monkeypatch):
-    honest = NoisyBatches.__iter__
+    honest = NoisyStream.__iter__
 
     def poisoned(self):
         for number, (noisy, clean) in enumerate(honest(self)):
             yield noisy._replace(x=noisy.x * (float("nan") if number == 15 else 1)), clean
 
-    monkeypatch.setattr(NoisyBatches, "__iter__", poisoned)
+    monkeypatch.setattr(NoisyStream, "__iter__", poisoned)
     assert run("fit", "--config", SMOKE) == 2
     assert re.search("expected (a )?finite", capsys.readouterr().err)
     assert checkpoint(folder())["global_step"] == 10
@@ -332,18 +332,18 @@ def test_the_area_under_the_curve():
     generator = torch.Generator().manual_seed(0)
     wrong = torch.rand(300, generator=generator) < 0.3
     weights = torch.randint(0, 9, (300,), generator=generator) - 2.0 * wrong  # with ties
-    found = tables.detection(weights, wrong)
+    found = detect_wrong_labels(weights, wrong)
     assert found.auc == pytest.approx(roc_auc_score(wrong, -weights))
     assert found.wrong == pytest.approx(weights[wrong].mean().item())
-    assert tables.detection(torch.tensor([0.0, 1.0]), torch.tensor([True, False])).auc == 1
-    assert tables.detection(torch.tensor([0.0, 1.0]), torch.tensor([False, True])).auc == 0
-    assert math.isnan(tables.detection(torch.ones(2), torch.zeros(2).bool()).auc)
+    assert detect_wrong_labels(torch.tensor([0.0, 1.0]), torch.tensor([True, False])).auc == 1
+    assert detect_wrong_labels(torch.tensor([0.0, 1.0]), torch.tensor([False, True])).auc == 0
+    assert math.isnan(detect_wrong_labels(torch.ones(2), torch.zeros(2).bool()).auc)
 
 
 def test_the_table():
     right = {"a": torch.arange(100) < 90, "b": torch.arange(100) < 50, "c": torch.arange(100) < 0}
     curves = {"a": [(1, 0.95), (2, 0.9)], "b": []}
-    lines = tables.reweighted(right, curves, tables.Detection(1.5, math.nan, 0.9), "x").splitlines()
+    lines = reweighting_table(right, curves, Detection(1.5, math.nan, 0.9), "x").splitlines()
     assert lines[0] == "Accuracy on 100 held-out digits, ± 95% interval; x"
     # sqrt(0.9 * 0.1 / 100) = 0.03; 40 of 100 pairs differ: sqrt(0.4 * 0.6 / 100) = 0.049
     assert lines[4].split() == ["a", "90.0%", "±", "5.9%", "95.0%", "1.50", "-", "0.90"]

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments import tables
 from experiments.data.digits import Images
-from experiments.robust import Robustness, Trained, best
+from experiments.robust import Penalty, Robustness, choose_weights
+from experiments.tables.classifiers import Tried, robustness_table
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -75,13 +75,13 @@ def test_accuracy_without_an_attack_comes_first(problem):
     model, images = problem
     images = images._replace(label=model(images.x).argmax(1))
     for attack in ("FGSM", "PGD"):
-        right = model.right("plain", images, attack)
+        right = model.correct("plain", images, attack)
         assert right.shape == (len(model.epsilons), 5)
         assert right[0].all()
         assert not right[-1].all()
     found = model.attacked("plain", images, "PGD", 0.05)
     assert 0.0999 < (found - images.x).abs().max() <= 0.1 + 1e-12  # -1 to 1 is 2 wide
-    share = model.right("plain", images, "PGD").double().mean()
+    share = model.correct("plain", images, "PGD").double().mean()
     assert model.area("plain", images).item() == pytest.approx(share.item())
 
 
@@ -102,12 +102,16 @@ def test_a_confident_network_is_attacked_too(problem):
 
 
 def test_the_choice_is_by_the_area_alone():
-    how = {
-        "plain": Trained("plain"), "a": Trained("input_gradient", 1.0),
-        "b": Trained("input_gradient", 10.0), "c": Trained("jacobian", 0.1), "d": Trained("jacobian", 1.0),
+    penalties = {
+        "plain": Penalty("plain"), "a": Penalty("input_gradient", 1.0),
+        "b": Penalty("input_gradient", 10.0), "c": Penalty("jacobian", 0.1), "d": Penalty("jacobian", 1.0),
     }  # fmt: skip
     areas = {"plain": 0.9, "a": 0.3, "b": 0.5, "c": 0.4, "d": 0.4}
-    assert best(how, areas) == {"plain": "plain", "input gradient, 10": "b", "Jacobian, 0.1": "c"}
+    assert choose_weights(penalties, areas) == {
+        "plain": "plain",
+        "input gradient, 10": "b",
+        "Jacobian, 0.1": "c",
+    }
 
 
 def test_the_weight_is_chosen_on_the_validation_part(monkeypatch):
@@ -198,7 +202,7 @@ BAD = {
     "no rate": (["--model.lr", "0"], "lr: expected a finite number greater than 0"),
     "no bound": (["--model.epsilons", "[]"], "epsilons: expected at least one"),
     "zero": (["--model.epsilons", "[0, 0.1]"], "epsilons: expected a finite number greater than 0"),
-    "bounds in disorder": (["--model.epsilons", "[0.2, 0.1]"], "epsilons: .*in rising order"),
+    "bounds in disorder": (["--model.epsilons", "[0.2, 0.1]"], "epsilons: .*in ascending order"),
     "no steps": (["--model.steps", "0"], "steps: expected a whole number of at least 1"),
     "no restarts": (["--model.restarts", "0"], "restarts: .*at least 1"),
     "more than there are": (["--data.val", "1500"], "train, test, val: expected 1797 images in all"),
@@ -220,8 +224,8 @@ def test_a_weight_that_is_too_large_stops_the_run(capsys):
 def test_the_table():
     flags = lambda *counts: torch.stack([torch.arange(100) < c for c in counts])  # noqa: E731
     right = {"plain": {"FGSM": flags(90, 50)}, "J": {"FGSM": flags(90, 80)}}
-    tried = [("J", 0.5, 0.123, False), ("J", 2.0, 0.456, True)]
-    lines = tables.robust([0.0, 0.1], right, tried, 70).splitlines()
+    tried = [Tried("J", 0.5, 0.123, False), Tried("J", 2.0, 0.456, True)]
+    lines = robustness_table([0.0, 0.1], right, tried, 70).splitlines()
     assert lines[2].split() == ["attack", "0", "0.1"]
     # 1.96 sqrt(0.9 0.1 / 100) = 5.9%; of 100 pairs 30 differ: 1.96 sqrt(0.3 0.7 / 100) = 9.0%
     assert lines[4].split() == ["plain", "FGSM", "90.0%", "±", "5.9%", "50.0%", "±", "9.8%"]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature.spectrum import spectrum_of
+from hoglib.curvature import hessian_spectrum
 from tests.experiments.command import COMMAND_LINE, ROOT, run
 
 MAML = ROOT / "configs/smoke/maml/sinusoid.yaml"
@@ -30,7 +30,7 @@ def eigenvalues(loss, params, batch):
 
 def test_the_numbers_are_those_of_the_dense_matrix():
     dense = eigenvalues(*problem())
-    found = spectrum_of(*problem(), k=3, num_samples=40, steps=60)
+    found = hessian_spectrum(*problem(), k=3, num_samples=40, steps=60)
     assert found.size == len(dense) == 38
     assert_close(found.smallest, dense[:3])
     assert_close(found.largest, dense[-3:])
@@ -47,8 +47,8 @@ def test_the_numbers_are_those_of_the_dense_matrix():
 
 def test_random_vectors_are_those_of_the_seed():
     torch.manual_seed(3)
-    first = spectrum_of(*problem(), k=1, num_samples=2, steps=5)
-    again = spectrum_of(*problem(), k=1, num_samples=2, steps=5)
+    first = hessian_spectrum(*problem(), k=1, num_samples=2, steps=5)
+    again = hessian_spectrum(*problem(), k=1, num_samples=2, steps=5)
     assert first.trace == again.trace
 
 
@@ -59,7 +59,7 @@ def test_a_loss_without_data():
         assert nothing is None
         return loss(params, batch)
 
-    found = spectrum_of(alone, params, None, k=1, num_samples=2, steps=5)
+    found = hessian_spectrum(alone, params, None, k=1, num_samples=2, steps=5)
     assert_close(found.largest, eigenvalues(loss, params, batch)[-1:])
 
 
@@ -67,7 +67,7 @@ def test_more_than_all_eigenvalues_are_refused():
     with pytest.raises(
         ValueError, match="k: expected at most 19, half of the 38 parameters, got 20"
     ):
-        spectrum_of(*problem(), k=20, num_samples=2, steps=5)
+        hessian_spectrum(*problem(), k=20, num_samples=2, steps=5)
 
 
 class TestCommand:

@@ -24,11 +24,11 @@ def test_small_seeds_are_torchs():
 
 
 def points(*args):
-    return {tuple(point) for point in mixture.sample("gaussians", *args).tolist()}
+    return {tuple(point) for point in mixture.sample_points("gaussians", *args).tolist()}
 
 
 def waves(*args):
-    drawn = sinusoid.sample(*args)
+    drawn = sinusoid.sample_waves(*args)
     return set(zip(drawn.amplitude.flatten().tolist(), drawn.phase.flatten().tolist(), strict=True))
 
 

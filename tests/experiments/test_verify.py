@@ -11,12 +11,12 @@ import yaml
 from torch import nn
 
 import hoglib as hog
-from experiments import networks
 from experiments.data.stream import HeldOut
 from experiments.gan import GAN
-from experiments.learners import ALGORITHMS
 from experiments.maml import MAMLRegression
-from experiments.reweight import Reweighting, evenly
+from experiments.models import networks
+from experiments.reweight import Reweighting, even_weights
+from experiments.training.learners import ALGORITHMS
 from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, run
 from tests.experiments.test_reweight import examples
 from tests.lightning.test_audit import Poison
@@ -272,7 +272,7 @@ def test_the_problem_of_the_gan_is_what_its_penalty_differentiates():
     scores, params, batch = model.second_order_problem(real)
     x, own = params["x"], {n: p for n, p in params.items() if n != "x"}
     torch.testing.assert_close(x[:5], real)
-    penalty = model._penalty(x[:5], x[5:])
+    penalty = model.penalty_value(x[:5], x[5:])
     at = x.clone().requires_grad_()
     (g,) = torch.autograd.grad(scores({**own, "x": at}, batch), at, create_graph=True)
     torch.testing.assert_close(penalty, 0.3 * g.square().sum() / 5 / 2)
@@ -292,7 +292,7 @@ def test_the_problem_of_reweighting_is_what_its_weights_differentiate():
     )
     loss, params, batch = model.second_order_problem((noisy, clean))
     own = {n: p for n, p in params.items() if n != "weights"}
-    torch.testing.assert_close(params["weights"], evenly(noisy))
+    torch.testing.assert_close(params["weights"], even_weights(noisy))
     torch.testing.assert_close(loss(params, batch), F.cross_entropy(model(noisy.x), noisy.label))
     # u_i = <grad L_clean, d^2 L_noisy / dtheta de_i>: the block e, theta times the clean gradient
     wrong = F.cross_entropy(model(clean.x), clean.label)

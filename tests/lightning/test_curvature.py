@@ -18,7 +18,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature.spectrum import spectrum_of
+from hoglib.curvature import hessian_spectrum
 from hoglib.errors import HoglibError
 from hoglib.lightning import CurvatureMonitor, RNGState
 from tests.several_processes import found_by_each
@@ -155,7 +155,7 @@ def same_history(ours, theirs):
         )
         assert torch.equal(one.spectrum.largest, other.spectrum.largest)
         assert torch.equal(one.spectrum.smallest, other.spectrum.smallest)
-        for name, value in one.spectrum.density._asdict().items():
+        for name, value in vars(one.spectrum.density).items():
             assert_close(value, getattr(other.spectrum.density, name), rtol=0, atol=0)
 
 
@@ -507,9 +507,9 @@ def test_what_does_not_converge_is_taken_from_the_density(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hoglib.curvature.eigenvalues.CACHED", 0)
         with pytest.warns(UserWarning, match=r"eigsh: expected 4 .*taken from the Lanczos steps"):
-            found = spectrum_of(*problem, 2, 3, 60, max_iter=1)
+            found = hessian_spectrum(*problem, k=2, num_samples=3, steps=60, max_iter=1)
         with pytest.raises(RuntimeError, match="eigsh: expected 4 eigenvalues"):
-            spectrum_of(*problem, 2, 3, 3, max_iter=1)
+            hessian_spectrum(*problem, k=2, num_samples=3, steps=3, max_iter=1)
     assert_close(found.largest, exact[-2:], rtol=1e-2, atol=0)
     assert (found.largest <= exact[-2:] + 1e-9).all()
     assert (found.smallest >= exact[:2] - 1e-9).all()

@@ -1,0 +1,205 @@
+"""The command ``python -m experiments``: LightningCLI with readable errors and exact resumption."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EROFS
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from experiments import runs
+from experiments.checks import at_least
+from experiments.command.checkpoint import LastCheckpoint
+from experiments.command.messages import shorten_parser_error
+from experiments.command.progress import FitAndTestBar
+from experiments.command.trainer import Trainer
+from experiments.logs import RunLogger
+from hoglib.errors import HoglibError
+from hoglib.lightning import RNGState
+
+CANNOT_WRITE = (ENOSPC, EDQUOT, EACCES, EROFS, ENOENT, ENOTDIR)
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        args: The words after ``python -m experiments``. Default: those of the process.
+    Returns:
+        The exit status: 0; 1 where ``verify`` found a wrong derivative; 2 for an error of the user's;
+        130 after Ctrl-C.
+    """
+    silence_dependencies()
+    try:
+        command = ExperimentCLI(
+            args=args,
+            trainer_class=Trainer,
+            parser_class=Parser,
+            save_config_callback=SaveConfig,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+        )
+    except SystemExit as error:
+        # Lightning ends a run that Ctrl-C stopped with status 1.
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
+            return 130
+        raise
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        message = user_error(error)
+        if message is None:
+            raise
+        print(f"\nerror: {message}", file=sys.stderr)
+        return 2
+    return command.trainer.status
+
+
+class CommandError(HoglibError):
+    """A command line or config that cannot be read."""
+
+
+class Parser(LightningArgumentParser):
+    """A parser whose errors are one paragraph."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        options = [action.dest for action in self._actions if action.dest != "help"]
+        raise CommandError(shorten_parser_error(message, options)) from ex
+
+
+class SaveConfig(SaveConfigCallback):
+    """Saves config.yaml beside the checkpoint of the run that trains it, in ``fit`` only."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
+class ExperimentCLI(LightningCLI):
+    """LightningCLI that resumes into the run's own folder and ends a fit with its test."""
+
+    trainer: Trainer
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        of_lightning = LightningCLI.subcommands()
+        kept = {name: of_lightning[name] for name in ("fit", "validate", "test")}
+        filled_in = {"model", "datamodule"}  # by the CLI, not by options of their own
+        return {**kept, "verify": filled_in, "spectrum": filled_in}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--num_threads",
+            type=int | None,
+            default=None,
+            help="torch threads; 1 is best for small networks. Default: torch's own choice.",
+        )
+        parser.add_argument(
+            "--checkpoint_every",
+            type=int,
+            default=1000,
+            help="optimizer steps between two checkpoints.",
+        )
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=True,
+            help="whether a fit ends with the test, its table and its pictures.",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        ckpt_path = self.config[self.config["subcommand"]].get("ckpt_path")
+        if ckpt_path not in (None, "last"):
+            # Lightning reads it next, and its errors are harder to read
+            runs.load_checkpoint(runs.find_checkpoint(ckpt_path))
+
+    def before_instantiate_classes(self) -> None:
+        threads = self._get(self.config, "num_threads")
+        if threads is not None:
+            torch.set_num_threads(at_least("num_threads", threads, 1))
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        settings = self._get(self.config_init, "trainer")
+        every = at_least("checkpoint_every", self._get(self.config, "checkpoint_every"), 1)
+        callbacks: list[pl.Callback] = [RNGState(), LastCheckpoint(every)]
+        if settings.get("enable_progress_bar") is not False:
+            callbacks.append(FitAndTestBar())
+        settings["callbacks"] = [*callbacks, *(settings.get("callbacks") or [])]
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (TypeError, ValueError) as error:  # Lightning's own checks of its arguments
+            raise CommandError(f"trainer: {error}") from error
+
+    def after_instantiate_classes(self) -> None:
+        """Resolve the checkpoint, and continue in the folder of the run that it belongs to."""
+        options = self.config_init[self.subcommand]
+        # Checkpoints hold tensors and plain values only, so loading one never runs foreign code.
+        options["weights_only"] = True
+        if self.subcommand == "test":
+            options["verbose"] = False  # the experiment prints its own table
+        default = None if self.subcommand in ("fit", "verify") else "last"
+        ckpt_path = options.get("ckpt_path") or default
+        if ckpt_path is None:
+            return
+        logger = self.trainer.logger
+        if isinstance(logger, RunLogger) and ckpt_path == "last":
+            ckpt_path = Path(logger.save_dir or "") / str(logger.name)
+        checkpoint = runs.find_checkpoint(ckpt_path)
+        content = runs.load_checkpoint(checkpoint)
+        options["ckpt_path"] = str(checkpoint)
+        folder = runs.version_folder(checkpoint)
+        if isinstance(logger, RunLogger) and folder is not None:
+            fitting = self.subcommand == "fit"
+            logger.resume(folder, runs.logged_steps(content) if fitting else None)
+
+    def after_fit(self) -> None:
+        if self._get(self.config, "test_after_fit"):
+            self.trainer.test(self.model, self.datamodule, verbose=False)
+        else:
+            print(f"Saved {runs.run_folder(self.trainer) / runs.LAST}")
+
+
+def user_error(error: Exception) -> str | None:
+    """The message for an error that the user can correct; None for any other."""
+    # jsonargparse wraps what a constructor raises; the explanation is further down.
+    for cause in causes(error):
+        if isinstance(cause, HoglibError | MisconfigurationException):
+            return str(cause)
+        if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
+            return (
+                f"expected to write in the run's folder, got {cause}; the last checkpoint there is "
+                "intact. Free some space, or choose another folder with --trainer.logger.save_dir."
+            )
+    return None
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and what caused it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def silence_dependencies() -> None:
+    """Ignore warnings of dependencies that a user can do nothing about."""
+    # Lightning 2.6 asks torch for a class that torch has renamed.
+    warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
+    # The advertisement of a service at every start, and a default that is the right one here.
+    for name in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
+        logging.getLogger(f"lightning.pytorch.{name}").addFilter(
+            lambda record: (
+                not any(text in str(record.msg) for text in ("Tip:", "`weights_only` was"))
+            )
+        )
+    # main(args) is called from Python in tests, whose own command line has arguments too.
+    warnings.filterwarnings("ignore", ".*LightningCLI's args parameter.*")
+    # The streams of tasks are computed, not read: worker processes would only cost time.
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")

@@ -1,0 +1,41 @@
+"""Errors of the command line in one paragraph."""
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+ADVICE = " Options and their types: python -m experiments fit --help"
+# jsonargparse tries each type that an option may have and reports them all; these lines belong to
+# the alternatives that the user did not mean.
+NOISE = (
+    "Expected a <class 'NoneType'>",
+    "Given value",
+    "Errors:",
+    "Subtypes:",
+    "Problem with given class_path",
+    "Does not validate against any of the Union subtypes",
+)
+
+
+def shorten_parser_error(message: str, options: Sequence[str]) -> str:
+    """Reduce an error of jsonargparse to what the user wrote and can correct.
+
+    Args:
+        message: The error of jsonargparse.
+        options: The options of the parser that raised it, to suggest one of them.
+    Returns:
+        One paragraph.
+    """
+    unknown = re.fullmatch(r"Option '([\w.]+)' is not accepted", message)
+    if unknown:
+        close = get_close_matches(unknown[1], options, n=1)
+        suggestion = f" Did you mean {close[0]!r}?" if close else ""
+        return f"no option {unknown[1]!r}; expected one of {', '.join(options)}.{suggestion}"
+    lines = [line.strip().removeprefix("- ") for line in message.replace(ADVICE, "").splitlines()]
+    kept = [line for line in lines if line and not any(text in line for text in NOISE)]
+    text = " ".join(dict.fromkeys(kept))
+    text = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
+    text = re.sub(
+        r"Expected an? <class '([^']+)'>\. Got value: (\S*)", r"expected \1, got '\2'", text
+    )
+    return text.rstrip(".?") + ("?" if text.endswith("?") else ".") + ADVICE

@@ -1,0 +1,162 @@
+"""The Trainer of the experiments: Lightning's, with the commands ``verify`` and ``spectrum``."""
+
+import json as json_module
+from functools import partial
+from inspect import getdoc
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+import hoglib as hog
+from experiments import runs
+from experiments.plots.spectra import plot_spectra
+
+# Not among the public names: it makes `verify` print and exit exactly as `hoglib audit` does.
+from hoglib.cli.outcomes import Outcomes, stdout_for
+from hoglib.errors import ArgumentValueError
+from hoglib.lightning import second_order_problems
+
+SPECTRUM = "spectrum.json"
+
+
+class Trainer(pl.Trainer):
+    """Lightning's Trainer, with ``verify`` and ``spectrum``."""
+
+    status = 0  # exit status of the command
+
+    def verify(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        stand_ins: bool = True,
+        routes: list[str] | None = None,
+        json: bool = False,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Audit what the model differentiates twice, on the first training batch; writes nothing.
+
+        Args:
+            model: has a method second_order_problem(batch).
+            datamodule: where the batch comes from; the model itself by default.
+            stand_ins: whether to judge what runs inside of hoglib.second_order(), or torch alone.
+            routes: those that must be right, such as [rr, fr]; by default the one of hoglib.hvp.
+            json: whether to print reports as JSON.
+            ckpt_path: a checkpoint whose parameters are judged, or "last"; by default the initial ones.
+            weights_only: is not used; the config of a run has it.
+        """
+        with stdout_for(json):
+            problems = self._problems(model, datamodule, ckpt_path)
+            method = getattr(model, "second_order_problem", None)
+            description = (getdoc(method) or "").split("\n\n")[0]
+            if description and not json:
+                print(f"{type(model).__name__}.second_order_problem: {description}\n")
+            outcomes = Outcomes(torch.initial_seed(), as_json=json)
+            for name, *problem in problems:
+                audited = partial(hog.audit, *problem, routes=routes, stand_ins=stand_ins)
+                outcomes.judge(name, "auditing", audited)
+        self.status = outcomes.conclude(problem=description, stand_ins=stand_ins)
+
+    def spectrum(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None = None,
+        k: int = 5,
+        num_samples: int = 10,
+        steps: int = 80,
+        stand_ins: bool = True,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Eigenvalues of the Hessian that the model trains by, on the first training batch.
+
+        Prints the ends of the spectrum, the trace and the fraction that is negative; a picture of the
+        density and spectrum.json are written into the run's folder.
+
+        Args:
+            model: has a method second_order_problem(batch).
+            datamodule: where the batch comes from; the model itself by default.
+            k: how many eigenvalues of each end.
+            num_samples: random vectors for the density and the trace.
+            steps: of Lanczos for each of them, a product each.
+            stand_ins: whether to differentiate inside of hoglib.second_order().
+            ckpt_path: a checkpoint, or a run's folder; by default the run's own last one.
+            weights_only: is not used; the config of a run has it.
+        """
+        problems = self._problems(model, datamodule, ckpt_path)
+        folder = runs.run_folder(self)
+        spectra = {}
+        for name, loss, params, batch in problems:
+            spectrum = hog.curvature.hessian_spectrum(
+                loss, params, batch, k=k, num_samples=num_samples, steps=steps, stand_ins=stand_ins,
+                progress=self.progress_bar_callback is not None,
+            )  # fmt: skip
+            print(
+                f"\nHessian of {name}, {spectrum.size:,} parameters, {spectrum.products} products"
+            )
+            print(spectrum.summary())
+            spectra[name] = spectrum
+        numbers = {name: spectrum.to_dict() for name, spectrum in spectra.items()}
+        (folder / SPECTRUM).write_text(json_module.dumps(numbers, indent=1) + "\n")
+        picture = plot_spectra(folder / "spectrum.png", spectra)
+        print(f"\nSaved {folder / SPECTRUM} and {picture}")
+
+    def _problems(
+        self,
+        model: pl.LightningModule,
+        datamodule: pl.LightningDataModule | None,
+        ckpt_path: str | None,
+    ) -> list[Any]:
+        """What the model differentiates twice, at the parameters of a checkpoint if there is one."""
+        batch = self._first_batch(model, datamodule)
+        if ckpt_path is not None:
+            load_parameters(model, Path(ckpt_path))
+        return list(second_order_problems(model, batch))
+
+    def _first_batch(
+        self, model: pl.LightningModule, datamodule: pl.LightningDataModule | None
+    ) -> Any:
+        """The batch of the first training step; model and data are set up as for a fit."""
+        self.strategy.connect(model)
+        model.trainer = self
+        owners: list[Any] = [model]
+        if datamodule is not None:
+            self.datamodule = datamodule
+            datamodule.trainer = self
+            owners.insert(0, datamodule)
+        for owner in owners:
+            owner.prepare_data()
+        for owner in owners:
+            owner.setup("fit")
+        model.configure_model()
+        self.precision_plugin.convert_module(model).to(self.strategy.root_device)
+
+        def hook(name: str) -> Any:
+            overriding = [owner for owner in owners if is_overridden(name, owner)]
+            return getattr((overriding or owners)[0], name)
+
+        loaders = CombinedLoader(hook("train_dataloader")(), "max_size_cycle")
+        for batch, *_ in loaders:
+            batch = self.precision_plugin.convert_input(batch)
+            batch = hook("on_before_batch_transfer")(batch, 0)
+            batch = hook("transfer_batch_to_device")(batch, self.strategy.root_device, 0)
+            return hook("on_after_batch_transfer")(batch, 0)
+        raise ArgumentValueError(
+            f"{type(owners[0]).__name__}: expected a training batch, got an empty loader; give it data."
+        )
+
+
+def load_parameters(model: pl.LightningModule, checkpoint: Path) -> None:
+    """Load the parameters and buffers of a checkpoint of the same model."""
+    try:
+        model.load_state_dict(runs.load_checkpoint(checkpoint)["state_dict"])
+    except RuntimeError as error:
+        raise ArgumentValueError(
+            f"checkpoint: expected one of {type(model).__name__} as the config makes it, got another "
+            f"one in {checkpoint} ({' '.join(str(error).split())}); give the config.yaml that lies "
+            "beside it with --config."
+        ) from error

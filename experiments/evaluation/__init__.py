@@ -1,0 +1,1 @@
+"""Adversarial attacks, and scores of generated samples."""

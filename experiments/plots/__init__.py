@@ -1,0 +1,1 @@
+"""Pictures of the experiments, all in the style of `experiments.plots.style`."""

@@ -1,0 +1,1 @@
+"""Result tables, as text: what an experiment prints at its end."""

@@ -1,0 +1,74 @@
+"""Whether MAML's meta-gradient runs as a graph: decided by the number of steps, kept in checkpoints.
+
+Compiled code rounds differently from torch's kernels. So a resumed run continues in the mode in which
+it began, and neither the cache nor the load of the machine influences the choice.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+import hoglib as hog
+from hoglib.errors import ArgumentValueError
+
+KEY = "compiled"  # in checkpoints
+# Capturing a meta-gradient takes about as long as this many losses without a graph, whatever the
+# model: both grow with the number of its operations.
+LOSSES_THAT_PAY = 200
+
+CompileOption = bool | str | None
+
+
+class CompileChoice:
+    """How the meta-gradient of one learner is run.
+
+    Args:
+        option: None: as a graph where that pays for the steps of the run; True: as a graph, in the mode
+            that takes the least time for that many; False: without a graph; or the mode itself, as in
+            :class:`hoglib.MAML`.
+        maml: The learner; None for a model without a meta-gradient of MAML.
+        instead: What such a model is, for the error message.
+    """
+
+    def __init__(self, option: CompileOption, maml: hog.MAML | None, instead: str) -> None:
+        if option not in (None, False) and maml is None:
+            raise ArgumentValueError(
+                f"compile: expected null or false for {instead}, got {option!r}; leave it out."
+            )
+        if option is not None and maml is not None:
+            maml.compiled = option  # raises for an unknown mode
+        self.option, self.maml = option, maml
+        self.resumed: CompileOption = None
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Remember the mode of a run that is resumed."""
+        # checkpoints from before this option was there were trained without a graph
+        self.resumed = checkpoint.get(KEY, False)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Store the mode in a checkpoint."""
+        if self.maml is not None:
+            checkpoint[KEY] = self.maml.way
+
+    def apply(self, trainer: pl.Trainer) -> None:
+        """Choose at the start of training, and print the choice where MAML does not print it itself."""
+        if self.maml is None or self.option not in (None, True):
+            return
+        losses = expected_losses(trainer)
+        self.maml.compile_for = losses
+        self.maml.compiled, message = self._choose(losses)
+        if message and trainer.is_global_zero:
+            print(f"compile: {message}", flush=True)
+
+    def _choose(self, losses: int | None) -> tuple[bool | str, str]:
+        if self.resumed is not None:
+            return self.resumed, f"{self.resumed!r}, as the run began"
+        if self.option is None and losses is not None and losses < LOSSES_THAT_PAY:
+            return False, f"False, for {losses:,} losses are too few for a graph to pay"
+        return True, ""
+
+
+def expected_losses(trainer: pl.Trainer) -> int | None:
+    """How many losses the whole run computes, those before it was resumed included; None: no limit."""
+    steps = trainer.estimated_stepping_batches
+    return None if steps == float("inf") else int(steps) * trainer.accumulate_grad_batches

@@ -1,0 +1,41 @@
+"""The base class of the experiments: checkpoints record how they were trained."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from hoglib.errors import ArgumentValueError
+
+
+class Experiment(pl.LightningModule):
+    """A LightningModule whose checkpoints load only with the options that they were trained with.
+
+    The options are those of the model and of its data: a network must not be tested on another split,
+    of which it may have seen the test part in training.
+
+    Attributes:
+        options: Options of the model that a checkpoint must agree with, by name.
+    """
+
+    options: dict[str, Any]
+
+    @property
+    def trained_with(self) -> dict[str, Any]:
+        """Options of model and data that a checkpoint must agree with."""
+        data = self.trainer.datamodule.options  # type: ignore[attr-defined]
+        return {**self.options, **{f"data.{name}": value for name, value in data.items()}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["trained_with"] = self.trained_with
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("trained_with", {})
+        different = [name for name, value in self.trained_with.items() if value != saved.get(name)]
+        if different:
+            expected = ", ".join(f"{name} {self.trained_with[name]}" for name in different)
+            got = ", ".join(f"{name} {saved.get(name)}" for name in different)
+            raise ArgumentValueError(
+                f"checkpoint: expected one trained with {expected}, as the config says, got one "
+                f"trained with {got}; give the config.yaml that lies beside the checkpoint with "
+                "--config."
+            )

@@ -1,0 +1,37 @@
+"""The second-order problem of gradient penalties: a sum over inputs, by parameters and inputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hoglib as hog
+
+INPUTS = "x"
+SecondOrderProblem = tuple[Any, dict[str, Tensor], Any]  # (loss, params, batch)
+
+
+def sum_by_parameters_and_inputs(
+    network: nn.Module, x: Tensor, reduce: Callable[[Tensor], Tensor] = torch.sum
+) -> SecondOrderProblem:
+    """The problem of a gradient penalty: a scalar as a function of parameters and inputs.
+
+        s(theta, x) = reduce(network(x; theta))
+
+    A penalty is a function of the gradients g_n = ds/dx_n. Its gradient by the parameters is made of
+    d^2 s / dtheta dx_n, a block of the Hessian of s.
+
+    Args:
+        network: The network.
+        x: Its inputs [n, ...].
+        reduce: Function of its outputs; must be a sum over the inputs.
+    Returns:
+        (loss, params, batch), with x among the params.
+    """
+
+    def loss(params: dict[str, Tensor], _: None) -> Tensor:
+        own = {name: value for name, value in params.items() if name != INPUTS}
+        return reduce(torch.func.functional_call(network, own, (params[INPUTS],)))
+
+    return loss, {**hog.trainable_params(network), INPUTS: x}, None
