@@ -339,7 +339,7 @@ def _named(paths: list[str]) -> str:
 def _packed(one: Measurement) -> dict[str, Any]:
     """A measurement as tensors and plain values."""
     spectrum = one.spectrum._asdict()
-    return {**one._asdict(), "spectrum": {**spectrum, "density": {**vars(one.spectrum.density)}}}
+    return {**one._asdict(), "spectrum": {**spectrum, "density": one.spectrum.density._asdict()}}
 
 
 def _unpacked(packed: dict[str, Any]) -> Measurement:

@@ -5,16 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
-from experiments.benchmarks.truths import leaves_of
-from experiments.benchmarks.workload import Method, Missing
 from torch import nn
 
-from experiments.benchmarks import pictures
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import held
+from experiments.benchmarks import held, pictures
 from experiments.benchmarks.measure import measure
 from experiments.benchmarks.meta import report, with_jax, with_peers, with_torch
+from experiments.benchmarks.meta.tasks import LEARNERS, Learner, checked, learner, long_loop
 from experiments.benchmarks.meta.workloads import (
     CHOSEN,
     FORCED,
@@ -23,6 +20,8 @@ from experiments.benchmarks.meta.workloads import (
     META_GRADIENT,
     WORKLOADS,
 )
+from experiments.benchmarks.truths import leaves_of
+from experiments.benchmarks.workload import Method, Missing
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 JAX = "JAX jit(vmap(grad))"

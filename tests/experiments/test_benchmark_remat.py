@@ -1,8 +1,8 @@
 """The benchmark of remat runs, and what it counts is right."""
 
 import torch
-from experiments.benchmarks.memory import peak_bytes
 
+from experiments.benchmarks.memory import peak_bytes
 from experiments.benchmarks.remat import Sizes, main, measure
 
 CPU = torch.device("cpu")

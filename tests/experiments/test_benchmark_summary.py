@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from experiments.benchmarks import pictures
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import pages, report, summary
+from experiments.benchmarks import pages, pictures, report, summary
 from experiments.benchmarks.processes import ROOT
 
 MACHINE = {

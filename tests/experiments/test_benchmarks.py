@@ -7,8 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
+
+from experiments.benchmarks import __main__ as command
+from experiments.benchmarks import critic_steps, report, timing, truths, with_torch
 from experiments.benchmarks.critics import CRITICS, critics
 from experiments.benchmarks.held import FEW
+from experiments.benchmarks.measure import measure
 from experiments.benchmarks.meta.tasks import learner
 from experiments.benchmarks.problems import MODELS, problem
 from experiments.benchmarks.workload import (
@@ -20,11 +25,6 @@ from experiments.benchmarks.workload import (
     columns,
     peer,
 )
-from torch.func import functional_call
-
-from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import critic_steps, report, timing, truths, with_torch
-from experiments.benchmarks.measure import measure
 from experiments.benchmarks.workloads import WORKLOADS, chosen
 
 pytestmark = pytest.mark.usefixtures("own_caches")
