@@ -48,7 +48,7 @@ class CompileChoice:
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Store the mode in a checkpoint."""
         if self.maml is not None:
-            checkpoint[KEY] = self.maml.way
+            checkpoint[KEY] = self.maml.compile_mode
 
     def apply(self, trainer: pl.Trainer) -> None:
         """Choose at the start of training, and print the choice where MAML does not print it itself."""

@@ -54,7 +54,7 @@ class Learner(InnerLoop):
     def _of_task(self, point: MetaParams, support: Any, query: Any, wanted: bool) -> TaskResult:
         """The loss of one task, and if wanted its gradients: a `Point`."""
 
-    def _ways(self, point: MetaParams, wanted: bool) -> TaskRunner | None:
+    def _runner(self, point: MetaParams, wanted: bool) -> TaskRunner | None:
         """How tasks are run, if as graphs."""
         return None
 
@@ -116,8 +116,10 @@ class Learner(InnerLoop):
         self._look_at_norms()
         with outside_inference_mode():
             point = MetaParams(*({n: p.detach() for n, p in part.items()} for part in own))
-            ways = self._ways(point, wanted)
-            if ways is None:  # copies, for a model or a rule that works in place, as no graph does
+            runner = self._runner(point, wanted)
+            if (
+                runner is None
+            ):  # copies, for a model or a rule that works in place, as no graph does
                 point = pytree.map(Tensor.clone, point)
 
             def of_task(support: Any, query: Any) -> TaskResult:
@@ -127,14 +129,14 @@ class Learner(InnerLoop):
             if wanted:
                 self._look(what, point, tasks)
             # What runs as graphs has the stand-ins in them, and each of its calls would be looked up.
-            with stand_ins_if(self.stand_ins) if ways is None else nullcontext():
+            with stand_ins_if(self.stand_ins) if runner is None else nullcontext():
                 try:
-                    found = self._mapper(of_task, tasks, what, own.model, ways)
+                    found = self._mapper(of_task, tasks, what, own.model, runner)
                 except RuntimeError as error:
                     if self._runs_again or RUNS_AGAIN not in str(error):
                         raise
                     self._runs_again = True  # as `_memory` heeds
-                    found = self._mapper(of_task, tasks, what, own.model, ways)
+                    found = self._mapper(of_task, tasks, what, own.model, runner)
         check_finite(found)
         if not wanted:
             return found.value.mean()

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.closures import Opaque
-from hoglib._core.swap import keep_swapped
+from hoglib._core.swap import Params, keep_swapped
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Criterion, Forward, trainable_params
-from hoglib.meta.compiled import Compiling
+from hoglib.meta.compiled import DEFAULT_LOSSES, LoopProgram, MetaCompiler
 from hoglib.meta.inner_loop import is_before_the_last
 from hoglib.meta.learner import Learner
 from hoglib.meta.mapping import TaskResult, TaskRunner
@@ -109,7 +109,8 @@ class MAML(Learner):
         self.step_weights = step_weights
         self.compiled: bool | str = compile
         self.compile_for = compile_for
-        self._compiling = Compiling()
+        self._compiler = MetaCompiler()
+        self._unequal: dict[str, str | None] = {}  # what differs between steps, by options
         self._weights(self.inner_steps)
         self._learn_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 
@@ -124,9 +125,9 @@ class MAML(Learner):
         self._step_weights = Opaque(weights)
 
     @property
-    def way(self) -> bool | str:
-        """How the meta-gradient is run: False, or the way; True until the first loss chooses one."""
-        chosen = self._compiling.way if self.compiled is True else None
+    def compile_mode(self) -> bool | str:
+        """How the meta-gradient is run: False or a mode; True until the first loss chooses one."""
+        chosen = self._compiler.chosen if self.compiled is True else None
         return self.compiled if chosen is None else chosen
 
     def _learn_rates(self, of: str | None, per_step: bool) -> None:
@@ -171,8 +172,50 @@ class MAML(Learner):
             )
         return weights
 
-    def _ways(self, point: MetaParams, wanted: bool) -> TaskRunner | None:
-        return self._compiling.ways(self, point, wanted) if self.compiled else None
+    def _runner(self, point: MetaParams, wanted: bool) -> TaskRunner | None:
+        if not self.compiled:
+            return None
+        losses = self.compile_for or DEFAULT_LOSSES
+        return self._compiler.runner(self._program(point), self.compiled, losses, point, wanted)
+
+    def _program(self, point: MetaParams) -> LoopProgram:
+        steps, names = self.inner_steps, self._adapting(point.model)
+        weights = self._weights(steps)
+        nonzero = None if weights is None else [w != 0 for w in weights]
+        options = repr((
+            steps, self.inner_lr, self.first_order, self.truncate, self.memory, nonzero,
+            self.batch_norm, self.inner_params, self.rule, self.rule_options, self.stand_ins,
+        ))  # fmt: skip
+        return LoopProgram(
+            name=type(self).__name__, options=options, inner_steps=steps,
+            constant=tuple(self._constant(i, steps) for i in range(steps)), names=tuple(names),
+            step_weights=None if weights is None else Opaque(weights), stand_ins=self.stand_ins,
+            unequal_steps=lambda: self._unequal_steps(options), init=self._init,
+            step=self._step_from, outer=self._outer_value, task=self._of_task,
+        )  # fmt: skip
+
+    def _init(self, point: MetaParams, params: Params) -> Any:
+        return self._rule(0, point, list(params)).init(params)
+
+    def _unequal_steps(self, options: str) -> str | None:
+        if options not in self._unequal:  # which takes as long as a step of a small network
+            self._unequal[options] = self._find_unequal_steps()
+        return self._unequal[options]
+
+    def _find_unequal_steps(self) -> str | None:
+        """What differs between inner steps; None where one step's graph serves all."""
+        if self.step_weights is not None:
+            return "step_weights, outer losses after some"
+        if self.statistics is not None:
+            return "batch_norm='per_step'"
+        if self.rates is not None and getattr(self.rates, "steps", None) is not None:
+            return "lr_per_step"
+        point = self._point()
+        state = self._init(point, {name: point.model[name] for name in self._adapting(point.model)})
+        others = [x for x in pytree.leaves(state) if not isinstance(x, Tensor)]
+        if others and not (isinstance(state, dict) and others == [state.get("step")] == [0]):
+            return "a rule that counts steps by itself"
+        return None
 
     def _of_task(
         self, point: MetaParams, support: Any, query: Any, wanted: bool, steps: int | None = None,

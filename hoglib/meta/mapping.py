@@ -52,15 +52,15 @@ class Mapper:
         tasks: Any,
         what: str,
         params: Params,
-        ways: TaskRunner | None = None,
+        runner: TaskRunner | None = None,
     ) -> TaskResult:
-        ways = ways or TaskRunner(all_at_once, one_by_one)
+        runner = runner or TaskRunner(all_at_once, one_by_one)
         stack = self._to_vectorize(tasks, params)
         if stack is None:
             with translate_errors(what):
-                return ways.one_by_one(function, stacks.each(tasks))
+                return runner.one_by_one(function, stacks.each(tasks))
         try:
-            return ways.all_at_once(function, stack)
+            return runner.all_at_once(function, stack)
         except Exception as error:
             if isinstance(error, HoglibError) and self.over_tasks == "vmap":
                 raise
@@ -72,7 +72,7 @@ class Mapper:
                 ) from error
             # Whatever it was, the loop either shows it plainly or is the way round it.
             with translate_errors(what):
-                result = ways.one_by_one(function, stacks.each(tasks))
+                result = runner.one_by_one(function, stacks.each(tasks))
         self.vmappable = False
         warn(
             f"{what} loops over the tasks, because vmap cannot run this model: {reason} "

@@ -143,7 +143,7 @@ def test_the_cache_has_no_say(tmp_path, monkeypatch, capsys):
     model = MAMLRegression(hidden=[3], compile=True)
     model.compile_choice.apply(trainer_of(300))
     model.maml.loss(batch)
-    assert model.maml.way == "eager"
+    assert model.maml.compile_mode == "eager"
 
 
 def trainer_of(steps, accumulated=1):
@@ -157,7 +157,7 @@ def test_what_is_asked_for_is_what_is_done(monkeypatch):
         model = MAMLRegression(hidden=[3], compile=wanted)
         model.compile_choice.load({"compiled": "eager"})
         model.compile_choice.apply(trainer_of(10**6))
-        assert model.maml.compiled == model.maml.way == wanted
+        assert model.maml.compiled == model.maml.compile_mode == wanted
 
 
 def test_where_there_is_no_graph_to_be_had_null_and_false_are_fine():
@@ -174,13 +174,13 @@ def test_where_there_is_no_graph_to_be_had_null_and_false_are_fine():
 
 def test_the_way_of_a_learner_is_what_was_chosen():
     model = MAMLRegression(hidden=[3], compile=True)
-    assert model.maml.way is True
+    assert model.maml.compile_mode is True
     batch = SinusoidTasks(iterations=1, tasks=2, shots=3).train_dataloader().batch_of(0)
     model.maml.compile_for = 5
     model.maml.loss(batch)
-    assert model.maml.way == "eager"
+    assert model.maml.compile_mode == "eager"
     model.maml.compiled = "step"
-    assert model.maml.way == "step"
+    assert model.maml.compile_mode == "step"
 
 
 BAD = {

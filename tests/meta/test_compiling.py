@@ -10,11 +10,10 @@ from torch import nn
 
 import hoglib as hog
 from hoglib.capture import api
-from hoglib.meta.compiled import way_that_pays
+from hoglib.meta.compiled import fastest_mode
 from tests.meta.test_maml import as_list, stacks
 from tests.oracles import relative
 
-WAYS = ["eager", "step", "inductor"]
 NOT_ALIKE = {"lr_per_step", "step_weights", "batch_norm"}
 
 
@@ -67,7 +66,7 @@ CASES = {
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """Graphs run operation by operation, in every way: compiling is another's test."""
+    """Graphs run operation by operation, in every mode: compiling is another's test."""
     make = api.Compiled.__init__
     monkeypatch.setattr(
         api.Compiled, "__init__", lambda self, fn, **given: make(self, fn, **given | {"backend": "eager"})
@@ -87,28 +86,27 @@ def meta_gradient(maml, tasks):
 
 
 def test_weights_of_steps_that_change_take_no_graph_of_their_own():
-    ours, plain = (learner(plain_net, way, step_weights=[1, 1]) for way in ("eager", False))
+    ours, plain = (learner(plain_net, mode, step_weights=[1, 1]) for mode in ("eager", False))
     for epoch in range(6):
         ours.step_weights = plain.step_weights = hog.meta.multi_step_weights(2, epoch, 4)
         tasks = stacks()
         assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-12
-    (graphs,) = ours._compiling._made.values()
-    assert len(graphs.signatures) == 2  # with an outer loss after the first step, and without
+    assert len(ours._compiler.captured) == 2  # with an outer loss after the first step, and without
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("way", ["eager", "step"])
+@pytest.mark.parametrize("mode", ["eager", "step"])
 @pytest.mark.parametrize("case", [*CASES, "a list of tasks"])
-def test_a_graph_gives_the_meta_gradient(case, way):
+def test_a_graph_gives_the_meta_gradient(case, mode):
     tasks = stacks if case in CASES else lambda: as_list(stacks())
     make, options = CASES.get(case, (plain_net, {}))
-    if way == "step" and NOT_ALIKE & options.keys():
+    if mode == "step" and NOT_ALIKE & options.keys():
         with pytest.raises(NotImplementedError, match="expected inner steps that are alike"):
-            learner(make, way, **options).loss(tasks())
+            learner(make, mode, **options).loss(tasks())
         return
     torch.manual_seed(1)
     first, second = tasks(), tasks()
-    ours, plain = (learner(make, way, **options), learner(make, False, **options))
+    ours, plain = (learner(make, mode, **options), learner(make, False, **options))
     for given in (first, second):  # the second finds the graph of the first, at other parameters
         assert relative(meta_gradient(ours, given), meta_gradient(plain, given)) < 1e-12
         for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -123,14 +121,12 @@ def test_a_graph_gives_the_meta_gradient(case, way):
     )
 
 
-@pytest.mark.parametrize(("way", "over_tasks"), [("inductor", "vmap"), ("inductor", "loop"), ("step", "vmap")])  # fmt: skip
-def test_compiled_it_is_the_same(way, over_tasks):
+@pytest.mark.parametrize(("mode", "over_tasks"), [("inductor", "vmap"), ("inductor", "loop"), ("step", "vmap")])  # fmt: skip
+def test_compiled_it_is_the_same(mode, over_tasks):
     tasks = stacks()
-    ours, plain = (learner(plain_net, how, over_tasks=over_tasks) for how in (way, False))
+    ours, plain = (learner(plain_net, how, over_tasks=over_tasks) for how in (mode, False))
     assert relative(meta_gradient(ours, tasks), meta_gradient(plain, tasks)) < 1e-10
-    assert {one.backend for made in ours._compiling._made.values() for one in made.signatures} == {
-        "inductor"
-    }
+    assert {entry.backend for entry in ours._compiler.captured} == {"inductor"}
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -139,7 +135,7 @@ def test_by_the_step_there_are_three_graphs_whatever_the_steps(steps):
     maml = learner(plain_net, "step")
     maml.inner_steps = steps
     maml.loss(stacks())
-    assert sum(len(made.signatures) for made in maml._compiling._made.values()) == 3
+    assert len(maml._compiler.captured) == 3
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -169,12 +165,12 @@ def test_dropout_is_drawn_once_for_a_step_and_its_backward():
 
 
 def test_what_pays_depends_on_the_operations_and_the_losses():
-    assert way_that_pays(200, losses=1, by_step=True) == "eager"
-    assert way_that_pays(200, losses=6000, by_step=True) == "eager"
-    assert way_that_pays(200, losses=10**6, by_step=True) == "inductor"
-    assert way_that_pays(5000, losses=3000, by_step=True) == "step"
-    assert way_that_pays(5000, losses=30_000, by_step=False) == "inductor"
-    assert way_that_pays(5000, losses=10**6, by_step=True) == "inductor"
+    assert fastest_mode(200, losses=1, by_step=True) == "eager"
+    assert fastest_mode(200, losses=6000, by_step=True) == "eager"
+    assert fastest_mode(200, losses=10**6, by_step=True) == "inductor"
+    assert fastest_mode(5000, losses=3000, by_step=True) == "step"
+    assert fastest_mode(5000, losses=30_000, by_step=False) == "inductor"
+    assert fastest_mode(5000, losses=10**6, by_step=True) == "inductor"
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -182,7 +178,7 @@ def test_it_says_what_it_chose_and_why(capfd):
     maml = learner(plain_net, True, compile_for=20)
     maml.loss(stacks())
     said = capfd.readouterr().err
-    assert maml.way == "eager"
+    assert maml.compile_mode == "eager"
     assert "MAML: 20 losses of" in said
     assert "would take longer than it saves" in said
 
