@@ -31,7 +31,6 @@ PUBLIC = [
 ]
 # Packages whose docstrings are still to be rewritten.
 PENDING = {
-    "hoglib.meta",
 }
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Shape", "References", "Example", "Attributes")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -1,28 +1,28 @@
 """The meta-gradient as graphs: of a whole task, or of one inner step that is used for all.
 
-Whole, the graph of a task has all inner steps and their derivatives: nothing runs faster, and the time
-to compile grows with the steps. Step by step there are three graphs whatever the number of steps: an
-inner step, its pullback and the outer loss. Between them the parameters after each step are kept:
+Modes "inductor" and "eager": the graph of a task has all inner steps and their derivatives. Nothing
+runs faster, and the time to compile grows with the steps. Mode "step": three graphs whatever the
+number of steps, of an inner step, its pullback and the outer loss. Between them the parameters
+after each step are kept:
 
     theta_{i+1} = step(theta_i)        a_K = dL/dtheta_K        a_i = a_{i+1}^T dstep/dtheta_i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree
-from hoglib._core.closures import Opaque
+from hoglib._core import pytree, validation
 from hoglib.capture.api import Compiled, captured
 from hoglib.capture.backend import to_stderr
 from hoglib.capture.capturing import GraphEntry, Graphs
-from hoglib.errors import UnsupportedError
-from hoglib.meta.mapping import TaskResult, TaskRunner, all_at_once, one_by_one
-from hoglib.meta.module_loop import MetaParams, Weights
+from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.meta.module_loop import MetaParams, ModuleLoop
+from hoglib.meta.tasks import TaskResult, TaskRunner, loop_tasks, map_tasks
 from hoglib.stand_ins.mode import stand_ins_if
 
 DEFAULT_LOSSES = 10_000  # losses to compute, where compile_for is None
@@ -41,30 +41,36 @@ CHOICE_MESSAGES: Final = {
 
 
 @dataclass(frozen=True)
-class LoopProgram:
-    """What the compilers are given of a learner: what a graph depends on, and the functions in it."""
+class CompileOptions:
+    """How the meta-gradient is compiled, checked when it is made."""
 
-    name: str  # of the learner, in messages
-    options: str  # all that a graph depends on, as a key
-    inner_steps: int
-    constant: tuple[bool, ...]  # for each step, whether its gradient is a constant
-    names: tuple[str, ...]  # of the parameters that adapt
-    step_weights: Opaque | None  # a list of numbers, which graphs are given as a tensor
-    stand_ins: bool
-    unequal_steps: Callable[
-        [], str | None
-    ]  # what differs between steps; None if one graph serves all
-    init: Callable[..., Any]  # (meta params, params) -> state of the update rule
-    step: Callable[..., Any]  # (fixed, carry, count, support, constant) -> (carry, loss)
-    outer: Callable[..., Tensor]  # (meta params, params, query, steps) -> loss
-    task: Callable[..., TaskResult]  # (meta params, support, query, wanted, steps, weights)
+    compiled: bool | str = False
+    compile_for: int | None = None  # losses that will be computed
 
-    """Compiles and runs the meta-gradient of one learner; a copy of the learner has no graphs yet."""
+    def __post_init__(self) -> None:
+        if not isinstance(self.compiled, bool) and self.compiled not in tuple(CHOICE_MESSAGES):
+            raise ArgumentValueError(
+                f"compile: expected True, False or one of {', '.join(CHOICE_MESSAGES)}; got "
+                f"{self.compiled!r}."
+            )
+        if self.compile_for is not None:
+            validation.at_least("compile_for", self.compile_for, 1)
+
+
+class Program(NamedTuple):
+    """What is captured: an inner loop without step weights, which are an input of the graph."""
+
+    loop: ModuleLoop
+    used: tuple[bool, ...] | None  # the step weights that are not zero
+    key: str  # all options that a graph depends on
+
+
 class MetaCompiler:
-    """Compiles and runs the meta-gradient of one learner; a copy of the learner begins without graphs."""
+    """Compiles and runs the meta-gradient of one learner; a copy of it begins without graphs."""
 
     def __init__(self) -> None:
         self._graphs: dict[Any, Graphs] = {}
+        self._differences: dict[str, str | None] = {}  # between the inner steps, by options
         self.chosen: str | None = None  # the mode, where it was left open
 
     def __deepcopy__(self, memo: Any) -> "MetaCompiler":
@@ -75,62 +81,73 @@ class MetaCompiler:
 
     @property
     def captured(self) -> list[GraphEntry]:
-        """What was captured so far."""
+        """The graphs that were captured so far."""
         return [entry for graphs in self._graphs.values() for entry in graphs.all()]
 
     def runner(
-        self, program: LoopProgram, mode: bool | str, losses: int, point: MetaParams, wanted: bool
+        self, options: CompileOptions, loop: ModuleLoop, start: MetaParams, wanted: bool, name: str
     ) -> TaskRunner:
-        """How tasks are run, all at once and one by one."""
-        device = next(iter(point.model.values())).device
-        weights = None
-        if program.step_weights is not None:
-            weights = torch.tensor(program.step_weights.value, dtype=torch.float64, device=device)
-
-        def together(_: Any, stack: Any) -> TaskResult:
-            support, query = stack
-            return run(True, support, query)
-
-        def in_turn(_: Any, tasks: Any) -> TaskResult:
-            return one_by_one(partial(run, False), tasks)
+        """How tasks are run: as graphs, all at once or one by one."""
+        weights = loop.options.weights_for(loop.options.inner_steps)
+        device = next(iter(start.model.values())).device
+        weight_tensor, used = None, None
+        if weights is not None:  # an input of the graph, since they may change from epoch to epoch
+            weight_tensor = torch.tensor(weights, dtype=torch.float64, device=device)
+            used = tuple(bool(weight != 0) for weight in weights)
+            loop = replace(loop, options=replace(loop.options, step_weights=None))
+        program = Program(loop, used, f"{loop.options} {loop.rule} {used}")
 
         def run(mapped: bool, support: Any, query: Any) -> TaskResult:
-            given = program.options, weights, point, support, query
-            chosen = self._choose(program, losses, mapped, given) if mode is True else str(mode)
-            if chosen == "step" and wanted:
-                return self._by_step(program, mapped)(point, support, query)
-            backend = "eager" if chosen == "eager" else "inductor"
+            given = program.key, weight_tensor, start, support, query
+            mode = options.compiled
+            if mode is True:
+                losses = options.compile_for or DEFAULT_LOSSES
+                mode = self._choose(program, losses, name, mapped, given)
+            if mode == "step" and wanted:
+                return self._by_step(program, start, mapped)(start, support, query)
+            backend = "eager" if mode == "eager" else "inductor"
             whole = partial(_whole, program, mapped, wanted)
-            found: TaskResult = self._compiled(whole, (mapped, wanted), "MAML.loss", backend)(
-                *given
-            )
+            graph = self._compiled(whole, (mapped, wanted), "MAML.loss", backend)
+            found: TaskResult = graph(*given)
             return found
 
-        return TaskRunner(together, in_turn)
+        return TaskRunner(
+            lambda stack: run(True, *stack),
+            partial(loop_tasks, partial(run, False)),
+        )
 
-    def _choose(self, program: LoopProgram, losses: int, mapped: bool, given: Any) -> str:
+    def _choose(self, program: Program, losses: int, name: str, mapped: bool, given: Any) -> str:
         if self.chosen is None:
-            operations, by_step = _count_operations(program, mapped, given)
+            start = given[2]
+            by_step = self._difference(program, start) is None
+            operations, by_step = _count_operations(program, mapped, given, by_step)
             self.chosen = fastest_mode(operations, losses, by_step)
             counted = f"{losses:,} losses of {operations:,} operations each"
-            to_stderr(f"{program.name}: {counted}, {CHOICE_MESSAGES[self.chosen]}")
+            to_stderr(f"{name}: {counted}, {CHOICE_MESSAGES[self.chosen]}")
         return self.chosen
+
+    def _difference(self, program: Program, start: MetaParams) -> str | None:
+        if program.key not in self._differences:  # it takes as long as a step of a small network
+            self._differences[program.key] = difference_of_steps(program, start)
+        return self._differences[program.key]
 
     def _compiled(self, fn: Callable[..., Any], key: Any, name: str, backend: str) -> Compiled:
         graphs = self._graphs.setdefault((key, backend), Graphs())
         return Compiled(fn, backend=backend, dynamic=False, check=True, name=name, graphs=graphs)
 
-    def _by_step(self, program: LoopProgram, mapped: bool) -> Callable[..., TaskResult]:
-        reason = program.unequal_steps()
+    def _by_step(
+        self, program: Program, start: MetaParams, mapped: bool
+    ) -> Callable[..., TaskResult]:
+        reason = self._difference(program, start)
         if reason is not None:
             raise UnsupportedError(
-                f"compile='step': expected inner steps that are alike, got {reason}; use "
+                f"compile='step': expected inner steps that are equal, got {reason}; use "
                 "compile='inductor', one graph for all steps."
             )
 
         def compiled(fn: Callable[..., Any], what: str) -> Compiled:
             name = f"MAML.loss, {what}" + ("" if mapped else ", one task")
-            return self._compiled(partial(fn, program, mapped), name, name, "inductor")
+            return self._compiled(partial(fn, program.loop, mapped), name, name, "inductor")
 
         step, pullback = compiled(_step, "a step"), compiled(_pullback, "its backward")
         return partial(
@@ -151,9 +168,27 @@ def fastest_mode(operations: int, losses: int, by_step: bool) -> str:
     return min(costs, key=lambda mode: costs[mode])
 
 
-def _count_operations(program: LoopProgram, mapped: bool, given: Any) -> tuple[int, bool]:
+def difference_of_steps(program: Program, start: MetaParams) -> str | None:
+    """What differs between the inner steps; None where the graph of one step serves all."""
+    loop = program.loop
+    if program.used is not None:
+        return "step_weights, outer losses after some"
+    if loop.statistics is not None:
+        return "batch_norm='per_step'"
+    if loop.rates is not None and loop.rates.steps is not None:
+        return "lr_per_step"
+    state = loop.rule_at(0, start).init({name: start.model[name] for name in loop.adapting})
+    others = [x for x in pytree.leaves(state) if not isinstance(x, Tensor)]
+    if others and not (isinstance(state, dict) and others == [state.get("step")] == [0]):
+        return "a rule that counts steps by itself"
+    return None
+
+
+def _count_operations(
+    program: Program, mapped: bool, given: Any, by_step: bool
+) -> tuple[int, bool]:
     """The operations of the whole graph, from graphs of few steps; whether one step's can serve all."""
-    steps, by_step = program.inner_steps, program.unequal_steps() is None
+    steps = program.loop.options.inner_steps
     few = [min(steps, count) for count in (1, 2)] if by_step else [steps]
     graphs = [
         captured(partial(_whole, program, mapped, True, steps=count), *given) for count in few
@@ -163,43 +198,48 @@ def _count_operations(program: LoopProgram, mapped: bool, given: Any) -> tuple[i
 
 
 def _whole(
-    program: LoopProgram, mapped: bool, wanted: bool, options: str, weights: Tensor | None,
-    point: MetaParams, support: Any, query: Any, steps: int | None = None,
+    program: Program, mapped: bool, wanted: bool, key: str, weights: Tensor | None,
+    start: MetaParams, support: Any, query: Any, steps: int | None = None,
 ) -> TaskResult:  # fmt: skip
     """The meta-gradient of tasks, all together or one."""
-    given: Weights = None
-    if weights is not None and program.step_weights is not None:  # a weight of zero has no graph
-        given = [number and weights[i] for i, number in enumerate(program.step_weights.value)]
+    loop, given = program.loop, None
+    if weights is not None and program.used is not None:  # a weight of zero needs no operations
+        given = [used and weights[i] for i, used in enumerate(program.used)]
 
     def of_task(support: Any, query: Any) -> TaskResult:
-        return program.task(point, support, query, wanted, steps, given)
+        if wanted:
+            return loop.meta_gradient(start, support, query, steps, given)
+        return loop.outer_loss(start, support, query, steps, given)[0]
 
-    with stand_ins_if(program.stand_ins):
-        return all_at_once(of_task, (support, query)) if mapped else of_task(support, query)
+    with stand_ins_if(loop.options.stand_ins):
+        return map_tasks(of_task, (support, query)) if mapped else of_task(support, query)
 
 
 def _run_by_step(
-    program: LoopProgram, mapped: bool, step: Compiled, pullback: Compiled, last: Compiled,
-    point: MetaParams, support: Any, query: Any,
+    program: Program, mapped: bool, step: Compiled, pullback: Compiled, last: Compiled,
+    start: MetaParams, support: Any, query: Any,
 ) -> TaskResult:  # fmt: skip
     """The steps forward, and their pullbacks backward.
 
-    A graph is looked up once for all steps, and given its tensors in the order of its arguments: the
-    graph of a step on a small network takes less time than to find it.
+    A graph is looked up once for all steps, and given its tensors in the order of its arguments:
+    the graph of a step on a small network takes less time than to find it.
     """
     tasks = len(next(x for x in pytree.leaves(support) if isinstance(x, Tensor))) if mapped else 0
-    names, options = program.names, program.options
-    rest = {name: p for name, p in point.model.items() if name not in names}
-    fixed = point._replace(model=rest)
+    loop, key, names = program.loop, program.key, program.loop.adapting
+    constants = [
+        loop.is_constant(i, loop.options.inner_steps) for i in range(loop.options.inner_steps)
+    ]
+    rest = {name: p for name, p in start.model.items() if name not in names}
+    fixed = start._replace(model=rest)
     # Each task begins with parameters of its own, so that the first step is like the others.
-    start = {name: _repeated(point.model[name], tasks) for name in names}
-    state = program.init(point, start)
+    first_params = {name: _repeated(start.model[name], tasks) for name in names}
+    state = loop.rule_at(0, start).init(first_params)
     memory = {slot: tree for slot, tree in state.items() if slot != "step"}
-    count = torch.zeros((), dtype=torch.float64, device=start[names[0]].device)
-    first = (start, memory)
+    count = torch.zeros((), dtype=torch.float64, device=first_params[names[0]].device)
+    first = (first_params, memory)
     forward = {
-        constant: step.prepared(options, constant, fixed, first, count, support)
-        for constant in set(program.constant)
+        constant: step.prepared(key, constant, fixed, first, count, support)
+        for constant in set(constants)
     }
     if any(graph.draws for graph in step.signatures):
         raise UnsupportedError(
@@ -209,62 +249,62 @@ def _run_by_step(
     before = pytree.leaves(fixed)
     data = [x for x in pytree.leaves(support) if isinstance(x, Tensor)]
     carry, losses, saved = pytree.leaves(first), [], []
-    for i, constant in enumerate(program.constant):
+    for i, constant in enumerate(constants):
         saved.append((carry, count + i))
         *carry, loss = forward[constant]([*before, *carry, saved[-1][1], *data])
         carry = _contiguous(carry)
         losses.append(loss)
     carried = pytree.unflatten(carry, pytree.flatten(first)[1])
-    value, back, of_fixed = last(options, fixed, carried, query)
+    value, back, of_fixed = last(key, fixed, carried, query)
     back, total = _contiguous(pytree.leaves(back)), pytree.leaves(of_fixed)
     backward = {
-        constant: pullback.prepared(options, constant, fixed, first, count, support, first)
+        constant: pullback.prepared(key, constant, fixed, first, count, support, first)
         for constant in forward
     }
-    for constant in reversed(program.constant):
+    for constant in reversed(constants):
         carry, count = saved.pop()
         found = backward[constant]([*before, *carry, count, *data, *back])
         back, more = _contiguous(found[: len(back)]), found[len(back) :]
         total = [x + y for x, y in zip(total, more, strict=True)]
-    own = dict(zip(start, back, strict=False))  # before the gradients of the rule's memory
+    own = dict(zip(first_params, back, strict=False))  # before the gradients of the rule's memory
     fixed = pytree.unflatten([x / max(1, tasks) for x in total], pytree.flatten(fixed)[1])
     model = {
         name: fixed.model[name] if name not in own else own[name].mean(0) if tasks else own[name]
-        for name in point.model
+        for name in start.model
     }
-    grads = MetaParams(model, fixed.extras)._asdict()
-    return TaskResult(value, grads, (torch.stack(losses, -1), []))
+    grads = MetaParams(model, fixed.modules)
+    return TaskResult(value, grads, torch.stack(losses, -1))
 
 
 def _step(
-    program: LoopProgram, mapped: bool, options: str, constant: bool, fixed: MetaParams, carry: Any,
+    loop: ModuleLoop, mapped: bool, key: str, constant: bool, fixed: MetaParams, carry: Any,
     count: Tensor, support: Any,
 ) -> Any:  # fmt: skip
     """One inner step of each task: what it carries on, and its loss."""
 
     def of_task(carry: Any, support: Any) -> Any:
-        return program.step(fixed, carry, count, support, constant)
+        return loop.step(fixed, carry, count, support, constant)
 
-    with stand_ins_if(program.stand_ins):
+    with stand_ins_if(loop.options.stand_ins):
         if not mapped:
             return of_task(carry, support)
         return torch.func.vmap(of_task, randomness="different")(carry, support)
 
 
 def _pullback(
-    program: LoopProgram, mapped: bool, options: str, constant: bool, fixed: MetaParams, carry: Any,
+    loop: ModuleLoop, mapped: bool, key: str, constant: bool, fixed: MetaParams, carry: Any,
     count: Tensor, support: Any, cotangent: Any,
 ) -> Any:  # fmt: skip
     """The pullback of one inner step of each task, to what it carries and to what is fixed."""
 
     def of_task(carry: Any, support: Any, cotangent: Any) -> Any:
         def step(carry: Any, fixed: MetaParams) -> Any:
-            return program.step(fixed, carry, count, support, constant)[0]
+            return loop.step(fixed, carry, count, support, constant)[0]
 
         pullback: Any = torch.func.vjp(step, carry, fixed)[1]
         return pullback(cotangent)
 
-    with stand_ins_if(program.stand_ins):
+    with stand_ins_if(loop.options.stand_ins):
         if not mapped:
             return of_task(carry, support, cotangent)
         mapping = torch.func.vmap(of_task, randomness="different")
@@ -273,19 +313,19 @@ def _pullback(
 
 
 def _last(
-    program: LoopProgram, mapped: bool, options: str, fixed: MetaParams, carry: Any, query: Any
+    loop: ModuleLoop, mapped: bool, key: str, fixed: MetaParams, carry: Any, query: Any
 ) -> Any:
     """The outer loss of each task, and its gradients by what was carried there and what is fixed."""
 
     def of_task(carry: Any, query: Any) -> Any:
         def outer(carry: Any, fixed: MetaParams) -> Tensor:
-            return program.outer(fixed, carry[0], query, program.inner_steps)
+            return loop.outer_value(fixed, carry[0], query, loop.options.inner_steps)
 
         grads: Any
         grads, value = torch.func.grad_and_value(outer, argnums=(0, 1))(carry, fixed)
         return (value, *grads)
 
-    with stand_ins_if(program.stand_ins):
+    with stand_ins_if(loop.options.stand_ins):
         if not mapped:
             return of_task(carry, query)
         found: Any = torch.func.vmap(of_task, randomness="different")(carry, query)

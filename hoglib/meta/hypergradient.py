@@ -1,4 +1,4 @@
-"""Gradients of a validation loss by what an inner training was set up with."""
+"""Gradients of a validation loss with respect to what an inner training was set up with."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,24 +16,17 @@ from hoglib._core.autograd import (
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.swap import keep_swapped
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.meta.guards import inner_losses_finite
-from hoglib.meta.implicit import SOLVERS, Residual, check_used, implicit_gradient, solver_of
-from hoglib.meta.inner_loop import (
-    MEMORY,
-    StepChunk,
-    check_truncate,
-    gradient,
-    is_before_the_last,
-    unroll,
-)
-from hoglib.meta.optimizers import GradientTransformation, has_both, rule_of
+from hoglib.meta.checks import check_inner_losses
+from hoglib.meta.implicit import SOLVERS, Residual, Solver, check_used, implicit_gradient
+from hoglib.meta.inner_loop import MEMORY, InnerSteps, check_truncate, is_truncated, unroll
+from hoglib.meta.optimizers import GradientTransformation, is_transformation, resolve_rule
 from hoglib.stand_ins.mode import stand_ins_if
 
 METHODS = ("unrolled", *SOLVERS)
 
 
 class Hypergradient(NamedTuple):
-    """What `hypergradient` finds."""
+    """The result of `hypergradient`."""
 
     value: Tensor  # outer after the inner training
     gradient: Any  # its gradient, in the structure of hyper
@@ -59,31 +52,71 @@ def hypergradient(
     step_size: float | None = None,
     stand_ins: bool = True,
 ) -> Hypergradient:
-    r"""The gradient, by hyper, of a loss after a training that hyper sets up.
+    r"""Differentiate a loss after a training with respect to whatever the training was set up with.
 
         gradient = d outer(theta*(hyper), hyper) / d hyper
         theta_0 = params        theta_{i+1} = rule(theta_i, d inner(theta_i, hyper) / d theta)
         theta* = theta_steps
 
-    outer(params, hyper), inner(params, hyper): scalars; inner(params, hyper, batches[i]) where
-    there are batches, one a step. hyper: any tree of floating-point tensors: weights of examples,
-    strengths of a regulariser, data, learning rates, an initial point. params: where the training
-    starts, a tree, or a function of hyper. rule: a `Rule`, or a function of hyper, for instance
-    `lambda hyper: hog.meta.sgd(hyper["lr"])`. Gradients flow where hyper is an argument; tensors
-    that the functions close over are constants.
+    Gradients flow where hyper is an argument; tensors that the functions close over are constants.
+    Method "unrolled" differentiates the steps themselves, exactly. "cg" and "neumann" take theta*
+    for a minimum of inner, whatever led there, and differentiate it by the implicit function
+    theorem:
 
-    method: "unrolled" differentiates the steps themselves, exactly; memory and truncate as in
-    `hoglib.meta.adapt`. "cg" and "neumann" take theta* for a minimum of inner and differentiate
-    that, by the implicit function theorem (`implicit_gradient` has the equations), whatever way led
-    there: rule, and the point of start, then have no influence; steps=0 takes params as they are.
-    iterations, damping, tol: of the linear system; step_size: of the Neumann series. The result's
-    `residual` says how well the system was solved, and how far theta* is from a minimum.
+        d outer / d hyper - (d^2 inner / d hyper d theta) (H + damping I)^-1 d outer / d theta
 
-    Works under no_grad and in inference mode. Nothing is written to `.grad`.
-    Raises RuntimeError for functions that do not depend on hyper as given, ValueError for missing
-    rule or steps; FloatingPointError for an inner or outer loss that is not finite, naming the step.
-    Sources: Maclaurin, Duvenaud and Adams, 2015; Shaban et al., 2019 (truncate); Lorraine et al.,
-    2020.
+    with H the Hessian of inner at theta*. The rule and the initial point have no influence then. It
+    works under no_grad and in inference mode. Nothing is written to `.grad`.
+
+    Args:
+        outer: The loss that is differentiated, ``outer(params, hyper)``, a scalar.
+        inner: The loss of the training, ``inner(params, hyper)``, or ``inner(params, hyper,
+            batches[i])`` where there are batches.
+        params: Where the training starts: a pytree of tensors, or a function of hyper that returns
+            one.
+        hyper: Any pytree of floating-point tensors: weights of examples, strengths of a
+            regulariser, data, learning rates, an initial point.
+        rule: The update rule, such as ``hog.meta.sgd(0.1)``, or a function from hyper to one, such
+            as ``lambda hyper: hog.meta.sgd(hyper["lr"])``.
+        steps: The number of steps. Default: one for each batch, or 1; 0 for an implicit method
+            without batches, which takes params for theta*.
+        batches: What inner is given in each step. An implicit method uses the last for the minimum.
+        method: "unrolled", "cg" (conjugate gradients) or "neumann" (the Neumann series).
+        memory: What "unrolled" keeps for backward: "store" the graph of every step, "remat" the
+            parameters after every step, "checkpoint" those after every sqrt(steps)-th step.
+        truncate: With "unrolled", differentiate through the last so many steps only. Default: all.
+        iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
+            "neumann".
+        damping: A number that is added to the diagonal of H, 0 or more.
+        tol: The relative tolerance of conjugate gradients. Default: that of `hoglib.curvature.cg`.
+        step_size: The step size of the Neumann series, below 2 over the largest eigenvalue of H.
+        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
+            derivative are replaced by their stand-ins.
+
+    Returns:
+        A `Hypergradient`: ``value``, ``gradient`` in the structure of hyper, ``params`` (theta*)
+        and, of an implicit method, ``residual``.
+
+    Raises:
+        NoSecondDerivative: for functions that do not depend on hyper as given.
+        ArgumentValueError: for a missing rule or missing steps.
+        NonFiniteError: for an inner or outer loss that is not finite, naming the step.
+        NotPositiveDefiniteError: for "cg" at a theta* that is not a minimum of inner.
+
+    References:
+        Maclaurin, Duvenaud and Adams, Gradient-based Hyperparameter Optimization through Reversible
+        Learning, 2015; Shaban et al., Truncated Back-propagation, 2019; Lorraine, Vicol and
+        Duvenaud, Optimizing Millions of Hyperparameters by Implicit Differentiation, 2020.
+
+    Example:
+        >>> found = hog.meta.hypergradient(
+        ...     lambda params, hyper: params["w"].square(),
+        ...     lambda params, hyper: (params["w"] - hyper["target"]).square(),
+        ...     {"w": torch.tensor(0.0)}, {"target": torch.tensor(1.0)},
+        ...     rule=hog.meta.sgd(0.25), steps=1,
+        ... )
+        >>> found.value, found.gradient
+        (tensor(0.2500), {'target': tensor(0.5000)})
     """
     validation.one_of("method", method, METHODS)
     validation.one_of("memory", memory, MEMORY)
@@ -98,12 +131,10 @@ def hypergradient(
     validation.parameters(hyper, "hyper")
     solver = None
     if method != "unrolled":
-        solver = solver_of(method, iterations, damping, tol, step_size)
-    count = _steps(steps, batches, method, rule)
+        solver = Solver(method, iterations, damping, tol, step_size)
+    count = _check_steps(steps, batches, method, rule)
     with grad_enabled(), stand_ins_if(stand_ins):
-        given, form = pytree.flatten(clone_inference_tensors(hyper))
-        own = [leaf.detach().requires_grad_() for leaf in given]
-        loop = _Loop(
+        training = _Training(
             inner,
             clone_inference_tensors(params),
             rule,
@@ -111,80 +142,79 @@ def hypergradient(
             clone_inference_tensors(batches),
             truncate,
         )
+        hyper = clone_inference_tensors(hyper)
         if solver is None:
-            with keep_swapped():
-                found, losses = loop.run(pytree.unflatten(own, form), memory)
-                value = validation.scalar(
-                    "outer(params, hyper)", outer(found, pytree.unflatten(own, form))
-                )
-                _check_finite(losses, value)
-                grads: list[Tensor | None] = [None] * len(own)
-                if value.requires_grad:
-                    check_uses_given_params(graph_summary(value), given, "hypergradient")
-                    grads = list(torch.autograd.grad(value, own, allow_unused=True))
-            check_used(grads)
-            result = pytree.unflatten(materialize_grads(grads, own), form)
-            return Hypergradient(value.detach(), result, _detached(found), None)
-        with torch.no_grad():
-            found, losses = loop.run(pytree.unflatten(own, form), "store")
-        fixed = None if batches is None else batches[-1]
-        value, result, residual = implicit_gradient(
-            lambda params, hyper: validation.scalar("outer(params, hyper)", outer(params, hyper)),
-            lambda params, hyper: loop.value(params, hyper, fixed),
-            _detached(found),
-            pytree.unflatten(given, form),
-            solver,
-        )
-        _check_finite(losses, value)
-        return Hypergradient(value, result, _detached(found), residual)
+            return _unrolled(outer, training, hyper, memory)
+        return _implicit(outer, training, hyper, solver)
 
 
-class _Loop:
+class _Training(NamedTuple):
     """An inner training as a function of hyper."""
 
-    def __init__(
-        self, inner: Any, params: Any, rule: Any, steps: int, batches: Any, truncate: int | None
-    ) -> None:
-        self.inner, self.params, self.rule = inner, params, rule
-        self.steps, self.batches, self.truncate = steps, batches, truncate
+    inner: Callable[..., Tensor]
+    start: Any  # the initial parameters, or a function of hyper
+    rule: Any
+    steps: int
+    batches: Any
+    truncate: int | None
+
+    def run(self, hyper: Any, memory: str) -> tuple[Any, list[Tensor]]:
+        """The parameters at the end, and the inner loss of each step."""
+        params = self.start(hyper) if callable(self.start) else _detached(self.start)
+
+        def loss(i: int, params: Any, constants: Any) -> tuple[Tensor, Any]:
+            hyper, batches = constants
+            return self.value(params, hyper, None if batches is None else batches[i]), ()
+
+        inner = InnerSteps(
+            loss,
+            lambda _, constants: resolve_rule(self.rule, constants[0], {}),
+            lambda i: is_truncated(i, self.steps, self.truncate),
+        )
+        found = unroll(inner, self.steps, params, (hyper, self.batches), memory)
+        return found.params, found.losses
 
     def value(self, params: Any, hyper: Any, batch: Any) -> Tensor:
+        """The inner loss."""
         more = () if self.batches is None else (batch,)
         return validation.scalar("inner(params, hyper)", self.inner(params, hyper, *more))
 
-    def run(self, hyper: Any, memory: str) -> tuple[Any, list[Tensor]]:
-        """The parameters at the end, and the inner loss at each step."""
-        start = self.params(hyper) if callable(self.params) else _detached(self.params)
-        if not self.steps:
-            return start, []
-        carry = (start, self._rule(hyper).init(start))
-        segment = StepChunk(
-            self._segment, lambda i: is_before_the_last(i, self.steps, self.truncate)
-        )
-        (found, _), losses = unroll(segment, self.steps, carry, (hyper, self.batches), memory)
-        return found, losses
 
-    def _segment(self, start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
-        (params, state), (hyper, batches), losses = carry, constants, []
-        for i in range(start, end):
-            batch = None if batches is None else batches[i]
-            grads, (loss, _) = gradient(
-                lambda params, batch: (self.value(params, hyper, batch), ()),
-                params,
-                batch,
-                constant=is_before_the_last(i, self.steps, self.truncate),
-                alone=end - start == 1,
-                check=i == 0,
-            )
-            params, state = self._rule(hyper).update(params, grads, state)
-            losses.append(loss)
-        return (params, state), losses
-
-    def _rule(self, hyper: Any) -> GradientTransformation:
-        return rule_of(self.rule, hyper, {})
+def _unrolled(outer: Any, training: _Training, hyper: Any, memory: str) -> Hypergradient:
+    """The gradient through all steps."""
+    given, structure = pytree.flatten(hyper)
+    own = [leaf.detach().requires_grad_() for leaf in given]
+    at = pytree.unflatten(own, structure)
+    with keep_swapped():
+        params, losses = training.run(at, memory)
+        value = validation.scalar("outer(params, hyper)", outer(params, at))
+        _check_finite(losses, value)
+        grads: list[Tensor | None] = [None] * len(own)
+        if value.requires_grad:
+            check_uses_given_params(graph_summary(value), given, "hypergradient")
+            grads = list(torch.autograd.grad(value, own, allow_unused=True))
+    check_used(grads)
+    gradient = pytree.unflatten(materialize_grads(grads, own), structure)
+    return Hypergradient(value.detach(), gradient, _detached(params), None)
 
 
-def _steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
+def _implicit(outer: Any, training: _Training, hyper: Any, solver: Solver) -> Hypergradient:
+    """The gradient through the minimum that the training ends at."""
+    with torch.no_grad():
+        params, losses = training.run(pytree.map_tensors(Tensor.detach, hyper), "store")
+    batch = None if training.batches is None else training.batches[-1]
+    value, gradient, residual = implicit_gradient(
+        lambda params, hyper: validation.scalar("outer(params, hyper)", outer(params, hyper)),
+        lambda params, hyper: training.value(params, hyper, batch),
+        _detached(params),
+        hyper,
+        solver,
+    )
+    _check_finite(losses, value)
+    return Hypergradient(value, gradient, _detached(params), residual)
+
+
+def _check_steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
     if steps is None:
         steps = len(batches) if batches is not None else int(method == "unrolled")
     count = validation.at_least("steps", steps, 1 if method == "unrolled" else 0)
@@ -202,14 +232,14 @@ def _steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
             f"rule: expected a rule with its rate, got the name {rule!r}; for instance "
             "`rule=hoglib.meta.sgd(0.1)`."
         )
-    if rule is not None and not has_both(rule):
+    if rule is not None and not is_transformation(rule):
         validation.function("rule", rule)
     return count
 
 
 def _check_finite(losses: list[Tensor], value: Tensor) -> None:
     if losses:
-        inner_losses_finite(
+        check_inner_losses(
             torch.stack(losses), "Look for NaN in params, hyper or the data.",
             "The inner training diverges: lower its learning rate.",
         )  # fmt: skip

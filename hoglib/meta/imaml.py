@@ -1,44 +1,79 @@
-"""Meta-learning with implicit gradients: memory and result do not depend on the path of the
-inner loop."""
+"""Meta-learning with implicit gradients, which do not depend on the path of the inner loop."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hoglib._core import pytree, validation
+from hoglib._core import validation
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError
-from hoglib.functional import Criterion, Forward, FunctionalLoss
-from hoglib.meta.implicit import Residual, implicit_gradient, solver_of
+from hoglib.functional import Criterion, Forward
+from hoglib.meta.implicit import Residual, Solver, implicit_gradient
 from hoglib.meta.learner import Learner
-from hoglib.meta.mapping import TaskResult
-from hoglib.meta.module_loop import InnerParams, MetaParams
+from hoglib.meta.module_loop import InnerParams, LoopOptions, MetaParams, ModuleLoop
 from hoglib.meta.optimizers import GradientTransformation
+from hoglib.meta.tasks import TaskResult
 
 
 class IMAML(Learner):
-    r"""iMAML: parameters that the solutions of tasks are drawn to.
+    r"""iMAML: learn parameters near which the solutions of tasks are sought.
 
         theta_i = argmin L_inner(.; support_i) + strength / 2 |. - theta|^2
         gradient = mean_i (I + H_i / strength)^-1 d L(theta_i; query_i)
         H_i = d^2 L_inner(.; support_i) at theta_i
 
-    The argmin is what inner_steps updates by rule, from theta on, come to.
+    The argmin is approximated by inner_steps updates by rule, from theta on. The gradient is that
+    of a minimum, which they have to reach: after `loss` the attribute `residual` says for each task
+    how far they are from it (stationarity), and how well the linear system was solved (system).
+    What is learned besides the initial point (parameters that do not adapt, a learned inner_loss)
+    gets its gradient in the same way. Memory is that of one gradient's graph, whatever the number
+    of steps. Tasks run one after the other. Where strength and damping do not make the system
+    positive definite, conjugate gradients stop at the first direction of negative curvature, with a
+    warning, and what they found before it is used.
 
-    The gradient is that of a minimum, which inner_steps have to reach; after `loss` the attribute
-    `residual` says for each task how far they came (stationarity) and how well the linear system was
-    solved (system). solver: "cg" or "neumann" with so many iterations, products with the Hessian of
-    `hoglib.curvature`; damping is added to H_i + strength; step_size: of the Neumann series, inner_lr
-    by default. What is learned beside the initial point (parameters that do not adapt, a learned
-    inner_loss) gets its gradient likewise. The graph of one gradient is all the memory it takes,
-    whatever the number of steps. Tasks are run one after the other. Other arguments, and what `adapt`,
-    `loss` and calling it do, as in `hoglib.MAML`.
-    Warns where strength and damping do not make the system positive definite, as conjugate gradients
-    need it, and goes on with what they found before they met a direction of negative curvature.
-    Source: Rajeswaran, Finn, Kakade and Levine, Meta-Learning with Implicit Gradients, 2019, eq. 3
-    and 6.
+    Args:
+        model: Any nn.Module. It is called with other parameters and never changed.
+        criterion: The outer loss L, ``criterion(outputs, targets)``, a scalar.
+        strength: The strength of the proximal term, greater than 0. Typical values are 0.5 to 5.
+        inner_lr: The learning rate of the inner loop.
+        inner_steps: The number of inner steps.
+        solver: "cg", conjugate gradients, or "neumann", the Neumann series.
+        iterations: The iterations of the solver, each one product with the Hessian.
+        damping: A number that is added to the diagonal of the linear system, 0 or more.
+        step_size: The step size of the Neumann series. Default: inner_lr.
+        rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
+            learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
+            ``update``.
+        rule_options: Keyword arguments of a rule that is given by name.
+        inner_loss: The criterion of the inner loop, learned if it is a module with parameters.
+            Default: criterion.
+        inner_params: The parameters that adapt: a predicate ``(name, tensor) -> bool``, or names
+            and prefixes. Default: all.
+        batch_norm: What batch norm layers normalise by: "by_mode", "transductive" or "frozen", as
+            `hoglib.MAML` describes.
+        forward: How the model is called, ``forward(model, batch)``. Default: by the parts of the
+            batch.
+        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
+            derivative are replaced by their stand-ins.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
+        NonFiniteError: in loss, for a Neumann series that diverges.
+
+    References:
+        Rajeswaran, Finn, Kakade and Levine, Meta-Learning with Implicit Gradients, 2019, eq. 3 and
+        6.
+
+    Example:
+        >>> imaml = hog.meta.IMAML(nn.Linear(2, 1), F.mse_loss, inner_lr=0.1, inner_steps=50)
+        >>> support = torch.randn(4, 5, 2), torch.randn(4, 5, 1)  # of 4 tasks
+        >>> query = torch.randn(4, 10, 2), torch.randn(4, 10, 1)
+        >>> imaml.loss((support, query)).backward()
+        >>> imaml.residual.system.shape
+        torch.Size([4])
     """
 
     def __init__(
@@ -61,15 +96,17 @@ class IMAML(Learner):
         forward: Forward | None = None,
         stand_ins: bool = True,
     ) -> None:
-        super().__init__(
-            model, criterion, inner_lr=inner_lr, inner_steps=inner_steps, rule=rule,
-            rule_options=rule_options, inner_loss=inner_loss, inner_params=inner_params,
-            batch_norm=batch_norm, forward=forward, over_tasks="loop", stand_ins=stand_ins,
+        options = LoopOptions(
+            inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
+            inner_params=inner_params, batch_norm=batch_norm, first_order=True, stand_ins=stand_ins,
         )  # fmt: skip
+        super().__init__(
+            model, criterion, options, rule=rule, inner_loss=inner_loss, forward=forward
+        )
         if self.statistics is not None:
             raise ArgumentValueError(
                 "batch_norm: expected 'by_mode', 'transductive' or 'frozen' with IMAML, got "
-                "'per_step'; a minimum knows no steps."
+                "'per_step'; a minimum does not depend on the steps."
             )
         self.strength = validation.number("strength", strength, minimum=0)
         if not self.strength > 0:
@@ -77,40 +114,37 @@ class IMAML(Learner):
                 "strength: expected a number greater than 0, got 0: without a regulariser the "
                 "solutions of tasks do not depend on where they start. Typical values are 0.5 to 5."
             )
-        step_size = self.inner_lr if step_size is None else step_size
-        self.solver = solver_of(solver, iterations, damping, None, step_size)._replace(goes_on=True)
+        self.solver = Solver(
+            solver, iterations, damping,
+            step_size=self.inner_lr if step_size is None else step_size,
+            at_negative_curvature="warn",
+        )  # fmt: skip
         self.residual: Residual | None = None
 
-    def _constant(self, i: int, steps: int) -> bool:
-        return True
+    def _loop(self, params: Params | None = None) -> ModuleLoop:
+        return replace(super()._loop(params), strength=self.strength)
 
-    def _inner_value(
-        self, point: MetaParams, params: Params, support: Any, loss: FunctionalLoss
-    ) -> Tensor:
-        value = super()._inner_value(point, params, support, loss)
-        apart = {name: p - point.model[name] for name, p in params.items()}
-        return value + self.strength / 2 * pytree.dot(apart, apart).real
-
-    def _of_task(self, point: MetaParams, support: Any, query: Any, wanted: bool) -> TaskResult:
+    def _task_result(
+        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
+    ) -> TaskResult:
         with torch.no_grad():
-            value, notes, params = self._outer(point, support, query)
-        none = value.new_zeros(())
-        residual, grads = Residual(none, none), {}
-        if wanted:
-            loss = self.inner_objective.with_norm_policy(self._norms(self.inner_steps))
-            value, found, residual = implicit_gradient(
-                lambda params, point: self._outer_value(point, params, query, self.inner_steps),
-                lambda params, point: self._inner_value(point, params, support, loss),
-                params,
-                point,
-                self.solver,
-            )
-            grads = found._asdict()
-        return TaskResult(value, grads, (*notes, residual))
+            result, params = loop.outer_loss(start, support, query)
+        if not wanted:
+            return result
+        steps = loop.options.inner_steps
+        value, grads, residual = implicit_gradient(
+            lambda params, start: loop.outer_value(start, params, query, steps),
+            lambda params, start: loop.inner_value(start, params, support, steps),
+            params,
+            start,
+            self.solver,
+        )
+        return result._replace(value=value, grads=grads, residual=residual)
 
-    def _note(self, found: TaskResult) -> None:
-        super()._note(found)
-        self.residual = found.notes[2]
+    def _after_loss(self, loop: ModuleLoop, found: TaskResult) -> None:
+        super()._after_loss(loop, found)
+        self.residual = found.residual
 
     def extra_repr(self) -> str:
+        """The options that `repr` shows."""
         return f"{super().extra_repr()}, strength={self.strength}, solver={self.solver.name!r}"

@@ -1,7 +1,7 @@
-"""Gradients through a minimum, by the implicit function theorem: no inner loop is
-differentiated."""
+"""Gradients through a minimum by the implicit function theorem; no inner loop is differentiated."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from hoglib.errors import (
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
 SOLVERS = ("cg", "neumann")
-NEUMANN = 100  # terms, where nobody says how many
-DIVERGED = 1e6  # times the right-hand side, below which a series that converges always is
+NEUMANN_TERMS = 100  # where iterations is None
+DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
 
 
 class Residual(NamedTuple):
@@ -32,47 +32,47 @@ class Residual(NamedTuple):
     stationarity: Tensor  # |d inner / d params|, which is 0 at a minimum
 
 
-class Solver(NamedTuple):
-    """How (H + damping I) x = v is solved."""
+@dataclass(frozen=True)
+class Solver:
+    """How (H + damping I) x = v is solved, checked when it is made."""
 
     name: str
-    iterations: int | None
-    damping: float
-    tol: float | None
-    step_size: float | None  # of the Neumann series
-    goes_on: bool = False  # past a direction of negative curvature, with what there is before it
+    iterations: int | None = None
+    damping: float = 0.0
+    tol: float | None = None
+    step_size: float | None = None  # of the Neumann series
+    at_negative_curvature: str = "raise"  # or "warn", and use what was found before it
 
-
-def solver_of(
-    name: str, iterations: int | None, damping: float, tol: float | None, step_size: float | None
-) -> Solver:
-    validation.one_of("solver", name, SOLVERS)
-    if iterations is not None:
-        validation.at_least("iterations", iterations, 1)
-    if name == "neumann":
-        if step_size is None:
+    def __post_init__(self) -> None:
+        validation.one_of("solver", self.name, SOLVERS)
+        if self.iterations is not None:
+            validation.at_least("iterations", self.iterations, 1)
+        validation.number("damping", self.damping, minimum=0)
+        if self.name != "neumann":
+            return
+        if self.step_size is None:
             raise ArgumentValueError(
                 "step_size: expected a positive number for the Neumann series, below 2 over the "
                 "largest eigenvalue of the Hessian, got None; an inner learning rate that "
                 "converges is one."
             )
-        validation.positive("step_size", step_size)
-    damping = validation.number("damping", damping, minimum=0)
-    return Solver(name, iterations, damping, tol, step_size)
+        validation.positive("step_size", self.step_size)
 
 
 def implicit_gradient(
     outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver
 ) -> tuple[Tensor, Any, Residual]:
-    r"""outer at a minimum of inner, and its gradient by hyper.
+    r"""The value of outer at a minimum of inner, and its gradient with respect to hyper.
 
         v = d outer / d params        (H + damping I) x = v        H = d^2 inner / d params^2
         d outer / d hyper (total) = d outer / d hyper - (d^2 inner / d hyper d params) x
 
     params is taken for a minimum; the residual says how far it is from one. "cg": conjugate
-    gradients; "neumann": x = step_size sum_k (I - step_size (H + damping I))^k v, so many terms.
-    Sources: Bengio, Gradient-based optimization of hyperparameters, 2000; Rajeswaran et al., iMAML,
-    2019, eq. 6; Lorraine, Vicol and Duvenaud, 2020, algorithm 3 (Neumann).
+    gradients; "neumann": x = step_size sum_k (I - step_size (H + damping I))^k v.
+
+    References:
+        Bengio, Gradient-based optimization of hyperparameters, 2000; Rajeswaran et al., iMAML,
+        2019, eq. 6; Lorraine, Vicol and Duvenaud, 2020, algorithm 3 (Neumann).
     """
     at, structure = pytree.flatten(params)
     of, form = pytree.flatten(hyper)
@@ -101,14 +101,14 @@ def implicit_gradient(
         mixed = vjp(gradient[:count], own[count:], x, "the inner loss")
     flat = [part for part in gradient[:count] if part is not None]
     stationarity = pytree.norm([part.detach() for part in flat])
-    check_used([*direct, *mixed], of_minimum=True)
+    check_used([*direct, *mixed], implicit=True)
     slopes = (materialize_grads(part, own[count:]) for part in (direct, mixed))
     total = [a - b for a, b in zip(*slopes, strict=True)]
     return value.detach(), pytree.unflatten(total, form), Residual(system, stationarity)
 
 
-def check_used(grads: Sequence[Tensor | None], *, of_minimum: bool = False) -> None:
-    """Something depends on hyper; zeros would look like an optimum."""
+def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
+    """Raise where nothing depends on hyper: zeros would look like an optimum."""
     if all(grad is None for grad in grads):
         raise NoSecondDerivative(
             "hypergradient: expected an inner or outer loss that depends on hyper, got none that "
@@ -116,7 +116,7 @@ def check_used(grads: Sequence[Tensor | None], *, of_minimum: bool = False) -> N
             + (
                 " A minimum does not depend on the rule or the start that led there: for those use "
                 "method='unrolled'."
-                if of_minimum
+                if implicit
                 else ""
             )
         )
@@ -135,19 +135,15 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
         operator = operator.damped(solver.damping)
     if not bool(pytree.norm(v) > 0):
         return pytree.leaves(v), leaf.new_zeros(())
-    if solver.name == "cg":
-        x, solution = _conjugate(operator, v, solver)
-        if solver.iterations is None and not bool(solution.converged):
-            warn(
-                f"the implicit gradient: its linear system was solved to "
-                f"{float(solution.residual):.2g} of its right-hand side only, in "
-                f"{solution.iterations} iterations; give more damping, or say by iterations=... "
-                "how many are enough."
-            )
-        return pytree.leaves(x), solution.residual.to(leaf.device)
+    solve = _solve_by_cg if solver.name == "cg" else _sum_neumann
+    return solve(operator, v, solver)
+
+
+def _sum_neumann(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]:
+    """x = step_size sum_k (I - step_size A)^k v, and its relative residual."""
+    assert solver.step_size is not None  # checked by Solver
     step = solver.step_size
-    assert step is not None  # as `solver_of` sees to
-    terms = NEUMANN if solver.iterations is None else solver.iterations
+    terms = NEUMANN_TERMS if solver.iterations is None else solver.iterations
     x = pytree.scale(v, step)
     for k in range(terms):
         rest = pytree.add(v, operator @ x, alpha=-1.0)  # (I - step A)^(k + 1) v
@@ -163,21 +159,28 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
     return pytree.leaves(x), residual
 
 
-def _conjugate(operator: Any, v: Any, solver: Solver) -> tuple[Any, Any]:
+def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]:
+    """x by conjugate gradients, and its relative residual."""
+
     def solve(limit: int | None) -> tuple[Any, Any]:
         return operator.solve(v, tol=solver.tol, max_iter=limit, return_info=True)
 
     try:
-        return solve(solver.iterations)
+        x, solution = solve(solver.iterations)
     except NotPositiveDefiniteError as error:
         why = (
             "the implicit gradient: expected a minimum of the inner loss, where its Hessian has no "
             f"direction of negative curvature, got one ({str(error).partition('. ')[0]}). Give more "
             "damping, a stronger regulariser (IMAML: strength) or more inner steps."
         )
-        if not solver.goes_on:
+        if solver.at_negative_curvature == "raise":
             raise NotPositiveDefiniteError(why) from error
+        warn(f"{why} The solution found before that direction is used; see `residual`.")
+        x, solution = solve(error.iterations - 1)
+    if solver.iterations is None and not bool(solution.converged):
         warn(
-            f"{why} What conjugate gradients found before it is used; `residual` tells how far it is."
+            "the implicit gradient: its linear system was solved to a relative residual of "
+            f"{float(solution.residual):.2g} only, in {solution.iterations} iterations; give more "
+            "damping, or set how many iterations are enough, iterations=..."
         )
-        return solve(error.iterations - 1)
+    return pytree.leaves(x), solution.residual.to(pytree.leaves(v)[0].device)

@@ -1,7 +1,8 @@
 """The inner loop: gradient steps on one task, as a function that can be differentiated."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -19,28 +20,18 @@ from hoglib.functional import FunctionalLoss
 from hoglib.meta.optimizers import GradientTransformation
 
 Loss = Callable[[Params, Any], Tensor]
-WithNotes = Callable[[Params, Any], tuple[Tensor, Any]]
+LossWithNotes = Callable[[Params], tuple[Tensor, Any]]
 MEMORY = ("store", "remat", "checkpoint")
-RUNS_AGAIN = (
+RECOMPUTES = (
     "expected a model whose graph keeps its tensors, got one with saved-tensor hooks, as "
-    "torch.utils.checkpoint has: in a later backward it would run again by the model's own "
-    "parameters instead of the adapted ones. Use memory='remat', which runs whole steps again."
+    "torch.utils.checkpoint has: a later backward would recompute it with the model's own "
+    "parameters instead of the adapted ones. Use memory='remat', which recomputes whole steps."
 )
-
 UNUSED = (
     "the {which} loss: expected a value that depends on the parameters{whom}, got one that does not; "
     "look for .detach(), .item(), .data or torch.no_grad() in the model or the loss, and for "
     "parameters that nothing uses."
 )
-
-
-class StepChunk(NamedTuple):
-    """Some steps of an inner loop: from the carry before the first to that after the last."""
-
-    # run(start, end, carry, constants) -> (carry, what each step notes)
-    run: Callable[[int, int, Any, Any], tuple[Any, list[Any]]]
-    # whether the gradient of a step is a constant
-    constant: Callable[[int], bool]
 
 
 def inner_step(
@@ -52,16 +43,38 @@ def inner_step(
     *,
     first_order: bool = False,
 ) -> tuple[Params, Any]:
-    """One step of the inner loop.
+    r"""Take one step of the inner loop.
 
         g = grad loss(theta, batch)        (theta', state') = rule.update(theta, g, state)
 
-    Returns (theta', state'), differentiable by theta and, unless first_order, through g. It runs
-    under vmap and inside other transforms of torch.func, under no_grad and in inference mode.
-    Raises RuntimeError for a custom Function that is `@once_differentiable`, and for a loss that
-    does not depend on params.
+    The new parameters are differentiable with respect to theta and, unless ``first_order``, through
+    g. It runs under vmap and inside other transforms of torch.func, under no_grad and in inference
+    mode.
+
+    Args:
+        loss: The loss, a function ``loss(params, batch)`` with a scalar value.
+        params: The parameters theta, a pytree of tensors.
+        batch: What the loss is computed on, handed to it as it is.
+        rule: The update rule, for instance ``hog.meta.sgd(0.1)``.
+        state: The state of the rule; ``rule.init(params)`` before the first step.
+        first_order: Treat g as a constant, as first-order MAML does.
+
+    Returns:
+        The new parameters and the new state of the rule, ``(theta', state')``.
+
+    Raises:
+        NoSecondDerivative: for a loss that does not depend on params, and for a custom Function
+            that is ``@once_differentiable``.
+
+    Example:
+        >>> rule = hog.meta.sgd(0.1)
+        >>> params = {"w": torch.tensor(1.0)}
+        >>> loss = lambda params, x: (params["w"] * x).square()
+        >>> params, state = hog.meta.inner_step(loss, params, 2.0, rule, rule.init(params))
+        >>> params["w"].detach()
+        tensor(0.2000)
     """
-    grads, _ = gradient(_plain(loss), params, batch, constant=first_order)
+    grads, _ = gradient(_without_notes(loss, batch), params, constant=first_order)
     return rule.update(params, grads, state)
 
 
@@ -76,147 +89,165 @@ def adapt(
     truncate: int | None = None,
     memory: str = "store",
 ) -> Params:
-    """The parameters after `steps` inner steps on one batch.
+    r"""Take several inner steps on one batch.
 
-        theta_0 = params        theta_{i+1} = the inner step at theta_i        returns theta_steps
+        theta_0 = params        theta_{i+1} = inner_step(theta_i)        returns theta_steps
 
-    truncate: only the last so many steps are differentiated through; in those before g is a
-    constant, as it is in all of them with first_order. memory: what is kept for backward: "store":
-    the graph of every step; "remat": the parameters after every step, which is run again;
-    "checkpoint": those after every sqrt(steps)-th, and in backward the graphs of as many steps,
-    which takes least where parameters outweigh activations. Gradients flow to params, to tensors of
-    the batch, to those of the rule and, if loss is a `functional_loss`, to the model's other
-    parameters. Raises, beside what `inner_step` raises, ValueError for another `memory` than
-    "store" and a loss or rule that holds tensors otherwise, since their gradients would vanish.
+    Gradients flow to params, to tensors of the batch, to those of the rule and, if loss is a
+    :func:`hoglib.functional_loss`, to the model's other parameters.
+
+    Args:
+        loss: The loss, a function ``loss(params, batch)`` with a scalar value.
+        params: The initial parameters, a pytree of tensors.
+        batch: What the loss is computed on, handed to it as it is.
+        rule: The update rule, for instance ``hog.meta.sgd(0.1)``.
+        steps: The number of steps, 0 or more.
+        first_order: Treat the gradient of every step as a constant.
+        truncate: Differentiate through the last so many steps only; the gradients of those before
+            are constants. Default: all steps.
+        memory: What is kept for backward. "store": the graph of every step. "remat": the parameters
+            after every step, which is run again in backward. "checkpoint": the parameters after
+            every sqrt(steps)-th step and, during backward, the graphs of as many steps, which needs
+            least where parameters outweigh activations.
+
+    Returns:
+        The parameters after the last step, in the structure of params.
+
+    Raises:
+        NoSecondDerivative: for a loss that does not depend on params, and for a custom Function
+            that is ``@once_differentiable``.
+        ArgumentValueError: for another ``memory`` than "store" with a loss or rule that closes over
+            tensors, since their gradients would be lost.
+
+    References:
+        Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017; Shaban et al., Truncated
+        Back-propagation for Bilevel Optimization, 2019 (truncate).
+
+    Example:
+        >>> w = torch.tensor(1.0, requires_grad=True)
+        >>> loss = lambda params, x: (params["w"] * x).square()
+        >>> adapted = hog.meta.adapt(loss, {"w": w}, 2.0, hog.meta.sgd(0.1), steps=2)
+        >>> torch.autograd.grad(adapted["w"], w)  # of w (1 - 0.8)^2
+        (tensor(0.0400),)
     """
     validation.at_least("steps", steps, 0)
     check_truncate(truncate)
-    rest, tensors = _what_it_reads(loss, rule, params, validation.one_of("memory", memory, MEMORY))
+    validation.one_of("memory", memory, MEMORY)
+    rest, modules = ({}, []) if memory == "store" else _lifted_from(loss, rule, params)
 
-    def run(start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
-        (params, state), (batch, rest, _) = carry, constants
-        for i in range(start, end):
-            grads, _ = gradient(
-                _plain(lambda params, batch: loss({**rest, **params} if rest else params, batch)),
-                params,
-                batch,
-                constant=segment.constant(i),
-                alone=end - start == 1,
-                check=i == 0,
-            )
-            params, state = rule.update(params, grads, state)
-        return (params, state), []
+    def loss_at(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
+        batch, rest, _ = constants
+        value = loss({**rest, **params} if rest else params, batch)
+        return validation.scalar("loss(params, batch)", value), ()
 
-    segment = StepChunk(run, lambda i: first_order or is_before_the_last(i, steps, truncate))
-    carry = (params, rule.init(params))
-    (params, _), _ = unroll(segment, steps, carry, (batch, rest, tensors), memory)
-    return params
+    inner = InnerSteps(
+        loss_at, lambda i, _: rule, lambda i: first_order or is_truncated(i, steps, truncate)
+    )
+    return unroll(inner, steps, params, (batch, rest, modules), memory).params
 
 
-def is_before_the_last(i: int, steps: int, truncate: int | None) -> bool:
-    return truncate is not None and i < steps - truncate
+class InnerSteps(NamedTuple):
+    """The steps of an inner loop, by their number i.
+
+    ``constants`` is all that the steps depend on besides parameters and state, so that gradients
+    reach it.
+    """
+
+    loss: Callable[[int, Params, Any], tuple[Tensor, Any]]  # (i, params, constants) -> loss, notes
+    rule: Callable[[int, Any], GradientTransformation]  # (i, constants)
+    constant: Callable[[int], bool]  # whether the gradient of step i is a constant
+    # (i, params, constants): the weighted outer loss after step i, if it has one
+    outer: Callable[[int, Params, Any], Tensor | None] | None = None
 
 
-def check_truncate(truncate: int | None) -> int | None:
-    return None if truncate is None else validation.at_least("truncate", truncate, 0)
+class Unrolled(NamedTuple):
+    """What an inner loop computes."""
+
+    params: Params
+    outer: Tensor | None  # the sum of the outer losses after steps
+    losses: list[Tensor]  # the inner loss of each step, without a graph
+    notes: list[Any]  # what the loss returned besides, in each step
 
 
 def unroll(
-    segment: StepChunk,
+    inner: InnerSteps,
     steps: int,
-    carry: Any,
+    params: Params,
     constants: Any,
     memory: str,
-    modes_of: tuple[nn.Module, ...] = (),
-) -> tuple[Any, list[Any]]:
-    """The carry after all steps, and the notes of each.
+    modes_of: Sequence[nn.Module] = (),
+) -> Unrolled:
+    """Run the steps in chunks, each of which is stored or recomputed in backward as a whole.
 
-    constants: all that the steps depend on beside the carry, so that gradients reach it.
+    modes_of: modules whose train or eval mode is restored for a recomputation.
     """
-    notes: list[Any] = []
-    run = segment.run
+    run: Callable[..., Any] = partial(_run_chunk, inner)
+    carry = params, inner.rule(0, constants).init(params) if steps else {}, None
     if memory != "store":
-        run, constants = _lifted(run, constants)
+        run, constants = _lift_tensors(run, constants)
+    found: list[tuple[Tensor, Any]] = []
     done = 0
     while done < steps:
-        end = done + _length(memory, steps)
-        constant = segment.constant(done)
-        while end > done + 1 and (end > steps or segment.constant(end - 1) != constant):
+        end = done + _chunk_length(memory, steps)
+        constant = inner.constant(done)
+        while end > done + 1 and (end > steps or inner.constant(end - 1) != constant):
             end -= 1
         if memory == "store" or constant:  # a constant gradient has no graph to be saved
             carry, more = run(done, end, carry, constants)
         else:
             carry, more = recompute(run, done, end, carry, constants, modes_of=modes_of)
-        notes, done = [*notes, *more], end
-    return carry, notes
+        found, done = [*found, *more], end
+    adapted, _, outer = carry
+    return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
 
 
-def _lifted(run: Callable[..., Any], constants: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """A segment of the tensors and modules among its constants; other objects stay as they are."""
-    leaves, structure = pytree.flatten(constants)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | nn.Module)]
-    others = {i: leaf for i, leaf in enumerate(leaves) if i not in places}
+def _run_chunk(
+    inner: InnerSteps, start: int, end: int, carry: Any, constants: Any
+) -> tuple[Any, list[tuple[Tensor, Any]]]:
+    """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
+    params, state, total = carry
+    alone = end - start == 1 and inner.outer is None
+    found = []
+    for i in range(start, end):
+        grads, loss_and_notes = gradient(
+            _loss_at(inner, i, constants), params,
+            constant=inner.constant(i), alone=alone, check=i == 0,
+        )  # fmt: skip
+        params, state = inner.rule(i, constants).update(params, grads, state)
+        found.append(loss_and_notes)
+        value = None if inner.outer is None else inner.outer(i, params, constants)
+        if value is not None:
+            total = value if total is None else total + value
+    return (params, state, total), found
 
-    def of_lifted(start: int, end: int, carry: Any, lifted: list[Any]) -> Any:
-        every = {**others, **dict(zip(places, lifted, strict=True))}
-        filled = [every[i] for i in range(len(every))]
-        return run(start, end, carry, pytree.unflatten(filled, structure))
 
-    return of_lifted, [leaves[i] for i in places]
-
-
-def _length(memory: str, steps: int) -> int:
-    if memory == "store":
-        return steps
-    return 1 if memory == "remat" else max(1, isqrt(steps))
+def _loss_at(inner: InnerSteps, i: int, constants: Any) -> LossWithNotes:
+    return lambda params: inner.loss(i, params, constants)
 
 
 def gradient(
-    loss: WithNotes,
+    loss: LossWithNotes,
     params: Params,
-    batch: Any,
     *,
     constant: bool,
     alone: bool = False,
     check: bool = True,
 ) -> tuple[Params, Any]:
-    """grad loss(params, batch), and (the loss, its notes), both without a graph.
+    """grad loss(params), and (the loss, its notes), both without a graph.
 
-    constant: the gradient has no graph; otherwise it has one wherever the caller records one. alone:
-    what is run again, if anything, is this and nothing else of the model. check: its custom Functions
-    are looked at, which the first step of a loop does for all.
+    constant: the gradient has no graph; otherwise it has one wherever grad mode is on. alone: a
+    recomputation, if there is one, runs nothing else of the model. check: custom Functions are
+    checked, which the first step of a loop does for all.
     """
     check = check and not constant
     if torch_internals.transforms_active():
-        return _by_transform(loss, params, batch, constant, check)
-    return _by_autograd(loss, params, batch, constant, alone, check)
-
-
-def _by_transform(
-    loss: WithNotes, params: Params, batch: Any, constant: bool, check: bool
-) -> tuple[Params, Any]:
-    def checked(params: Params, batch: Any) -> tuple[Tensor, Any]:
-        value, notes = loss(params, batch)
-        if check:
-            check_custom_functions(graph_summary(value), "the inner step")
-        return value, (value, notes)
-
-    at = pytree.map_tensors(Tensor.detach, params) if constant else params
-    with torch.no_grad() if constant else nullcontext(), keep_swapped():
-        grads, (value, notes) = torch.func.grad(checked, has_aux=True)(at, batch)
-    return grads, (value.detach(), notes)
-
-
-def _by_autograd(
-    loss: WithNotes, params: Params, batch: Any, constant: bool, alone: bool, check: bool
-) -> tuple[Params, Any]:
-    """The same by plain autograd: several times as fast, and it takes Functions of the old style."""
+        return _gradient_by_transform(loss, params, constant, check)
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = pytree.flatten(params)
     own = fresh_leaves(leaves, create_graph)
     refused = create_graph and not (alone and inside_recomputation())
-    with torch.enable_grad(), keep_swapped(), hooks_refused(refused):
-        value, notes = loss(pytree.unflatten(own, structure), batch)
+    with torch.enable_grad(), keep_swapped(), refuse_saved_tensor_hooks(refused):
+        value, notes = loss(pytree.unflatten(own, structure))
         if not value.requires_grad:
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
         if check and create_graph:
@@ -225,24 +256,71 @@ def _by_autograd(
     return pytree.unflatten(materialize_grads(list(grads), own), structure), (value.detach(), notes)
 
 
-def hooks_refused(wanted: bool, message: str = RUNS_AGAIN) -> AbstractContextManager[None]:
-    """Where a graph is kept until the model holds other parameters.
+def _gradient_by_transform(
+    loss: LossWithNotes, params: Params, constant: bool, check: bool
+) -> tuple[Params, Any]:
+    """`gradient` inside of torch.func, where plain autograd, several times as fast, has no graph."""
 
-    A step that is run again by itself has its derivatives taken while its parameters stand.
+    def checked(params: Params) -> tuple[Tensor, Any]:
+        value, notes = loss(params)
+        if check:
+            check_custom_functions(graph_summary(value), "the inner step")
+        return value, (value, notes)
+
+    at = pytree.map_tensors(Tensor.detach, params) if constant else params
+    with torch.no_grad() if constant else nullcontext(), keep_swapped():
+        grads, (value, notes) = torch.func.grad(checked, has_aux=True)(at)
+    return grads, (value.detach(), notes)
+
+
+def refuse_saved_tensor_hooks(
+    wanted: bool, message: str = RECOMPUTES
+) -> AbstractContextManager[None]:
+    """Raise for saved-tensor hooks where a graph is kept until the model holds other parameters.
+
+    A step that is recomputed alone needs no such check: its derivatives are taken while its
+    parameters are in the model.
     """
     return disable_saved_tensors_hooks(message) if wanted else nullcontext()
 
 
-def _plain(loss: Loss) -> WithNotes:
-    return lambda params, batch: (validation.scalar("loss(params, batch)", loss(params, batch)), ())
+def is_truncated(i: int, steps: int, truncate: int | None) -> bool:
+    """Whether step i is before the last `truncate` steps."""
+    return truncate is not None and i < steps - truncate
 
 
-def _what_it_reads(
-    loss: Loss, rule: GradientTransformation, params: Params, memory: str
-) -> tuple[Params, list[nn.Module]]:
-    """The model's other parameters, and the modules that a loss reads, for what is run again."""
+def check_truncate(truncate: int | None) -> int | None:
+    return None if truncate is None else validation.at_least("truncate", truncate, 0)
+
+
+def _chunk_length(memory: str, steps: int) -> int:
     if memory == "store":
-        return {}, []
+        return steps
+    return 1 if memory == "remat" else max(1, isqrt(steps))
+
+
+def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """`run` as a function of the tensors and modules among its constants; other objects are fixed."""
+    leaves, structure = pytree.flatten(constants)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor | nn.Module)]
+
+    def run_lifted(start: int, end: int, carry: Any, lifted: list[Any]) -> Any:
+        given = list(leaves)
+        for i, leaf in zip(places, lifted, strict=True):
+            given[i] = leaf
+        return run(start, end, carry, pytree.unflatten(given, structure))
+
+    return run_lifted, [leaves[i] for i in places]
+
+
+def _without_notes(loss: Loss, batch: Any) -> LossWithNotes:
+    return lambda params: (validation.scalar("loss(params, batch)", loss(params, batch)), ())
+
+
+def _lifted_from(
+    loss: Loss, rule: GradientTransformation, params: Params
+) -> tuple[Params, list[nn.Module]]:
+    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation."""
     closures.refuse("adapt(rule=...)", rule.update)
     if not isinstance(loss, FunctionalLoss):
         closures.refuse("adapt", loss)

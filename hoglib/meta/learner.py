@@ -1,106 +1,211 @@
-"""What every way of meta-learning shares: the loss over tasks of an inner loop."""
+"""What all learners share: the loss over tasks of an inner loop, and the options that may change."""
 
-from abc import abstractmethod
-from contextlib import nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import (
-    clone_inference_tensors,
-    outside_inference_mode,
-    translate_errors,
-    with_gradients,
-)
-from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib._core.gradient_graph import depends_on_any
+from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
-from hoglib.errors import NoSecondDerivative, UnsupportedError
+from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.functional import (
+    Criterion,
+    Forward,
+    FunctionalLoss,
+    check_instance,
+    functional_loss,
+    trainable_params,
+)
 from hoglib.meta import norms
-from hoglib.meta import tasks as stacks
-from hoglib.meta.guards import check_finite, look_at_functions, only_what_is_learned
-from hoglib.meta.inner_loop import RUNS_AGAIN, UNUSED
-from hoglib.meta.mapping import TaskResult, TaskRunner
-from hoglib.meta.module_loop import InnerLoop, MetaParams
+from hoglib.meta import tasks as task_sets
+from hoglib.meta.checks import check_derivatives, check_finite
+from hoglib.meta.inner_loop import RECOMPUTES
+from hoglib.meta.module_loop import (
+    InnerParams,
+    LearnedRates,
+    LoopOptions,
+    MetaParams,
+    ModuleLoop,
+    names_that_adapt,
+)
+from hoglib.meta.optimizers import resolve_rule, rule_name
+from hoglib.meta.tasks import (
+    OVER_TASKS,
+    TaskResult,
+    TaskRunner,
+    loop_tasks,
+    map_tasks,
+    run_tasks,
+)
 from hoglib.stand_ins.mode import stand_ins_if
 
-TWICE = (
+T = TypeVar("T")
+
+NOT_TWICE = (
     "{what}.loss(tasks): expected backward() without create_graph, got create_graph=True; the "
     "gradients of the tasks are computed before backward and have no graph. For derivatives of "
     "the meta-gradient write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, "
     "which are differentiable to any order."
 )
-LATER = (
+RECOMPUTES_LATER = (
     "maml(x, params=...): expected a model whose graph keeps its tensors, got one with "
-    "saved-tensor hooks, as torch.utils.checkpoint has: in backward it would run again by the "
+    "saved-tensor hooks, as torch.utils.checkpoint has: backward would recompute it with the "
     "model's own parameters instead of these. Use `maml.loss(tasks)`, or call it under "
     "torch.no_grad()."
 )
 
 
-class Learner(InnerLoop):
-    """An inner loop on a model, and the loss over tasks that it is meta-trained by (abstract).
+class Option(Generic[T]):
+    """An attribute of a learner that is a field of a frozen dataclass, checked whenever it is set."""
 
-    See `MAML` for the arguments.
+    def __init__(self, holder: str) -> None:
+        self._holder = holder
+
+    def __set_name__(self, owner: Any, name: str) -> None:
+        self._name = name
+
+    def __get__(self, learner: Any, owner: Any = None) -> T:
+        value: Any = self
+        if learner is not None:
+            value = getattr(getattr(learner, self._holder), self._name)
+        found: T = value
+        return found
+
+    def __set__(self, learner: Any, value: T) -> None:
+        options = getattr(learner, self._holder)
+        changed = replace(options, **{self._name: value})
+        learner._check_change(self._name, getattr(changed, self._name))
+        setattr(learner, self._holder, changed)
+
+
+class Learner(nn.Module, ABC):
+    r"""What `MAML`, `Reptile` and `IMAML` have in common: an inner loop on a model (abstract).
+
+    ``loss(tasks)`` is the meta-loss, ``adapt(support)`` gives the parameters for one task, and a
+    call with ``params=`` runs the model with them. Options of the inner loop are attributes, which
+    may be changed between steps and are checked when they are set.
+
+    Args:
+        model: The module, which is called with other parameters and never changed.
+        criterion: The outer loss, ``criterion(outputs, targets)``.
+        options: The checked options of the inner loop.
+        rule: The update rule: a name, a function of the learning rate, or an object with init and
+            update.
+        inner_loss: The criterion of the inner loop. Default: criterion.
+        forward: How the model is called, ``forward(model, batch)``.
+        over_tasks: "auto", "vmap" or "loop".
+
+    Example:
+        >>> maml = hog.MAML(nn.Linear(2, 1), F.mse_loss)
+        >>> isinstance(maml, hog.meta.Learner)
+        True
     """
 
-    # what a way of meta-learning is made of
+    inner_lr = Option[float]("_options")
+    inner_steps = Option[int]("_options")
+    rule_options = Option[dict[str, Any]]("_options")
+    inner_params = Option[InnerParams]("_options")
+    batch_norm = Option[str]("_options")
+    stand_ins = Option[bool]("_options")
 
-    @abstractmethod
-    def _of_task(self, point: MetaParams, support: Any, query: Any, wanted: bool) -> TaskResult:
-        """The loss of one task, and if wanted its gradients: a `Point`."""
-
-    def _runner(self, point: MetaParams, wanted: bool) -> TaskRunner | None:
-        """How tasks are run, if as graphs."""
-        return None
-
-    # what a user calls
+    def __init__(
+        self, model: nn.Module, criterion: Criterion, options: LoopOptions, *, rule: Any,
+        inner_loss: Criterion | None, forward: Forward | None, over_tasks: str = "loop",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        functional_loss(model, criterion, forward=forward)
+        if inner_loss is not None:
+            check_instance("inner_loss", inner_loss)
+        params = trainable_params(model)
+        resolve_rule(rule, options.inner_lr, options.rule_options or {})
+        names_that_adapt(model, params, options.inner_params)
+        options.weights_for(options.inner_steps)
+        self.over_tasks = over_tasks
+        self.model = model
+        self.criterion = criterion
+        self.inner_loss = inner_loss
+        self.rule = rule
+        self.rates: LearnedRates | None = None
+        self.statistics: norms.PerStepStatistics | None = None
+        if options.batch_norm == "per_step":
+            self.statistics = norms.PerStepStatistics(model, options.inner_steps)
+        self._options = options
+        self._forward = forward
+        self._losses: dict[str, FunctionalLoss] = {}
+        self._vmappable = True  # until a model fails
+        self._recomputes = False  # backward of the model does, as with torch.utils.checkpoint
+        self._checked_model: int | None = None
+        self._trained_on_batches = False  # batch norms were in train mode, in a loss with gradients
 
     def forward(self, *args: Any, params: Params | None = None, **kwargs: Any) -> Any:
-        """The model's output, with `params` (from `adapt`) in the place of its own."""
+        """Run the model, with other parameters in the place of its own.
+
+        Args:
+            args: Positional arguments of the model.
+            params: Parameters by name, as `adapt` returns them. Default: the model's own.
+            kwargs: Keyword arguments of the model.
+
+        Returns:
+            The output of the model.
+        """
         if params is None:
             return self.model(*args, **kwargs)
-        self._look_at_norms()
-        loss = self.objective.with_norm_policy(self._norms(self.inner_steps))
-        with self._kept(LATER):
-            return loss.call(params, *args, **kwargs)
+        loop = self._loop()
+        with loop.keeps_graph(RECOMPUTES_LATER):
+            return loop.call(params, *args, **kwargs)
 
     def adapt(
         self, support: Any, *, params: Params | None = None, steps: int | None = None
     ) -> Params:
-        """The parameters after the inner steps on one task's support set, for instance (x, y).
+        """Take the inner steps on one task.
 
-        Starts at the model's own trainable parameters, or at `params`. Those that do not adapt are
-        handed through. The result is differentiable by them where grad is enabled, and works under
-        no_grad, in inference mode and under vmap. `steps`, 0 or more, overrides inner_steps.
+        The result is differentiable with respect to the initial parameters where grad mode is on.
+        It works under no_grad, in inference mode and under vmap.
+
+        Args:
+            support: The support set of one task, a batch such as (x, y).
+            params: The initial parameters by name. Default: the model's trainable parameters.
+            steps: The number of steps, 0 or more. Default: inner_steps.
+
+        Returns:
+            The parameters after the steps, by name; those that do not adapt are the initial ones.
         """
-        stacks.check_batch("support", support)
+        task_sets.check_batch("support", support)
         count = self.inner_steps if steps is None else validation.at_least("steps", steps, 0)
-        point = self._point()
+        loop = self._loop(params)
+        start = loop.meta_params()
         if params is not None:
-            point = point._replace(model=params)
-        self._look_at_norms()
+            start = start._replace(model=params)
         with outside_inference_mode(), stand_ins_if(self.stand_ins):
-            adapted, _, _ = self._unroll(point, clone_inference_tensors(support), count)
-        return {**point.model, **adapted}
+            adapted = loop.unroll(start, clone_inference_tensors(support), count).params
+        return {**start.model, **adapted}
 
     def loss(self, tasks: Any) -> Tensor:
-        """The meta-loss, a scalar whose `backward()` fills the `.grad` of all that is learned.
+        """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
 
-        tasks: a tuple (support, query) of stacks, whose tensors all have a leading dimension of
-        tasks, for instance (x [B, K, ...], y [B, K, ...]); or a list of tasks, each (support,
-        query), which may differ in size. A batch is a tensor, a tuple, a dict or anything else that
-        `functional_loss` takes. Two lists of two tensors, as a DataLoader collates them, are
-        stacks. The gradients of all tasks are computed here, and handed on by backward; so the
-        result cannot be differentiated twice, nor by the tasks: both raise. Where grad is disabled
-        only the value is computed.
+        The gradients of all tasks are computed here, and handed on by backward. So the result
+        cannot be differentiated twice, nor with respect to the tasks: both raise. Where grad mode
+        is off, only the value is computed.
 
-        Raises ValueError for an empty support set or sizes that do not match; FloatingPointError
-        when an inner or outer loss is not finite, naming task and step.
+        Args:
+            tasks: A tuple (support, query) of stacks, whose tensors have a leading dimension of
+                tasks, for instance (x [B, K, ...], y [B, K, ...]); or a list of tasks, each
+                (support, query), which may differ in size. A batch is anything that
+                `hoglib.functional_loss` takes. Two lists of two tensors, as a DataLoader collates
+                them, are stacks.
+
+        Returns:
+            The mean outer loss, a scalar.
+
+        Raises:
+            ArgumentValueError: for an empty support set or sizes that do not match.
+            NonFiniteError: for an inner or outer loss that is not finite, naming task and step.
         """
         what = type(self).__name__
         if torch_internals.transforms_active():
@@ -109,57 +214,135 @@ class Learner(InnerLoop):
                 "called inside one, where its gradients have no graph. Write the loss with "
                 "`maml.adapt(support)` and `maml(x, params=adapted)`, which run inside of any."
             )
-        tasks = stacks.unpack(tasks)
-        stacks.check_tasks(tasks)
+        tasks = task_sets.unpack(tasks)
+        task_sets.check_tasks(tasks)
         wanted = torch.is_grad_enabled()
-        own = self._point()
-        self._look_at_norms()
+        loop = self._loop()
+        own = loop.meta_params()
         with outside_inference_mode():
-            point = MetaParams(*({n: p.detach() for n, p in part.items()} for part in own))
-            runner = self._runner(point, wanted)
-            if (
-                runner is None
-            ):  # copies, for a model or a rule that works in place, as no graph does
-                point = pytree.map(Tensor.clone, point)
-
-            def of_task(support: Any, query: Any) -> TaskResult:
-                return self._of_task(point, support, query, wanted)
-
+            start = pytree.map(Tensor.detach, own)
             tasks = clone_inference_tensors(tasks)
-            if wanted:
-                self._look(what, point, tasks)
-            # What runs as graphs has the stand-ins in them, and each of its calls would be looked up.
-            with stand_ins_if(self.stand_ins) if runner is None else nullcontext():
-                try:
-                    found = self._mapper(of_task, tasks, what, own.model, runner)
-                except RuntimeError as error:
-                    if self._runs_again or RUNS_AGAIN not in str(error):
-                        raise
-                    self._runs_again = True  # as `_memory` heeds
-                    found = self._mapper(of_task, tasks, what, own.model, runner)
+            if wanted and self._checked_model != id(self.model):
+                learned: Params = dict(self.named_parameters())
+                check_derivatives(what, loop, start, task_sets.first(tasks), learned)
+                self._checked_model = id(self.model)
+            try:
+                found = self._run(loop, start, tasks, wanted)
+            except RuntimeError as error:
+                if self._recomputes or RECOMPUTES not in str(error):
+                    raise
+                self._recomputes = True
+                found = self._run(self._loop(), start, tasks, wanted)
         check_finite(found)
         if not wanted:
             return found.value.mean()
-        self._note(found)
-        grads = [found.grads[part][n] for part, of in own._asdict().items() for n in of]
-        tensors = [*own.model.values(), *own.extras.values()]
-        return with_gradients(found.value.mean(), grads, tensors, TWICE.format(what=what))
+        self._after_loss(loop, found)
+        grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
+        tensors = [*own.model.values(), *own.modules.values()]
+        return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
-    def _note(self, found: TaskResult) -> None:
-        """What a step of training leaves behind: running statistics per step."""
-        trained = any(layer.training for layer in self._layers.values())
-        self._normalised_by_batches = self._normalised_by_batches or trained
+    def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
+        runner, what = self._runner(loop, start, wanted), type(self).__name__
+        found, self._vmappable = run_tasks(
+            runner, tasks, what, start.model, self.over_tasks, self._vmappable
+        )
+        return found
+
+    def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
+        """How tasks are run: operation by operation."""
+        start = pytree.map(Tensor.clone, start)  # for a model or a rule that works in place
+        of_task = partial(self._task_result, loop, start, wanted)
+        stand_ins = loop.options.stand_ins
+        return TaskRunner(
+            _inside_stand_ins(partial(map_tasks, of_task), stand_ins),
+            _inside_stand_ins(partial(loop_tasks, of_task), stand_ins),
+        )
+
+    @abstractmethod
+    def _task_result(
+        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
+    ) -> TaskResult:
+        """The outer loss of one task and, if wanted, its gradients."""
+
+    def _after_loss(self, loop: ModuleLoop, found: TaskResult) -> None:
+        """Keep what a training step leaves: the running statistics of each step."""
+        trained = any(layer.training for layer in loop.batch_norms.values())
+        self._trained_on_batches = self._trained_on_batches or trained
         if self.statistics is not None:
-            self.statistics.update(found.notes[1], self._layers)
+            self.statistics.update(found.statistics, loop.batch_norms)
 
-    def _look_at_norms(self) -> None:
-        """Which layers keep statistics, before anything stands in their places."""
-        self._layers = norms.with_statistics(self.model)
-        if self.batch_norm != "by_mode" or not self._normalised_by_batches:
+    def _loop(self, params: Params | None = None) -> ModuleLoop:
+        """The inner loop of the model as the attributes are now, from its own parameters or others."""
+        batch_norms = norms.find_batch_norms(self.model)
+        self._warn_of_initial_statistics(batch_norms)
+        options = replace(self._options, memory="remat") if self._recomputes else self._options
+        learned = nn.ModuleDict()
+        for name in ("criterion", "inner_loss", "rates", "rule"):
+            if isinstance(part := getattr(self, name), nn.Module):
+                learned[name] = part
+        outer = inner = self._with_policy(self.objective)
+        if self.inner_loss is not None:
+            inner = self._with_policy(self.inner_objective)
+        given = trainable_params(self.model) if params is None else params
+        names = names_that_adapt(self.model, given, options.inner_params)
+        return ModuleLoop(
+            options=options, rule=self.rule, criterion_loss=outer, inner_criterion_loss=inner,
+            adapting=tuple(names), learned_modules=learned, rates=self.rates,
+            statistics=self.statistics, batch_norms=batch_norms,
+        )  # fmt: skip
+
+    def _with_policy(self, loss: FunctionalLoss) -> FunctionalLoss:
+        policy = norms.FIXED_POLICIES.get(self.batch_norm)  # "per_step" has one for each step
+        return loss if policy is None else loss.with_norm_policy(policy)
+
+    @property
+    def objective(self) -> FunctionalLoss:
+        """The outer loss of the model as a function of parameters and batch."""
+        return self._functional_loss("outer", self.criterion)
+
+    @property
+    def inner_objective(self) -> FunctionalLoss:
+        """The loss of the inner loop as a function of parameters and batch."""
+        if self.inner_loss is None:
+            return self.objective
+        return self._functional_loss("inner", self.inner_loss)
+
+    def _functional_loss(self, which: str, criterion: Criterion) -> FunctionalLoss:
+        known = self._losses.get(which)
+        if known is None or known.model is not self.model or known.user_criterion is not criterion:
+            known = functional_loss(self.model, criterion, forward=self._forward)
+            self._losses[which] = known
+        return known
+
+    @property
+    def over_tasks(self) -> str:
+        """How tasks are run: "auto", "vmap" or "loop"."""
+        return self._over_tasks
+
+    @over_tasks.setter
+    def over_tasks(self, value: str) -> None:
+        self._over_tasks = validation.one_of("over_tasks", value, OVER_TASKS)
+        self._vmappable = True
+
+    def _check_change(self, name: str, value: Any) -> None:
+        """Options that what is learned was made from."""
+        if name == "inner_lr" and self.rates is not None:
+            raise ArgumentValueError(
+                "inner_lr: expected to stay as it was, since the learned rates started from it, got "
+                "a new one; change `learner.rates` instead."
+            )
+        if name == "batch_norm" and (value == "per_step") != (self.statistics is not None):
+            raise ArgumentValueError(
+                "batch_norm: expected 'per_step' from the beginning or not at all, since it has "
+                "statistics of its own; make a new learner."
+            )
+
+    def _warn_of_initial_statistics(self, batch_norms: norms.BatchNorms) -> None:
+        if self.batch_norm != "by_mode" or not self._trained_on_batches:
             return
-        for name, layer in self._layers.items():
+        for name, layer in batch_norms.items():
             if not layer.training and layer.num_batches_tracked == 0:
-                self._normalised_by_batches = False  # and says so once
+                self._trained_on_batches = False  # warn once
                 warn(
                     f"batch_norm='by_mode': {name} is in eval mode and normalises by running "
                     "statistics that are those of its initialisation: inner loops update none, "
@@ -168,43 +351,19 @@ class Learner(InnerLoop):
                 )
                 return
 
-    def _look(self, what: str, point: MetaParams, tasks: Any) -> None:
-        """Once for each model: whether gradients reach all that they should, and from all Functions."""
-        if self._looked_at == id(self.model):
-            return
-        point = pytree.map(Tensor.clone, point)
-        support, query = stacks.first(tasks)
-        names = self._adapting(point.model)
-        start = [point.model[name] for name in names]
-        norm = self._norms(0)
+    def extra_repr(self) -> str:
+        """The options that `repr` shows."""
+        return (
+            f"inner_lr={self.inner_lr}, inner_steps={self.inner_steps}, rule={rule_name(self.rule)}, "
+            f"over_tasks={self.over_tasks!r}"
+        )
 
-        def inner(at: MetaParams, *leaves: Tensor) -> Tensor:
-            loss = self.inner_objective.with_norm_policy(norm)
-            return self._inner_value(at, dict(zip(names, leaves, strict=True)), support, loss)
 
-        leaves, structure = pytree.flatten(point)
-        own = [leaf.detach().requires_grad_() for leaf in leaves]
-        at = pytree.unflatten(own, structure)
-        before = {name: at.model[name] for name in names}
+def _inside_stand_ins(
+    run: Callable[[Any], TaskResult], wanted: bool
+) -> Callable[[Any], TaskResult]:
+    def run_inside(tasks: Any) -> TaskResult:
+        with stand_ins_if(wanted):
+            return run(tasks)
 
-        def losses() -> list[Tensor]:
-            """The inner one at the start, and the outer one after a step or two."""
-            first = inner(at, *before.values())
-            if not depends_on_any(first, list(before.values())):
-                raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-            after, state = before, self._rule(0, at, names).init(before)
-            for i in range(min(2, self.inner_steps)):  # some rules show all of them in the second
-                grads, _ = self._gradient(i, at, after, support, constant=True, alone=False)
-                after, state = self._rule(i, at, names).update(after, grads, state)
-            last = self._outer_value(at, after, query, self.inner_steps)
-            if not last.requires_grad:
-                raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
-            return [first, last]
-
-        stands_in = stand_ins_if(self.stand_ins)
-        with torch.enable_grad(), fixed_random_numbers(start), stands_in, translate_errors(what):
-            data = [x for x in pytree.leaves((support, query)) if isinstance(x, Tensor)]
-            only_what_is_learned(what, losses, [*own, *data], dict(self.named_parameters()))
-            if not self._constant(self.inner_steps - 1, self.inner_steps):
-                look_at_functions("the inner step", partial(inner, point), start)
-        self._looked_at = id(self.model)
+    return run_inside

@@ -3,73 +3,112 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import materialize_grads
-from hoglib._core.closures import Opaque
-from hoglib._core.swap import Params, keep_swapped
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib._core import validation
+from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward, trainable_params
-from hoglib.meta.compiled import DEFAULT_LOSSES, LoopProgram, MetaCompiler
-from hoglib.meta.inner_loop import is_before_the_last
-from hoglib.meta.learner import Learner
-from hoglib.meta.mapping import TaskResult, TaskRunner
-from hoglib.meta.module_loop import InnerParams, MetaParams, Weights
-from hoglib.meta.optimizers import GradientTransformation, has_both
-from hoglib.meta.rates import GRANULARITIES, Rates
+from hoglib.meta.compiled import CompileOptions, MetaCompiler
+from hoglib.meta.learner import Learner, Option
+from hoglib.meta.module_loop import (
+    GRANULARITIES,
+    InnerParams,
+    LearnedRates,
+    LoopOptions,
+    MetaParams,
+    ModuleLoop,
+    names_that_adapt,
+)
+from hoglib.meta.optimizers import GradientTransformation, is_transformation
+from hoglib.meta.tasks import TaskResult, TaskRunner
 
 
 class MAML(Learner):
-    r"""MAML: parameters from which a few gradient steps learn a task.
+    r"""MAML: learn parameters from which a few gradient steps solve a task.
 
-        theta_i = inner_steps updates of theta by rule, down grad L_inner(.; support_i)
+        theta_i = inner_steps updates of theta by rule, along -grad L_inner(.; support_i)
         meta-loss = mean_i L(theta_i; query_i)
 
-    model: any nn.Module; it is called with other parameters and never changed. criterion(outputs,
-    targets) gives a scalar, the outer loss L. Batches go into the model as `functional_loss` says,
-    or by `forward(model, batch)`. Beside the model's, its parameters are those of rates and losses
-    that are learned: give `maml.parameters()` to the outer optimizer.
+    The parameters of this module are those of the model and of the rates, losses and rules that are
+    learned: give `maml.parameters()` to the outer optimizer. Options are attributes of the same
+    names (``compile`` is ``compiled``) and may be changed between steps.
 
-    The inner loop. rule: "sgd", "momentum", "adam", "adamw", "rmsprop" (with rule_options), a
-    function from a learning rate to a `Rule`, or an object with `init` and `update`, whose
-    parameters are learned if it is a module. learn_lr: inner_lr is the start of rates that are
-    learned, for the "model", each "layer", "parameter" or "element" (Meta-SGD); lr_per_step: one
-    for each step as well (MAML++). inner_loss: the criterion of the inner loop, if another;
-    learned, if it is a module with parameters. inner_params: which parameters adapt, by a predicate
-    (name, tensor) or by names and prefixes (ANIL: ["head"]); all are meta-learned.
+    Args:
+        model: Any nn.Module. It is called with other parameters and never changed.
+        criterion: The outer loss L, ``criterion(outputs, targets)``, a scalar. Batches go into the
+            model as `hoglib.functional_loss` describes.
+        inner_lr: The learning rate of the inner loop; with learn_lr, where the learned rates start.
+        inner_steps: The number of inner steps.
+        first_order: Treat the inner gradients as constants (FOMAML).
+        memory: What is kept for backward. "store": the graph of every inner step. "remat": the
+            parameters after every step, at about 1.6 times the time. "checkpoint": the parameters
+            after every sqrt(steps)-th step and the graphs of as many, which needs least where
+            parameters outweigh activations. All give the same gradient to rounding. Models that
+            contain torch.utils.checkpoint are run by "remat".
+        rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
+            learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
+            ``update``, whose parameters are learned if it is a module.
+        rule_options: Keyword arguments of a rule that is given by name.
+        learn_lr: Learn the inner learning rates: one for the "model", each "layer", each
+            "parameter" or each "element" (Meta-SGD). Default: the rate is fixed.
+        lr_per_step: Learn separate rates for each inner step (MAML++).
+        inner_loss: The criterion of the inner loop, learned if it is a module with parameters.
+            Default: criterion.
+        inner_params: The parameters that adapt: a predicate ``(name, tensor) -> bool``, or names
+            and prefixes (ANIL: ``["head"]``). All parameters are meta-learned. Default: all adapt.
+        step_weights: Weights of the outer losses after each inner step, whose weighted sum is
+            minimised (multi-step loss); see `hoglib.meta.multi_step_weights`. Default: the last
+            loss alone.
+        truncate: Differentiate through the last so many inner steps only. Default: all.
+        batch_norm: What batch norm layers normalise by. "by_mode": in train mode the statistics of
+            the batch, without updating the running ones, which they use in eval mode.
+            "transductive": the batch's in either mode. "per_step": the batch's in train mode; in
+            eval mode running averages that are kept for each step. "frozen": the model's running
+            statistics in either mode.
+        forward: How the model is called, ``forward(model, batch)``. Default: by the parts of the
+            batch.
+        over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" chooses by the
+            shapes of parameters and tasks, and loops, with a warning, where vmap cannot run the
+            model.
+        compile: Run the meta-gradient as a graph (`hoglib.compile`). "inductor": compiled with all
+            inner steps. "step": one inner step is compiled and used for all; the parameters after
+            each step are kept, whatever memory says. "eager": captured, and its operations run one
+            by one. True chooses what takes least time for compile_for losses, and prints which;
+            `compile_mode` is the choice.
+        compile_for: The number of losses that will be computed, for compile=True. Default: 10,000.
+        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
+            derivative are replaced by their stand-ins.
 
-    The meta-gradient. first_order drops the derivative of the inner gradient (FOMAML); truncate=k
-    keeps it in the last k steps only. step_weights: of the outer losses after each step, whose sum
-    is minimised (multi-step loss). memory: "store" keeps the graph of every inner step; "remat" the
-    parameters after each, at some 1.6 times the time; "checkpoint" those after every
-    sqrt(steps)-th, and the graphs of as many, which is least where parameters outweigh activations.
-    Models with torch.utils.checkpoint in them are run by "remat". All are the same to rounding.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
+        NoSecondDerivative: in loss and adapt, for a custom Function that is
+            ``@once_differentiable``, and for a loss that does not depend on the parameters.
+        UnsupportedError: in loss, with compile, for a model whose graph cannot be captured.
 
-    batch_norm: "by_mode": layers in train mode use the statistics of the batch at hand and update
-    none, those in eval mode use their running ones; "transductive": the batch's in either mode;
-    "per_step": the batch's in train mode, and in eval mode running averages of them that are kept
-    for each step; "frozen": the model's running statistics in either mode.
+    References:
+        Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1; Li et al.,
+        Meta-SGD, 2017; Antoniou, Edwards and Storkey, How to train your MAML, 2019; Raghu et al.,
+        Rapid Learning or Feature Reuse?, 2020 (ANIL); Shaban et al., Truncated Back-propagation,
+        2019.
 
-    compile: True runs the meta-gradient as a graph (`hoglib.compile`), in the way that takes least time
-    in all for compile_for losses (None: many), and says which: "inductor", compiled with all its inner
-    steps; "step", one inner step compiled and used for all, which keeps the parameters after each step
-    whatever `memory` says; "eager", not compiled, its operations one by one. Models whose graph
-    cannot be captured raise, saying why.
-
-    over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses by the
-    shapes of parameters and tasks, and loops (with a warning) where vmap cannot run the model.
-    stand_ins: inner steps run inside `hoglib.second_order()`, where torch calls that have no second
-    derivative, or a wrong one, go to functions that have a right one.
-
-    Attributes (inner_steps, first_order, truncate, step_weights, memory) may be changed between
-    steps. Raises TypeError and ValueError for arguments of the wrong kind; RuntimeError, when it
-    runs, for a custom Function in the model that is `@once_differentiable`.
-    Sources: Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1; Li et al.,
-    Meta-SGD, 2017; Antoniou, Edwards and Storkey, How to train your MAML, 2019; Raghu et al., Rapid
-    Learning or Feature Reuse?, 2020 (ANIL); Shaban et al., Truncated Back-propagation, 2019.
+    Example:
+        >>> maml = hog.MAML(nn.Linear(2, 1), F.mse_loss, inner_lr=0.1, inner_steps=3)
+        >>> support = torch.randn(4, 5, 2), torch.randn(4, 5, 1)  # of 4 tasks
+        >>> query = torch.randn(4, 10, 2), torch.randn(4, 10, 1)
+        >>> maml.loss((support, query)).backward()
+        >>> maml.model.weight.grad.shape
+        torch.Size([1, 2])
+        >>> adapted = maml.adapt((torch.randn(5, 2), torch.randn(5, 1)))
+        >>> maml(torch.randn(7, 2), params=adapted).shape
+        torch.Size([7, 1])
     """
+
+    first_order = Option[bool]("_options")
+    memory = Option[str]("_options")
+    truncate = Option[int | None]("_options")
+    step_weights = Option[Sequence[float] | None]("_options")
+    compiled = Option[bool | str]("_compile_options")
+    compile_for = Option[int | None]("_compile_options")
 
     def __init__(
         self,
@@ -98,31 +137,37 @@ class MAML(Learner):
         compile_for: int | None = None,
         stand_ins: bool = True,
     ) -> None:
-        super().__init__(
-            model, criterion, inner_lr=inner_lr, inner_steps=inner_steps, rule=rule,
-            rule_options=rule_options, inner_loss=inner_loss, inner_params=inner_params,
-            batch_norm=batch_norm, forward=forward, over_tasks=over_tasks, stand_ins=stand_ins,
+        options = LoopOptions(
+            inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
+            inner_params=inner_params, batch_norm=batch_norm, first_order=first_order,
+            truncate=truncate, step_weights=step_weights, memory=memory, stand_ins=stand_ins,
         )  # fmt: skip
-        self.first_order = first_order
-        self.memory = memory
-        self.truncate = truncate
-        self.step_weights = step_weights
-        self.compiled: bool | str = compile
-        self.compile_for = compile_for
+        super().__init__(
+            model, criterion, options,
+            rule=rule, inner_loss=inner_loss, forward=forward, over_tasks=over_tasks,
+        )  # fmt: skip
+        self._compile_options = CompileOptions(compile, compile_for)
         self._compiler = MetaCompiler()
-        self._unequal: dict[str, str | None] = {}  # what differs between steps, by options
-        self._weights(self.inner_steps)
-        self._learn_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
+        self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 
-    @property
-    def step_weights(self) -> Sequence[float] | None:
-        """Weights of the outer losses after each step."""
-        weights: Sequence[float] | None = self._step_weights.value
-        return weights
-
-    @step_weights.setter
-    def step_weights(self, weights: Sequence[float] | None) -> None:
-        self._step_weights = Opaque(weights)
+    def _learned_rates(self, granularity: str | None, per_step: bool) -> LearnedRates | None:
+        if granularity is None:
+            if per_step:
+                raise ArgumentValueError(
+                    "lr_per_step: expected learn_lr to say what the learned rates are of, got "
+                    f"None; set it to one of {', '.join(GRANULARITIES)}."
+                )
+            return None
+        if is_transformation(self.rule):
+            raise ArgumentValueError(
+                "learn_lr: expected a rule that takes a learning rate, a name or a function of "
+                "it, got a rule that has its own; give the function that makes it."
+            )
+        params = trainable_params(self.model)
+        names = names_that_adapt(self.model, params, self.inner_params)
+        steps = self.inner_steps if per_step else None
+        adapting = {name: params[name] for name in names}
+        return LearnedRates(adapting, self.inner_lr, granularity=granularity, steps=steps)
 
     @property
     def compile_mode(self) -> bool | str:
@@ -130,118 +175,22 @@ class MAML(Learner):
         chosen = self._compiler.chosen if self.compiled is True else None
         return self.compiled if chosen is None else chosen
 
-    def _learn_rates(self, of: str | None, per_step: bool) -> None:
-        if of is None:
-            if per_step:
-                raise ArgumentValueError(
-                    "lr_per_step: expected learn_lr to say what the learned rates are of, got "
-                    f"None; set it to one of {', '.join(GRANULARITIES)}."
-                )
-            return
-        if has_both(self.rule):
-            raise ArgumentValueError(
-                "learn_lr: expected a rule that takes a learning rate, a name or a function of "
-                "it, got a rule that has its own; give the function that makes it."
-            )
-        params = trainable_params(self.model)
-        adapting = {name: params[name] for name in self._adapting(params)}
-        self.rates = Rates(
-            adapting, self.inner_lr, of=of, steps=self.inner_steps if per_step else None
+    def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
+        if not self.compiled:
+            return super()._runner(loop, start, wanted)
+        return self._compiler.runner(
+            self._compile_options, loop, start, wanted, type(self).__name__
         )
 
-    def _constant(self, i: int, steps: int) -> bool:
-        return self.first_order or is_before_the_last(i, steps, self.truncate)
-
-    def _memory(self) -> str:
-        return "remat" if self._runs_again else self.memory
-
-    def _weights(self, steps: int) -> Weights:
-        if self.step_weights is None:
-            return None
-        if not isinstance(self.step_weights, list | tuple):
-            raise ArgumentTypeError(
-                "step_weights: expected a list of numbers, got "
-                f"{validation.describe(self.step_weights)}."
-            )
-        weights = [validation.number("step_weights", w, minimum=0) for w in self.step_weights]
-        if len(weights) != steps or not any(weights):
-            raise ArgumentValueError(
-                f"step_weights: expected {steps} weights, one after each inner step and not all "
-                f"of them zero, got {list(self.step_weights)}; see "
-                "`hoglib.meta.multi_step_weights`."
-            )
-        return weights
-
-    def _runner(self, point: MetaParams, wanted: bool) -> TaskRunner | None:
-        if not self.compiled:
-            return None
-        losses = self.compile_for or DEFAULT_LOSSES
-        return self._compiler.runner(self._program(point), self.compiled, losses, point, wanted)
-
-    def _program(self, point: MetaParams) -> LoopProgram:
-        steps, names = self.inner_steps, self._adapting(point.model)
-        weights = self._weights(steps)
-        nonzero = None if weights is None else [w != 0 for w in weights]
-        options = repr((
-            steps, self.inner_lr, self.first_order, self.truncate, self.memory, nonzero,
-            self.batch_norm, self.inner_params, self.rule, self.rule_options, self.stand_ins,
-        ))  # fmt: skip
-        return LoopProgram(
-            name=type(self).__name__, options=options, inner_steps=steps,
-            constant=tuple(self._constant(i, steps) for i in range(steps)), names=tuple(names),
-            step_weights=None if weights is None else Opaque(weights), stand_ins=self.stand_ins,
-            unequal_steps=lambda: self._unequal_steps(options), init=self._init,
-            step=self._step_from, outer=self._outer_value, task=self._of_task,
-        )  # fmt: skip
-
-    def _init(self, point: MetaParams, params: Params) -> Any:
-        return self._rule(0, point, list(params)).init(params)
-
-    def _unequal_steps(self, options: str) -> str | None:
-        if options not in self._unequal:  # which takes as long as a step of a small network
-            self._unequal[options] = self._find_unequal_steps()
-        return self._unequal[options]
-
-    def _find_unequal_steps(self) -> str | None:
-        """What differs between inner steps; None where one step's graph serves all."""
-        if self.step_weights is not None:
-            return "step_weights, outer losses after some"
-        if self.statistics is not None:
-            return "batch_norm='per_step'"
-        if self.rates is not None and getattr(self.rates, "steps", None) is not None:
-            return "lr_per_step"
-        point = self._point()
-        state = self._init(point, {name: point.model[name] for name in self._adapting(point.model)})
-        others = [x for x in pytree.leaves(state) if not isinstance(x, Tensor)]
-        if others and not (isinstance(state, dict) and others == [state.get("step")] == [0]):
-            return "a rule that counts steps by itself"
-        return None
-
-    def _of_task(
-        self, point: MetaParams, support: Any, query: Any, wanted: bool, steps: int | None = None,
-        weights: Weights = None,
-    ) -> TaskResult:  # fmt: skip
-        if not wanted:
-            value, notes, _ = self._outer(point, support, query, steps, weights)
-            return TaskResult(value, {}, notes)
-        if torch_internals.transforms_active():
-
-            def noted(point: MetaParams) -> tuple[Tensor, Any]:
-                value, notes, _ = self._outer(point, support, query, steps, weights)
-                return value, notes
-
-            grads, (value, notes) = torch.func.grad_and_value(noted, has_aux=True)(point)
-            return TaskResult(value, grads._asdict(), notes)
-        leaves, structure = pytree.flatten(point)
-        own = [leaf.detach().requires_grad_() for leaf in leaves]
-        with keep_swapped():  # for what backward of the outer loss runs again
-            at = pytree.unflatten(own, structure)
-            value, notes, _ = self._outer(at, support, query, steps, weights)
-            found = torch.autograd.grad(value, own, allow_unused=True)
-        grads = pytree.unflatten(materialize_grads(list(found), own), structure)
-        return TaskResult(value.detach(), grads._asdict(), notes)
+    def _task_result(
+        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
+    ) -> TaskResult:
+        if wanted:
+            return loop.meta_gradient(start, support, query)
+        return loop.outer_loss(start, support, query)[0]
 
     def extra_repr(self) -> str:
+        """The options that `repr` shows."""
         return (
             f"{super().extra_repr()}, first_order={self.first_order}, memory={self.memory!r}"
             + (f", truncate={self.truncate}" if self.truncate is not None else "")
@@ -250,13 +199,29 @@ class MAML(Learner):
 
 
 def multi_step_weights(steps: int, epoch: int, epochs: int) -> list[float]:
-    r"""Weights of the outer losses after each inner step, which move from all steps to the last.
+    r"""Weights of the outer losses after each inner step, annealed from all steps to the last.
 
-        v_i = (1 - epoch / epochs) / steps        for i < steps; what is left of 1 for the last
+        v_i = (1 - epoch / epochs) / steps        for i < steps; the last is the rest of 1
 
-    For `MAML(step_weights=...)`, from the same weight for all at epoch 0 to the last alone from
-    `epochs` on. Source: Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, MSL
-    (annealed linearly).
+    For `MAML(step_weights=...)`: equal weights at epoch 0, and the last loss alone from `epochs`
+    on.
+
+    Args:
+        steps: The number of inner steps.
+        epoch: The epoch of the outer training, from 0.
+        epochs: The number of epochs over which the weights are annealed, linearly.
+
+    Returns:
+        A list of `steps` weights with the sum 1.
+
+    References:
+        Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, MSL.
+
+    Example:
+        >>> hog.meta.multi_step_weights(2, epoch=0, epochs=4)
+        [0.5, 0.5]
+        >>> hog.meta.multi_step_weights(2, epoch=2, epochs=4)
+        [0.25, 0.75]
     """
     validation.at_least("steps", steps, 1)
     validation.at_least("epochs", epochs, 1)

@@ -1,60 +1,360 @@
-"""What a learner's options must be, at first and whenever they are changed between steps."""
+"""The inner loop of a module, as a frozen value: from what is learned to a loss and its gradient.
 
-from abc import ABC
+A learner (`learner.py`) makes one from its attributes for each call. Everything that reaches the
+graph of the meta-gradient is a method here, from the gradient of a task down to the loss of one
+inner step.
+"""
+
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import torch_internals, validation
-from hoglib._core.swap import NormPolicy, Params, swap_parameters
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import materialize_grads
+from hoglib._core.swap import Params, keep_swapped, swap_parameters
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.functional import (
-    Criterion,
-    Forward,
-    FunctionalLoss,
-    check_instance,
-    functional_loss,
-    trainable_params,
-)
+from hoglib.functional import FunctionalLoss, trainable_params
 from hoglib.meta import norms
 from hoglib.meta.inner_loop import (
     MEMORY,
-    RUNS_AGAIN,
-    StepChunk,
+    RECOMPUTES,
+    InnerSteps,
+    Unrolled,
     check_truncate,
     gradient,
-    hooks_refused,
+    is_truncated,
+    refuse_saved_tensor_hooks,
     unroll,
 )
-from hoglib.meta.mapping import Mapper
-from hoglib.meta.optimizers import GradientTransformation, name_of, rule_of
+from hoglib.meta.optimizers import GradientTransformation, resolve_rule
+from hoglib.meta.tasks import TaskResult
 
-COMPILE = ("inductor", "step", "eager")  # besides True, which chooses
+InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
+StepWeights = Sequence[float | Tensor] | None  # of the outer losses after each step
+GRANULARITIES = ("model", "layer", "parameter", "element")
 
 
-def _rate(learner: Any, value: Any) -> float:
-    if learner.rates is not None:
-        raise ArgumentValueError(
-            "inner_lr: expected to stay as it was, for the rates are learned from it on, got a new "
-            "one; change `learner.rates` instead."
+@dataclass(frozen=True)
+class LoopOptions:
+    """The options of an inner loop, checked when it is made."""
+
+    inner_lr: float
+    inner_steps: int
+    rule_options: dict[str, Any] | None = None
+    inner_params: InnerParams = None
+    batch_norm: str = "by_mode"
+    first_order: bool = False
+    truncate: int | None = None
+    step_weights: Sequence[float] | None = None
+    memory: str = "store"
+    stand_ins: bool = True
+
+    def __post_init__(self) -> None:
+        checked = {
+            "inner_lr": validation.positive("inner_lr", self.inner_lr),
+            "inner_steps": validation.at_least("inner_steps", self.inner_steps, 1),
+            "rule_options": _check_rule_options(self.rule_options),
+            "inner_params": _check_inner_params(self.inner_params),
+            "batch_norm": validation.one_of("batch_norm", self.batch_norm, norms.POLICIES),
+            "first_order": validation.flag("first_order", self.first_order),
+            "truncate": check_truncate(self.truncate),
+            "step_weights": _check_step_weights(self.step_weights),
+            "memory": validation.one_of("memory", self.memory, MEMORY),
+            "stand_ins": validation.flag("stand_ins", self.stand_ins),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def weights_for(self, steps: int) -> StepWeights:
+        """The weights of the outer losses after each step; None for the last loss alone."""
+        weights = self.step_weights
+        if weights is not None and (len(weights) != steps or not any(weights)):
+            raise ArgumentValueError(
+                f"step_weights: expected {steps} weights, one after each inner step and not all "
+                f"of them zero, got {list(weights)}; see `hoglib.meta.multi_step_weights`."
+            )
+        return weights
+
+
+class MetaParams(NamedTuple):
+    """All that is learned: where every task starts."""
+
+    model: Params  # the trainable parameters of the model, by their names in it
+    modules: Params  # those of the learned modules, by their names in `ModuleLoop.learned_modules`
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleLoop:
+    """Inner steps on a model; see `hoglib.MAML`."""
+
+    options: LoopOptions
+    rule: Any  # as given by the user
+    criterion_loss: FunctionalLoss  # the outer loss
+    inner_criterion_loss: FunctionalLoss
+    adapting: tuple[str, ...]  # names of the parameters that adapt
+    learned_modules: nn.ModuleDict  # criterion, inner loss, rates and rule, those that are modules
+    rates: "LearnedRates | None"
+    statistics: norms.PerStepStatistics | None
+    batch_norms: norms.BatchNorms
+    strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
+
+    def meta_params(self) -> MetaParams:
+        """All that is learned, as it is now."""
+        learned = self.learned_modules.named_parameters()
+        model = trainable_params(self.criterion_loss.model)
+        return MetaParams(model, {name: p for name, p in learned if p.requires_grad})
+
+    def meta_gradient(
+        self, start: MetaParams, support: Any, query: Any, steps: int | None = None,
+        weights: StepWeights = None,
+    ) -> TaskResult:  # fmt: skip
+        """The outer loss of one task and its gradient with respect to all that is learned."""
+        if torch_internals.transforms_active():
+
+            def outer(start: MetaParams) -> tuple[Tensor, TaskResult]:
+                result, _ = self.outer_loss(start, support, query, steps, weights)
+                return result.value, result
+
+            grads, (_, result) = torch.func.grad_and_value(outer, has_aux=True)(start)
+            return result._replace(grads=grads)
+        leaves, structure = pytree.flatten(start)
+        own = [leaf.detach().requires_grad_() for leaf in leaves]
+        with keep_swapped():  # backward may recompute parts of the model
+            start = pytree.unflatten(own, structure)
+            result, _ = self.outer_loss(start, support, query, steps, weights)
+            found = torch.autograd.grad(result.value, own, allow_unused=True)
+        grads = pytree.unflatten(materialize_grads(list(found), own), structure)
+        return result._replace(value=result.value.detach(), grads=grads)
+
+    def outer_loss(
+        self, start: MetaParams, support: Any, query: Any, steps: int | None = None,
+        weights: StepWeights = None,
+    ) -> tuple[TaskResult, Params]:  # fmt: skip
+        """The outer loss of one task after the inner loop, without its gradient; and what adapted.
+
+        steps, weights: of the outer losses; where they are not those of the options.
+        """
+        steps = self.options.inner_steps if steps is None else steps
+        weights = self.options.weights_for(steps) if weights is None else weights
+        found = self.unroll(start, support, steps, query, weights)
+        with self._record_statistics() as statistics:
+            value = self.outer_value(start, found.params, query, steps)
+        if weights is not None:
+            value = _weighted(weights[-1], value)
+            value = value if found.outer is None else found.outer + value
+        result = TaskResult(value, (), torch.stack(found.losses), [*found.notes, statistics])
+        return result, found.params
+
+    def unroll(
+        self, start: MetaParams, support: Any, steps: int, query: Any = None,
+        weights: StepWeights = None,
+    ) -> Unrolled:  # fmt: skip
+        """The parameters that adapt after so many steps, and the weighted outer losses on the way."""
+        options = self.options
+
+        def loss(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
+            start, support, _ = constants
+            with self._record_statistics() as statistics:
+                return self.inner_value(start, params, support, i), statistics
+
+        def outer(i: int, params: Params, constants: Any) -> Tensor | None:
+            start, _, query = constants
+            if weights is None or i + 1 == steps or not _is_used(weights[i]):
+                return None
+            with self.keeps_graph():
+                value = self.outer_value(start, params, query, i + 1)
+            return _weighted(weights[i], value)
+
+        steps_of_loop = InnerSteps(
+            loss,
+            lambda i, constants: self.rule_at(i, constants[0]),
+            lambda i: self.is_constant(i, steps),
+            None if weights is None else outer,
         )
-    return validation.positive("inner_lr", value)
+        params = {name: start.model[name].clone() for name in self.adapting}
+        if options.memory == "store":
+            return unroll(steps_of_loop, steps, params, (start, support, query), "store")
+        # A recomputation saves all its inputs: parameters that adapt are among the steps' own.
+        rest = {n: p for n, p in start.model.items() if n not in params}
+        modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
+        constants = start._replace(model=rest), support, query
+        return unroll(steps_of_loop, steps, params, constants, options.memory, modules)
+
+    def step(
+        self, start: MetaParams, carry: Any, count: Tensor, support: Any, constant: bool
+    ) -> tuple[Any, Tensor]:
+        """One inner step alone, where all steps are equal: the next carry, and the loss.
+
+        carry: the parameters that adapt, and the state of the rule besides the number of steps,
+            which
+        is count.
+        """
+        params, memory = carry
+        rule = self.rule_at(0, start)
+        grads, (loss, _) = gradient(
+            lambda params: (self.inner_value(start, params, support, 0), ()), params,
+            constant=constant, check=True,
+        )  # fmt: skip
+        state = {"step": count, **memory} if memory else {}
+        params, state = rule.update(params, grads, state)
+        return (params, {slot: tree for slot, tree in state.items() if slot != "step"}), loss
+
+    def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
+        """The loss that an inner step decreases."""
+        loss = self._at_step(self.inner_criterion_loss, step)
+        with self._with_learned(start):
+            value = loss({**start.model, **params}, support)
+        if self.strength:
+            offset = {name: p - start.model[name] for name, p in params.items()}
+            value = value + self.strength / 2 * pytree.dot(offset, offset).real
+        return value
+
+    def outer_value(self, start: MetaParams, params: Params, query: Any, step: int) -> Tensor:
+        """The loss of the query set at the parameters after so many steps."""
+        loss = self._at_step(self.criterion_loss, step)
+        with self._with_learned(start):
+            return loss({**start.model, **params}, query)
+
+    def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """The model's output with the parameters that `adapt` gave."""
+        loss = self._at_step(self.criterion_loss, self.options.inner_steps)
+        return loss.call(params, *args, **kwargs)
+
+    def rule_at(self, i: int, start: MetaParams) -> GradientTransformation:
+        """The update rule of step i, with the learned rates and the learned parameters of the rule."""
+        lr, options = self.options.inner_lr, self.options.rule_options or {}
+        if not start.modules:
+            return resolve_rule(self.rule, lr, options)
+        with self._with_learned(start):
+            rates = lr if self.rates is None else self.rates(self.adapting, i)
+            rule = resolve_rule(self.rule, rates, options)
+        if not isinstance(self.rule, nn.Module):
+            return rule
+
+        def with_learned(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                with self._with_learned(start):
+                    return function(*args)
+
+            return run
+
+        return GradientTransformation(with_learned(rule.init), with_learned(rule.update))
+
+    def is_constant(self, i: int, steps: int) -> bool:
+        """Whether the gradient of step i is a constant."""
+        return self.options.first_order or is_truncated(i, steps, self.options.truncate)
+
+    def keeps_graph(self, message: str = RECOMPUTES) -> AbstractContextManager[None]:
+        """For a call of the model whose graph is used when other parameters are in the model."""
+        wanted = torch.is_grad_enabled() and not torch_internals.transforms_active()
+        return refuse_saved_tensor_hooks(wanted, message)
+
+    def _at_step(self, loss: FunctionalLoss, step: int) -> FunctionalLoss:
+        """A loss whose batch norms follow the policy at the parameters after so many steps."""
+        if self.statistics is None:
+            return loss
+        return loss.with_norm_policy(self.statistics.at(step, self.batch_norms))
+
+    def _with_learned(self, start: MetaParams) -> AbstractContextManager[None]:
+        if not start.modules:
+            return nullcontext()
+        return swap_parameters(self.learned_modules, start.modules)
+
+    def _record_statistics(self) -> AbstractContextManager[norms.Statistics]:
+        if self.statistics is None:
+            return nullcontext({})
+        return norms.record_statistics(self.batch_norms)
 
 
-def _policy(learner: Any, value: Any) -> str:
-    validation.one_of("batch_norm", value, norms.POLICIES)
-    if (value == "per_step") != (learner.statistics is not None):
+class LearnedRates(nn.Module):
+    r"""Learning rates of an inner loop, as parameters.
+
+        theta_{i+1} = theta_i - alpha_i * grad L(theta_i)
+
+    params: the parameters that adapt; lr: the initial value of every rate; granularity: one rate
+    for the "model", for each "layer" (a module), "parameter" (a tensor) or "element"; steps: one
+    for each of so many steps as well, of which later steps use the last.
+
+    References:
+        Li et al., Meta-SGD, 2017, eq. 2 ("element"); Antoniou, Edwards and Storkey, How to train
+        your MAML, 2019, section 4, LSLR ("parameter" or "layer" with steps).
+    """
+
+    def __init__(
+        self, params: Params, lr: float, *, granularity: str, steps: int | None = None
+    ) -> None:
+        super().__init__()
+        self.granularity = validation.one_of("learn_lr", granularity, GRANULARITIES)
+        self.steps = steps
+        lr = validation.positive("inner_lr", lr)
+        self.values = nn.ParameterDict()
+        for name, param in params.items():
+            key = self._key(name)
+            if key not in self.values:
+                shape = (
+                    *(() if steps is None else (steps,)),
+                    *(param.shape if granularity == "element" else ()),
+                )
+                rate = torch.full(shape, lr, dtype=param.dtype, device=param.device)
+                self.values[key] = nn.Parameter(rate)
+
+    def forward(self, names: Iterable[str], step: int) -> dict[str, Tensor]:
+        """The rate of each of these parameters at a step, counted from 0."""
+        at = None if self.steps is None else min(step, self.steps - 1)
+        found = {}
+        for name in names:
+            key = self._key(name)
+            if key not in self.values:
+                raise ArgumentValueError(
+                    "learn_lr: expected the parameters that adapted when the learner was made, got "
+                    f"{name} as well, for which there is no learned rate; make a new learner."
+                )
+            rate = self.values[key]
+            found[name] = rate if at is None else rate[at]
+        return found
+
+    def _key(self, name: str) -> str:
+        """A name that a ParameterDict takes: without dots."""
+        if self.granularity == "model":
+            return "model"
+        if self.granularity == "layer":
+            name = name.rpartition(".")[0] or "model"
+        return name.replace(".", "/")
+
+    def extra_repr(self) -> str:
+        return f"granularity={self.granularity!r}, steps={self.steps}"
+
+
+def names_that_adapt(model: nn.Module, names: Iterable[str], chosen: InnerParams) -> list[str]:
+    """The names of the parameters that adapt, of those that are trainable."""
+    names = list(names)
+    if chosen is None:
+        return names
+    if callable(chosen):
+        own = dict(model.named_parameters())
+        found = [name for name in names if chosen(name, own[name])]
+    else:
+        parts = [chosen] if isinstance(chosen, str) else list(chosen)
+        for part in parts:
+            if not any(_is_in(name, part) for name in names):
+                raise ArgumentValueError(
+                    f"inner_params: expected names or prefixes of trainable parameters of "
+                    f"{type(model).__name__}, got {part!r}; it has {', '.join(names)}."
+                )
+        found = [name for name in names if any(_is_in(name, part) for part in parts)]
+    if not found:
         raise ArgumentValueError(
-            "batch_norm: expected 'per_step' from the beginning or not at all, since it has "
-            "statistics of its own; make a new learner."
+            f"inner_params: expected at least one parameter that adapts, got none of "
+            f"{', '.join(names)}; let the predicate be true for one."
         )
-    return str(value)
+    return found
 
 
-def _parts(learner: Any, value: Any) -> Any:
+def _check_inner_params(value: Any) -> Any:
     names = value if isinstance(value, list | tuple) else [value]
     if not (value is None or callable(value) or all(isinstance(name, str) for name in names)):
         raise ArgumentTypeError(
@@ -64,331 +364,23 @@ def _parts(learner: Any, value: Any) -> Any:
     return value
 
 
-def _options(learner: Any, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
+def _check_rule_options(value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
         raise ArgumentTypeError(f"rule_options: expected a dict, got {validation.describe(value)}.")
-    return dict(value)
+    return dict(value or {})
 
 
-def _way(value: Any) -> bool | str:
-    if isinstance(value, bool):
-        return value
-    if value not in COMPILE:
-        raise ArgumentValueError(
-            f"compile: expected true, false or one of {', '.join(COMPILE)}; got {value!r}."
-        )
-    return str(value)
-
-
-# What an attribute must be, whenever it is set
-CHECKS: dict[str, Callable[[Any, Any], Any]] = {
-    "inner_lr": _rate,
-    "inner_steps": lambda _, value: validation.at_least("inner_steps", value, 1),
-    "first_order": lambda _, value: validation.flag("first_order", value),
-    "memory": lambda _, value: validation.one_of("memory", value, MEMORY),
-    "truncate": lambda _, value: check_truncate(value),
-    "batch_norm": _policy,
-    "inner_params": _parts,
-    "rule_options": _options,
-    "compiled": lambda _, value: _way(value),
-    "compile_for": lambda _, value: (
-        None if value is None else validation.at_least("compile_for", value, 1)
-    ),
-    "stand_ins": lambda _, value: validation.flag("stand_ins", value),
-}
-
-
-# === The inner loop of a module, with all that it can be made of: rates, losses, rules, norms,
-# parts.
-
-InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
-Weights = Sequence[float | Tensor] | None  # of the outer losses after each step
-
-
-class MetaParams(NamedTuple):
-    """Where tasks start: all that is learned."""
-
-    model: Params  # the trainable parameters of the model, by their names in it
-    extras: Params  # those of losses, rates and rules that are modules, by their names in `extras`
-
-
-class InnerLoop(nn.Module, ABC):
-    """Steps on a model from a point of all that is learned (abstract); see `hoglib.MAML`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        criterion: Criterion,
-        *,
-        inner_lr: float,
-        inner_steps: int,
-        rule: str | GradientTransformation | Callable[[Any], GradientTransformation] | nn.Module,
-        rule_options: dict[str, Any] | None,
-        inner_loss: Criterion | None,
-        inner_params: InnerParams,
-        batch_norm: str,
-        forward: Forward | None,
-        over_tasks: str,
-        stand_ins: bool,
-    ) -> None:
-        super().__init__()
-        self._objectives: dict[str, FunctionalLoss] = {}
-        functional_loss(model, criterion, forward=forward)
-        if inner_loss is not None:
-            check_instance("inner_loss", inner_loss)
-        trainable_params(model)  # raises here, not at the first step, if there is nothing to learn
-        self.model = model
-        self.criterion = criterion
-        self.inner_loss = inner_loss
-        self._forward = forward
-        self._mapper = Mapper(over_tasks)
-        self.rates: nn.Module | None = None
-        self.statistics: norms.PerStep | None = None
-        self.inner_lr = inner_lr
-        self.inner_steps = inner_steps
-        self.rule = rule
-        self.rule_options = {} if rule_options is None else rule_options
-        self.inner_params = inner_params
-        if batch_norm == "per_step":
-            self.statistics = norms.PerStep(model, self.inner_steps)
-        self.batch_norm = batch_norm
-        self.stand_ins = stand_ins
-        self._runs_again = False  # parts of the model do, in backward
-        self._looked_at: int | None = None
-        self._layers: norms.Layers = {}
-        self._normalised_by_batches = False  # by a train-mode layer, when it was trained
-        rule_of(rule, self.inner_lr, self.rule_options)
-        self._adapting(trainable_params(model))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """An option that is changed between steps is checked as it was at first."""
-        check = CHECKS.get(name)
-        super().__setattr__(name, value if check is None else check(self, value))
-
-    @property
-    def over_tasks(self) -> str:
-        return self._mapper.over_tasks
-
-    @over_tasks.setter
-    def over_tasks(self, how: str) -> None:
-        self._mapper = Mapper(how)
-
-    @property
-    def objective(self) -> FunctionalLoss:
-        """The outer loss of the model as a function of parameters and batch."""
-        return self._objective("outer", self.criterion)
-
-    @property
-    def inner_objective(self) -> FunctionalLoss:
-        """The loss of the inner loop as a function of parameters and batch."""
-        return (
-            self.objective if self.inner_loss is None else self._objective("inner", self.inner_loss)
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"inner_lr={self.inner_lr}, inner_steps={self.inner_steps}, rule={name_of(self.rule)}, "
-            f"over_tasks={self.over_tasks!r}"
-        )
-
-    # the inner loop
-
-    def _constant(self, i: int, steps: int) -> bool:
-        """Whether the gradient of a step is taken for a constant."""
-        return False
-
-    def _inner_value(
-        self, point: MetaParams, params: Params, support: Any, loss: FunctionalLoss
-    ) -> Tensor:
-        """The loss that an inner step goes down."""
-        with self._extras_at(point):
-            return loss({**point.model, **params}, support)
-
-    def _outer_value(self, point: MetaParams, params: Params, query: Any, step: int) -> Tensor:
-        """The loss of the query set at the parameters after so many steps."""
-        loss = self.objective.with_norm_policy(self._norms(step))
-        with self._extras_at(point):
-            return loss({**point.model, **params}, query)
-
-    def _weights(self, steps: int) -> Weights:
-        """Those of the outer loss after each step; None for the last alone."""
+def _check_step_weights(value: Any) -> list[float] | None:
+    if value is None:
         return None
-
-    def _memory(self) -> str:
-        return "store"
-
-    def _unroll(
-        self,
-        point: MetaParams,
-        support: Any,
-        steps: int,
-        query: Any = None,
-        weights: Weights = None,
-    ) -> tuple[Params, Tensor | None, Any]:
-        """What adapts, after so many steps; the weighted outer losses on the way; and notes."""
-        adapting = self._adapting(point.model)
-
-        def run(start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
-            (params, state, total), (point, support, query) = carry, constants
-            notes = []
-            alone = end - start == 1 and weights is None
-            for i in range(start, end):
-                rule = self._rule(i, point, adapting)
-                constant = segment.constant(i)
-                grads, note = self._gradient(i, point, params, support, constant, alone)
-                params, state = rule.update(params, grads, state)
-                notes.append(note)
-                if weights is not None and _counts(weights[i]) and i + 1 < steps:
-                    with self._kept():
-                        value = self._outer_value(point, params, query, i + 1)
-                    value = _weighted(weights[i], value)
-                    total = value if total is None else total + value
-            return (params, state, total), notes
-
-        segment = StepChunk(run, lambda i: self._constant(i, steps))
-        params = {name: point.model[name].clone() for name in adapting}
-        carry = (params, self._rule(0, point, adapting).init(params), None)
-        if self._memory() != "store":  # what is run again keeps all that it is given
-            rest = {n: p for n, p in point.model.items() if n not in params}
-            point = point._replace(model=rest)
-        (params, _, total), notes = unroll(
-            segment, steps, carry, (point, support, query), self._memory(), tuple(self.modules())
+    if not isinstance(value, list | tuple):
+        raise ArgumentTypeError(
+            f"step_weights: expected a list of numbers, got {validation.describe(value)}."
         )
-        return params, total, notes
-
-    def _gradient(
-        self, i: int, point: MetaParams, params: Params, support: Any, constant: bool, alone: bool
-    ) -> tuple[Params, Any]:
-        loss = self.inner_objective.with_norm_policy(self._norms(i))
-
-        def noted(params: Params, support: Any) -> tuple[Tensor, Any]:
-            with self._noting() as statistics:
-                return self._inner_value(point, params, support, loss), statistics
-
-        return gradient(noted, params, support, constant=constant, alone=alone, check=i == 0)
-
-    def _step_from(
-        self, fixed: MetaParams, carry: Any, count: Tensor, support: Any, constant: bool
-    ) -> tuple[Any, Tensor]:
-        """One inner step by itself, for rules and losses to which all steps are alike.
-
-        carry: the parameters that adapt, and what the rule remembers besides the number of steps, which
-        is count. Gives what is carried on, and the loss.
-        """
-        params, memory = carry
-        rule = self._rule(0, fixed, list(params))
-        grads, (loss, _) = self._gradient(0, fixed, params, support, constant, False)
-        state = {"step": count, **memory} if memory else {}
-        params, state = rule.update(params, grads, state)
-        return (params, {slot: tree for slot, tree in state.items() if slot != "step"}), loss
-
-    def _outer(
-        self,
-        point: MetaParams,
-        support: Any,
-        query: Any,
-        steps: int | None = None,
-        weights: Weights = None,
-    ) -> tuple[Tensor, Any, Params]:
-        """The outer loss of a task after the inner loop, what is noted of both, and what adapted.
-
-        weights: those of the outer losses, where they are not the learner's own.
-        """
-        steps = self.inner_steps if steps is None else steps
-        weights = self._weights(steps) if weights is None else weights
-        params, total, notes = self._unroll(point, support, steps, query, weights)
-        with self._noting() as statistics:
-            value = self._outer_value(point, params, query, steps)
-        if weights is not None:
-            value = _weighted(weights[-1], value)
-            value = value if total is None else total + value
-        losses = torch.stack([loss for loss, _ in notes])
-        return value, (losses, [statistics for _, statistics in notes] + [statistics]), params
-
-    def _rule(self, i: int, point: MetaParams, names: list[str]) -> GradientTransformation:
-        if not point.extras:
-            return rule_of(self.rule, self.inner_lr, self.rule_options)
-        with self._extras_at(point):
-            lr = self.inner_lr if self.rates is None else self.rates(names, i)
-            rule = rule_of(self.rule, lr, self.rule_options)
-        if isinstance(self.rule, nn.Module):
-            return GradientTransformation(
-                self._with_extras(point, rule.init), self._with_extras(point, rule.update)
-            )
-        return rule
-
-    def _with_extras(self, point: MetaParams, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with self._extras_at(point):
-                return function(*args)
-
-        return run
-
-    def _kept(self, message: str = RUNS_AGAIN) -> AbstractContextManager[None]:
-        """Around a call of the model whose graph is used when other parameters stand in it."""
-        wanted = torch.is_grad_enabled() and not torch_internals.transforms_active()
-        return hooks_refused(wanted, message)
-
-    # what it is made of
-
-    def _objective(self, which: str, criterion: Criterion) -> FunctionalLoss:
-        known = self._objectives.get(which)
-        if known is None or known.model is not self.model or known.user_criterion is not criterion:
-            known = functional_loss(self.model, criterion, forward=self._forward)
-            self._objectives[which] = known
-        return known
-
-    def _point(self) -> MetaParams:
-        extras: Params = {n: p for n, p in self._extras().named_parameters() if p.requires_grad}
-        return MetaParams(trainable_params(self.model), extras)
-
-    def _extras(self) -> nn.ModuleDict:
-        """Losses, rates and rules that are modules."""
-        parts = {
-            "criterion": self.criterion, "inner_loss": self.inner_loss,
-            "rates": self.rates, "rule": self.rule,
-        }  # fmt: skip
-        return nn.ModuleDict({n: part for n, part in parts.items() if isinstance(part, nn.Module)})
-
-    def _extras_at(self, point: MetaParams) -> AbstractContextManager[None]:
-        return swap_parameters(self._extras(), point.extras) if point.extras else nullcontext()
-
-    def _adapting(self, params: Iterable[str]) -> list[str]:
-        """The names of the parameters that adapt."""
-        names = list(params)
-        chosen = self.inner_params
-        if chosen is None:
-            return names
-        if callable(chosen):
-            own = dict(self.model.named_parameters())
-            found = [name for name in names if chosen(name, own[name])]
-        else:
-            parts = [chosen] if isinstance(chosen, str) else list(chosen)
-            for part in parts:
-                if not any(_is_in(name, part) for name in names):
-                    raise ArgumentValueError(
-                        f"inner_params: expected names or prefixes of trainable parameters of "
-                        f"{type(self.model).__name__}, got {part!r}; it has {', '.join(names)}."
-                    )
-            found = [name for name in names if any(_is_in(name, part) for part in parts)]
-        if not found:
-            raise ArgumentValueError(
-                f"inner_params: expected at least one parameter that adapts, got none of "
-                f"{', '.join(names)}; let the predicate be true for one."
-            )
-        return found
-
-    def _norms(self, step: int) -> NormPolicy:
-        """What batch norms do at parameters after so many steps."""
-        if self.statistics is not None:
-            return self.statistics.at(step, self._layers)
-        return norms.TREATMENTS[self.batch_norm]
-
-    def _noting(self) -> AbstractContextManager[norms.Statistics]:
-        return nullcontext({}) if self.statistics is None else norms.noting(self._layers)
+    return [validation.number("step_weights", weight, minimum=0) for weight in value]
 
 
-def _counts(weight: float | Tensor) -> bool:
+def _is_used(weight: float | Tensor) -> bool:
     return isinstance(weight, Tensor) or weight != 0
 
 

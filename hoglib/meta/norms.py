@@ -1,4 +1,4 @@
-"""What train-mode batch norm does in an inner loop: four policies, said plainly."""
+"""What batch norm layers normalise by in an inner loop: four policies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +18,11 @@ from hoglib.errors import ArgumentValueError
 
 POLICIES = ("by_mode", "transductive", "per_step", "frozen")
 Statistics = dict[str, tuple[Tensor, Tensor]]
-Layers = dict[str, _BatchNorm]
+BatchNorms = dict[str, _BatchNorm]
 
 
-def with_statistics(model: nn.Module) -> Layers:
-    """The batch norms that keep running statistics, by name; to be asked outside of any
-    substitution."""
+def find_batch_norms(model: nn.Module) -> BatchNorms:
+    """The batch norms that keep running statistics, by name; called while none is swapped."""
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -31,33 +30,35 @@ def with_statistics(model: nn.Module) -> Layers:
     }
 
 
-def frozen(places: ModulePatch, layer: nn.Module) -> None:
-    """The model's running statistics, in train and eval mode alike."""
+def frozen(patch: ModulePatch, layer: nn.Module) -> None:
+    """A layer uses the model's running statistics in train mode too."""
     if isinstance(layer, _NormBase) and layer.track_running_stats and layer.training:
-        places.put(layer, "training", False)
+        patch.put(layer, "training", False)
 
 
-TREATMENTS: dict[str, NormPolicy] = {
+FIXED_POLICIES: dict[str, NormPolicy] = {
     "by_mode": train_mode_batch_statistics,
     "transductive": use_batch_statistics,
     "frozen": frozen,
 }
 
 
-class PerStep(nn.Module):
+class PerStepStatistics(nn.Module):
     """Running statistics for each number of inner steps, since they differ from step to step.
 
     In train mode a layer uses the batch's, of which these are the moving averages over meta-steps
     and tasks; in eval mode it uses these. Entry i is of the parameters after i steps; more steps
     than there are entries use the last.
-    Source: Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, BNRS.
+
+    References:
+        Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, BNRS.
     """
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         super().__init__()
         self.steps = steps
         self._names: dict[str, str] = {}
-        for name, layer in with_statistics(model).items():
+        for name, layer in find_batch_norms(model).items():
             self._names[name] = name.replace(".", "/")
             mean, var = layer.running_mean, layer.running_var
             assert mean is not None
@@ -65,8 +66,8 @@ class PerStep(nn.Module):
             self.register_buffer(f"mean/{self._names[name]}", mean.expand(steps + 1, -1).clone())
             self.register_buffer(f"var/{self._names[name]}", var.expand(steps + 1, -1).clone())
 
-    def at(self, step: int, layers: Layers) -> NormPolicy:
-        """What stands in the layers' places at parameters after so many steps."""
+    def at(self, step: int, layers: BatchNorms) -> NormPolicy:
+        """The policy of the layers at parameters after so many steps."""
         if layers.keys() != self._names.keys():
             raise ArgumentValueError(
                 f"batch_norm='per_step': expected the layers {', '.join(self._names)}, got "
@@ -74,21 +75,21 @@ class PerStep(nn.Module):
             )
         names = {id(layer): name for name, layer in layers.items()}
 
-        def treat(places: ModulePatch, layer: nn.Module) -> None:
+        def policy(patch: ModulePatch, layer: nn.Module) -> None:
             name = names.get(id(layer))
             if name is None or layer.training:
-                train_mode_batch_statistics(places, layer)
+                train_mode_batch_statistics(patch, layer)
                 return
             mean, var = self._of(name)
             i = min(step, self.steps)
-            places.put(layer, "running_mean", mean[i])
-            places.put(layer, "running_var", var[i])
+            patch.put(layer, "running_mean", mean[i])
+            patch.put(layer, "running_var", var[i])
 
-        return treat
+        return policy
 
     @torch.no_grad()
-    def update(self, found: list[Statistics], layers: Layers) -> None:
-        """Move toward the means over tasks of what each step found: entries [tasks, channels]."""
+    def update(self, found: list[Statistics], layers: BatchNorms) -> None:
+        """Move the averages toward the means over tasks of each step's statistics [tasks, channels]."""
         for i, statistics in enumerate(found[: self.steps + 1]):
             for name, of_tasks in statistics.items():
                 momentum = layers[name].momentum
@@ -101,13 +102,12 @@ class PerStep(nn.Module):
 
 
 @contextmanager
-def noting(layers: Layers) -> Iterator[Statistics]:
-    """The mean and the unbiased variance of what comes into each train-mode layer, without
-    graphs."""
+def record_statistics(layers: BatchNorms) -> Iterator[Statistics]:
+    """The mean and the unbiased variance of the input of each train-mode layer, without graphs."""
     found: Statistics = {}
     handles = []
 
-    def note(name: str) -> Any:
+    def record(name: str) -> Any:
         def hook(layer: nn.Module, args: Any) -> None:
             x = args[0].detach()
             dims = [0, *range(2, x.dim())]
@@ -117,7 +117,7 @@ def noting(layers: Layers) -> Iterator[Statistics]:
 
     for name, layer in layers.items():
         if layer.training:
-            handles.append(layer.register_forward_pre_hook(note(name)))
+            handles.append(layer.register_forward_pre_hook(record(name)))
     try:
         yield found
     finally:

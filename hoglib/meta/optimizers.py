@@ -1,145 +1,40 @@
-"""What all update rules share: the step around a rule's direction, and the arithmetic of options."""
+"""Update rules of inner loops: torch.optim's, as pure functions that can be differentiated.
+
+A rule is a `GradientTransformation`: `init(params) -> state` and `update(params, grads, state) ->
+(params, state)`. Nothing is changed in place, so a gradient flows through every update, to the
+parameters and to the options that are tensors. All rules are
+
+    g <- g + lambda theta                            weight decay lambda
+    u, memory' = direction(g, memory)                what the rules differ in
+    theta' = theta - lr u
+
+Params are any pytree of tensors; complex ones are pairs of real numbers, as in torch.optim. Dtypes
+and devices stay those of params. The state is a dict of the step count, an int, and of trees like
+params; that of plain gradient descent is empty.
+"""
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core import validation
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.meta import hyperparameters
-from hoglib.meta.hyperparameters import Leaves, Option
-
-Params = Any  # a pytree of tensors
-State = Any  # a pytree of tensors and Python numbers
-
-# (u, memory') of g and memory, all of one leaf
-Direction = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-
-
-class GradientTransformation(NamedTuple):
-    """An update rule: `init(params) -> state`, `update(params, grads, state) -> (params, state)`."""
-
-    init: Callable[[Params], State]
-    update: Callable[[Params, Params, State], tuple[Params, State]]
-
-
-def transformation(
-    direction_at: Callable[[int], Direction],
-    slots: Sequence[str],
-    lr: Any,
-    weight_decay: Any,
-    *,
-    decoupled: bool = False,
-) -> GradientTransformation:
-    """The rule whose direction in the t-th step, counted from 1, is direction_at(t).
-
-        g <- g + lambda theta        u, memory' = direction(g, memory)        theta' = theta - lr u
-
-    decoupled takes the decay from theta: theta' = (1 - lr lambda) theta - lr u. slots name what a
-    direction keeps from step to step, a tree like params each; a rule without any has no state.
-    """
-    lr = hyperparameters.rates("lr", lr)
-    weight_decay = hyperparameters.rates("weight_decay", weight_decay, zero=True)
-
-    entries = {"step", *slots}
-
-    def init(params: Params) -> State:
-        if not slots:
-            return {}
-        zeros = {slot: pytree.map(torch.zeros_like, params) for slot in slots}
-        return {"step": 0, **zeros}
-
-    def update(params: Params, grads: Params, state: State) -> tuple[Params, State]:
-        with without_stand_ins():  # nothing here needs a stand-in, and each call that it sees costs
-            if slots and (not isinstance(state, dict) or state.keys() != entries):
-                raise ArgumentValueError(
-                    f"state: expected a dict of {', '.join(sorted(entries))}, got "
-                    f"{validation.describe(state)}; begin with what the rule's init(params) gives."
-                )
-            step = state["step"] + 1 if slots else 0
-            direction = direction_at(step)
-            leaves = Leaves(params)
-            updated, kept = [], []
-            for p, g, rate, decay, *memory in zip(
-                leaves.real,
-                leaves.real_beside("grads", grads),
-                hyperparameters.each("lr", lr, leaves),
-                hyperparameters.each("weight_decay", weight_decay, leaves),
-                *[leaves.real_beside(f"state[{slot!r}]", state[slot]) for slot in slots],
-                strict=False,  # options may repeat without end
-            ):
-                if isinstance(decay, Tensor) or decay != 0:
-                    if decoupled:
-                        p = p * (1 - rate * decay)
-                    else:
-                        g = plus(g, decay, p)
-                u, remembered = direction(g, *memory)
-                updated.append(minus(p, rate, u))
-                kept.append(remembered)
-            new = leaves.tree(updated)
-            if not slots:
-                return new, state
-            trees = {slot: leaves.tree([row[i] for row in kept]) for i, slot in enumerate(slots)}
-            return new, {"step": step, **trees}
-
-    return GradientTransformation(init, update)
-
-
-def plus(x: Tensor, a: Option, y: Tensor) -> Tensor:
-    """x + a y."""
-    return torch.addcmul(x, y, a) if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
-
-
-def minus(x: Tensor, a: Option, y: Tensor) -> Tensor:
-    """x - a y."""
-    return torch.addcmul(x, y, a, value=-1) if isinstance(a, Tensor) else torch.add(x, y, alpha=-a)
-
-
-def root(v: Tensor) -> Tensor:
-    """sqrt(v), with derivative 0 at 0 by convention; 0 for a v that rounding made negative.
-
-    The derivative of torch.sqrt at 0 is infinite, and NaN once it meets a zero. Here v is no less than
-    the smallest normal number, whose root, 1e-19 in float32 and 1e-154 in float64, is as nothing beside
-    any eps; `clamp` has derivative 0 below it, and an exact zero from two `where` takes three more
-    operations. float16, whose smallest number has a root of 2e-4, borrows the range of float32.
-    """
-    if v.dtype is torch.float16:
-        return root(v.float()).half()
-    return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
-
-
-_SMALLEST = {
-    dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64, torch.bfloat16)
-}
-
-
-# === Update rules of inner loops: torch.optim's, as pure functions that can be differentiated.
-#
-# A rule is two functions: `init(params) -> state` and `update(params, grads, state) -> (params,
-# state)`.
-# Nothing is changed in place, so a gradient flows through every update, to the parameters and to
-# the
-# options that are tensors. All rules are
-#
-#     g <- g + lambda theta                            weight decay lambda
-#     u, memory' = direction(g, memory)                what the rules differ in
-#     theta' = theta - lr u
-#
-# What all of them take: lr is a positive number, a tensor with one number, or a tree like params
-# whose
-# leaves, numbers or tensors, broadcast to its: a rate for each tensor or each element. weight_decay
-# likewise, and may be 0. Every other number may be a tensor with one number. Params are any pytree
-# of
-# tensors; complex ones are pairs of real numbers, as in torch.optim. Dtypes and devices stay those
-# of
-# params. The state is a dict of the step count, an int, and of trees like params; that of plain
-# gradient
-# descent is empty. Tensors are taken as they are, whatever their values; of numbers that cannot be
-# meant, and of trees of another structure than params, the rules raise ValueError or TypeError.
+from hoglib.meta.gradient_transformation import (
+    Direction,
+    GradientTransformation,
+    Option,
+    Params,
+    check_number,
+    check_pair,
+    plus,
+    root,
+    to_leaf,
+    transformation,
+    without_dims,
+)
 
 __all__ = [
     "RULES",
@@ -167,14 +62,37 @@ def sgd(
         b' = mu b + (1 - tau) g, in the first step g        u = b', with nesterov g + mu b'
         theta' = theta - lr u
 
-    Without momentum u = g. lambda is weight_decay.
-    Raises TypeError and ValueError for options of the wrong kind, for nesterov without momentum or
-    with dampening, and, in update, for trees that are not like params.
-    Source: as torch.optim.SGD; Sutskever et al., On the importance of initialization and momentum in
-    deep learning, 2013, for nesterov.
+    Without momentum u = g.
+
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
+            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+        momentum: The factor mu. Like every option below, a number or a tensor with one number.
+        dampening: The factor tau on the gradient, from the second step on.
+        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
+        nesterov: Use Nesterov's momentum.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options that are not as described here, and for
+            nesterov without momentum or with dampening; and, in
+            update, for trees that do not have the structure of params.
+
+    References:
+        torch.optim.SGD; Sutskever et al., On the importance of initialization and momentum in deep
+        learning, 2013 (nesterov).
+
+    Example:
+        >>> rule = hog.meta.sgd(0.1)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.9000, 1.9000])
     """
-    mu = hyperparameters.number("momentum", momentum)
-    tau = hyperparameters.number("dampening", dampening)
+    mu = check_number("momentum", momentum)
+    tau = check_number("dampening", dampening)
     has_momentum = isinstance(mu, Tensor) or mu != 0
     if validation.flag("nesterov", nesterov) and not has_momentum:
         raise ArgumentValueError(
@@ -188,15 +106,15 @@ def sgd(
         )
 
     def at(step: int) -> Direction:
-        mu_, keep = hyperparameters.one(mu), 1 - hyperparameters.one(tau)
+        mu_, keep = without_dims(mu), 1 - without_dims(tau)
 
         def direction(g: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor]]:
-            m = hyperparameters.like(mu_, g)
+            m = to_leaf(mu_, g)
             if isinstance(step, int) and step == 1:
                 b = g
             else:
                 plain = isinstance(keep, float) and keep == 1
-                more = plus(g, m, b) if plain else plus(m * b, hyperparameters.like(keep, g), g)
+                more = plus(g, m, b) if plain else plus(m * b, to_leaf(keep, g), g)
                 b = torch.where(step == 1, g, more) if isinstance(step, Tensor) else more
             return (plus(g, m, b) if nesterov else b), (b,)
 
@@ -217,11 +135,34 @@ def momentum(
 ) -> GradientTransformation:
     r"""Gradient descent with momentum: `sgd` with another default.
 
-        b' = mu b + g        theta' = theta - lr b'
+        b' = mu b + (1 - tau) g, in the first step g        theta' = theta - lr b'
 
-    Raises as `sgd`, which has all equations.
-    Source: as torch.optim.SGD; Polyak, Some methods of speeding up the convergence of iteration
-    methods, 1964.
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
+            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+        momentum: The factor mu. Like every option below, a number or a tensor with one number.
+        dampening: The factor tau on the gradient, from the second step on.
+        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
+        nesterov: Use Nesterov's momentum, g + mu b' in the place of b'.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options that are not as described here, and for
+            nesterov without momentum or with dampening; and, in
+            update, for trees that do not have the structure of params.
+
+    References:
+        torch.optim.SGD; Polyak, Some methods of speeding up the convergence of iteration methods,
+        1964.
+
+    Example:
+        >>> rule = hog.meta.momentum(0.1)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.9000, 1.9000])
     """
     return sgd(
         lr,
@@ -247,14 +188,36 @@ def adam(
         u = (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)
         theta' = theta - lr u
 
-    amsgrad puts the largest v' so far in the place of v'. The square root has derivative 0 at 0, and
-    so the derivatives are finite where a gradient is exactly zero and always was (a dead unit). They
-    are also right: there u = c g / (sqrt(v') + eps) with sqrt(v') = d |g|, and du/dg = c / eps. It is
-    large, since Adam's step is the sign of g with a slope of 1 / eps at 0; a larger eps tames it.
-    Raises TypeError and ValueError for options of the wrong kind, a number outside of [0, 1) in betas,
-    and, in update, trees that are not like params.
-    Source: as torch.optim.Adam; Kingma and Ba, Adam: a method for stochastic optimization, 2015,
-    algorithm 1; Reddi, Kale and Kumar, On the convergence of Adam and beyond, 2018, for amsgrad.
+    The square root has derivative 0 at 0, so the derivatives are finite where a gradient is exactly
+    zero and always was (a dead unit). They are also right: there u = c g / (sqrt(v') + eps) with
+    sqrt(v') = d |g|, and du/dg = c / eps. It is large, since Adam's step is the sign of g with a
+    slope of 1 / eps at 0; a larger eps makes it smaller.
+
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
+            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+        betas: The factors (beta1, beta2) of the running averages, in [0, 1).
+        eps: The number added to the square root.
+        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
+        amsgrad: Use the largest v' so far in the place of v'.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options that are not as described here; and, in
+            update, for trees that do not have the structure of params.
+
+    References:
+        torch.optim.Adam; Kingma and Ba, Adam: a method for stochastic optimization, 2015, algorithm
+        1; Reddi, Kale and Kumar, On the convergence of Adam and beyond, 2018 (amsgrad).
+
+    Example:
+        >>> rule = hog.meta.adam(0.1)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.9000, 1.9000])
     """
     return _adam(lr, betas, eps, weight_decay, amsgrad, decoupled=False)
 
@@ -269,11 +232,37 @@ def adamw(
 ) -> GradientTransformation:
     r"""Adam with decoupled weight decay.
 
-        theta' = (1 - lr lambda) theta - lr u        u as in `adam` for lambda = 0
+        m' = beta1 m + (1 - beta1) g        v' = beta2 v + (1 - beta2) g^2        in step t
+        u = (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)
+        theta' = (1 - lr lambda) theta - lr u
 
-    Raises as `adam`.
-    Source: as torch.optim.AdamW; Loshchilov and Hutter, Decoupled weight decay regularization, 2019,
-    algorithm 2.
+    Its derivatives are those of `adam`.
+
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
+            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+        betas: The factors (beta1, beta2) of the running averages, in [0, 1).
+        eps: The number added to the square root.
+        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
+        amsgrad: Use the largest v' so far in the place of v'.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options that are not as described here; and, in
+            update, for trees that do not have the structure of params.
+
+    References:
+        torch.optim.AdamW; Loshchilov and Hutter, Decoupled weight decay regularization, 2019,
+        algorithm 2.
+
+    Example:
+        >>> rule = hog.meta.adamw(0.1)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.8990, 1.8980])
     """
     return _adam(lr, betas, eps, weight_decay, amsgrad, decoupled=True)
 
@@ -287,7 +276,7 @@ def rmsprop(
     momentum: Option = 0.0,
     centered: bool = False,
 ) -> GradientTransformation:
-    r"""Gradient descent over a running root mean square of the gradient, with momentum mu.
+    r"""Gradient descent, scaled by a running root mean square of the gradient, with momentum mu.
 
         g <- g + lambda theta
         v' = alpha v + (1 - alpha) g^2        centered: a' = alpha a + (1 - alpha) g
@@ -295,35 +284,58 @@ def rmsprop(
         b' = mu b + w        theta' = theta - lr b'
 
     The square root has derivative 0 at 0, as in `adam`; a variance v' - a'^2 that rounding made
-    negative, of which torch.optim.RMSprop makes NaN, counts as 0.
-    Raises TypeError and ValueError for options of the wrong kind, an alpha outside of [0, 1), and, in
-    update, trees that are not like params.
-    Source: as torch.optim.RMSprop; Hinton, Neural networks for machine learning, 2012, lecture 6e;
-    Graves, Generating sequences with recurrent neural networks, 2013, eq. 38 to 41, for centered.
+    negative, for which torch.optim.RMSprop gives NaN, counts as 0.
+
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
+            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+        alpha: The factor of the running averages, in [0, 1).
+        eps: The number added to the square root.
+        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
+        momentum: The factor mu.
+        centered: Scale by the variance of the gradient, in the place of its mean square.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options that are not as described here; and, in
+            update, for trees that do not have the structure of params.
+
+    References:
+        torch.optim.RMSprop; Hinton, Neural networks for machine learning, 2012, lecture 6e; Graves,
+        Generating sequences with recurrent neural networks, 2013, eq. 38 to 41 (centered).
+
+    Example:
+        >>> rule = hog.meta.rmsprop(0.01)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.9000, 1.9000])
     """
-    average = hyperparameters.number("alpha", alpha, below=1)
-    epsilon, mu = hyperparameters.number("eps", eps), hyperparameters.number("momentum", momentum)
+    average = check_number("alpha", alpha, below=1)
+    epsilon, mu = check_number("eps", eps), check_number("momentum", momentum)
     validation.flag("centered", centered)
     has_momentum = isinstance(mu, Tensor) or mu != 0
 
     def at(step: int) -> Direction:
         weight, eps_, mu_ = (
-            1 - hyperparameters.one(average),
-            hyperparameters.one(epsilon),
-            hyperparameters.one(mu),
+            1 - without_dims(average),
+            without_dims(epsilon),
+            without_dims(mu),
         )
 
         def direction(g: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            w = hyperparameters.like(weight, g)
+            w = to_leaf(weight, g)
             v = torch.lerp(v, g * g, w)
             variance, kept = v, [v]
             if centered:
                 a = torch.lerp(rest[0], g, w)
                 variance = torch.addcmul(v, a, a, value=-1)
                 kept.append(a)
-            u = g / (root(variance) + hyperparameters.like(eps_, g))
+            u = g / (root(variance) + to_leaf(eps_, g))
             if has_momentum:
-                u = plus(u, hyperparameters.like(mu_, g), rest[-1])
+                u = plus(u, to_leaf(mu_, g), rest[-1])
                 kept.append(u)
             return u, tuple(kept)
 
@@ -331,34 +343,6 @@ def rmsprop(
 
     slots = ("square", *(("mean",) if centered else ()), *(("momentum",) if has_momentum else ()))
     return transformation(at, slots, lr, weight_decay)
-
-
-def _adam(
-    lr: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: bool, *, decoupled: bool
-) -> GradientTransformation:
-    beta1, beta2 = hyperparameters.pair("betas", betas, below=1)
-    epsilon = hyperparameters.number("eps", eps)
-    validation.flag("amsgrad", amsgrad)
-
-    def at(step: int) -> Direction:
-        b1, b2 = hyperparameters.one(beta1), hyperparameters.one(beta2)
-        weight1, weight2 = 1 - b1, 1 - b2
-        correction = 1 - b1**step
-        # u = m / (scale slope + floor), where what all leaves have in common is computed once
-        slope, floor = correction / (1 - b2**step) ** 0.5, hyperparameters.one(epsilon) * correction
-
-        def direction(g: Tensor, *memory: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            m = torch.lerp(memory[0], g, hyperparameters.like(weight1, g))
-            v = torch.lerp(memory[1], g * g, hyperparameters.like(weight2, g))
-            kept = (m, v, torch.maximum(memory[2], v)) if amsgrad else (m, v)
-            scale = root(kept[-1])
-            u = m / (scale * hyperparameters.like(slope, g) + hyperparameters.like(floor, g))
-            return u, kept
-
-        return direction
-
-    slots = ("mean", "square", "largest") if amsgrad else ("mean", "square")
-    return transformation(at, slots, lr, weight_decay, decoupled=decoupled)
 
 
 RULES: dict[str, Callable[..., GradientTransformation]] = {
@@ -370,15 +354,13 @@ RULES: dict[str, Callable[..., GradientTransformation]] = {
 }
 
 
-# === Update rules as a user says them: by name, by a function of the learning rate, or as they are.
-
 EXPECTED = (
     f"one of {', '.join(RULES)}, a `hoglib.meta.GradientTransformation`, a module with "
     "init and update, or a function from a learning rate to one"
 )
 
 
-def rule_of(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransformation:
+def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransformation:
     """The update rule that a name, a function of the learning rate or an object stands for."""
     if isinstance(rule, str):
         return _named(validation.one_of("rule", rule, RULES), lr, options)
@@ -387,7 +369,7 @@ def rule_of(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransformati
             "rule_options: expected none with a rule that is not a name, got "
             f"{', '.join(options)}; give them to the rule itself, for instance by functools.partial."
         )
-    if has_both(rule):
+    if is_transformation(rule):
         return GradientTransformation(rule.init, rule.update)
     if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
         raise ArgumentTypeError(
@@ -395,19 +377,19 @@ def rule_of(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransformati
             "in place; name the rule."
         )
     found = validation.function("rule", rule)(lr)
-    if not has_both(found):
+    if not is_transformation(found):
         raise ArgumentTypeError(
             f"rule: expected {EXPECTED}, got {validation.describe(found)} from it."
         )
     return GradientTransformation(found.init, found.update)
 
 
-def has_both(rule: Any) -> bool:
-    """Whether it is a rule itself."""
+def is_transformation(rule: Any) -> bool:
+    """Whether an object is an update rule itself."""
     return callable(getattr(rule, "init", None)) and callable(getattr(rule, "update", None))
 
 
-def name_of(rule: Any) -> str:
+def rule_name(rule: Any) -> str:
     if isinstance(rule, str):
         return repr(rule)
     return str(getattr(rule, "__name__", type(rule).__name__))
@@ -422,3 +404,31 @@ def _named(name: str, lr: Any, options: dict[str, Any]) -> GradientTransformatio
                 f"{option!r}."
             )
     return RULES[name](lr, **options)
+
+
+def _adam(
+    lr: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: bool, *, decoupled: bool
+) -> GradientTransformation:
+    beta1, beta2 = check_pair("betas", betas, below=1)
+    epsilon = check_number("eps", eps)
+    validation.flag("amsgrad", amsgrad)
+
+    def at(step: int) -> Direction:
+        b1, b2 = without_dims(beta1), without_dims(beta2)
+        weight1, weight2 = 1 - b1, 1 - b2
+        correction = 1 - b1**step
+        # u = m / (scale slope + floor), where what all leaves have in common is computed once
+        slope, floor = correction / (1 - b2**step) ** 0.5, without_dims(epsilon) * correction
+
+        def direction(g: Tensor, *memory: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            m = torch.lerp(memory[0], g, to_leaf(weight1, g))
+            v = torch.lerp(memory[1], g * g, to_leaf(weight2, g))
+            kept = (m, v, torch.maximum(memory[2], v)) if amsgrad else (m, v)
+            scale = root(kept[-1])
+            u = m / (scale * to_leaf(slope, g) + to_leaf(floor, g))
+            return u, kept
+
+        return direction
+
+    slots = ("mean", "square", "largest") if amsgrad else ("mean", "square")
+    return transformation(at, slots, lr, weight_decay, decoupled=decoupled)

@@ -9,25 +9,56 @@ from torch import nn
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward
 from hoglib.meta.learner import Learner
-from hoglib.meta.mapping import TaskResult
-from hoglib.meta.module_loop import InnerParams, MetaParams
+from hoglib.meta.module_loop import InnerParams, LoopOptions, MetaParams, ModuleLoop
 from hoglib.meta.optimizers import GradientTransformation
+from hoglib.meta.tasks import TaskResult
 
 
 class Reptile(Learner):
-    r"""Reptile: parameters that move toward where tasks lead them.
+    r"""Reptile: learn parameters by moving toward those that tasks adapt to.
 
-        theta_i = inner_steps updates of theta by rule, down grad L(.; support_i)
+        theta_i = inner_steps updates of theta by rule, along -grad L(.; support_i)
         gradient = mean_i (theta - theta_i)
 
-    so that a step of `torch.optim.SGD(lr=epsilon)` is theta + epsilon mean_i (theta_i - theta).
-    Nothing is differentiated twice. The value of the loss is the outer one, of the query sets at
-    theta_i, which the gradient does not come from; give the support set as the query set where
-    there is none. Arguments, and what `adapt`, `loss` and calling it do, as in `hoglib.MAML`.
-    Parameters that do not adapt get a gradient of zero.
-    Raises, beside what `MAML` raises, ValueError for a loss or a rule with parameters, which would
-    get no gradient.
-    Source: Nichol, Achiam and Schulman, On First-Order Meta-Learning Algorithms, 2018, algorithm 1.
+    A step of `torch.optim.SGD(lr=epsilon)` on this gradient is theta + epsilon mean_i (theta_i -
+    theta). Nothing is differentiated twice. The value of the loss is the outer one, of the query
+    sets at theta_i, which the gradient does not come from; where there is no query set, give the
+    support set in its place. Parameters that do not adapt get a gradient of zero. Options are
+    attributes of the same names and may be changed between steps.
+
+    Args:
+        model: Any nn.Module. It is called with other parameters and never changed.
+        criterion: The loss, ``criterion(outputs, targets)``, a scalar.
+        inner_lr: The learning rate of the inner loop.
+        inner_steps: The number of inner steps.
+        rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
+            learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
+            ``update``.
+        rule_options: Keyword arguments of a rule that is given by name.
+        inner_loss: The criterion of the inner loop. Default: criterion.
+        inner_params: The parameters that adapt: a predicate ``(name, tensor) -> bool``, or names
+            and prefixes. Default: all.
+        batch_norm: What batch norm layers normalise by: "by_mode", "transductive", "per_step" or
+            "frozen", as `hoglib.MAML` describes.
+        forward: How the model is called, ``forward(model, batch)``. Default: by the parts of the
+            batch.
+        over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses.
+        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
+            derivative are replaced by their stand-ins.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here, and
+            for a loss or a rule with parameters, which would get no gradient.
+
+    References:
+        Nichol, Achiam and Schulman, On First-Order Meta-Learning Algorithms, 2018, algorithm 1.
+
+    Example:
+        >>> reptile = hog.meta.Reptile(nn.Linear(2, 1), F.mse_loss, inner_lr=0.1)
+        >>> support = torch.randn(4, 5, 2), torch.randn(4, 5, 1)  # of 4 tasks
+        >>> reptile.loss((support, support)).backward()
+        >>> reptile.model.weight.grad.shape
+        torch.Size([1, 2])
     """
 
     def __init__(
@@ -46,29 +77,31 @@ class Reptile(Learner):
         over_tasks: str = "auto",
         stand_ins: bool = True,
     ) -> None:
-        super().__init__(
-            model, criterion, inner_lr=inner_lr, inner_steps=inner_steps, rule=rule,
-            rule_options=rule_options, inner_loss=inner_loss, inner_params=inner_params,
-            batch_norm=batch_norm, forward=forward, over_tasks=over_tasks, stand_ins=stand_ins,
+        options = LoopOptions(
+            inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
+            inner_params=inner_params, batch_norm=batch_norm, first_order=True, stand_ins=stand_ins,
         )  # fmt: skip
-        extras = list(self._point().extras)
-        if extras:
+        super().__init__(
+            model, criterion, options,
+            rule=rule, inner_loss=inner_loss, forward=forward, over_tasks=over_tasks,
+        )  # fmt: skip
+        learned = list(self._loop().meta_params().modules)
+        if learned:
             raise ArgumentValueError(
                 f"Reptile: expected losses and rules without parameters of their own, got "
-                f"{', '.join(extras)}, to which it has no gradient; use hoglib.MAML, or freeze "
+                f"{', '.join(learned)}, to which it has no gradient; use hoglib.MAML, or freeze "
                 "them with requires_grad_(False)."
             )
 
-    def _constant(self, i: int, steps: int) -> bool:
-        return True
-
-    def _of_task(self, point: MetaParams, support: Any, query: Any, wanted: bool) -> TaskResult:
+    def _task_result(
+        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
+    ) -> TaskResult:
         with torch.no_grad():
-            value, notes, adapted = self._outer(point, support, query)
+            result, adapted = loop.outer_loss(start, support, query)
             if not wanted:
-                return TaskResult(value, {}, notes)
+                return result
             moved = {
                 name: p - adapted[name] if name in adapted else torch.zeros_like(p)
-                for name, p in point.model.items()
+                for name, p in start.model.items()
             }
-        return TaskResult(value, {"model": moved, "extras": {}}, notes)
+        return result._replace(grads=MetaParams(moved, {}))

@@ -14,7 +14,7 @@ from hoglib.meta.compiled import fastest_mode
 from tests.meta.test_maml import as_list, stacks
 from tests.oracles import relative
 
-NOT_ALIKE = {"lr_per_step", "step_weights", "batch_norm"}
+UNEQUAL_STEPS = {"lr_per_step", "step_weights", "batch_norm"}
 
 
 class Named(nn.Module):
@@ -100,8 +100,8 @@ def test_weights_of_steps_that_change_take_no_graph_of_their_own():
 def test_a_graph_gives_the_meta_gradient(case, mode):
     tasks = stacks if case in CASES else lambda: as_list(stacks())
     make, options = CASES.get(case, (plain_net, {}))
-    if mode == "step" and NOT_ALIKE & options.keys():
-        with pytest.raises(NotImplementedError, match="expected inner steps that are alike"):
+    if mode == "step" and UNEQUAL_STEPS & options.keys():
+        with pytest.raises(NotImplementedError, match="expected inner steps that are equal"):
             learner(make, mode, **options).loss(tasks())
         return
     torch.manual_seed(1)

@@ -510,7 +510,7 @@ def nan_at(step):
 @pytest.mark.parametrize("step", [1, 3])
 def test_an_inner_loss_that_is_not_finite_names_task_and_step(step, over_tasks):
     maml, tasks = nan_at(step)
-    maml._mapper.over_tasks = over_tasks
+    maml.over_tasks = over_tasks
     with pytest.raises(FloatingPointError, match=f"at task 1 of 2, step {step} of 5"):
         maml.loss(tasks)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.meta.mapping import vmap_pays
+from hoglib.meta.tasks import vmap_pays
 from tests.models import MODELS, build
 from tests.oracles import gradient_by_differences, relative
 

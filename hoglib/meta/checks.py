@@ -1,0 +1,159 @@
+"""Checks of an inner loop: finite losses, and derivatives that reach all that is learned."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core import pytree, validation
+from hoglib._core.autograd import fresh_leaves, translate_errors
+from hoglib._core.finite_differences import (
+    check_hessian_product,
+    fixed_random_numbers,
+    unchecked_functions,
+)
+from hoglib._core.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.source_location import warn
+from hoglib._core.swap import keep_swapped
+from hoglib.errors import NonFiniteError, NoSecondDerivative
+from hoglib.meta.inner_loop import UNUSED, gradient
+from hoglib.meta.module_loop import MetaParams, ModuleLoop
+from hoglib.meta.tasks import Task, TaskResult
+from hoglib.stand_ins.mode import stand_ins_if
+
+
+def check_derivatives(
+    what: str, loop: ModuleLoop, start: MetaParams, task: Task, learned: dict[str, Tensor]
+) -> None:
+    """Check on one task that both losses depend on what is learned, through Functions that are right.
+
+    learned: all parameters of the learner, by name, for messages. Raises NoSecondDerivative for a
+    loss that depends on no parameter, or on one by another way than its place in a module. Warns of
+    other tensors that require grad, and of custom Functions whose second derivative is not that of
+    differences.
+    """
+    start = pytree.map(Tensor.clone, start)
+    support, query = task
+    before = [start.model[name] for name in loop.adapting]
+
+    def inner(start: MetaParams, *leaves: Tensor) -> Tensor:
+        params = dict(zip(loop.adapting, leaves, strict=True))
+        return loop.inner_value(start, params, support, 0)
+
+    leaves, structure = pytree.flatten(start)
+    own = [leaf.detach().requires_grad_() for leaf in leaves]
+    at = pytree.unflatten(own, structure)
+    adapting = {name: at.model[name] for name in loop.adapting}
+
+    def losses() -> list[Tensor]:
+        """The inner loss at the start, and the outer loss after a step or two."""
+        first = inner(at, *adapting.values())
+        if not depends_on_any(first, list(adapting.values())):
+            raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+        params, state = adapting, loop.rule_at(0, at).init(adapting)
+        for i in range(
+            min(2, loop.options.inner_steps)
+        ):  # some rules use all of theirs in the second
+            grads, _ = gradient(_inner_loss_at(loop, i, at, support), params, constant=True)
+            params, state = loop.rule_at(i, at).update(params, grads, state)
+        last = loop.outer_value(at, params, query, loop.options.inner_steps)
+        if not last.requires_grad:
+            raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
+        return [first, last]
+
+    steps = loop.options.inner_steps
+    stand_ins = stand_ins_if(loop.options.stand_ins)
+    with torch.enable_grad(), fixed_random_numbers(before), stand_ins, translate_errors(what):
+        data = [x for x in pytree.leaves((support, query)) if isinstance(x, Tensor)]
+        _check_leaves(what, losses, [*own, *data], learned)
+        if not loop.is_constant(steps - 1, steps):
+            _check_functions("the inner step", partial(inner, start), before)
+
+
+def check_finite(found: TaskResult) -> None:
+    """Raise NonFiniteError at the first inner loss that is not finite, or outer loss."""
+    # a sum is finite only if all its terms are
+    if math.isfinite(float(found.inner_losses.detach().sum() + found.value.detach().sum())):
+        return
+    stay = " The parameters are as they were before this step."
+    check_inner_losses(
+        found.inner_losses.detach(), "Look for NaN in its support set, or in the parameters." + stay,
+        "The inner loop diverges: lower inner_lr, or take fewer steps." + stay,
+    )  # fmt: skip
+    validation.finite(
+        "meta-loss",
+        found.value,
+        "Tasks whose inner loop diverges give this: lower inner_lr, clip the outer gradient, or look "
+        "for NaN in the data. The parameters are as they were before this step.",
+    )
+
+
+def check_inner_losses(losses: Tensor, at_first: str, later: str) -> None:
+    """Raise NonFiniteError at the first of losses [steps] or [tasks, steps] that is not finite.
+
+    at_first, later: what to do about one in the first step, and in another.
+    """
+    bad = (~torch.isfinite(losses)).nonzero()
+    if len(bad):
+        *task, step = bad[0].tolist()
+        raise NonFiniteError(
+            f"inner loss: expected a finite number, got {losses[*task, step].item()} at "
+            + (f"task {task[0]} of {len(losses)}, " if task else "")
+            + f"step {step + 1} of {losses.shape[-1]}. {later if step else at_first}"
+        )
+
+
+def _inner_loss_at(
+    loop: ModuleLoop, i: int, start: MetaParams, support: object
+) -> Callable[..., Any]:
+    return lambda params: (loop.inner_value(start, params, support, i), ())
+
+
+def _check_leaves(
+    what: str,
+    losses: Callable[[], list[Tensor]],
+    own: list[Tensor],
+    learned: dict[str, Tensor],
+) -> None:
+    """Raise or warn where the graphs of the losses end in other leaves than their own."""
+    found = _other_leaves(losses(), own)
+    # A tensor that a forward makes for itself, to differentiate by, is another one at the next call.
+    again = {id(x) for x in _other_leaves(losses(), own)} if found else set()
+    names = {id(p): name for name, p in learned.items()}
+    for leaf in found:
+        if id(leaf) in names:
+            raise NoSecondDerivative(
+                f"{what}: expected a model that finds its parameters in their modules, got one that "
+                f"uses {names[id(leaf)]} from elsewhere too (a list of weights, a closure): there it "
+                "would neither adapt nor get a gradient. Read it from its module."
+            )
+        if id(leaf) in again:
+            warn(
+                f"{what}: the losses use {validation.describe(leaf)} that requires grad and belongs to "
+                "none of the modules that are learned (model, criterion, inner_loss, rule): it gets no "
+                "gradient from loss(tasks). Make it a parameter of one of them, or detach() it."
+            )
+
+
+def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
+    known = {id(x) for x in own}
+    found: dict[int, Tensor] = {}
+    for value in values:
+        found |= graph_summary(value).leaves
+    return [leaf for key, leaf in found.items() if key not in known]
+
+
+def _check_functions(what: str, loss: Callable[..., Tensor], leaves: list[Tensor]) -> None:
+    """Compare a Hessian-vector product of the inner loss with finite differences, and warn where they
+    differ; only for custom Functions that were not checked before."""
+    with keep_swapped():
+        value = loss(*fresh_leaves(leaves, False))
+        functions = unchecked_functions(value, graph_summary(value))
+        if not functions:
+            return
+        generator = torch.Generator().manual_seed(0)
+        vector = [torch.randn(x.shape, generator=generator).to(x) for x in leaves]
+        check_hessian_product(what, functions, loss, leaves, vector)

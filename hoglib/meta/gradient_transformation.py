@@ -1,0 +1,305 @@
+"""Update rules as pure functions of pytrees: the step that all of them share, leaves and options.
+
+An option (a learning rate, a decay, an average) is a Python number, which is a constant, or a
+tensor, which may require grad, be mapped over by vmap or carry a tangent. A tensor is taken as it
+is: nothing here looks at its values.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from math import inf
+from numbers import Real
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core import pytree, validation
+from hoglib._core.torch_modes import without_stand_ins
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+
+Tree = Any
+Option = float | Tensor
+Params = Any  # a pytree of tensors
+State = Any  # a pytree of tensors and Python numbers
+
+# (u, memory') of g and memory, all of one leaf
+Direction = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+
+
+class GradientTransformation(NamedTuple):
+    """An update rule.
+
+        state = init(params)        params', state' = update(params, grads, state)
+
+    Args:
+        init: ``init(params) -> state``.
+        update: ``update(params, grads, state) -> (params, state)``, without changes in place.
+
+    Example:
+        >>> def update(params, grads, state):
+        ...     return {n: p - 0.1 * grads[n].sign() for n, p in params.items()}, state
+        >>> signs = hog.meta.GradientTransformation(lambda params: {}, update)
+        >>> maml = hog.MAML(nn.Linear(2, 1), F.mse_loss, rule=signs)
+    """
+
+    init: Callable[[Params], State]
+    update: Callable[[Params, Params, State], tuple[Params, State]]
+
+
+def transformation(
+    direction_at: Callable[[int], Direction],
+    slots: Sequence[str],
+    lr: Any,
+    weight_decay: Any,
+    *,
+    decoupled: bool = False,
+) -> GradientTransformation:
+    """The rule whose direction in the t-th step, counted from 1, is direction_at(t).
+
+        g <- g + lambda theta        u, memory' = direction(g, memory)        theta' = theta - lr u
+
+    decoupled takes the decay from theta: theta' = (1 - lr lambda) theta - lr u. slots name what a
+    direction keeps from step to step, a tree like params each; a rule without any has no state.
+    """
+    lr = check_rates("lr", lr)
+    weight_decay = check_rates("weight_decay", weight_decay, zero=True)
+
+    entries = {"step", *slots}
+
+    def init(params: Params) -> State:
+        if not slots:
+            return {}
+        zeros = {slot: pytree.map(torch.zeros_like, params) for slot in slots}
+        return {"step": 0, **zeros}
+
+    def update(params: Params, grads: Params, state: State) -> tuple[Params, State]:
+        with (
+            without_stand_ins()
+        ):  # no operation here needs a stand-in, and looking each one up takes time
+            if slots and (not isinstance(state, dict) or state.keys() != entries):
+                raise ArgumentValueError(
+                    f"state: expected a dict of {', '.join(sorted(entries))}, got "
+                    f"{validation.describe(state)}; start from the rule's init(params)."
+                )
+            step = state["step"] + 1 if slots else 0
+            direction = direction_at(step)
+            leaves = Leaves(params)
+            updated, kept = [], []
+            for p, g, rate, decay, *memory in zip(
+                leaves.real,
+                leaves.matching_real("grads", grads),
+                option_of_each("lr", lr, leaves),
+                option_of_each("weight_decay", weight_decay, leaves),
+                *[leaves.matching_real(f"state[{slot!r}]", state[slot]) for slot in slots],
+                strict=False,  # options may repeat without end
+            ):
+                if isinstance(decay, Tensor) or decay != 0:
+                    if decoupled:
+                        p = p * (1 - rate * decay)
+                    else:
+                        g = plus(g, decay, p)
+                u, remembered = direction(g, *memory)
+                updated.append(minus(p, rate, u))
+                kept.append(remembered)
+            new = leaves.tree(updated)
+            if not slots:
+                return new, state
+            trees = {slot: leaves.tree([row[i] for row in kept]) for i, slot in enumerate(slots)}
+            return new, {"step": step, **trees}
+
+    return GradientTransformation(init, update)
+
+
+def plus(x: Tensor, a: Option, y: Tensor) -> Tensor:
+    """x + a y."""
+    return torch.addcmul(x, y, a) if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
+
+
+def minus(x: Tensor, a: Option, y: Tensor) -> Tensor:
+    """x - a y."""
+    return torch.addcmul(x, y, a, value=-1) if isinstance(a, Tensor) else torch.add(x, y, alpha=-a)
+
+
+def root(v: Tensor) -> Tensor:
+    """sqrt(v), with derivative 0 at 0 by convention; 0 for a v that rounding made negative.
+
+    The derivative of torch.sqrt at 0 is infinite, and NaN once it is multiplied by a zero. Here v
+    is no less than the smallest normal number, whose root, 1e-19 in float32 and 1e-154 in float64,
+    is negligible compared to any eps; `clamp` has derivative 0 below it, and an exact zero from two
+    `where` takes three more operations. float16, whose smallest number has a root of 2e-4, is
+    computed in float32.
+    """
+    if v.dtype is torch.float16:
+        return root(v.float()).half()
+    return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
+
+
+_SMALLEST = {
+    dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64, torch.bfloat16)
+}
+
+
+def as_real(x: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, [..., 2]; a real one as it is."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+@final
+class Leaves:
+    """The leaves of params in order, complex ones as pairs of real numbers, as torch.optim has them.
+
+    A dict of tensors, by far the most common tree, is handled apart: torch's pytrees take longer
+    for it than a step of gradient descent.
+    """
+
+    __slots__ = ("_flat", "original", "params", "real")
+
+    def __init__(self, params: Tree) -> None:
+        self.params: Final = params
+        self._flat = type(params) is dict and all(isinstance(p, Tensor) for p in params.values())
+        self.original: list[Tensor] = list(params.values()) if self._flat else pytree.leaves(params)
+        self.real = [as_real(p) for p in self.original]
+
+    def matching(self, what: str, tree: Tree) -> list[Any]:
+        """The leaves of a tree with the structure of params, in the order of those of params."""
+        if self._flat and type(tree) is dict and tree.keys() == self.params.keys():
+            return [tree[name] for name in self.params]
+        found: list[Any] = []
+        try:
+            pytree.map(lambda _, leaf: found.append(leaf), self.params, tree)
+        except (ValueError, TypeError) as error:
+            raise validation.other_structure(what, tree, self.params) from error
+        return found
+
+    def matching_real(self, what: str, tree: Tree) -> list[Tensor]:
+        """The leaves of a tree of tensors in the shapes of params, complex ones as pairs of numbers."""
+        found = self.matching(what, tree)
+        for i, (leaf, p) in enumerate(zip(found, self.original, strict=True)):
+            if not isinstance(leaf, Tensor) or leaf.shape != p.shape:
+                raise ArgumentValueError(
+                    f"{self.named(what, i)}: expected a tensor of shape {tuple(p.shape)} as in params, "
+                    f"got {validation.describe(leaf)}; pass `torch.zeros_like(p)` where there is none."
+                )
+        return [as_real(leaf) for leaf in found]
+
+    def named(self, what: str, index: int) -> str:
+        """The name of a leaf of such a tree in a message."""
+        name = pytree.paths(self.params)[index]
+        return f"{what}[{name!r}]" if name else what
+
+    def tree(self, leaves: list[Tensor]) -> Tree:
+        """The tree of params with other leaves, which are complex where those of params are."""
+        made = [
+            torch.view_as_complex(leaf) if p.is_complex() else leaf
+            for leaf, p in zip(leaves, self.original, strict=True)
+        ]
+        if self._flat:
+            return dict(zip(self.params, made, strict=True))
+        return pytree.unflatten(made, pytree.flatten(self.params)[1])
+
+
+def check_number(what: str, value: Any, *, below: float = inf) -> Option:
+    """A number of at least 0 and less than `below`, or a real tensor with one number."""
+    if isinstance(value, Tensor):
+        return _with_one_number(what, validation.real(what, value), "")
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(
+            f"{what}: expected a number or a tensor with one, got {validation.describe(value)}; "
+            f"convert it, for instance with `float({what})`."
+        )
+    found = float(value)
+    if not 0 <= found < below:
+        bound = "" if below == inf else f" and less than {below:g}"
+        raise ArgumentValueError(
+            f"{what}: expected a finite number of at least 0{bound}, got {value}; "
+            "pass one from this range."
+        )
+    return found
+
+
+def check_pair(what: str, value: Any, *, below: float) -> tuple[Option, Option]:
+    """Two such numbers or tensors."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ArgumentTypeError(
+            f"{what}: expected a pair of numbers or tensors, got {validation.describe(value)}; pass "
+            f"two, as in `(0.9, 0.999)`."
+        )
+    first, second = (
+        check_number(f"{what}[{i}]", entry, below=below) for i, entry in enumerate(value)
+    )
+    return first, second
+
+
+def check_rates(what: str, value: Any, *, zero: bool = False) -> Any:
+    """A positive number (with `zero` also 0), a real tensor, or a tree of such."""
+    leaves, structure = pytree.flatten(value)
+    names = [f"{what}[{name!r}]" if name else what for name in pytree.paths(value)]
+    return pytree.unflatten(
+        [_rate(name, leaf, zero) for name, leaf in zip(names, leaves, strict=True)], structure
+    )
+
+
+def option_of_each(what: str, value: Any, leaves: Leaves) -> Iterable[Option]:
+    """The rate of each leaf of params; none changes the shape or the dtype of what it multiplies."""
+    if isinstance(value, float):
+        return repeat(value)
+    if isinstance(value, Tensor) and not isinstance(leaves.params, Tensor):
+        value = without_dims(_with_one_number(what, value, " or a tree like params"))
+        return [to_leaf(value, leaf) for leaf in leaves.real]
+    found = leaves.matching(what, value)
+    if not all(isinstance(rate, float | Tensor) for rate in found):
+        raise validation.other_structure(what, value, leaves.params)
+    return [
+        to_leaf(_broadcast(what, i, rate, leaves), leaf)
+        for i, (rate, leaf) in enumerate(zip(found, leaves.real, strict=True))
+    ]
+
+
+def to_leaf(value: Option, leaf: Tensor) -> Option:
+    """An option in the dtype and on the device of the real tensor that it meets."""
+    if not isinstance(value, Tensor) or (value.dtype is leaf.dtype and value.device == leaf.device):
+        return value
+    return value.to(device=leaf.device, dtype=leaf.dtype)
+
+
+def without_dims(value: Option) -> Option:
+    """An option without dimensions. Called where it is used: a view made under no_grad has no graph."""
+    return value.reshape(()) if isinstance(value, Tensor) and value.dim() else value
+
+
+def _rate(what: str, value: Any, zero: bool) -> Option:
+    if isinstance(value, Tensor):
+        return validation.real(what, value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(
+            f"{what}: expected a number, a tensor with one, or a tree like params of numbers and "
+            f"tensors, got {validation.describe(value)}; convert it, for instance with `float(...)`."
+        )
+    return check_number(what, value) if zero else validation.positive(what, value)
+
+
+def _with_one_number(what: str, value: Tensor, otherwise: str) -> Tensor:
+    if value.numel() != 1:
+        advice = (
+            "give each parameter its own in a dict by name" if otherwise else "take one of them"
+        )
+        raise ArgumentValueError(
+            f"{what}: expected a tensor with one number{otherwise}, got {validation.describe(value)}; "
+            f"{advice}."
+        )
+    return value
+
+
+def _broadcast(what: str, index: int, rate: Option, leaves: Leaves) -> Option:
+    if not isinstance(rate, Tensor) or rate.numel() == 1:
+        return without_dims(rate)
+    p = leaves.original[index]
+    ends = zip(reversed(rate.shape), reversed(p.shape), strict=False)
+    if rate.dim() > p.dim() or any(a not in (1, b) for a, b in ends):
+        raise ArgumentValueError(
+            f"{leaves.named(what, index)}: expected a shape that broadcasts to that of its parameter, "
+            f"{tuple(p.shape)}, got {tuple(rate.shape)}; give it one number, or one for each of the "
+            f"parameter's."
+        )
+    return rate.unsqueeze(-1) if p.is_complex() else rate
