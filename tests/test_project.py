@@ -165,6 +165,7 @@ def test_public_names():
         "Learner",
         "Reptile",
         "Residual",
+        "Shard",
         "adam",
         "adamw",
         "adapt",

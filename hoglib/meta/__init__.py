@@ -16,7 +16,7 @@ from hoglib.meta.optimizers import (
     sgd,
 )
 from hoglib.meta.reptile import Reptile
-from hoglib.meta.tasks import shard
+from hoglib.meta.tasks import Shard, shard
 
 __all__ = [
     "IMAML",
@@ -27,6 +27,7 @@ __all__ = [
     "Learner",
     "Reptile",
     "Residual",
+    "Shard",
     "adam",
     "adamw",
     "adapt",

@@ -31,7 +31,7 @@ def check_derivatives(
     """Check on one task that both losses depend on what is learned, through Functions that are right.
 
     learned: all parameters of the learner, by name, for messages. Raises NoSecondDerivative for a
-    loss that depends on no parameter, or on one by another way than its place in a module. Warns of
+    loss that depends on no parameter, or on one that is not read from its module. Warns of
     other tensors that require grad, and of custom Functions whose second derivative is not that of
     differences.
     """

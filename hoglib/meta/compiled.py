@@ -11,7 +11,7 @@ after each step are kept:
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class Program(NamedTuple):
     key: str  # all options that a graph depends on
 
 
+@final
 class MetaCompiler:
     """Compiles and runs the meta-gradient of one learner; a copy of it begins without graphs."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from hoglib.meta.optimizers import GradientTransformation
 from hoglib.meta.tasks import TaskResult
 
 
+@final
 class IMAML(Learner):
     r"""iMAML: learn parameters near which the solutions of tasks are sought.
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,7 @@ RECOMPUTES_LATER = (
 )
 
 
+@final
 class Option(Generic[T]):
     """An attribute of a learner that is a field of a frozen dataclass, checked whenever it is set."""
 

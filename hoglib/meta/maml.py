@@ -1,7 +1,7 @@
 """Model-agnostic meta-learning on an unmodified module."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, final
 
 from torch import nn
 
@@ -23,6 +23,7 @@ from hoglib.meta.optimizers import GradientTransformation, is_transformation
 from hoglib.meta.tasks import TaskResult, TaskRunner
 
 
+@final
 class MAML(Learner):
     r"""MAML: learn parameters from which a few gradient steps solve a task.
 

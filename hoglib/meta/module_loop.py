@@ -8,7 +8,7 @@ inner step.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ class ModuleLoop:
         self, start: MetaParams, support: Any, steps: int, query: Any = None,
         weights: StepWeights = None,
     ) -> Unrolled:  # fmt: skip
-        """The parameters that adapt after so many steps, and the weighted outer losses on the way."""
+        """The parameters after so many steps, and the weighted outer losses before the last."""
         options = self.options
 
         def loss(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
@@ -270,6 +270,7 @@ class ModuleLoop:
         return norms.record_statistics(self.batch_norms)
 
 
+@final
 class LearnedRates(nn.Module):
     r"""Learning rates of an inner loop, as parameters.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ FIXED_POLICIES: dict[str, NormPolicy] = {
 }
 
 
+@final
 class PerStepStatistics(nn.Module):
     """Running statistics for each number of inner steps, since they differ from step to step.
 

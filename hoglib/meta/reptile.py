@@ -1,7 +1,7 @@
 """Reptile: meta-learning by first derivatives of the inner loop alone."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from hoglib.meta.optimizers import GradientTransformation
 from hoglib.meta.tasks import TaskResult
 
 
+@final
 class Reptile(Learner):
     r"""Reptile: learn parameters by moving toward those that tasks adapt to.
 

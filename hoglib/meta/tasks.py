@@ -26,7 +26,14 @@ OVER_TASKS = ("auto", "vmap", "loop")
 VMAP_WORK = 3e7
 
 
-def shard(tasks: Any) -> tuple[Any, float]:
+class Shard(NamedTuple):
+    """The share of one process; the result of `shard`."""
+
+    tasks: Any
+    weight: float  # of their loss
+
+
+def shard(tasks: Any) -> Shard:
     r"""Share out the tasks among the processes of torch.distributed.
 
         (weight maml.loss(mine)).backward(), averaged over the processes, is
@@ -40,8 +47,8 @@ def shard(tasks: Any) -> tuple[Any, float]:
             query) of stacks, or a list of tasks.
 
     Returns:
-        ``(mine, weight)``: the tasks of this process, in the form of tasks, and the weight of their
-        loss. Without torch.distributed: all tasks, and 1.
+        A `Shard`, ``(tasks, weight)``: the tasks of this process, in the form of tasks, and the weight
+        of their loss. Without torch.distributed: all tasks, and 1.
 
     Raises:
         ArgumentValueError: for fewer tasks than processes.
@@ -55,7 +62,7 @@ def shard(tasks: Any) -> tuple[Any, float]:
     tasks = unpack(tasks)
     count = check_tasks(tasks)
     if not (dist.is_available() and dist.is_initialized()):
-        return tasks, 1.0
+        return Shard(tasks, 1.0)
     rank, world = dist.get_rank(), dist.get_world_size()
     if count < world:
         raise ArgumentValueError(
@@ -66,7 +73,7 @@ def shard(tasks: Any) -> tuple[Any, float]:
         mine: Any = tasks[rank::world]
     else:
         mine = pytree.map_tensors(lambda x: x[rank::world], tasks)
-    return mine, len(range(rank, count, world)) * world / count
+    return Shard(mine, len(range(rank, count, world)) * world / count)
 
 
 class TaskResult(NamedTuple):

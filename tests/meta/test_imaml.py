@@ -166,7 +166,7 @@ class Saddle(nn.Module):
         return x * (self.w**4 - 5 * self.w**2).sum()
 
 
-def test_negative_curvature_is_told_and_it_goes_on():
+def test_negative_curvature_warns_and_its_solution_is_used():
     batch = torch.ones(2, 1, dtype=torch.float64)
     tasks = [((batch, batch), (batch, batch))]
     learner = hog.meta.IMAML(

@@ -474,7 +474,7 @@ def test_statistics_per_step(memory, over_tasks):
     torch.testing.assert_close(other.eval().adapt(support), adapted)
 
 
-def test_evaluation_by_statistics_that_nothing_updated_is_told():
+def test_evaluation_by_initial_statistics_warns():
     maml = hog.MAML(network("BatchNorm"), F.mse_loss)
     tasks = image_tasks()
     maml.eval()
@@ -702,7 +702,7 @@ def test_a_rule_that_is_a_module_of_the_rate_is_learned(memory, over_tasks):
     assert abs(ours - slope) < 1e-6 * abs(slope)
 
 
-def test_a_tensor_outside_of_modules_is_told():
+def test_a_tensor_outside_of_modules_warns():
     mu = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     rule = functools.partial(hog.meta.sgd, momentum=mu)
     maml = hog.MAML(network("none"), F.mse_loss, rule=rule, inner_steps=2)
@@ -735,6 +735,7 @@ CHANGES = {
     "first_order": ("no", TypeError), "memory": ("disk", ValueError), "inner_steps": (0, ValueError),
     "batch_norm": ("per_step", ValueError), "truncate": ("no", TypeError), "inner_lr": (-1.0, ValueError),
     "over_tasks": ("map", ValueError), "inner_params": (3, TypeError), "rule_options": ([1], TypeError),
+    "stand_ins": (1, TypeError), "step_weights": ([-1.0], ValueError), "compile_for": (0, ValueError),
 }  # fmt: skip
 
 
@@ -742,8 +743,10 @@ CHANGES = {
 def test_options_are_checked_when_they_change(name):
     value, error = CHANGES[name]
     maml = hog.MAML(nn.Linear(2, 2), F.mse_loss)
+    before = getattr(maml, name)
     with pytest.raises(error, match=name):
         setattr(maml, name, value)
+    assert getattr(maml, name) is before
     with pytest.raises(ValueError, match=r"learner\.rates"):
         hog.MAML(nn.Linear(2, 2), F.mse_loss, learn_lr="model").inner_lr = 0.5
 

@@ -91,8 +91,8 @@ def test_meta_gradient(name, rule):
     expected = meta_loss(case, params, tasks, rule)
     found: list[Any] = []
     before, rng = snapshot(model), torch.get_rng_state()
-    ways = ("loop", "vmap") if case.vmap else ("loop",)
-    for memory, over in itertools.product(MEMORY if rule == "momentum" else MEMORY[:2], ways):
+    modes = ("loop", "vmap") if case.vmap else ("loop",)
+    for memory, over in itertools.product(MEMORY if rule == "momentum" else MEMORY[:2], modes):
         maml = learner(case, rule, memory=memory, over_tasks=over)
         maml.zero_grad()
         loss = maml.loss(tasks)
@@ -159,7 +159,7 @@ def test_an_exception_leaves_the_model_as_it_was(over, memory, error):
 
 
 @pytest.mark.parametrize("kind", ["old", "new"])
-def test_functions_that_lose_a_part_are_told(kind):
+def test_functions_that_lose_a_part_warn(kind):
     class Loses(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -171,7 +171,7 @@ def test_functions_that_lose_a_part_are_told(kind):
             return g * torch.as_tensor(ctx.kept)
 
     case = Case(hidden(nn.Linear(4, 4), lambda net, h: Loses.apply(h)), x4)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         learner(case, "momentum", over_tasks="loop").loss(case.tasks())
-    assert any("differs by" in str(one.message) and "Loses" in str(one.message) for one in told)
+    assert any("differs by" in str(one.message) and "Loses" in str(one.message) for one in caught)
