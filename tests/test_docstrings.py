@@ -29,9 +29,6 @@ PUBLIC = [
     "hoglib.testing",
     "hoglib.verification",
 ]
-# Packages whose docstrings are still to be rewritten.
-PENDING = {
-}
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Shape", "References", "Example", "Attributes")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -39,17 +36,16 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 def _objects():
     """Every public function and class, by its name; one that several modules export stands here once."""
     found = {}
-    for module in [name for name in PUBLIC if name == "hoglib" or name not in PENDING]:
+    for module in PUBLIC:
         module_object = importlib.import_module(module)
         for name in module_object.__all__:
             value = getattr(module_object, name)
             home = getattr(value, "__module__", "") or ""
-            if (inspect.isfunction(value) or inspect.isclass(value)) and home.startswith("hoglib"):
-                package = ".".join(home.split(".")[:2])
-                if package not in PENDING and not (
-                    inspect.isclass(value) and issubclass(value, Exception)
-                ):
-                    found.setdefault(value, f"{module}.{name}")
+            is_class = inspect.isclass(value)
+            if not (home.startswith("hoglib") and (is_class or inspect.isfunction(value))):
+                continue
+            if not (is_class and issubclass(value, Exception)):
+                found.setdefault(value, f"{module}.{name}")
     return {name: value for value, name in found.items()}
 
 
