@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import hoglib as hog
-from hoglib.capture.backend import forget
+from hoglib.capture.backend import clear_compiled
 
 Call = Callable[[], object]
 # What these say is heard by the libraries when they are loaded.
@@ -139,7 +139,7 @@ def forget_compiled() -> None:
         os.environ[name] = mkdtemp()
         atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
     torch.compiler.reset()
-    forget()
+    clear_compiled()
 
 
 def smoke(description: str | None) -> bool:

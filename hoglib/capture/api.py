@@ -130,7 +130,7 @@ class Compiled:
         self.dynamic = validation.flag("dynamic", dynamic)
         self.check = validation.flag("check", check)
         self.progress = validation.flag("progress", progress)
-        self.name = name or named(fn)
+        self.name = name or function_name(fn)
         self._graphs = graphs_of(fn, (backend, dynamic, check)) if graphs is None else graphs
         self._before = before
         self.__doc__ = fn.__doc__
@@ -143,8 +143,8 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if runs_elsewhere():
             return self.fn(*args, **kwargs)
-        form, tensors = signature.of_call(self.name, args, kwargs, self.dynamic)
-        found = self.captured(form, tensors)
+        form, tensors = signature.parse_call(self.name, args, kwargs, self.dynamic)
+        found = self.find_or_capture(form, tensors)
         if found is None:
             return self.fn(*args, **kwargs)
         entry, lifted = found
@@ -154,7 +154,7 @@ class Compiled:
             outputs = entry.execute(entry.graph_inputs(tensors, lifted))
         return entry.assemble(outputs)
 
-    def captured(
+    def find_or_capture(
         self, form: CallSignature, tensors: list[Tensor]
     ) -> tuple[GraphEntry, list[Tensor]] | None:
         """The graph for such a call, and the tensors that ``fn`` reaches besides its arguments.
@@ -209,8 +209,8 @@ class Compiled:
             A function from a list of tensors to the list of tensors among the outputs.
         """
         distinct = pytree.map_tensors(as_leaf, args)
-        form, tensors = signature.of_call(self.name, distinct, {}, self.dynamic)
-        found = self.captured(form, tensors)
+        form, tensors = signature.parse_call(self.name, distinct, {}, self.dynamic)
+        found = self.find_or_capture(form, tensors)
         if found is None:
             return lambda given: tensors_of(self.on_tensors(form)(*given))
         entry, lifted = found
@@ -332,10 +332,10 @@ class Pullback:
         return materialize_grads(list(grads), inputs)
 
 
-def captured(fn: Callable[..., Any], *args: Any) -> GraphEntry:
+def trace_graph(fn: Callable[..., Any], *args: Any) -> GraphEntry:
     """The graph of a function for such a call, neither compiled nor kept."""
     compiled = Compiled(fn, backend="eager", dynamic=False, check=False, graphs=Graphs())
-    return capture(compiled, *signature.of_call(compiled.name, args, {}, False))[0]
+    return capture(compiled, *signature.parse_call(compiled.name, args, {}, False))[0]
 
 
 def requiring_grad(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
@@ -366,10 +366,10 @@ def count_graphs(graphs: list[GraphEntry]) -> str:
     return f"{len(graphs)} graph" + "s" * (len(graphs) != 1)
 
 
-def named(fn: Any) -> str:
+def function_name(fn: Any) -> str:
     """The name of a function in messages."""
     if isinstance(fn, nn.Module):
         return type(fn).__name__
     if isinstance(fn, partial):
-        return named(fn.func)
+        return function_name(fn.func)
     return str(getattr(fn, "__qualname__", None) or repr(fn)).rpartition("<locals>.")[2]

@@ -30,7 +30,7 @@ from hoglib._version import __version__
 from hoglib.capture.passes import (
     channels_last,
     expand_alpha_beta,
-    functional,
+    functionalize,
     simplify,
     specialize_convolutions,
 )
@@ -66,7 +66,9 @@ class Options(Protocol):
     name: str
 
 
-def made(options: Options, graph: fx.GraphModule, inputs: list[Tensor]) -> tuple[Runner, str]:
+def make_runner(
+    options: Options, graph: fx.GraphModule, inputs: list[Tensor]
+) -> tuple[Runner, str]:
     """What runs a graph at tensors like the inputs, and the name of the backend."""
     name = options.name
     if callable(options.backend):
@@ -136,7 +138,7 @@ def compile_graph(
     return Runner(run, perf_counter() - began, source)
 
 
-def forget() -> None:
+def clear_compiled() -> None:
     """Clears the compiled graphs of this process, and torch's kernels; the files stay."""
     _IN_MEMORY.clear()
     if "torch._inductor.utils" in sys.modules:
@@ -236,7 +238,7 @@ def _optimize(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx
     module = fx.GraphModule(graph, own)
     expand_alpha_beta(module)
     if not dynamic:
-        module = functional(module, tensors)
+        module = functionalize(module, tensors)
         simplify(module)
     arrange(module)
     specialize_convolutions(module)

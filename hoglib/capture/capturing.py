@@ -194,7 +194,7 @@ def capture(
         nodes = sum(node.op == "call_function" for node in traced.graph.graph.nodes)
         code, draws = traced.graph.code, any(map(is_random, traced.graph.graph.nodes))
         inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
-        runner, backend = backends.made(function, traced.graph, inputs)
+        runner, backend = backends.make_runner(function, traced.graph, inputs)
         entry = GraphEntry(
             arguments=form.describe(tensors),
             nodes=nodes,

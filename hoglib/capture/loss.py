@@ -17,7 +17,7 @@ from hoglib.capture.api import (
     Compiled,
     check_unchanged,
     count_graphs,
-    named,
+    function_name,
     rebuild,
     requiring_grad,
 )
@@ -100,7 +100,7 @@ class CompiledLoss:
         before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         validation.function("loss_fn", fn)
-        self.fn, self.name, self.__doc__ = fn, name or named(fn), fn.__doc__
+        self.fn, self.name, self.__doc__ = fn, name or function_name(fn), fn.__doc__
         options: dict[str, Any] = {
             "backend": backend, "dynamic": dynamic, "check": check, "progress": progress, "before":
             before,
@@ -131,8 +131,8 @@ class CompiledLoss:
             value = self._value(*args, **kwargs)
             return value
         both = self._with_gradient
-        form, tensors = signature.of_call(both.name, args, kwargs, both.dynamic)
-        found = both.captured(form, tensors)
+        form, tensors = signature.parse_call(both.name, args, kwargs, both.dynamic)
+        found = both.find_or_capture(form, tensors)
         if found is None:
             value = self.fn(*args, **kwargs)
             return value
@@ -162,7 +162,7 @@ class CompiledLoss:
             check_unchanged(both, entry, form, tensors, lifted)
             args, kwargs = form.fill(tensors)
             with form.restored_context():
-                if self._with_graph.captured(form, tensors) is None:
+                if self._with_graph.find_or_capture(form, tensors) is None:
                     value = self.fn(*args, **kwargs)
                     return list(torch.autograd.grad(value, variables, create_graph=True))
                 grads: list[Tensor] = self._with_graph(*args, **kwargs)[1]

@@ -58,7 +58,7 @@ def writes_in_place(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def functional(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
+def functionalize(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
     """The graph without in-place operations, which autograd's own formulas contain."""
     if not any(map(writes_in_place, module.graph.nodes)):
         return module

@@ -73,7 +73,9 @@ class CallSignature:
             yield
 
 
-def of_call(what: str, args: Any, kwargs: Any, dynamic: bool) -> tuple[CallSignature, list[Tensor]]:
+def parse_call(
+    what: str, args: Any, kwargs: Any, dynamic: bool
+) -> tuple[CallSignature, list[Tensor]]:
     """The signature of a call, and its tensors, each once."""
     leaves, structure = pytree.flatten((args, kwargs))
     tensors: list[Tensor] = []

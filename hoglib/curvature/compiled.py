@@ -23,8 +23,8 @@ from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_modes import value_checks_off
 from hoglib.capture import backend as backends
-from hoglib.capture.api import Compiled, named
-from hoglib.capture.passes import VIEWS, functional, simplify
+from hoglib.capture.api import Compiled, function_name
+from hoglib.capture.passes import VIEWS, functionalize, simplify
 from hoglib.curvature.linear_map import BoundLoss, CurvatureKind, LinearMap, ProductOptions
 from hoglib.stand_ins.mode import stand_ins_if
 
@@ -108,7 +108,7 @@ def _graphs_of(
         products = _PRODUCTS.setdefault(holder(func), {})
         found: Compiled | None = products.get(key)
         if found is None:
-            name = f"{caller} of {named(func)}"
+            name = f"{caller} of {function_name(func)}"
             backend: Any = options.backend
             if partially:
                 backend = PartialEval(count, options.backend, name)
@@ -204,7 +204,7 @@ class PartialEval:
 
     def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
         count = self._count
-        module = functional(module, inputs)
+        module = functionalize(module, inputs)
         simplify(module)
         constant, linear, is_constant = partial_eval(module, count)
         run_once = self._made(constant, inputs[count:])
@@ -232,7 +232,7 @@ class PartialEval:
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             run: Run = graph.forward
             return run
-        return backends.made(self, graph, inputs)[0].run
+        return backends.make_runner(self, graph, inputs)[0].run
 
 
 def partial_eval(

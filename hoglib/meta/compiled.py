@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib.capture.api import Compiled, captured
+from hoglib.capture.api import Compiled, trace_graph
 from hoglib.capture.backend import to_stderr
 from hoglib.capture.capturing import GraphEntry, Graphs
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -34,9 +34,9 @@ START, COMPILE_NODE, TRACE_NODE = 6.0, 9e-3, 7e-4
 RUN_EAGER_NODE, RUN_INDUCTOR_NODE, RUN_STEP_NODE = 4e-6, 1e-6, 1.7e-6
 
 CHOICE_MESSAGES: Final = {
-    "eager": "run one by one as captured, for to compile them would take longer than it saves",
+    "eager": "run one by one as captured, because compiling would take longer than it saves",
     "inductor": "compiled as one graph, which pays",
-    "step": "compiled by the inner step, for the whole would take longer than it saves",
+    "step": "compiled by the inner step, because compiling the whole would take longer than it saves",
 }
 
 
@@ -192,7 +192,7 @@ def _count_operations(
     steps = program.loop.options.inner_steps
     few = [min(steps, count) for count in (1, 2)] if by_step else [steps]
     graphs = [
-        captured(partial(_whole, program, mapped, True, steps=count), *given) for count in few
+        trace_graph(partial(_whole, program, mapped, True, steps=count), *given) for count in few
     ]
     first, last = graphs[0], graphs[-1]
     return first.nodes + (steps - few[0]) * (last.nodes - first.nodes), by_step and not first.draws

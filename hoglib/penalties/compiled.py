@@ -17,7 +17,7 @@ from hoglib._core.state import preserve_random_state
 from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import Graphs, runs_elsewhere
 from hoglib.capture.loss import CompiledLoss
-from hoglib.capture.signature import of_call
+from hoglib.capture.signature import parse_call
 from hoglib.penalties.critic_context import owner_of
 from hoglib.penalties.samples import random_like
 
@@ -41,7 +41,7 @@ def run_as_graph(
     """
     owned = _GRAPHS_BY_OWNER.setdefault(owner_of(term.func), {})  # type: ignore[attr-defined]
     known: OwnedGraphs = owned.setdefault((name, backend), OwnedGraphs())
-    signature, _ = of_call(name, args, {}, dynamic=False)
+    signature, _ = parse_call(name, args, {}, dynamic=False)
     checked = False
 
     def check_once() -> None:

@@ -26,14 +26,14 @@ def shared_cache(tmp_path_factory):
 def cache(shared_cache, monkeypatch):
     """A directory that one test fills and others read."""
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(shared_cache))
-    backends.forget()
+    backends.clear_compiled()
     return shared_cache
 
 
 @pytest.fixture
 def other_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    backends.forget()
+    backends.clear_compiled()
     return tmp_path
 
 
@@ -98,7 +98,7 @@ def test_a_graph_that_is_equal_is_found_in_memory_and_on_disk(compiled, cache, n
     again = hog.compile(function())
     assert_close(again(draw(3)), compiled[1])
     assert again.signatures[0].source == "memory"
-    backends.forget()
+    backends.clear_compiled()
     later = hog.compile(function())
     assert_close(later(draw(3)), compiled[1])
     assert later.signatures[0].source == "disk"
@@ -145,7 +145,7 @@ def test_a_second_process_reads_what_the_first_wrote(compiled, cache):
 def test_a_file_that_cannot_be_read_is_compiled_anew(compiled, cache, monkeypatch, damage):
     (path,) = cache.glob("*.bin")
     whole = path.read_bytes()
-    backends.forget()
+    backends.clear_compiled()
     made = []
     monkeypatch.setattr(
         backends, "_compile", lambda graph, *rest: (made.append(1), graph.forward)[1]
@@ -233,11 +233,11 @@ def test_what_is_kept_in_memory_is_limited(monkeypatch):
     monkeypatch.setattr(backends, "_compile", lambda *args: object())
     keys = iter(range(10))
     monkeypatch.setattr(backends, "_key", lambda *args: str(next(keys)))
-    backends.forget()
+    backends.clear_compiled()
     for _ in range(5):
         backends.compile_graph(graph, inputs, False, lambda text: None)
     assert list(backends._IN_MEMORY) == ["2", "3", "4"]
-    backends.forget()
+    backends.clear_compiled()
 
 
 KEYS = {
@@ -261,7 +261,7 @@ def test_without_a_compiler_it_runs_one_by_one_and_says_so(tmp_path, monkeypatch
     import torch._inductor.config as config
 
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    backends.forget()
+    backends.clear_compiled()
     fast = hog.compile(function())
     with config.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.warns(UserWarning, match=r"is not compiled, and runs its \d+ operations one by one: no C\+\+ compiler was found"):  # fmt: skip
         result = fast(draw(3))
@@ -275,7 +275,7 @@ def test_what_an_interrupted_compilation_left_is_compiled_anew(tmp_path, monkeyp
     import torch._inductor.config as config
 
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "ours"))
-    backends.forget()
+    backends.clear_compiled()
     compile, seen = torchs.standalone_compile, []
 
     def tried(*args, **kwargs):
@@ -296,7 +296,7 @@ def test_what_an_interrupted_compilation_left_is_compiled_anew(tmp_path, monkeyp
 
 def test_an_error_of_the_compiler_leaves_no_graph(tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
-    backends.forget()
+    backends.clear_compiled()
 
     def fails(*args):
         raise RuntimeError("inductor is at fault")

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.capture.api import captured
+from hoglib.capture.api import trace_graph
 from tests.capture.models import draw
 
 WEIGHT = draw(3)
@@ -43,7 +43,7 @@ def test_a_graph_is_small(fn, count):
         torch.manual_seed(seed)
         assert_close(ours, (fn(x), torch.rand(2)), rtol=0, atol=0)
     assert count is None or fast.signatures[0].nodes == count
-    assert fast.signatures[0].nodes == captured(fn, draw(3)).nodes
+    assert fast.signatures[0].nodes == trace_graph(fn, draw(3)).nodes
 
 
 def test_a_gradient_shares_what_it_shares_with_its_value():
