@@ -139,6 +139,9 @@ class Race(Experiment):
         checkpoint["seconds"] = list(self.seconds)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint.get("trained_with", {})
+        if "progress" in saved:  # the option's name in earlier checkpoints
+            saved["stagnation_tol"] = saved.pop("progress")
         super().on_load_checkpoint(checkpoint)
         self.seconds = list(checkpoint["seconds"])
 
