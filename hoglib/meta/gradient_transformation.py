@@ -74,9 +74,7 @@ def transformation(
         return {"step": 0, **zeros}
 
     def update(params: Params, grads: Params, state: State) -> tuple[Params, State]:
-        with (
-            without_stand_ins()
-        ):  # no operation here needs a stand-in, and looking each one up takes time
+        with without_stand_ins():  # nothing here needs one, and to look each call up takes time
             if slots and (not isinstance(state, dict) or state.keys() != entries):
                 raise ArgumentValueError(
                     f"state: expected a dict of {', '.join(sorted(entries))}, got "

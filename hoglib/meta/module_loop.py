@@ -169,37 +169,37 @@ class ModuleLoop:
                 value = self.outer_value(start, params, query, i + 1)
             return _weighted(weights[i], value)
 
-        steps_of_loop = InnerSteps(
+        fixed_rule = None if start.modules else self.rule_at(0, start)
+        inner = InnerSteps(
             loss,
-            lambda i, constants: self.rule_at(i, constants[0]),
+            lambda i, constants: fixed_rule or self.rule_at(i, constants[0]),
             lambda i: self.is_constant(i, steps),
             None if weights is None else outer,
         )
         params = {name: start.model[name].clone() for name in self.adapting}
         if options.memory == "store":
-            return unroll(steps_of_loop, steps, params, (start, support, query), "store")
-        # A recomputation saves all its inputs: parameters that adapt are among the steps' own.
+            return unroll(inner, steps, params, (start, support, query), "store")
+        # A recomputation saves all its inputs: the initial values of what adapts are not needed.
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
-        return unroll(steps_of_loop, steps, params, constants, options.memory, modules)
+        return unroll(inner, steps, params, constants, options.memory, modules)
 
     def step(
         self, start: MetaParams, carry: Any, count: Tensor, support: Any, constant: bool
     ) -> tuple[Any, Tensor]:
         """One inner step alone, where all steps are equal: the next carry, and the loss.
 
-        carry: the parameters that adapt, and the state of the rule besides the number of steps,
-            which
-        is count.
+        carry: the parameters that adapt, and the slots of the rule's state. count: the number of
+        steps before this one, which is the rest of its state.
         """
-        params, memory = carry
+        params, slots = carry
         rule = self.rule_at(0, start)
         grads, (loss, _) = gradient(
             lambda params: (self.inner_value(start, params, support, 0), ()), params,
             constant=constant, check=True,
         )  # fmt: skip
-        state = {"step": count, **memory} if memory else {}
+        state = {"step": count, **slots} if slots else {}
         params, state = rule.update(params, grads, state)
         return (params, {slot: tree for slot, tree in state.items() if slot != "step"}), loss
 
