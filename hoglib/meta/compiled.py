@@ -34,9 +34,9 @@ START, COMPILE_NODE, TRACE_NODE = 6.0, 9e-3, 7e-4
 RUN_EAGER_NODE, RUN_INDUCTOR_NODE, RUN_STEP_NODE = 4e-6, 1e-6, 1.7e-6
 
 CHOICE_MESSAGES: Final = {
-    "eager": "run one by one as captured, because compiling would take longer than it saves",
-    "inductor": "compiled as one graph, which pays",
-    "step": "compiled by the inner step, because compiling the whole would take longer than it saves",
+    "eager": "run one by one: compiling them would take longer than it saves",
+    "inductor": "compiled as one graph",
+    "step": "compiled by the inner step: compiling all steps would take longer than it saves",
 }
 
 
@@ -157,7 +157,7 @@ class MetaCompiler:
 
 
 def fastest_mode(operations: int, losses: int, by_step: bool) -> str:
-    """What takes least in all, for a graph of so many operations and so many losses to compute."""
+    """The mode that takes least time in all, for a graph of so many operations and so many losses."""
     costs = {
         "eager": TRACE_NODE * operations + losses * operations * RUN_EAGER_NODE,
         "inductor": START + COMPILE_NODE * operations + losses * operations * RUN_INDUCTOR_NODE,

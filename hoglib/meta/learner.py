@@ -1,7 +1,6 @@
 """What all learners share: the loss over tasks of an inner loop, and the options that may change."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, final
@@ -39,8 +38,7 @@ from hoglib.meta.tasks import (
     OVER_TASKS,
     TaskResult,
     TaskRunner,
-    loop_tasks,
-    map_tasks,
+    eager_runner,
     run_tasks,
 )
 from hoglib.stand_ins.mode import stand_ins_if
@@ -253,11 +251,7 @@ class Learner(nn.Module, ABC):
         """How tasks are run: operation by operation."""
         start = pytree.map(Tensor.clone, start)  # for a model or a rule that works in place
         of_task = partial(self._task_result, loop, start, wanted)
-        stand_ins = loop.options.stand_ins
-        return TaskRunner(
-            _inside_stand_ins(partial(map_tasks, of_task), stand_ins),
-            _inside_stand_ins(partial(loop_tasks, of_task), stand_ins),
-        )
+        return eager_runner(of_task, loop.options.stand_ins)
 
     @abstractmethod
     def _task_result(
@@ -326,7 +320,7 @@ class Learner(nn.Module, ABC):
         self._vmappable = True
 
     def _check_change(self, name: str, value: Any) -> None:
-        """Options that what is learned was made from."""
+        """Raise for a change of an option that learned parameters or statistics were made from."""
         if name == "inner_lr" and self.rates is not None:
             raise ArgumentValueError(
                 "inner_lr: expected to stay as it was, since the learned rates started from it, got "
@@ -358,13 +352,3 @@ class Learner(nn.Module, ABC):
             f"inner_lr={self.inner_lr}, inner_steps={self.inner_steps}, rule={rule_name(self.rule)}, "
             f"over_tasks={self.over_tasks!r}"
         )
-
-
-def _inside_stand_ins(
-    run: Callable[[Any], TaskResult], wanted: bool
-) -> Callable[[Any], TaskResult]:
-    def run_inside(tasks: Any) -> TaskResult:
-        with stand_ins_if(wanted):
-            return run(tasks)
-
-    return run_inside

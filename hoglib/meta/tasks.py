@@ -18,6 +18,7 @@ from hoglib._core.autograd import translate_errors
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError, HoglibError, NoSecondDerivative, UnsupportedError
+from hoglib.stand_ins.mode import stand_ins_if
 
 Task = tuple[Any, Any]
 OVER_TASKS = ("auto", "vmap", "loop")
@@ -94,6 +95,20 @@ class TaskRunner(NamedTuple):
 
     stack: Callable[[Any], TaskResult]  # a pair of stacks
     each: Callable[[Sequence[Task]], TaskResult]
+
+
+def eager_runner(function: TaskFunction, stand_ins: bool) -> TaskRunner:
+    """Runs a function of one task operation by operation, with stand-ins for torch calls if wanted."""
+
+    def run_stack(stack: Any) -> TaskResult:
+        with stand_ins_if(stand_ins):
+            return map_tasks(function, stack)
+
+    def run_each(tasks: Sequence[Task]) -> TaskResult:
+        with stand_ins_if(stand_ins):
+            return loop_tasks(function, tasks)
+
+    return TaskRunner(run_stack, run_each)
 
 
 def run_tasks(
@@ -234,13 +249,13 @@ def check_tasks(tasks: Any) -> int:
     if counts[0] != counts[1]:
         raise ArgumentValueError(
             f"tasks: expected as many query sets as support sets, got {counts[0]} support and "
-            f"{counts[1]} query sets; stack them in the same order, one of each a task."
+            f"{counts[1]} query sets; stack one of each for every task, in the same order."
         )
     return counts[0]
 
 
 def check_batch(what: str, batch: Any) -> None:
-    """At least one tensor with an element; of a pair of tensors, as many targets as inputs."""
+    """Raise for a batch without examples, and for a pair of tensors of different lengths."""
     sizes = _pair(what, batch, dims=1)
     if len({size[0] for size in sizes}) > 1:
         raise ArgumentValueError(
@@ -249,8 +264,8 @@ def check_batch(what: str, batch: Any) -> None:
         )
     if sizes and sizes[0][0] == 0:
         raise ArgumentValueError(
-            f"{what}: expected at least one example, got an empty set; "
-            f"a task cannot be learned from, or judged on, nothing."
+            f"{what}: expected at least one example, got an empty set; give every task examples to "
+            "adapt to and examples to evaluate on."
         )
 
 
@@ -299,7 +314,7 @@ def _task(what: str, task: Any) -> Task:
 
 
 def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
-    """The leading dimensions of inputs and targets, of a pair of tensors; of others none."""
+    """The leading dimensions of inputs and targets of a pair of tensors; empty for other batches."""
     leaves = pytree.leaves(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if dims == 1 and any(_is_object(leaf) for leaf in leaves):
@@ -312,8 +327,8 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
         )
     if not any(x.numel() for x in tensors):
         raise ArgumentValueError(
-            f"{what}: expected at least one example, got an empty set; "
-            f"a task cannot be learned from, or judged on, nothing."
+            f"{what}: expected at least one example, got an empty set; give every task examples to "
+            "adapt to and examples to evaluate on."
         )
     plain = isinstance(batch, tuple | list) and len(batch) == 2
     if not (plain and all(isinstance(part, Tensor) for part in batch)):
@@ -328,7 +343,7 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
 
 
 def _is_object(leaf: Any) -> bool:
-    """Whether it is something that only the model knows the inside of."""
+    """Whether a leaf is an object that only the model can read."""
     known = (Tensor, str, bytes, int, float, complex, type(None), type)
     return not (isinstance(leaf, known) or hasattr(leaf, "__array__"))
 
