@@ -1,8 +1,9 @@
-"""What a function reads besides its arguments: closure, globals, defaults, partial arguments, self.
+"""What a callable reaches besides its arguments: closures, globals, defaults, partial arguments, self.
 
-A Function that runs a Python function again later differentiates by what it was given. A tensor that
-the function finds elsewhere gets no gradient, without an error, and asking it for `requires_grad` is
-no help: `torch.func` hands out tensors that answer False. So whatever holds a tensor is reported.
+`refuse` reports the tensors and modules that a function reaches, with the path to each: a Function that
+runs it again in backward differentiates with respect to its arguments only. (`requires_grad` does not
+tell: inside `torch.func` it is False.) `ClosureWalker` lists all objects that a function reaches, for
+the guards of graphs.
 """
 
 import dis
@@ -29,7 +30,7 @@ from hoglib.errors import ArgumentValueError, NoSecondDerivative
 # Deep enough for a partial of a method of an object with a list of configs of tensors.
 _MAX_DEPTH = 8
 _MAX_ITEMS = 1000  # of one container
-# Functions of installed libraries are taken to compute with their arguments.
+# Functions of installed libraries are assumed to compute with their arguments only.
 _INSTALLED = tuple({path for key, path in sysconfig.get_paths().items() if key.endswith("lib")})
 _OPAQUE = (str, bytes, int, float, complex, type, type(None), ModuleType, CodeType, torch.dtype)
 
@@ -78,8 +79,8 @@ def refuse(what: str, fn: Any) -> list[torch.Generator]:
             continue
         raise ArgumentValueError(
             f"{what}: expected a function that is given every tensor and module as an argument, got "
-            f"`{name_of(fn)}`, which {capture} ({_short(capture.value)}); no gradient would reach "
-            f"it, and nothing would tell. {_advice(what, fn, capture)}"
+            f"`{name_of(fn)}`, which {capture} ({_short(capture.value)}); it would get no gradient, "
+            f"without an error. {_advice(what, fn, capture)}"
         )
     return generators
 
@@ -89,9 +90,9 @@ def refuse_hidden(what: str, module: nn.Module) -> None:
     for capture in hidden(module):
         raise ArgumentValueError(
             f"{what}: expected a module whose parameters and parts are registered, got "
-            f"{type(module).__name__}, which {capture} ({_short(capture.value)}) unregistered; no "
-            f"gradient would reach it, and nothing would tell. Use nn.Parameter, nn.ParameterList "
-            f"or nn.ModuleList."
+            f"{type(module).__name__}, which {capture} ({_short(capture.value)}) unregistered; it "
+            "would get no gradient, without an error. Use nn.Parameter, nn.ParameterList or "
+            "nn.ModuleList."
         )
 
 
@@ -213,15 +214,12 @@ def _global_reads(code: CodeType) -> tuple[tuple[str, ...], ...]:
     return tuple(dict.fromkeys(reads))
 
 
-# What every module has, and an LSTM's list of its own parameters.
+# The attributes of every module, and the lists in which an LSTM repeats its parameters.
 _MODULE_FIELDS = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
-# === What an object holds: the closure of a function, the items of a container, attributes,
-# methods.
-
 Step = Callable[[Any], Any]
-Held = tuple[Any, Step, str | None]  # what, how from its holder, and the name that it has there
+Held = tuple[Any, Step, str | None]  # an object, how to get it from its holder, its name there
 NEVER = {"__init__", "extra_repr", "reset_parameters", "__repr__"}
 IMPLICIT = {
     "__call__", "__wrapped__", "__iter__", "__getitem__", "__len__", "__getattr__", "forward",
@@ -236,14 +234,14 @@ _attributes = attrgetter("__dict__")
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is compared as it is: a number, a text, a class, a tuple of them."""
+    """Whether a value is compared by value: a number, a string, a class, or a tuple of these."""
     if isinstance(value, tuple):
         return len(value) <= _MAX_NUMBERS and all(map(is_plain, value))
     return isinstance(value, _PLAIN)
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names that code, and the functions inside it, look up, also by getattr."""
+    """The names that code, and the functions defined in it, look up, also by getattr."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -263,11 +261,11 @@ def _globals_in(code: CodeType) -> set[str]:
 
 
 def inside(value: Any) -> Iterator[Held]:
-    """What an object holds."""
+    """The objects that an object holds: closure, items, attributes, methods."""
     if isinstance(value, Attributes):
         for name, item in list(value.fields.items()):
             yield item, itemgetter(name), name
-    elif type(value).__module__.startswith(_KEEP_TENSORS):  # which keep tensors of the past
+    elif type(value).__module__.startswith(_KEEP_TENSORS):
         if hasattr(value, "fn"):
             yield value.fn, attrgetter("fn"), None
     elif isinstance(value, FunctionType):
@@ -308,7 +306,7 @@ def _inside_function(value: FunctionType) -> Iterator[Held]:
 def _inside_container(value: Any) -> Iterator[Held]:
     try:
         pairs = list(value.items() if isinstance(value, Mapping) else enumerate(value))[:_MAX_ITEMS]
-    except Exception:  # a class of the user's, whose items cannot be had
+    except Exception:  # a class of the user, whose items cannot be read
         return
     for key, item in pairs:
         if is_plain(key) and (len(pairs) <= _MAX_NUMBERS or not is_plain(item)):
@@ -333,19 +331,19 @@ def _inside_object(value: Any) -> Iterator[Held]:
                         yield item, partial(_of_class, i, name), name
 
 
-# modules whose objects keep tensors of earlier calls
+# Modules whose objects hold tensors of earlier calls.
 _KEEP_TENSORS = ("hoglib.capture.", "hoglib._core.closures")
 
 
 class Opaque:
-    """A value that a graph is given as an input, by whoever holds it: nothing looks into it."""
+    """A value that its holder passes to a graph as an input, so walks do not enter it."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class Attributes:
-    """The attributes of an object, which are read by name and may grow in number."""
+    """The attributes of an object, which are read by name; new ones may be added."""
 
     __slots__ = ("fields",)
 
@@ -386,19 +384,12 @@ def _getter(i: int, name: str, value: Any) -> Any:
     return vars(type(value).__mro__[i])[name].fget
 
 
-# === What a function reaches besides its arguments, by the names that its code reads.
-#
-# From the function to its closure, globals, defaults, `self`, and on through attributes,
-# containers and
-# methods. An attribute is followed if some code on the way has its name: so a training loop that a
-# method's `self` also holds is left alone.
-
 _MAX_SEEN = 200_000
 _NOT_ENTERED = (ModuleType, CodeType, torch.Generator, torch.jit.ScriptFunction)
 
 
 class Edge(NamedTuple):
-    """How one object is reached from another; both by their places in the walk."""
+    """How to get one object from another; both are indices in `ClosureWalker.objects`."""
 
     holder: int
     step: Step
@@ -406,7 +397,7 @@ class Edge(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A number, a text or a class that an object holds."""
+    """A plain value that an object holds."""
 
     holder: int
     step: Step
@@ -414,7 +405,12 @@ class Fact(NamedTuple):
 
 
 class ClosureWalker:
-    """The objects that are reached from `root`, in the order of their distance, and how."""
+    """The objects that are reached from `root`, in the order of their distance, and the paths to them.
+
+    It goes from a function to its closure, globals, defaults and `self`, and on through attributes,
+    containers and methods. It follows an attribute only if some code on the path contains its name, so
+    it does not enter, say, a training loop that the `self` of a method also holds.
+    """
 
     def __init__(self, root: Any, everything: bool = False) -> None:
         self.objects: list[Any] = []
@@ -430,9 +426,9 @@ class ClosureWalker:
             self._enter(self._left.popleft())
 
     def add(self, value: Any) -> int:
-        """The place of an object that was not reached."""
+        """Adds an object that was not reached; its index."""
         self.places[id(value)] = len(self.objects)
-        self.objects.append(value)  # alive, so that no other gets its id
+        self.objects.append(value)  # kept alive, so that no other object gets its id
         return self.places[id(value)]
 
     def _enter(self, place: int) -> None:
@@ -462,7 +458,7 @@ class ClosureWalker:
         self.edges.append(Edge(place, step, known))
 
     def _read(self, names: set[str]) -> None:
-        """Code on the way reads these names, and with them what methods of these names read."""
+        """Follows attributes of these names, and of the names that methods of these names read."""
         while names := names - self._names:
             self._names |= names
             for name in names:
@@ -482,11 +478,8 @@ class ClosureWalker:
         return found
 
 
-# === A function that others keep alive: its graphs do not, and find their tensors through it.
-
-
 class Weak:
-    """Holds a function, module or bound method for as long as it, or the method's object, lives."""
+    """A weak reference to a function, a module or a bound method."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         of = holder(fn)
@@ -500,32 +493,29 @@ class Weak:
         if found is None:
             raise NoSecondDerivative(
                 "backward of a compiled product: expected the function that was differentiated to be "
-                "there still, and it is gone. Keep a name for it until backward has run."
+                "alive, but it was deleted. Keep a reference to it until backward has run."
             )
         return found if self._name is None else getattr(found, self._name)
 
 
 def holder(fn: Any) -> Any:
-    """What a function lives as long as: for a bound method, made anew for each call, its object."""
+    """The object whose lifetime a function has: of a bound method, the object that it is bound to."""
     owner = getattr(fn, "__self__", None)
     func: Any = getattr(fn, "__func__", None)
     bound = owner is not None and func is not None and not isinstance(owner, type)
     return owner if bound and getattr(type(owner), func.__name__, None) is func else fn
 
 
-# === What a product depends on, so that a change of it is noticed.
-#
-# Pointers and version counters do not tell enough: fused optimizers, `.data` and NumPy write past
-# them.
-# Nor does a sum: the gradient of a weight before a layer norm sums to zero, and so does a step. A
-# sum
-# and a norm are two readings of each tensor.
-
 PLAIN = (bool, int, float, str, type(None))
 
 
 class StateFingerprint:
-    """The tensors, modules and switches behind a loss; `now()` is the same twice if they are."""
+    """The tensors, modules and settings that a loss depends on: `now()` changes when they change.
+
+    Pointers and version counters are not sufficient, because fused optimizers, `.data` and NumPy write
+    without changing them. A sum is not sufficient either: the gradient of a weight before a layer norm
+    sums to zero, and so does a step along it. So the sum and the norm of each tensor are read.
+    """
 
     def __init__(
         self, loss: Any, leaves: Callable[[], list[Tensor]], data: Callable[[], Any]
@@ -552,7 +542,7 @@ class StateFingerprint:
 
 
 def numbers(tensors: list[Tensor]) -> list[float]:
-    """The sum of each tensor, of those that can be added up, and the norm of those of floats."""
+    """The sum of each tensor with a storage, and the norm of floating-point ones."""
     found = []
     for t in tensors:
         if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta":
@@ -563,7 +553,7 @@ def numbers(tensors: list[Tensor]) -> list[float]:
 
 
 def _reached(function: Any, depth: int = 3) -> Iterator[Any]:
-    """Modules and tensors that a function holds: as a model, bound, in its closure, as globals."""
+    """The modules and tensors that a loss holds: its model, `self`, closure and globals."""
     if isinstance(function, nn.Module | Tensor):
         yield function
         return

@@ -1,4 +1,4 @@
-"""The state of the random generators that everybody shares: Python's, NumPy's, torch's, each GPU's."""
+"""Saves and restores state: random generators, autocast, and the tensors and attributes of modules."""
 
 import random
 import sys
@@ -18,7 +18,10 @@ from hoglib._core.swap import RNN_WEIGHT_LISTS
 
 
 def random_state() -> dict[str, Any]:
-    """NumPy's is None where nobody has imported it, those of GPUs are none where none was used."""
+    """The states of the global generators of Python, NumPy, torch and each GPU.
+
+    NumPy's is None if NumPy was not imported; those of GPUs are an empty list if no GPU was used.
+    """
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
@@ -29,9 +32,9 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """As `random_state()` gave it, here or in another process, which may have had more GPUs.
+    """Restores a state of `random_state()`, also of another process with more GPUs.
 
-    Its tensors are on the CPU, and not copied: inside of a torch.func transform a copy has no storage.
+    Its tensors are on the CPU and are not copied: inside a torch.func transform a copy has no storage.
     """
     random.setstate(state["python"])
     if state["numpy"] is not None:
@@ -43,7 +46,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Random generators are afterwards as they were."""
+    """Restores the global random generators at the end."""
     state = random_state()
     try:
         yield
@@ -51,11 +54,8 @@ def preserve_random_state() -> Iterator[None]:
         set_random_state(state)
 
 
-# === What a function's result depends on besides its arguments, so that it can be run again alike.
-
-
 class AutocastState:
-    """Autocast as it was when this was made."""
+    """The autocast settings at the time of construction."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._states = [
@@ -74,7 +74,8 @@ class AutocastState:
 
 
 class RunState:
-    """Random generators, autocast, and modes of modules, as they were when this was made."""
+    """Random generators, autocast and module modes at the time of construction, to run a function
+    again."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class RunState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Generators and modes as they were; afterwards, as they are now."""
+        """Inside, generators and modes have the saved state; at the end, the state from before."""
         states = [generator.get_state() for generator, _ in self._generators]
         modes = [module.training for module, _ in self._modes]
         try:
@@ -114,18 +115,15 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
     return generators[device.index or 0] if generators else None
 
 
-# === The state of all that draws random numbers: what it is, and whether something was drawn.
-
-
 class RandomSource(NamedTuple):
-    """A generator of Python's or NumPy's that a module keeps."""
+    """A generator of Python or NumPy that a module holds: functions to get and set its state."""
 
     get: Callable[[], Any]
     set: Callable[[Any], None]
 
 
 def sources(module: nn.Module) -> Iterator[RandomSource]:
-    """The generators that are attributes of a module."""
+    """The generators of Python and NumPy among the attributes of a module."""
     for value in vars(module).values():
         if isinstance(value, random.Random):
             yield RandomSource(value.getstate, value.setstate)
@@ -135,7 +133,7 @@ def sources(module: nn.Module) -> Iterator[RandomSource]:
 
 
 class OutsideState:
-    """Random numbers that torch's own generator does not make, as they stood here."""
+    """Generators other than torch's global one, at the time of construction."""
 
     def __init__(
         self, generators: Sequence[torch.Generator], modules: Iterable[nn.Module] = ()
@@ -146,7 +144,7 @@ class OutsideState:
         self._before = random_state()
 
     def changed(self) -> list[str]:
-        """By which ones something was drawn since."""
+        """The names of those that drew numbers since."""
         now = random_state()
         found = []
         if any(not torch.equal(state, g.get_state()) for g, state in self._generators):
@@ -161,17 +159,17 @@ class OutsideState:
         return found
 
 
-# === Modules, generators and random numbers as they were: before each run, and at the end.
-
-INTERNAL = set(vars(nn.Module()))  # what every module has: hooks, places of parameters and parts
+INTERNAL = set(
+    vars(nn.Module())
+)  # the attributes of every module: hooks, parameters, buffers, parts
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 SEQUENCES = (list, deque)
 MUTABLE = (*MAPPINGS, *SEQUENCES, set, bytearray)
-LARGEST = 1000  # of containers whose contents are copied too
+LARGEST = 1000  # containers with more items are copied without their contents
 
 
 class _Part:
-    """A module's places as they were; `changing` are the attributes that a run gets copies of."""
+    """The state of one module; `changing` names the attributes of which a run gets copies."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -179,14 +177,14 @@ class _Part:
         self.plain = dict(vars(module))
         self.converted: dict[str, Any] | None = None
         self.changing = [name for name in self.plain if name not in INTERNAL]
-        # hooks, parts: as they are put back at the end
+        # hooks and parts, restored at the end
         internal = [value for name, value in self.plain.items() if name in INTERNAL]
         self.inside = [(x, copy(x)) for x in internal if isinstance(x, dict | set)]
         self.random = [(source, source.get()) for source in sources(module)]
         self.values: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters, their data, and copies
 
     def keep(self, p: Tensor | None) -> None:
-        """A parameter, which code may change under no_grad, or give other memory by `.data`."""
+        """Saves a parameter, which code may change under no_grad, or give other memory by `.data`."""
         if type(p) not in (Tensor, nn.Parameter) or p is None or p.is_inference() or p.is_meta:
             return
         if p.layout is torch.strided and p.is_leaf:
@@ -197,21 +195,20 @@ class _Part:
             if p.dtype != data.dtype or p.data_ptr() != data.data_ptr():
                 p.data = data
             if not torch.equal(data, value):
-                data.copy_(value)  # that of `data` is another version counter
+                data.copy_(value)  # `data` has a version counter of its own
         for source, drawn in self.random:
             source.set(drawn)
 
 
 class StateGuard:
-    """Keeps the state of modules, and of generators, that a function changes as it runs.
+    """Saves the state of modules and generators, so that a function that changes it can run again.
 
-        with Unchanged(modules, generators, double=True) as state:
-            state.begin()         # as at first; now run the function
+        with StateGuard(modules, generators, double=True) as state:
+            state.begin()         # restores the initial state; now run the function
 
-    Inside, modules have copies of their buffers, of frozen parameters and of plain containers, in
-    float64 where they are of floating point and that is wanted; parameters of their own too, for those
-    that a function substitutes are put in their places by it. Scripted modules keep their tensors,
-    whose values are put back.
+    Inside, modules have copies of their parameters, buffers and plain containers, in float64 with
+    `double`; a function swaps in the parameters that it differentiates. Scripted modules keep their
+    tensors, whose values are restored. At the end, everything is restored.
     """
 
     def __init__(
@@ -230,7 +227,7 @@ class StateGuard:
             self.add(module)
 
     def add(self, module: nn.Module) -> None:
-        """A module and its parts, as they are now."""
+        """Saves a module and its parts."""
         for part in module.modules():
             if id(part) in self._known:
                 continue
@@ -263,8 +260,10 @@ class StateGuard:
         self._begin_outside()
 
     def begin(self, *, attributes: bool = True, of: nn.Module | None = None) -> None:
-        """As at first, in copies; plain attributes only if wanted, and only of one module and its parts
-        if one is named."""
+        """Gives modules copies of the initial state.
+
+        attributes: whether plain attributes are restored, too. of: only this module and its parts.
+        """
         buffers: dict[int, Any] = {}
         copies: dict[int, Any] = {}
         ids = list(self._parts) if of is None else [id(m) for m in of.modules()]
@@ -285,12 +284,12 @@ class StateGuard:
                 continue
             own = {name: self._plain(name, part.plain[name], copies) for name in part.changing}
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                own["max_norm"] = None  # it changes the weight in place, and autograd knows nothing
+                own["max_norm"] = None  # it changes the weight in place, unknown to autograd
             _put_back(vars(module), {**part.plain, **own})
         self._begin_outside()
 
     def changed_attributes(self) -> list[tuple[nn.Module, str]]:
-        """Plain attributes that are not what they were."""
+        """The plain attributes that differ from the initial state."""
         return [
             (module, name)
             for module, plain in ((part.module, part.plain) for part in self._parts.values())
@@ -321,12 +320,12 @@ class StateGuard:
         return copies[id(b)]
 
     def _plain(self, name: str, value: Any, copies: dict[int, Any]) -> Any:
-        if name in RNN_WEIGHT_LISTS:  # which an RNN makes anew where its parameters are others
+        if name in RNN_WEIGHT_LISTS:  # an RNN rebuilds them when its parameters change
             return [self._parameter(p) if isinstance(p, Tensor) else p for p in value]
         return self._copied(value, copies)
 
     def _copied(self, value: Any, copies: dict[int, Any]) -> Any:
-        """A copy of what a run may change: tensors, arrays, plain containers and what is in them."""
+        """A copy of what a run may change: tensors, arrays, plain containers and their contents."""
         kind = type(value)
         if isinstance(value, Tensor):
             return value if value.requires_grad else self._buffer(value, copies)
@@ -374,7 +373,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _put_back(place: Any, saved: Any) -> None:
-    """The contents of a dict or set, in the order in which they were."""
+    """Restores the contents of a dict or set, in their order."""
     if [*place] != [*saved]:
         place.clear()
     place.update(saved)

@@ -1,9 +1,9 @@
-"""Other tensors in the places of a module's parameters and buffers, around anything that calls it.
+"""Swaps the parameters and buffers of a module for other tensors, around any code that calls it.
 
-`torch.func.functional_call` does this around one call, and puts a module's own parameters back when
-the call returns. What backward runs again (a checkpointed block, a reversible layer, a solver that has
-the module on ctx) would then find those, and differentiate by the wrong ones without an error: inside
-`lingering()` the substitutes stay until derivatives have been taken.
+`torch.func.functional_call` swaps around one call, and restores the module's own parameters when the
+call returns. Code that backward runs again (a checkpointed block, a reversible layer, a solver with the
+module on ctx) would then use these, and the derivative would be wrong without an error. Inside
+`keep_swapped()`, parameters stay swapped until the derivatives have been taken.
 """
 
 import threading
@@ -24,11 +24,11 @@ NO_RUNNING_STATISTICS = {
     "num_batches_tracked": None,
 }  # fmt: skip
 PatchState = list[tuple[dict[str, Any], str, Any]]
-RNN_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")  # a recurrent layer's, beside its places
+RNN_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")  # where an RNN repeats its parameters
 
 
 class ModulePatch:
-    """What stood in modules' places, so that it can be put back."""
+    """Replaces parameters, buffers and attributes of modules, and restores them."""
 
     def __init__(self) -> None:
         self._was: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
@@ -45,7 +45,7 @@ class ModulePatch:
         raise AttributeError(f"{type(module).__name__} has no {name}")
 
     def restore(self, model: nn.Module | None = None) -> None:
-        """Put back what stood in the places of one model, or everything."""
+        """Restores what was replaced in one model, or in all."""
         ours = {
             id(store)
             for module in (() if model is None else model.modules())
@@ -58,11 +58,11 @@ class ModulePatch:
                 _release((store_id, name))
 
     def standing(self) -> PatchState:
-        """What stands in the places now."""
+        """The current values in the places that were replaced."""
         return [(store, name, store[name]) for (_, name), (store, _) in self._was.items()]
 
     def in_use(self, model: nn.Module) -> bool:
-        """Whether a module of this model runs with what stands in its places now."""
+        """Whether a module of this model runs with replaced values now."""
         if not self._busy:
             return False
         ours = {id(module) for module in model.modules()}
@@ -79,9 +79,8 @@ class ModulePatch:
 
 NormPolicy = Callable[[ModulePatch, nn.Module], None]
 
-# Places that hold a substitute: the thread that put it there, and how often. Two threads at once
-# in one
-# model would each find the other's, and put it back for good.
+# Places with a replaced value: the thread that replaced it, and how often. Of two threads in one model,
+# each would save the value of the other one as the original.
 _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
 _CLAIMING = threading.Lock()
 
@@ -107,12 +106,12 @@ def _release(place: tuple[int, str]) -> None:
             _CLAIMED[place] = owner, times - 1
 
 
-_KEPT: ContextVar[ModulePatch | None] = ContextVar("lingering", default=None)
+_KEPT: ContextVar[ModulePatch | None] = ContextVar("keep_swapped", default=None)
 
 
 @contextmanager
 def keep_swapped() -> Iterator[ModulePatch]:
-    """Inside, a model keeps the parameters that it was called with until the next call, or the end."""
+    """Inside, a model keeps the parameters that it was called with until the next call or the end."""
     outer = _KEPT.get()
     if outer is not None:
         yield outer
@@ -128,7 +127,8 @@ def keep_swapped() -> Iterator[ModulePatch]:
 
 @contextmanager
 def restored(standing: PatchState) -> Iterator[None]:
-    """What stood in the places when a graph was made, for what its backward runs again."""
+    """Inside, places have the values of the time when a graph was built, for recomputation in
+    backward."""
     before = [(store, name, store[name]) for store, name, _ in standing]
     try:
         for store, name, value in standing:
@@ -140,14 +140,14 @@ def restored(standing: PatchState) -> Iterator[None]:
 
 
 def use_batch_statistics(places: ModulePatch, layer: nn.Module) -> None:
-    """A normalisation layer uses the batch's statistics and updates none, in train and eval mode."""
+    """Lets a normalisation layer use batch statistics and update none, in train and eval mode."""
     if isinstance(layer, _NormBase) and layer.track_running_stats:
         for name, value in NO_RUNNING_STATISTICS.items():
             places.put(layer, name, value)
 
 
 def train_mode_batch_statistics(places: ModulePatch, layer: nn.Module) -> None:
-    """The same in train mode alone."""
+    """Lets a normalisation layer in train mode use batch statistics and update none."""
     if layer.training:
         use_batch_statistics(places, layer)
 
@@ -159,26 +159,26 @@ def swap_parameters(
     dtype: torch.dtype | None = None,
     treat: NormPolicy = train_mode_batch_statistics,
 ) -> Iterator[None]:
-    """The model with these parameters in the place of its own, whatever calls it inside.
+    """Inside, the model has these parameters in the place of its own.
 
-    The model is left as it was: buffers that a forward changes are copies, and train-mode normalisation
-    layers use the statistics of the batch and do not update their running averages, which torch could
-    not do under functional transforms anyway. With `dtype`, the model's other floating-point parameters
-    and buffers are in it too (complex ones in the complex one). `treat` puts into the places of each
-    module what else is to stand there. Inside `lingering()` everything stays
-    until the next substitution in the model; but one that is inside of another's ends with its block,
-    so that the outer one goes on with its own.
+    The model is restored at the end. Buffers are copies, and normalisation layers in train mode use
+    batch statistics and do not update their running averages, which torch cannot do under functional
+    transforms. With `dtype`, the other floating-point parameters and buffers of the model are converted
+    to it (complex ones to its complex dtype). `treat` may replace further values in each module. Inside
+    `keep_swapped()`, everything stays swapped until the next swap in the model; but a swap inside
+    another one of the same model ends with its block, so that the outer one continues with its own
+    parameters.
     """
-    lasting = _KEPT.get()
-    if lasting is not None and not lasting.in_use(model):
-        lasting.restore(model)
-        with lasting.using(model):
-            _substitute(lasting, model, params, dtype, treat)
+    kept = _KEPT.get()
+    if kept is not None and not kept.in_use(model):
+        kept.restore(model)
+        with kept.using(model):
+            _swap_in(kept, model, params, dtype, treat)
             yield
         return
     places = ModulePatch()
     try:
-        _substitute(places, model, params, dtype, treat)
+        _swap_in(places, model, params, dtype, treat)
         yield
     finally:
         places.restore()
@@ -186,7 +186,7 @@ def swap_parameters(
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Train-mode normalisation layers without running statistics."""
+    """Inside, normalisation layers in train mode use batch statistics and update none."""
     places = ModulePatch()
     try:
         for module in model.modules():
@@ -196,17 +196,17 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
         places.restore()
 
 
-def _substitute(
+def _swap_in(
     places: ModulePatch,
     model: nn.Module,
     params: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     treat: NormPolicy,
 ) -> None:
-    """Parameters, and copies of the buffers, in every place in the model that holds one.
+    """Swaps parameters, and copies of buffers, into every place in the model that holds one.
 
-    What is shared is told by its identity: one tensor under two names gets one substitute, except in
-    an embedding with max_norm, which changes its weight in place and so gets a copy.
+    A tensor that is shared under two names is replaced by one tensor, except in an embedding with
+    max_norm, which gets a copy because it changes its weight in place.
     """
     substitutes: dict[int, Tensor] = {}
     for name, value in params.items():
@@ -239,7 +239,7 @@ def _substitute(
                 substitutes[id(buffer)] = buffer.clone() if copy is buffer else copy
             places.put(module, name, substitutes[id(buffer)])
         if isinstance(module, nn.RNNBase):
-            for name in RNN_WEIGHT_LISTS:  # which its forward makes anew
+            for name in RNN_WEIGHT_LISTS:  # which its forward rebuilds
                 if name in vars(module):
                     places.put(module, name, vars(module)[name])
         treat(places, module)
@@ -251,12 +251,10 @@ def _in_dtype(own: Tensor, dtype: torch.dtype | None) -> Tensor:
     return own.to(dtype.to_complex() if own.is_complex() else dtype)
 
 
-# === Modules as pure functions of their parameters.
-
 Params = dict[str, Tensor]
 
 
 def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> Any:
-    """The output of a model with these parameters in the place of its own; see `substituted`."""
+    """The output of a model with these parameters in the place of its own; see `swap_parameters`."""
     with swap_parameters(model, params):
         return model(*args, **kwargs)

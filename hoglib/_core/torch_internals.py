@@ -297,20 +297,18 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def averages_otherwise(ddp: DistributedDataParallel) -> bool:
-    """Whether its gradients are averaged by a communication hook of the user's, or in `join()`."""
-    hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # which has a hook of its own
+    """Whether its gradients are averaged by a communication hook of the user, or in `join()`."""
+    hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # mixed precision uses a hook
     return hooked or bool(ddp._join_config.enable)
 
 
-# === oneDNN's matrix product, which torch has beside that of its BLAS but calls for half precision
-# only.
-#
-# The private torch API that this needs is here: `torch.ops.mkldnn._linear_pointwise`, which torch's
-# compiler puts in the place of linear layers with constant weights.
+# oneDNN's matrix product, which torch itself calls for half precision only.
+# `torch.ops.mkldnn._linear_pointwise` is what torch's compiler uses for linear layers with constant
+# weights.
 
 
 def onednn_available() -> bool:
-    """Whether this build of torch has it, and torch's own switch for oneDNN is on."""
+    """Whether this build of torch has oneDNN, and `torch.backends.mkldnn` is enabled."""
     return _onednn_is_built() and bool(torch.backends.mkldnn.enabled)
 
 
@@ -320,13 +318,13 @@ def _onednn_is_built() -> bool:
 
 
 def onednn_full_precision() -> bool:
-    """Whether float32 is computed in float32: with less, torch calls oneDNN by itself."""
+    """Whether float32 products have full precision; with less, torch itself calls oneDNN."""
     products: Any = torch.backends.mkldnn
     return products.matmul.fp32_precision not in ("bf16", "tf32")
 
 
 def onednn_takes(tensor: Tensor) -> bool:
-    """Whether it is a matrix as oneDNN reads it: float32, on a processor, by rows or by columns."""
+    """Whether oneDNN accepts a tensor: a float32 matrix on the CPU, row-major or column-major."""
     if tensor.dtype is not torch.float32 or tensor.dim() != 2 or tensor.device.type != "cpu":
         return False
     return tensor.layout is torch.strided and (by_rows(tensor) or by_columns(tensor))
@@ -341,6 +339,6 @@ def by_columns(matrix: Tensor) -> bool:
 
 
 def onednn_affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b of tensors that `takes` accepts, b [out] or None. Has no derivative."""
+    """x W^T + b of tensors that `onednn_takes` accepts, b [out] or None; it has no derivative."""
     result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
