@@ -155,7 +155,7 @@ def same_history(ours, theirs):
         )
         assert torch.equal(one.spectrum.largest, other.spectrum.largest)
         assert torch.equal(one.spectrum.smallest, other.spectrum.smallest)
-        for name, value in vars(one.spectrum.density).items():
+        for name, value in one.spectrum.density._asdict().items():
             assert_close(value, getattr(other.spectrum.density, name), rtol=0, atol=0)
 
 
