@@ -80,7 +80,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # A storage that was there before is nobody's doing here.
+        # A storage from before does not count.
         self.known.update(
             id(leaf.untyped_storage())
             for leaf in tree_leaves((args, kwargs))

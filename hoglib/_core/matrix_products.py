@@ -1,14 +1,14 @@
-"""Products of matrices by the faster of the two libraries that torch has for them on a processor.
+"""Matrix products by the faster of the two libraries that torch has on a CPU.
 
-`torch.mm` calls MKL (or another BLAS); oneDNN is there as well. Which one is faster depends on the
-processor and on the sizes: on some processors oneDNN takes half of the time for large matrices, on
-others both are alike, and for small ones MKL is faster everywhere. So both are timed once a machine,
-class by class, the times are kept on disk, and from then on the choice follows from shapes alone: a
-run that is resumed is the same run.
+`torch.mm` calls MKL (or another BLAS); torch also contains oneDNN. Which one is faster depends on the
+processor and the sizes: on some processors oneDNN takes half of the time for large matrices, on others
+both take the same time, and MKL is faster for small matrices on all. Both are timed once per machine
+for classes of sizes, and the times are cached on disk. The choice then depends on shapes only, so a
+resumed run computes the same numbers.
 
-HOGLIB_ONEDNN=off switches it off, as does `torch.backends.mkldnn.enabled = False`; `on` takes oneDNN
-for all but small matrices, without timing; `auto`, the default, is what is described above. Where this
-build of torch has no oneDNN nothing of it happens.
+HOGLIB_ONEDNN=off disables oneDNN, as does `torch.backends.mkldnn.enabled = False`; `on` uses it for all
+but small matrices, without timing; `auto` is the default. Without oneDNN in torch this module has no
+effect.
 """
 
 import os
@@ -23,10 +23,10 @@ from hoglib._core import torch_internals, validation
 from hoglib._core.timed_products import SIZES, Class, Times, class_of, kept
 
 SWITCH = "HOGLIB_ONEDNN"
-SMALLEST = SIZES[0] // 2  # the classes begin here
-SAVED = 5e-5  # seconds less that a product takes, or it is not worth other roundings
-IN_GRAPHS = 1.05  # times as fast, or it is not
-IN_FUNCTIONS = 1.25  # where it also takes a Function in Python, which keeps tensors for longer
+SMALLEST = SIZES[0] // 2  # the smallest size of a class
+SAVED = 5e-5  # seconds that oneDNN must save per product
+IN_GRAPHS = 1.05  # the speedup that is required in graphs
+IN_FUNCTIONS = 1.25  # and outside of graphs, where it needs a Function in Python
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -46,7 +46,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def faster_affine(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
-    """x W^T + b by oneDNN, or None where that is not chosen; of anything at all."""
+    """x W^T + b by oneDNN, or None if oneDNN is not chosen; accepts any arguments."""
     rows = _large(x, weight)
     if rows is None or not _fits(rows, weight, bias):
         return None
@@ -55,7 +55,7 @@ def faster_affine(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
 
 
 def faster_product(a: Any, b: Any) -> Tensor | None:
-    """A B by oneDNN, or None where that is not chosen; of anything at all."""
+    """A B by oneDNN, or None if oneDNN is not chosen; accepts any arguments."""
     rows = _large(a, b)
     if rows is None or not _fits(rows, b.t()):
         return None
@@ -64,7 +64,8 @@ def faster_product(a: Any, b: Any) -> Tensor | None:
 
 
 def chosen(m: int, k: int, n: int, columns: bool, gain: float = IN_GRAPHS) -> bool:
-    """Whether oneDNN takes a float32 product [m, k] times [k, n]; columns: of the first factor."""
+    """Whether oneDNN is chosen for [m, k] times [k, n] in float32; columns: column-major first
+    factor."""
     if min(m, k, n) < SMALLEST:
         return False
     how = _way()
@@ -75,7 +76,7 @@ def chosen(m: int, k: int, n: int, columns: bool, gain: float = IN_GRAPHS) -> bo
 
 @cache
 def faster(gain: float) -> frozenset[Class]:
-    """The classes in which oneDNN is that much faster on this machine, which are timed at need."""
+    """The classes in which oneDNN has at least this speedup on this machine; times them if needed."""
     return frozenset(of for of, times in _times().items() if is_faster(times, gain))
 
 
@@ -85,13 +86,13 @@ def _times() -> dict[Class, Times]:
 
 
 def state() -> str:
-    """What a compiled graph depends on: two that differ in this have other products in them."""
+    """The choices that a compiled graph depends on, as text."""
     how = _way()
     return str(sorted(faster(IN_GRAPHS))) if how == "auto" else how
 
 
 def facts() -> dict[str, Any]:
-    """For `hoglib env`: what the switch says, and in how many classes oneDNN is clearly faster."""
+    """Facts for `hoglib env`: the setting, and the number of classes in which oneDNN is faster."""
     known: dict[str, Any] = {"switch": switch(), "available": torch_internals.onednn_available()}
     if _way() == "auto":
         times, graphs, functions = _times(), faster(IN_GRAPHS), faster(IN_FUNCTIONS)
@@ -105,20 +106,20 @@ def is_faster(times: Times, gain: float) -> bool:
 
 
 def forget() -> None:
-    """The next product reads the times again."""
+    """Clears the times in memory, so that the next product reads them again."""
     faster.cache_clear()
     _times.cache_clear()
 
 
 def switch() -> str:
-    """off, on or auto."""
+    """The setting HOGLIB_ONEDNN: off, on or auto."""
     value = os.environ.get(SWITCH, "auto")
     validation.one_of(SWITCH, value, ("auto", "off", "on"))
     return value
 
 
 def _way() -> str:
-    """The switch, off where there is no oneDNN to be taken."""
+    """The setting; off if oneDNN is not available."""
     return (
         switch()
         if torch_internals.onednn_available() and torch_internals.onednn_full_precision()
@@ -127,7 +128,7 @@ def _way() -> str:
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Any = None) -> bool:
-    """Whether oneDNN takes x W^T + b of these matrices."""
+    """Whether oneDNN is chosen for x W^T + b of these matrices."""
     if (
         not (torch_internals.onednn_takes(x) and torch_internals.onednn_takes(weight))
         or x.shape[1] != weight.shape[1]
@@ -144,9 +145,9 @@ def _fits(x: Tensor, weight: Tensor, bias: Any = None) -> bool:
 
 
 def _large(x: Any, matrix: Any) -> Tensor | None:
-    """x as rows, without a copy, where both are plain tensors large enough to be looked at.
+    """x as a matrix of rows, without a copy; None if one of both is small or not a plain tensor.
 
-    Not inside of transforms and traces, whose own rules are for torch's operations.
+    None inside transforms and traces, which have rules for torch's operations.
     """
     if type(x) not in _PLAIN or type(matrix) not in _PLAIN or x.is_nested or matrix.is_nested:
         return None
@@ -174,11 +175,11 @@ def _differentiable(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """A B + bias with its derivatives, which are products again, each by what is faster for it.
+    """A B + bias and its derivatives, which are products again, each by the faster library.
 
-    The gradient by a factor lies in memory as the factor does, as torch's own: sums of matrices that
-    lie differently take up to four times as long. Without `setup_context`, which takes three times as
-    long: no transform of torch.func sees it.
+    The gradient with respect to a factor has the layout of the factor, as in torch: sums of matrices in
+    different layouts take up to four times as long. It has no `setup_context`, which takes three times
+    as long, because it never runs inside a transform of torch.func.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What autocast, and numbers in half precision, ask of a composite."""
+"""Half precision and autocast in composites of torch operations."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +18,7 @@ def is_half(x: Tensor) -> bool:
 
 
 def upcast_half(x: Tensor) -> Tensor:
-    """In float32, if x is in half precision: what many small terms are summed in."""
+    """x in float32 if it is in half precision, to sum many small terms."""
     return x.float() if is_half(x) else x
 
 
@@ -28,7 +28,7 @@ def upcast_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast_on(device: str) -> bool:
-    """Whether autocast is on for a type of device; meta has none.
+    """Whether autocast is active for a device type; meta has none.
 
     (`torch.amp.is_autocast_available` would say so too, but torch 2.11 cannot compile it.)
     """
@@ -36,12 +36,12 @@ def autocast_on(device: str) -> bool:
 
 
 def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for the device of x, and would change the dtype of such a tensor."""
+    """Whether autocast is active for the device of x and would change its dtype."""
     return autocast_on(x.device.type) and x.dtype != torch.float64
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Products of matrices in the dtype of x, whatever autocast says."""
+    """Inside, matrix products have the dtype of x, without autocast."""
     return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
 
 

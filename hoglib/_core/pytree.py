@@ -17,7 +17,7 @@ _REGISTERED = _pytree.SUPPORTED_NODES
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
-    """Leaves in order, and the structure that `unflatten` puts them back into, which can be hashed."""
+    """The leaves in order, and the hashable structure that `unflatten` takes."""
     found: list[Any] = []
     structure = _flatten(tree, found)
     return found, structure
@@ -51,7 +51,7 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """`function` of the tensors among the leaves; other leaves stay as they are."""
+    """`function` of the tensors among the leaves; other leaves do not change."""
     return map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -81,12 +81,12 @@ def norm(tree: Tree) -> Tensor:
 
 
 def size(tree: Tree) -> int:
-    """How many numbers all leaves hold."""
+    """The number of elements of all leaves."""
     return sum(leaf.numel() for leaf in leaves(tree))
 
 
 def ravel(tree: Tree) -> tuple[Tensor, Callable[[Tensor], Tree]]:
-    """All leaves as one vector, and the function that shapes such a vector like the tree."""
+    """All leaves as one vector, and the function from such a vector to the structure of the tree."""
     flat, structure = flatten(tree)
     shapes = [leaf.shape for leaf in flat]
     sizes = [leaf.numel() for leaf in flat]
@@ -105,7 +105,7 @@ def ravel(tree: Tree) -> tuple[Tensor, Callable[[Tensor], Tree]]:
 
 
 def sum_scalars(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of scalar tensors; zero for none of them."""
+    """The sum of scalar tensors; zero for an empty sequence."""
     return torch.stack(list(terms)).sum() if terms else torch.zeros(())
 
 
@@ -158,12 +158,12 @@ def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
 
 
 def _is_named(kind: type) -> bool:
-    """Whether it is a class of named tuples that torch has no other way with."""
+    """Whether it is a class of named tuples without a registration of its own in torch."""
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and kind not in _REGISTERED
 
 
 def rows(tree: Any, count: int, start: int, end: int) -> Any:
-    """The same rows of each tensor whose leading dimension is that of the examples."""
+    """Rows of each tensor whose leading dimension is the number of examples."""
     return map_tensors(lambda t: t[start:end] if t.dim() and len(t) == count else t, tree)
 
 

@@ -1,9 +1,8 @@
-"""Both of torch's matrix products timed on this machine, once; the times are kept on disk.
+"""Times torch's two matrix products once per machine, and caches the times on disk.
 
-A class of products is three sizes, each a power of four that stands for those near it, and how the
-first factor lies in memory: oneDNN copies one that lies by columns. What is timed is one thread, in
-seconds of its own work: on several threads a product that waits for a core that others use takes
-ten times as long, and such times would be remembered.
+A class of products consists of three sizes, each the nearest power of four, and the layout of the first
+factor, which oneDNN copies if it is column-major. The CPU time of one thread is measured: with several
+threads, a product that waits for a busy core takes ten times as long, and such a time would be cached.
 """
 
 import hashlib
@@ -29,13 +28,13 @@ from hoglib._core.cache import cache_dir, make_private_dir
 
 SIZES: tuple[int, ...] = (64, 256, 1024)
 ROUNDS = 5
-SHORTEST = 2e-4  # seconds of one measurement: smaller products are repeated
-LONGEST = 0.05  # where one takes this long, as on a slow machine, it is measured once
+SHORTEST = 2e-4  # seconds of one measurement; smaller products are repeated
+LONGEST = 0.05  # seconds from which a product is measured once
 _ERROR = 1e-5  # of the norm: float32's rounding in sums of a thousand is 1e-6
 
 
 class Class(NamedTuple):
-    """A [m, k] times B [k, n]; columns: A lies by columns."""
+    """A [m, k] times B [k, n]; columns: A is column-major."""
 
     m: int
     k: int
@@ -44,14 +43,14 @@ class Class(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of work of torch.mm and of oneDNN, medians."""
+    """Median CPU seconds of torch.mm and of oneDNN."""
 
     mm: float
     onednn: float
 
 
 def class_of(m: int, k: int, n: int, columns: bool) -> Class:
-    """The class of a product: each size goes to the power of four that it is nearest to."""
+    """The class of a product: each size is rounded to the nearest power of four."""
     return Class(_nearest(m), _nearest(k), _nearest(n), columns)
 
 
@@ -60,9 +59,9 @@ def _nearest(size: int) -> int:
 
 
 def measure() -> dict[Class, Times]:
-    """The times of every class, in some two seconds; of those in which oneDNN is right.
+    """The times of every class in which oneDNN is correct; takes about two seconds.
 
-    In a thread of its own, which has no modes, no autocast and no graphs of the caller.
+    It runs in a thread of its own, without the modes, autocast and graphs of the caller.
     """
     found: list[dict[Class, Times]] = []
     problems: list[BaseException] = []
@@ -82,7 +81,7 @@ def measure() -> dict[Class, Times]:
     thread.start()
     try:
         thread.join()
-    except BaseException:  # the user wants out: no thread goes on behind
+    except BaseException:  # an interrupt: stop the thread
         stopped.set()
         thread.join()
         raise
@@ -106,11 +105,11 @@ def _measure(stopped: threading.Event) -> dict[Class, Times]:
 
 
 def timed(a: Tensor, b: Tensor) -> Times | None:
-    """Both products, in turn; None where they are not equal to rounding, or oneDNN raises."""
+    """The times of both products; None if they differ by more than rounding, or oneDNN raises."""
     weight, expected = b.t(), a @ b
     try:
         found = torch_internals.onednn_affine(a, weight)
-    except RuntimeError:  # it has none for this processor
+    except RuntimeError:  # no implementation for this processor
         return None
     if not float((found - expected).norm()) <= _ERROR * float(expected.norm()):
         return None
@@ -133,12 +132,12 @@ def _seconds(call: Callable[[], object], count: int) -> float:
 
 
 def kept() -> dict[Class, Times]:
-    """The times on this machine: from disk, or measured now and put there."""
+    """The times on this machine: from the cache, or measured and cached now."""
     path = cache_dir() / f"products-{_key()}.json"
     known = _read(path)
     if known is None:
         known = measure()
-        # Of several processes that measured at once all go by the first.
+        # Of several processes that measure at once, all use the times of the first.
         known = known if _write(path, known) else _read(path) or known
     return known
 
@@ -149,7 +148,7 @@ def _key() -> str:
 
 
 def _processor() -> list[str]:
-    """What tells one processor from another: its name may not, on a virtual machine."""
+    """What identifies the processor; on a virtual machine its name is not sufficient."""
     wanted = ("vendor_id", "cpu family", "model", "model name", "stepping")
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
@@ -161,12 +160,12 @@ def _read(path: Path) -> dict[Class, Times] | None:
     try:
         seconds = json.loads(path.read_text())["seconds"]
         return {_named(name): Times(*map(float, pair)) for name, pair in seconds.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or cut short
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing or incomplete
         return None
 
 
 def _write(path: Path, times: dict[Class, Times]) -> bool:
-    """Whole, and only where nothing was; whether it was written."""
+    """Writes the file atomically, unless it exists; returns whether it was written."""
     text = {
         "processor": _processor(),
         "torch": torch.__version__,

@@ -62,7 +62,7 @@ def checkpoint_frame() -> Any:
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """What is saved inside is saved for nobody else, such as a checkpoint around."""
+    """Disables the saved-tensor hooks of the caller inside, such as those of a checkpoint."""
     hooks = torch._C._autograd
     taken = []
     while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:

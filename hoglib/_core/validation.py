@@ -1,4 +1,4 @@
-"""Argument checks. Every message says what was expected, what came, and what to do next."""
+"""Checks of arguments. Every message states what was expected, what was passed, and what to do."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -14,7 +14,7 @@ from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueEr
 
 
 def describe(value: Any) -> str:
-    """A few words on what came: dtype and shape of a tensor, type and text of anything else."""
+    """A short description of a value: dtype and shape of a tensor, type and repr of anything else."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"a {dtype} tensor of shape {tuple(value.shape)}"
@@ -31,7 +31,7 @@ def tensor(what: str, value: Any) -> Tensor:
 
 
 def differentiable(what: str, value: Any) -> Tensor:
-    """A tensor of a floating or complex dtype."""
+    """Checks for a tensor of a floating-point or complex dtype."""
     tensor(what, value)
     if not (value.is_floating_point() or value.is_complex()):
         raise ArgumentTypeError(
@@ -43,7 +43,7 @@ def differentiable(what: str, value: Any) -> Tensor:
 
 
 def real(what: str, value: Any) -> Tensor:
-    """A tensor of a real floating-point dtype, for functions that need an order."""
+    """Checks for a tensor of a real floating-point dtype, for functions that compare values."""
     differentiable(what, value)
     if value.is_complex():
         raise ArgumentTypeError(
@@ -54,7 +54,7 @@ def real(what: str, value: Any) -> Tensor:
 
 
 def number(what: str, value: Any, *, minimum: float | None = None) -> float:
-    """A real Python number, not NaN, and `minimum` or greater. An int stays an int."""
+    """Checks for a real Python number that is not NaN and at least `minimum`. An int stays an int."""
     if isinstance(value, bool) or not isinstance(value, Real):
         advice = "; take one out of a tensor with `.item()`" if isinstance(value, Tensor) else ""
         raise ArgumentTypeError(
@@ -68,7 +68,7 @@ def number(what: str, value: Any, *, minimum: float | None = None) -> float:
 
 
 def tensor_or_number(what: str, value: Any) -> Any:
-    """A differentiable tensor, or a Python number, which is a constant."""
+    """Checks for a differentiable tensor, or a Python number, which is a constant."""
     if isinstance(value, Tensor):
         return differentiable(what, value)
     if isinstance(value, bool) or not isinstance(value, Number):
@@ -107,7 +107,7 @@ def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
 
 
 def positive(what: str, value: Any) -> float:
-    """A finite real number greater than zero."""
+    """Checks for a finite real number greater than zero."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(f"{what}: expected a positive number, got {describe(value)}.")
     number = float(value)
@@ -120,7 +120,7 @@ def positive(what: str, value: Any) -> float:
 
 
 def at_least(what: str, value: Any, minimum: int) -> int:
-    """A whole number, `minimum` or greater."""
+    """Checks for an integer of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentTypeError(f"{what}: expected a whole number, got {describe(value)}.")
     if value < minimum:
@@ -145,7 +145,7 @@ def flag(what: str, value: Any) -> bool:
 
 
 def generator(value: Any) -> torch.Generator | None:
-    """What random numbers are drawn by; None for torch's own."""
+    """Checks for a torch.Generator, or None for the default generator."""
     if value is not None and not isinstance(value, torch.Generator):
         raise ArgumentTypeError(
             f"generator: expected a torch.Generator or None, got {describe(value)}; make one with "
@@ -163,7 +163,7 @@ def function(what: str, value: Any) -> Any:
 
 
 def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """At least one tensor, and none without elements."""
+    """Checks for at least one tensor, and for elements in each."""
     if not tensors:
         raise ArgumentValueError(
             "inputs: expected at least one floating-point or complex tensor, got none; there is "
@@ -178,7 +178,7 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
 
 
 def parameters(params: Any, what: str = "params") -> Any:
-    """A pytree of floating-point tensors with at least one leaf."""
+    """Checks for a pytree of floating-point tensors with at least one leaf."""
     leaves = pytree.leaves(params)
     if not leaves:
         raise ArgumentValueError(
@@ -192,7 +192,7 @@ def parameters(params: Any, what: str = "params") -> Any:
 
 
 def other_structure(what: str, tree: Any, params: Any, leaf: str = "...") -> ArgumentValueError:
-    """What to raise for a tree that has not the structure of params; `leaf` makes one of its leaves."""
+    """The error for a tree whose structure differs from params; `leaf` describes an expected leaf."""
     names, came = pytree.paths(params), pytree.paths(tree)
     missing = [name for name in names if name not in set(came)]
     extra = sorted(set(came) - set(names))
@@ -207,7 +207,7 @@ def other_structure(what: str, tree: Any, params: Any, leaf: str = "...") -> Arg
 
 
 def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
-    """The leaves of one vector like params, or of a block: of several along a trailing dimension."""
+    """The leaves of a vector in the structure of params, or of a block with a trailing dimension."""
     mappings = isinstance(tree, Mapping) and isinstance(params, Mapping)
     if mappings and tree.keys() == params.keys() and _differ(tree, params):
         same: Any = copy(params)  # the order of names is no matter, nor the kind of mapping
@@ -254,7 +254,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def _all_like(leaves: list[Any], expected: list[Tensor]) -> bool:
-    """Whether `vectors` has nothing to say of them, so that it need not know their names."""
+    """Whether `vectors` would accept them; it is faster because it needs no names."""
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return False
     columns = leaves[0].shape[-1:] if leaves[0].dim() == expected[0].dim() + 1 else ()
@@ -267,7 +267,7 @@ def _all_like(leaves: list[Any], expected: list[Tensor]) -> bool:
 
 
 def scalar(what: str, value: Any) -> Tensor:
-    """A real floating-point tensor with no dimensions."""
+    """Checks for a real floating-point tensor without dimensions."""
     tensor(what, value)
     if value.dim() != 0:
         how = (
@@ -287,7 +287,7 @@ def scalar(what: str, value: Any) -> Tensor:
 
 
 def finite(what: str, values: Tensor, advice: str) -> Tensor:
-    """Values without NaN or infinity; the message names the first that are not finite."""
+    """Checks for NaN and infinity; the message names the first values that are not finite."""
     bad = (~torch.isfinite(values.detach())).reshape(-1).nonzero().reshape(-1).tolist()
     if bad:
         which = f" at {_listing([str(i) for i in bad])} of {values.numel()}" if values.dim() else ""
