@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from hoglib.errors import ArgumentValueError
+
 Tree = Any
 _REGISTERED = _pytree.SUPPORTED_NODES
 
@@ -28,11 +30,13 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
     try:
         tree = _unflatten(structure, left)
     except StopIteration:
-        raise ValueError(
+        raise ArgumentValueError(
             f"expected a leaf for each place of the tree, got {len(leaves)}."
         ) from None
     if next(left, _END) is not _END:
-        raise ValueError(f"expected as many leaves as the tree has, got more: {len(leaves)}.")
+        raise ArgumentValueError(
+            f"expected as many leaves as the tree has, got more: {len(leaves)}."
+        )
     return tree
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half
+from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_modes import reverse_only
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._define import promote_dtypes
@@ -145,7 +146,7 @@ def linear_cross_entropy(
     z = F.linear(input, flat, bias).reshape(*input.shape[:-1], classes, *positions)
     probabilities = target.shape == z.shape
     if probabilities and ignore_index is not None:
-        raise RuntimeError("ignore_index cannot be specified when target contains probabilities")
+        raise TorchValueError("ignore_index cannot be specified when target contains probabilities")
     ignored = -100 if ignore_index is None else ignore_index
     fits = target.is_floating_point() if probabilities else _is_class_target(z, target)
     if reverse_only() or not fits:  # torch's own is right, or raises its error
@@ -239,22 +240,22 @@ _CROSS_ENTROPY = make_function(
 def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """The errors of torch 2.13, which older ones lack."""
     if not 1 <= input.dim() <= 2:
-        raise RuntimeError(f"expected input with dimensionality 1 or 2, got {input.dim()}")
+        raise TorchValueError(f"expected input with dimensionality 1 or 2, got {input.dim()}")
     if weight.dim() < 2:
-        raise RuntimeError(
+        raise TorchValueError(
             f"expected linear_weight with dimensionality at least 2, got {weight.dim()}"
         )
     if input.shape[-1] != weight.shape[-1]:
-        raise RuntimeError(
+        raise TorchValueError(
             "expected equal input and linear_weight last dimensions (in_features), "
             f"got {input.shape[-1]} and {weight.shape[-1]}, respectively"
         )
     if bias is not None and bias.shape != weight.shape[:-1]:
-        raise RuntimeError(
+        raise TorchValueError(
             f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
         )
     if weight.dim() > 2 and input.dim() == 1:
-        raise RuntimeError(
+        raise TorchValueError(
             f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires "
             f"batched input, (N, {input.shape[0]}), got unbatched input with shape "
             f"{tuple(input.shape)}"

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import is_autocast
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib._core.torch_errors import TorchValueError
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 # The logarithm of 0. A finite number leaves no infinity to subtract, at any order of differentiation;
 # it is so low that a sum with it never counts beside a path that exists.
@@ -113,13 +114,13 @@ def _losses(
     if p.dim() == 2:
         p = p.unsqueeze(1)
     if p.dim() != 3 or p.numel() == 0:
-        raise RuntimeError(
+        raise TorchValueError(
             "log_probs tensor must not be empty" if p.dim() == 3 else
             f"ctc_loss: expected log_probs [T, N, C] or [T, C], got {validation.describe(log_probs)}."
         )  # fmt: skip
     T, N, C = p.shape
     if not 0 <= blank < C:
-        raise RuntimeError("blank must be in label range")
+        raise TorchValueError("blank must be in label range")
     _check_length_types(input_lengths, target_lengths)
     steps, known_steps = _to_lengths("input_lengths", input_lengths, N, T, p)
     U, known_U = _to_lengths("target_lengths", target_lengths, N, None, p)
@@ -183,16 +184,18 @@ def _pad_labels(
     if labels.dim() == 2:
         S = labels.shape[1]
         if labels.shape[0] != N or (known and max(known) > S):
-            raise RuntimeError(
+            raise TorchValueError(
                 f"ctc_loss: expected targets of size [{N}, {max(known or [0])}] at least, "
                 f"got {list(labels.shape)}."
             )
         return torch.where(_length_mask(U, S), labels, blank)
     if labels.dim() != 1:
-        raise RuntimeError(f"Expected 1 to 2 dimensions, but got {labels.dim()}-dimensional tensor")
+        raise TorchValueError(
+            f"Expected 1 to 2 dimensions, but got {labels.dim()}-dimensional tensor"
+        )
     total = labels.shape[0]
     if known is not None and sum(known) != total:
-        raise RuntimeError(
+        raise TorchValueError(
             f"Expected tensor to have size {sum(known)} at dimension 0, but got size {total}"
         )
     S = total if known is None else max(known)
@@ -208,18 +211,18 @@ def _to_lengths(
     """Lengths as a tensor [N], and as numbers where they can be read."""
     if isinstance(lengths, Tensor):
         if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-            raise RuntimeError(f"{what} must be integral")
+            raise TorchValueError(f"{what} must be integral")
         tensor = lengths.to(device=like.device, dtype=torch.long).reshape(-1)
         known = _read_lengths(lengths)
     else:
         known = [int(length) for length in lengths]
         tensor = torch.tensor(known, dtype=torch.long, device=like.device)
     if tensor.shape[0] != N:
-        raise RuntimeError(f"{what} must be of size batch_size")
+        raise TorchValueError(f"{what} must be of size batch_size")
     for length in known or ():
         if length < 0 or (most is not None and length > most):
             bound, limit = ("least", 0) if length < 0 else ("most", most)
-            raise RuntimeError(
+            raise TorchValueError(
                 f"Expected {what} to have value at {bound} {limit}, but got value {length}"
             )
     return tensor, known
@@ -250,7 +253,7 @@ def _cast(log_probs: Tensor) -> Tensor:
     if is_autocast(log_probs):
         return log_probs.float()
     if log_probs.dtype not in (torch.float32, torch.float64):
-        raise NotImplementedError(
+        raise UnsupportedError(
             f"ctc_loss: expected float32 or float64 log_probs, got "
             f"{validation.describe(log_probs)}; convert them with `log_probs.float()`."
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import HALF_DTYPES, is_autocast
+from hoglib._core.torch_errors import TorchValueError
 from hoglib.errors import ArgumentValueError
 
 _MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
@@ -187,7 +188,7 @@ def _cast(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
     validation.real("grid", grid)
     input, grid = (x.float() if is_autocast(x) else x for x in (input, grid))
     if input.dtype != grid.dtype:
-        raise RuntimeError(
+        raise TorchValueError(
             f"grid_sample: expected input and grid of one dtype, got {input.dtype} and {grid.dtype}; "
             "convert one of them."
         )
@@ -200,23 +201,23 @@ def _cast(input: Tensor, grid: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
 def _check_shapes(input: Tensor, grid: Tensor, mode: str) -> None:
     shapes = f"got input with sizes {list(input.shape)} and grid with sizes {list(grid.shape)}"
     if input.dim() < 1 or grid.dim() < 1 or input.shape[0] != grid.shape[0]:
-        raise RuntimeError(
+        raise TorchValueError(
             f"grid_sampler(): expected grid and input to have same batch size, but {shapes}"
         )
     if grid.shape[-1] != input.dim() - 2:
-        raise RuntimeError(
+        raise TorchValueError(
             f"grid_sampler(): expected grid to have size {input.dim() - 2} in last dimension, "
             f"but got grid with sizes {list(grid.shape)}"
         )
     if 0 in input.shape[2:]:
-        raise RuntimeError(
+        raise TorchValueError(
             "grid_sampler(): expected input to have non-empty spatial dimensions, but input has "
             f"sizes {list(input.shape)}"
         )
     if input.dim() not in (4, 5) or grid.dim() != input.dim():
-        raise RuntimeError(
+        raise TorchValueError(
             "grid_sampler(): expected 4D or 5D input and grid with same number of dimensions, "
             f"but {shapes}"
         )
     if mode == "bicubic" and input.dim() == 5:
-        raise RuntimeError("grid_sampler(): bicubic interpolation only supports 4D input")
+        raise TorchValueError("grid_sampler(): bicubic interpolation only supports 4D input")

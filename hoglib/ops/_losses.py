@@ -13,6 +13,7 @@ from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_half, upcast_half
 from hoglib._core.torch_errors import TorchValueError
 from hoglib._core.torch_modes import reverse_only
+from hoglib.errors import ArgumentValueError
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 
@@ -108,12 +109,12 @@ def huber_loss(
     if _torch_is_right(input):
         return _TORCH_HUBER(input, target, reduction, delta, weight)
     if delta <= 0:
-        raise RuntimeError("huber_loss does not support non-positive values for delta.")
+        raise TorchValueError("huber_loss does not support non-positive values for delta.")
     kind = reduction_number(reduction)
     if weight is None:
         return _huber(*_broadcast(input, target), kind, delta)
     if weight.size() != input.size():
-        raise ValueError("Weights and input must have the same size.")
+        raise ArgumentValueError("Weights and input must have the same size.")
     weighted = _huber(*_broadcast(input, target), NONE, delta) * weight
     return reduce_loss(weighted, kind)
 
@@ -165,21 +166,21 @@ def multi_margin_loss(
     """
     kind = reduction_number(reduction, size_average, reduce)
     if p not in (1, 2):
-        raise ValueError("only p == 1 and p == 2 supported")
+        raise ArgumentValueError("only p == 1 and p == 2 supported")
     if weight is not None and weight.dim() != 1:
-        raise ValueError("weight must be one-dimensional")
+        raise ArgumentValueError("weight must be one-dimensional")
     validation.real("input", input)
     _check_input(input)
     rows, classes = input.numel() // max(_classes(input), 1), _classes(input)
     if target.dim() > 1 or target.numel() != rows:
-        raise RuntimeError(
+        raise TorchValueError(
             f"multi_margin_loss: target tensor should be 1-D with size equal to the number of input "
             f"samples (batch size). Expected target size [{rows}], but got {list(target.shape)}. "
             f"Input has shape {list(input.shape)}."
         )
     _check_dtype(target)
     if weight is not None and weight.numel() != classes:
-        raise RuntimeError(
+        raise TorchValueError(
             f"inconsistent weight size, expected {classes} but got {list(weight.shape)}"
         )
     x = upcast_half(input.reshape(rows, classes))
@@ -233,7 +234,7 @@ def multilabel_margin_loss(
     validation.real("input", input)
     _check_input(input)
     if target.shape != input.shape and (input.dim() or target.numel() != 1):
-        raise RuntimeError(
+        raise TorchValueError(
             f"inconsistent target size: {list(target.shape)} for input of size: {list(input.shape)}"
         )
     _check_dtype(target)
@@ -344,7 +345,7 @@ def _huber(input: Tensor, target: Tensor, kind: int, delta: float) -> Tensor:
 
 def _check_input(input: Tensor) -> None:
     if input.dim() > 2 or 0 in input.shape[1:] or (input.dim() == 1 and not input.numel()):
-        raise RuntimeError(
+        raise TorchValueError(
             "Expected non-empty vector or matrix with optional 0-dim batch size, but got: "
             f"{list(input.shape)}"
         )
@@ -352,7 +353,7 @@ def _check_input(input: Tensor) -> None:
 
 def _check_dtype(target: Tensor) -> None:
     if target.dtype != torch.long:
-        raise RuntimeError(f"expected scalar type Long but found {target.dtype}")
+        raise TorchValueError(f"expected scalar type Long but found {target.dtype}")
 
 
 def _classes(input: Tensor) -> int:

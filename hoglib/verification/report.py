@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import Any, NamedTuple, final
 
-from hoglib.errors import VerificationError
+from hoglib.errors import ArgumentTypeError, VerificationError
 
 STATUSES = ("pass", "fail", "warn", "skip")
 
@@ -113,7 +113,9 @@ class Report:
         return len(self.rows)
 
     def __bool__(self) -> bool:
-        raise TypeError("a report has no truth value; use report.ok or report.raise_if_failed().")
+        raise ArgumentTypeError(
+            "a report has no truth value; use report.ok or report.raise_if_failed()."
+        )
 
     def raise_if_failed(self) -> "Report":
         """Raise VerificationError, an AssertionError, if a row failed or no derivative was judged.

@@ -187,7 +187,7 @@ def test_the_way_of_a_learner_is_what_was_chosen():
 BAD = {
     "a way that is none": (
         SMOKE, ["--model.compile", "fast"],
-        "compile: expected true, false or one of inductor, step, eager; got 'fast'",
+        "compile: expected True, False or one of eager, inductor, step; got 'fast'",
     ),
     "joint training": (
         JOINT, ["--model.compile", "true"],
