@@ -133,7 +133,7 @@ def test_a_compiled_product(tmp_path, monkeypatch):
     exact = product_of(torch.float64)()
     for switch in ("on", "off", "on"):
         monkeypatch.setenv(matrix_products.SWITCH, switch)
-        backends.forget()
+        backends.clear_compiled()
         product = product_of(torch.float32)
         product(compile=True)
         found, count = ran(lambda product=product: product(compile=True))

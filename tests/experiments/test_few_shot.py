@@ -115,7 +115,7 @@ ALGORITHMS = {
 
 
 # iMAML at the start of a training, where the loss of four steps is at no minimum
-@pytest.mark.filterwarnings("ignore:.*What conjugate gradients found before")
+@pytest.mark.filterwarnings("ignore:.*The solution found before that direction")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_trained_and_told_by_its_options(name):
     fit(*ALGORITHMS[name], "--data.iterations", "4", "--data.test_tasks", "2")
