@@ -7,6 +7,7 @@ here they are timed anew.
 import argparse
 
 from experiments.benchmarks.timing import machine, single_threaded
+
 # The choice of kernels is internal; this command shows the times behind it.
 from hoglib._core import matrix_products, timed_products
 

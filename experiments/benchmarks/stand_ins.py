@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
 from experiments.benchmarks.timing import interleaved, machine, smoke
+
 # What each node of a graph costs to check is internal to `hvp`, and is timed alone here.
 from hoglib._core.gradient_graph import graph_summary
 
