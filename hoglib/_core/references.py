@@ -48,14 +48,6 @@ class Attributes:
 
 
 @final
-class Opaque:
-    """A value that a graph is given as an input by its owner: no traversal looks into it."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-@final
 class WeakFunction:
     """A weak reference to a function, a module, or a bound method by its object."""
 

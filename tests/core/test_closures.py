@@ -9,7 +9,7 @@ from torch import nn
 
 from hoglib._core.closures import ALL, HELD, READ, ClosureWalker, Scope, held, refuse, refuse_hidden
 from hoglib._core.fingerprint import StateFingerprint
-from hoglib._core.references import Attributes, Opaque, WeakFunction
+from hoglib._core.references import Attributes, WeakFunction
 
 WEIGHT = torch.ones(3)
 SETTINGS = SimpleNamespace(weight=WEIGHT)
@@ -74,7 +74,7 @@ def test_steps_lead_from_holder_to_held() -> None:
     def helper(x, y):  # type: ignore[no-untyped-def]
         return x * y
 
-    root = partial(loss, {"a": [WEIGHT], Opaque(None): WEIGHT}, more=(WEIGHT, {WEIGHT}))
+    root = partial(loss, {"a": [WEIGHT], object(): WEIGHT}, more=(WEIGHT, {WEIGHT}))
     walk = ClosureWalker(root, ALL)
     assert sum(walk.objects[edge.held] is WEIGHT for edge in walk.edges) >= 6
     for edge in walk.edges:
@@ -133,11 +133,6 @@ def test_unregistered_parameters_of_a_module() -> None:
         refuse_hidden("remat", layer)
     layer.parts = [torch.ones(3), layer.weight]  # type: ignore[assignment]
     refuse_hidden("remat", layer)
-
-
-def test_an_opaque_value_is_not_entered() -> None:
-    assert not list(held([Opaque(WEIGHT)]))
-    assert [capture.value for capture in held([Opaque, WEIGHT])] == [WEIGHT]
 
 
 def test_a_weak_function_keeps_the_object_of_a_method_alive_no_longer() -> None:
