@@ -88,8 +88,8 @@ def refuse(what: str, fn: Any) -> list[torch.Generator]:
             continue
         raise ArgumentValueError(
             f"{what}: expected a function that is given every tensor and module as an argument, got "
-            f"`{name_of(fn)}`, which {capture} ({_short(capture.value)}): it would silently receive "
-            f"no gradient. {_advice(what, fn, capture)}"
+            f"`{name_of(fn)}`, which {capture} ({_short(capture.value)}); it would get no gradient, "
+            f"without an error. {_advice(what, fn, capture)}"
         )
     return generators
 
@@ -107,7 +107,7 @@ def refuse_hidden(what: str, module: nn.Module) -> None:
                     raise ArgumentValueError(
                         f"{what}: expected a module whose parameters and submodules are registered, "
                         f"got {type(module).__name__}, which {capture} ({_short(capture.value)}) "
-                        "unregistered: it would silently receive no gradient. Use nn.Parameter, "
+                        "unregistered; it would get no gradient, without an error. Use nn.Parameter, "
                         "nn.ParameterList or nn.ModuleList."
                     )
 

@@ -63,7 +63,7 @@ class WeakFunction:
         if found is None:
             raise NoSecondDerivative(
                 "backward of a compiled product: expected the function that was differentiated to "
-                "exist still, got one that was deleted. Keep a reference to it until backward has run."
+                "be alive, but it was deleted. Keep a reference to it until backward has run."
             )
         return found if self._name is None else getattr(found, self._name)
 
