@@ -9,7 +9,9 @@ One module for one question:
     detachment            where a function leaves the graph
     finite_differences    what products are compared with (element_differences: of single elements)
     state                 saving and restoring parameters, modes, random numbers
-    closures              what a callable reaches (module_names: what its modules are called)
+    closures              what a callable reaches (references: what one object holds; module_names:
+                          what its modules are called)
+    fingerprint           whether what a loss depends on has changed
     swap                  other parameters in a module
     recomputation         intermediate values recomputed in backward
     source_location       which line of the user's code it is

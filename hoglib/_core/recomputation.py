@@ -215,7 +215,8 @@ class _Vjp:
         """A tensor to differentiate by, connected to the caller's graph if there is one."""
         if nested and tensor.requires_grad:
             return tensor.view_as(tensor)
-        tangent = forward_ad.unpack_dual(tensor).tangent if forward_ad._current_level >= 0 else None
+        active = torch_internals.forward_mode_active()
+        tangent = forward_ad.unpack_dual(tensor).tangent if active else None
         variable = tensor.detach()  # without its tangent
         if index in self.wanted:
             variable.requires_grad_()

@@ -1,4 +1,11 @@
-"""Saves and restores state: random generators, autocast, and the tensors and attributes of modules."""
+"""Saving and restoring what a function reads and changes besides its arguments, so that it runs again
+alike: random numbers, settings, autocast, and the modes, tensors and attributes of modules.
+
+    random numbers         preserve_random_state, RandomState, draw_from
+    global settings        preserve_settings
+    a run that is repeated RunState (autocast, generators, train or eval mode)
+    whole modules          StateGuard
+"""
 
 import random
 import sys
@@ -8,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +24,50 @@ from hoglib._core.finite_differences import to_double
 from hoglib._core.swap import RNN_WEIGHT_LISTS
 
 
-def random_state() -> dict[str, Any]:
-    """The states of the global generators of Python, NumPy, torch and each GPU.
+@contextmanager
+def preserve_random_state(*generators: torch.Generator | None) -> Iterator[None]:
+    """Restores the global random generators, and those given, at exit."""
+    state = RandomState([generator for generator in generators if generator is not None])
+    try:
+        yield
+    finally:
+        state.restore()
 
-    NumPy's is None if NumPy was not imported; those of GPUs are an empty list if no GPU was used.
+
+@contextmanager
+def draw_from(generator: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Inside, torch's own generator of a device draws the numbers of ``generator``.
+
+    For functions that take no generator, such as the samplers of ``torch.distributions``.
+    """
+    own = _default_generator(device) or torch.default_generator
+    before = own.get_state()
+    own.set_state(generator.get_state())
+    try:
+        yield
+        generator.set_state(own.get_state())
+    finally:
+        own.set_state(before)
+
+
+@contextmanager
+def preserve_settings(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Inside, each (object, attribute, value) is set; the attributes are restored at exit."""
+    wanted = list(settings)
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
+    try:
+        for holder, name, value in wanted:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of the global random generators: Python's, NumPy's, torch's, and those of GPUs.
+
+    NumPy's is None if it was not imported, those of GPUs are [] if none was used.
     """
     numpy = sys.modules.get("numpy")
     return {
@@ -32,9 +79,9 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restores a state of `random_state()`, also of another process with more GPUs.
+    """Restores a :func:`random_state` of this process, or of another one with other GPUs.
 
-    Its tensors are on the CPU and are not copied: inside a torch.func transform a copy has no storage.
+    Its tensors are on the CPU, and are not copied: inside a torch.func transform a copy has no storage.
     """
     random.setstate(state["python"])
     if state["numpy"] is not None:
@@ -44,18 +91,79 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(device_state, device)
 
 
-@contextmanager
-def preserve_random_state() -> Iterator[None]:
-    """Restores the global random generators at the end."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
+@final
+class RandomState:
+    """The states of all random generators: the global ones, those given, and those of modules.
+
+    Args:
+        generators: Of torch.
+        modules: Generators of Python and NumPy that are attributes of these are included.
+    """
+
+    def __init__(
+        self, generators: Iterable[torch.Generator] = (), modules: Iterable[nn.Module] = ()
+    ) -> None:
+        self._global = random_state()
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._kept: list[tuple[_KeptGenerator, Any]] = []
+        for module in modules:
+            self.add(module)
+
+    def add(self, module: nn.Module) -> None:
+        """Includes the generators that are attributes of a module."""
+        self._kept += [(kept, kept.get()) for kept in _kept_generators(module)]
+
+    def restore(self) -> None:
+        """Sets all generators to their saved states."""
+        for kept, state in self._kept:
+            kept.set(state)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        set_random_state(self._global)
+
+    def drawn(self) -> list[str]:
+        """The generators that have drawn since, but for torch's global ones."""
+        found = []
+        if any(not torch.equal(state, g.get_state()) for g, state in self._generators):
+            found.append("a torch.Generator")
+        if any(str(kept.get()) != str(state) for kept, state in self._kept):
+            found.append("a generator that it keeps")
+        now, before = random_state(), self._global
+        if now["python"] != before["python"]:
+            found.append("Python's random")
+        a, b = before["numpy"], now["numpy"]
+        if a is not None and (a[2:] != b[2:] or not (a[1] == b[1]).all()):
+            found.append("NumPy's random")
+        return found
 
 
+class _KeptGenerator(NamedTuple):
+    """A generator of Python's or NumPy's that a module keeps."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def _kept_generators(module: nn.Module) -> Iterator[_KeptGenerator]:
+    for value in vars(module).values():
+        if isinstance(value, random.Random):
+            yield _KeptGenerator(value.getstate, value.setstate)
+        bits = getattr(value, "bit_generator", None)
+        if type(value).__module__.startswith("numpy.random") and bits is not None:
+            yield _KeptGenerator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+
+
+def _default_generator(device: torch.device) -> torch.Generator | None:
+    """torch's global generator of an accelerator; None for the CPU, and for one that has none."""
+    if device.type in ("cpu", "meta"):
+        return None
+    generators = getattr(torch.get_device_module(device.type), "default_generators", ())
+    return generators[device.index or 0] if generators else None
+
+
+@final
 class AutocastState:
-    """The autocast settings at the time of construction."""
+    """Autocast as it was when this was created."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._states = [
@@ -66,6 +174,7 @@ class AutocastState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        """Inside, autocast is as it was."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self._states:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -73,9 +182,12 @@ class AutocastState:
             yield
 
 
+@final
 class RunState:
-    """Random generators, autocast and module modes at the time of construction, to run a function
-    again."""
+    """torch's random generators, autocast, and modes of modules, as they were when this was created.
+
+    Created at every call of a function that is recomputed, so it saves no more than that.
+    """
 
     def __init__(
         self,
@@ -92,123 +204,41 @@ class RunState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, generators and modes have the saved state; at the end, the state from before."""
-        states = [generator.get_state() for generator, _ in self._generators]
-        modes = [module.training for module, _ in self._modes]
+        """Inside, generators and modes are as they were; at exit, as they are now."""
+        states = [(generator, generator.get_state()) for generator, _ in self._generators]
+        modes = [(module, module.training) for module, _ in self._modes]
         try:
-            for generator, state in self._generators:
-                generator.set_state(state)
-            for module, training in self._modes:
-                module.training = training
+            _set(self._generators, self._modes)
             yield
         finally:
-            for (generator, _), state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
-            for (module, _), training in zip(self._modes, modes, strict=True):
-                module.training = training
+            _set(states, modes)
 
 
-def _default_generator(device: torch.device) -> torch.Generator | None:
-    if device.type in ("cpu", "meta"):
-        return None
-    generators = getattr(torch.get_device_module(device.type), "default_generators", ())
-    return generators[device.index or 0] if generators else None
+def _set(
+    generators: list[tuple[torch.Generator, Tensor]], modes: list[tuple[nn.Module, bool]]
+) -> None:
+    for generator, state in generators:
+        generator.set_state(state)
+    for module, training in modes:
+        module.training = training
 
 
-class RandomSource(NamedTuple):
-    """A generator of Python or NumPy that a module holds: functions to get and set its state."""
-
-    get: Callable[[], Any]
-    set: Callable[[Any], None]
-
-
-def sources(module: nn.Module) -> Iterator[RandomSource]:
-    """The generators of Python and NumPy among the attributes of a module."""
-    for value in vars(module).values():
-        if isinstance(value, random.Random):
-            yield RandomSource(value.getstate, value.setstate)
-        bits = getattr(value, "bit_generator", None)
-        if type(value).__module__.startswith("numpy.random") and bits is not None:
-            yield RandomSource(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-
-
-class OutsideState:
-    """Generators other than torch's global one, at the time of construction."""
-
-    def __init__(
-        self, generators: Sequence[torch.Generator], modules: Iterable[nn.Module] = ()
-    ) -> None:
-        kept = [source for module in modules for source in sources(module)]
-        self._kept = [(source, str(source.get())) for source in kept]
-        self._generators = [(g, g.get_state()) for g in generators]
-        self._before = random_state()
-
-    def changed(self) -> list[str]:
-        """The names of those that drew numbers since."""
-        now = random_state()
-        found = []
-        if any(not torch.equal(state, g.get_state()) for g, state in self._generators):
-            found.append("a torch.Generator")
-        if any(str(source.get()) != drawn for source, drawn in self._kept):
-            found.append("a generator that it keeps")
-        if now["python"] != self._before["python"]:
-            found.append("Python's random")
-        a, b = self._before["numpy"], now["numpy"]
-        if a is not None and (a[2:] != b[2:] or not (a[1] == b[1]).all()):
-            found.append("NumPy's random")
-        return found
-
-
-INTERNAL = set(
-    vars(nn.Module())
-)  # the attributes of every module: hooks, parameters, buffers, parts
-MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-SEQUENCES = (list, deque)
-MUTABLE = (*MAPPINGS, *SEQUENCES, set, bytearray)
-LARGEST = 1000  # containers with more items are copied without their contents
-
-
-class _Part:
-    """The state of one module; `changing` names the attributes of which a run gets copies."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.parameters, self.buffers = dict(module._parameters), dict(module._buffers)
-        self.plain = dict(vars(module))
-        self.converted: dict[str, Any] | None = None
-        self.changing = [name for name in self.plain if name not in INTERNAL]
-        # hooks and parts, restored at the end
-        internal = [value for name, value in self.plain.items() if name in INTERNAL]
-        self.inside = [(x, copy(x)) for x in internal if isinstance(x, dict | set)]
-        self.random = [(source, source.get()) for source in sources(module)]
-        self.values: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters, their data, and copies
-
-    def keep(self, p: Tensor | None) -> None:
-        """Saves a parameter, which code may change under no_grad, or give other memory by `.data`."""
-        if type(p) not in (Tensor, nn.Parameter) or p is None or p.is_inference() or p.is_meta:
-            return
-        if p.layout is torch.strided and p.is_leaf:
-            self.values.append((p, p.data, p.detach().clone()))
-
-    def put_values_back(self) -> None:
-        for p, data, value in self.values:
-            if p.dtype != data.dtype or p.data_ptr() != data.data_ptr():
-                p.data = data
-            if not torch.equal(data, value):
-                data.copy_(value)  # `data` has a version counter of its own
-        for source, drawn in self.random:
-            source.set(drawn)
-
-
+@final
 class StateGuard:
-    """Saves the state of modules and generators, so that a function that changes it can run again.
+    """Saves the state of modules and of random generators, which functions change as they run.
 
         with StateGuard(modules, generators, double=True) as state:
-            state.begin()         # restores the initial state; now run the function
+            state.begin()         # the saved state again, in copies; now run the function
 
-    Inside, modules have copies of their parameters, buffers and plain containers, in float64 with
-    `double`; a function swaps in the parameters that it differentiates. Scripted modules keep their
-    tensors, whose values are restored. At the end, everything is restored.
+    Inside, modules have copies of their buffers, of frozen parameters and of plain containers, in
+    float64 where they are of floating point and ``double`` is set. They keep their own parameters: a
+    function that differentiates swaps others in. Scripted modules keep their tensors, whose values are
+    restored. At exit everything is restored.
+
+    Args:
+        modules: With all their parts.
+        generators: Of torch, besides the global ones.
+        double: Copies are in double precision.
     """
 
     def __init__(
@@ -216,18 +246,17 @@ class StateGuard:
         double: bool = False,
     ) -> None:  # fmt: skip
         self._double = double
-        self._parts: dict[int, _Part] = {}
-        self._flags: list[tuple[Tensor, bool, Tensor | None]] = []
+        self._saved: dict[int, _SavedModule] = {}
+        self._gradients: list[tuple[Tensor, bool, Tensor | None]] = []
         self._scripted: list[tuple[Tensor, Tensor]] = []
         self._converted: dict[int, Tensor] = {}
         self._known: set[int] = set()
-        self._generators = [(g, g.get_state()) for g in generators]
-        self._random = random_state()
+        self._random = RandomState(generators)
         for module in modules:
             self.add(module)
 
     def add(self, module: nn.Module) -> None:
-        """Saves a module and its parts."""
+        """Saves a module and its parts, as they are now."""
         for part in module.modules():
             if id(part) in self._known:
                 continue
@@ -235,77 +264,81 @@ class StateGuard:
             if isinstance(part, torch.jit.ScriptModule):
                 self._scripted += [(b, b.clone()) for b in part.buffers(recurse=False)]
                 continue
-            self._parts[id(part)] = kept = _Part(part)
+            self._random.add(part)
+            self._saved[id(part)] = saved = _SavedModule(part)
             for p in part._parameters.values():
                 if p is not None and id(p) not in self._known:
                     self._known.add(id(p))
-                    kept.keep(p)
+                    saved.save_value(p)
                     if p.is_leaf:
-                        self._flags.append((p, p.requires_grad, p.grad))
+                        self._gradients.append((p, p.requires_grad, p.grad))
 
     def __enter__(self) -> "StateGuard":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for part in self._parts.values():
-            _put_back(part.module._parameters, part.parameters)
-            _put_back(part.module._buffers, part.buffers)
-            _put_back(vars(part.module), part.plain)
-            for inside, kept in part.inside:
-                _put_back(inside, kept)
-            part.put_values_back()
-        for p, wants, grad in self._flags:
-            p.requires_grad_(wants)
+        for saved in self._saved.values():
+            _restore_items(saved.module._parameters, saved.parameters)
+            _restore_items(saved.module._buffers, saved.buffers)
+            _restore_items(vars(saved.module), saved.attributes)
+            for items, before in saved.internal:
+                _restore_items(items, before)
+            saved.restore_values()
+        for p, requires_grad, grad in self._gradients:
+            p.requires_grad_(requires_grad)
             p.grad = grad
-        self._begin_outside()
+        self._restore_outside()
 
     def begin(self, *, attributes: bool = True, of: nn.Module | None = None) -> None:
-        """Gives modules copies of the initial state.
+        """Gives modules the saved state in copies, before a run.
 
-        attributes: whether plain attributes are restored, too. of: only this module and its parts.
+        Args:
+            attributes: Also their plain attributes.
+            of: Only this module and its parts.
         """
         buffers: dict[int, Any] = {}
         copies: dict[int, Any] = {}
-        ids = list(self._parts) if of is None else [id(m) for m in of.modules()]
-        for part in (self._parts[i] for i in ids if i in self._parts):
-            module = part.module
-            if part.converted is None:
-                part.converted = {name: self._parameter(p) for name, p in part.parameters.items()}
-                for name, p in part.converted.items():
-                    if p is not part.parameters[name]:
-                        part.keep(p)
-            part.put_values_back()
-            _put_back(module._parameters, part.converted)
-            _put_back(
+        ids = list(self._saved) if of is None else [id(module) for module in of.modules()]
+        for saved in (self._saved[i] for i in ids if i in self._saved):
+            module = saved.module
+            if saved.converted is None:
+                saved.converted = {name: self._parameter(p) for name, p in saved.parameters.items()}
+                for name, p in saved.converted.items():
+                    if p is not saved.parameters[name]:
+                        saved.save_value(p)
+            saved.restore_values()
+            _restore_items(module._parameters, saved.converted)
+            _restore_items(
                 module._buffers,
-                {name: self._buffer(b, buffers) for name, b in part.buffers.items()},
+                {name: self._buffer(b, buffers) for name, b in saved.buffers.items()},
             )
             if not attributes:
                 continue
-            own = {name: self._plain(name, part.plain[name], copies) for name in part.changing}
+            before = saved.attributes
+            own = {name: self._attribute(name, before[name], copies) for name in saved.copied}
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                own["max_norm"] = None  # it changes the weight in place, unknown to autograd
-            _put_back(vars(module), {**part.plain, **own})
-        self._begin_outside()
+                own["max_norm"] = None  # it changes the weight in place, unseen by autograd
+            _restore_items(vars(module), {**before, **own})
+        self._restore_outside()
 
     def changed_attributes(self) -> list[tuple[nn.Module, str]]:
-        """The plain attributes that differ from the initial state."""
+        """The plain attributes that are not as they were saved."""
         return [
-            (module, name)
-            for module, plain in ((part.module, part.plain) for part in self._parts.values())
-            for name, value in vars(module).items()
-            if name not in INTERNAL and not _alike(value, plain.get(name, _NOTHING))
+            (saved.module, name)
+            for saved in self._saved.values()
+            for name, value in vars(saved.module).items()
+            if name not in _INTERNAL and not _is_equal(value, saved.attributes.get(name, _MISSING))
         ]
 
-    def _begin_outside(self) -> None:
+    def _restore_outside(self) -> None:
+        """Restores what is not copied: buffers of scripted modules, random numbers."""
         for buffer, value in self._scripted:
             with torch.no_grad():
                 buffer.copy_(value)
-        for generator, state in self._generators:
-            generator.set_state(state)
-        set_random_state(self._random)
+        self._random.restore()
 
     def _parameter(self, p: Tensor | None) -> Any:
+        """The parameter, or its one copy in double precision."""
         if p is None or self._in_dtype(p) is p:
             return p
         if id(p) not in self._converted:
@@ -313,44 +346,83 @@ class StateGuard:
         return self._converted[id(p)]
 
     def _buffer(self, b: Tensor | None, copies: dict[int, Any]) -> Any:
+        """A copy of a buffer, the same for all modules that share it."""
         if b is None:
             return None
         if id(b) not in copies:
             copies[id(b)] = self._in_dtype(b).detach().clone()
         return copies[id(b)]
 
-    def _plain(self, name: str, value: Any, copies: dict[int, Any]) -> Any:
-        if name in RNN_WEIGHT_LISTS:  # an RNN rebuilds them when its parameters change
+    def _attribute(self, name: str, value: Any, copies: dict[int, Any]) -> Any:
+        """A copy of a plain attribute."""
+        if name in RNN_WEIGHT_LISTS:  # which an RNN creates anew when its parameters are replaced
             return [self._parameter(p) if isinstance(p, Tensor) else p for p in value]
         return self._copied(value, copies)
 
     def _copied(self, value: Any, copies: dict[int, Any]) -> Any:
-        """A copy of what a run may change: tensors, arrays, plain containers and their contents."""
+        """A copy of what a run may change: tensors, arrays, plain containers and their items."""
         kind = type(value)
         if isinstance(value, Tensor):
             return value if value.requires_grad else self._buffer(value, copies)
         if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
             return copies.setdefault(id(value), value.copy())
-        if kind is tuple and len(value) <= LARGEST:
+        if kind is tuple and len(value) <= _LARGEST:
             return tuple(self._copied(x, copies) for x in value)
-        if kind not in (*MUTABLE, SimpleNamespace) or id(value) in copies:
+        if kind not in (*_MUTABLE, SimpleNamespace) or id(value) in copies:
             return copies.get(id(value), value)
         copies[id(value)] = other = copy(value)
-        inside: Any = vars(other) if kind is SimpleNamespace else other
-        if kind in (set, bytearray, Counter) or len(inside) > LARGEST:
+        items: Any = vars(other) if kind is SimpleNamespace else other
+        if kind in (set, bytearray, Counter) or len(items) > _LARGEST:
             return other
-        for key in range(len(inside)) if kind in SEQUENCES else [*inside]:
-            inside[key] = self._copied(inside[key], copies)
+        for key in range(len(items)) if kind in _SEQUENCES else [*items]:
+            items[key] = self._copied(items[key], copies)
         return other
 
     def _in_dtype(self, x: Tensor) -> Tensor:
         return to_double(x) if self._double else x
 
 
-_NOTHING = object()
+class _SavedModule:
+    """The parameters, buffers and attributes of one module, without those of its parts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parameters, self.buffers = dict(module._parameters), dict(module._buffers)
+        self.attributes = dict(vars(module))
+        self.converted: dict[str, Any] | None = None  # the parameters that a run gets
+        self.copied = [name for name in self.attributes if name not in _INTERNAL]
+        # hooks and submodules, which are restored at exit
+        internal = [value for name, value in self.attributes.items() if name in _INTERNAL]
+        self.internal = [(x, copy(x)) for x in internal if isinstance(x, dict | set)]
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters, their data, and copies
+
+    def save_value(self, p: Tensor | None) -> None:
+        """Saves a parameter, which code may change under no_grad, or give other memory by ``.data``."""
+        if type(p) not in (Tensor, nn.Parameter) or p is None or p.is_inference() or p.is_meta:
+            return
+        if p.layout is torch.strided and p.is_leaf:
+            self._values.append((p, p.data, p.detach().clone()))
+
+    def restore_values(self) -> None:
+        """Restores the parameters that were saved."""
+        for p, data, value in self._values:
+            if p.dtype != data.dtype or p.data_ptr() != data.data_ptr():
+                p.data = data
+            if not torch.equal(data, value):
+                data.copy_(value)  # the version counter of `data` is not that of p
 
 
-def _alike(a: Any, b: Any) -> bool:
+# What every module has: hooks, parameters, buffers and submodules.
+_INTERNAL = set(vars(nn.Module()))
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_SEQUENCES = (list, deque)
+_MUTABLE = (*_MAPPINGS, *_SEQUENCES, set, bytearray)
+_LARGEST = 1000  # items of a container whose contents are copied too
+_MISSING = object()
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two attributes hold equal tensors, numbers and texts."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -358,22 +430,22 @@ def _alike(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, SimpleNamespace):
-        return _alike(vars(a), vars(b))
-    if type(a) in (*MUTABLE, tuple) and len(a) != len(b):
+        return _is_equal(vars(a), vars(b))
+    if type(a) in (*_MUTABLE, tuple) and len(a) != len(b):
         return False
-    if type(a) in (*MAPPINGS, *SEQUENCES, tuple) and len(a) > LARGEST:
+    if type(a) in (*_MAPPINGS, *_SEQUENCES, tuple) and len(a) > _LARGEST:
         return True
-    if type(a) in MAPPINGS:
-        return a.keys() == b.keys() and all(_alike(value, b[key]) for key, value in a.items())
-    if type(a) in (*SEQUENCES, tuple):
-        return all(_alike(x, y) for x, y in zip(a, b, strict=True))
+    if type(a) in _MAPPINGS:
+        return a.keys() == b.keys() and all(_is_equal(value, b[key]) for key, value in a.items())
+    if type(a) in (*_SEQUENCES, tuple):
+        return all(_is_equal(x, y) for x, y in zip(a, b, strict=True))
     if type(a).__module__ == "numpy":
         return bool((a == b).all())
     return isinstance(a, bool | int | float | str | set | bytearray) and bool(a == b)
 
 
-def _put_back(place: Any, saved: Any) -> None:
+def _restore_items(items: Any, saved: Any) -> None:
     """Restores the contents of a dict or set, in their order."""
-    if [*place] != [*saved]:
-        place.clear()
-    place.update(saved)
+    if [*items] != [*saved]:
+        items.clear()
+    items.update(saved)

@@ -20,7 +20,7 @@ from hoglib._core.detachment import name_of_call
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.module_names import ModuleNames, watching_modules
 from hoglib._core.pytree import is_float
-from hoglib._core.state import OutsideState, StateGuard
+from hoglib._core.state import RandomState, StateGuard
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import (
     eagerly,
@@ -78,14 +78,14 @@ def observe(problem: Problem, modules: ModuleStack) -> Observations:
         if has_dynamo():
             _observe_compiled_code(seen, problem, state)
         state.begin()
-        outside = OutsideState(problem.generators, problem.names.modules())
+        random = RandomState(problem.generators, problem.names.modules())
         leaves = fresh_leaves(problem.leaves, False)
         with (
             problem.names.discovering(), modules.tracking(), _observing(seen, modules, device),
             keep_swapped(), eagerly(seen.compiled),
         ):  # fmt: skip
             value = problem.value(leaves, problem.batch)
-        seen.drawn_outside = outside.changed()
+        seen.drawn_outside = random.drawn()
         seen.finite = bool(value.isfinite())
         _observe_parameters(seen, problem, value, leaves)
         _observe_repetition(seen, problem, state, value)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.closures import Attributes, ClosureWalker, Edge, is_filled
+from hoglib._core.closures import ALL, ClosureWalker, Edge
+from hoglib._core.references import Attributes, is_filled
 from hoglib.capture import signature
 from hoglib.errors import NoSecondDerivative
 
@@ -152,7 +153,7 @@ def _shortest_paths(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[E
     missing = [x for x in wanted if id(x) not in walk.places]
     if not missing:
         return []
-    whole = ClosureWalker(root, everything=True)
+    whole = ClosureWalker(root, ALL)
     first: dict[int, Edge] = {}
     for edge in whole.edges:
         first.setdefault(edge.held, edge)

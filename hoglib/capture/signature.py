@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.closures import is_plain
+from hoglib._core.references import is_plain
 from hoglib._core.torch_modes import StandInMode
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core.autograd import Vector, grad_enabled
-from hoglib._core.closures import Weak, holder
+from hoglib._core.references import WeakFunction, lifetime_owner
 from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_modes import value_checks_off
@@ -105,7 +105,7 @@ def _graphs_of(
     method = getattr(func, "__func__", None)
     key = (method, kind, options, loss.structure, partially)
     with _LOCK:
-        products = _PRODUCTS.setdefault(holder(func), {})
+        products = _PRODUCTS.setdefault(lifetime_owner(func), {})
         found: Compiled | None = products.get(key)
         if found is None:
             name = f"{caller} of {function_name(func)}"
@@ -131,7 +131,7 @@ class Product:
     """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss: what is captured."""
 
     def __init__(self, kind: CurvatureKind, loss: BoundLoss, options: ProductOptions) -> None:
-        self.weak = Weak(loss.func)
+        self.weak = WeakFunction(loss.func)
         self._kind, self._structure, self._options = kind, loss.structure, options
         self.unused: tuple[int, ...] | None = None  # leaves, in the last run
 

@@ -28,7 +28,7 @@ from hoglib._core.autograd import (
     translate_errors,
     without_graph,
 )
-from hoglib._core.closures import StateFingerprint
+from hoglib._core.fingerprint import StateFingerprint
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.swap import keep_swapped
 from hoglib.curvature.data import Batches, BatchSize

@@ -11,6 +11,7 @@ from torch.distributions import constraints
 
 from hoglib._core import validation
 from hoglib._core.autograd import Vector
+from hoglib._core.state import draw_from
 from hoglib._core.torch_internals import tracing
 from hoglib.curvature.likelihood import Likelihood
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError, UnsupportedError
@@ -53,18 +54,8 @@ def sample(p: D.Distribution, count: int, like: Tensor, generator: Generator | N
             f"generator: expected one on the device of the outputs, {device}, got one on "
             f"{generator.device}; make it with `torch.Generator({str(device)!r})`."
         )
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(generator.get_state())
-            samples = _sample(p, count)
-            generator.set_state(torch.get_rng_state())
-        return samples
-    module = torch.get_device_module(device)
-    with torch.random.fork_rng(devices=[device.index], device_type=device.type):
-        module.set_rng_state(generator.get_state(), device)
-        samples = _sample(p, count)
-        generator.set_state(module.get_rng_state(device))
-    return samples
+    with draw_from(generator, device):
+        return _sample(p, count)
 
 
 def _sample(p: D.Distribution, count: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
 from hoglib._core.finite_differences import to_double
-from hoglib._core.swap import PatchState, keep_swapped, restored
+from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.data import BatchSize
@@ -104,7 +104,7 @@ class DatasetOperator(LinearOperator):
         kept: _KeptProduct | None = self._sum.kept
         if kept is None:
             return self._sum.each_batch(partial(self._add_batch, rows, total))
-        with grad_enabled(), restored(kept.patches):
+        with grad_enabled(), reapply(kept.patches):
             value = self._apply(kept.point, rows, total, kept.share, keep_graph=True, first=True)
         return self._sum.kept_batch(value, kept.share)
 
@@ -132,7 +132,7 @@ class DatasetOperator(LinearOperator):
                 keep = single and self._fits(point)
             value = self._apply(point, rows, total, share, keep, first=number == 0)
             keep = keep and (not compiled or self._fits(point))
-            patch_state = patches.standing()
+            patch_state = patches.values()
         self._sum.note_unused(point.unused())
         if keep:
             self._sum.kept = _KeptProduct(point, share, patch_state)

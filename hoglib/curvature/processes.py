@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from hoglib._core import validation
-from hoglib._core.closures import numbers
+from hoglib._core.fingerprint import sums_and_norms
 from hoglib.errors import ArgumentValueError, DistributedError, UnsupportedError
 
 SHARD, SHARDED = "shard", "sharded"
@@ -204,7 +204,7 @@ def checksum(numbers: Sequence[float]) -> float:
 
 def checksum_of_tensors(tensors: Sequence[Tensor]) -> float:
     """A number that changes with each of the tensors."""
-    return checksum(numbers(list(tensors)))
+    return checksum(sums_and_norms(list(tensors)))
 
 
 def checksum_of_rows(rows: Tensor) -> float:

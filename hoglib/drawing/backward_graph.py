@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
 from hoglib._core.gradient_graph import FunctionNode, walk
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
+from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib.drawing.graph_data import (
     FunctionArguments,
@@ -44,12 +45,11 @@ def collect(fn: Any, inputs: tuple[Any, ...], order: int, saved: bool) -> GraphD
     Differentiates fn order - 1 times with a graph, and once more to see whether the last graph can be
     differentiated.
     """
-    devices = {x.device for x in pytree.leaves(inputs) if isinstance(x, Tensor) and x.is_cuda}
     arguments = FunctionArguments()
     with (
         grad_enabled(),
         keep_swapped() as patch,
-        torch.random.fork_rng(devices=list(devices)),
+        preserve_random_state(),
         torch_internals.record_backward_origins(),
         torch_internals.watching_functions(arguments.record) as applying,
     ):

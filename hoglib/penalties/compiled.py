@@ -4,8 +4,7 @@ Checks that look at values (gradient flow, finite differences, batch dependence)
 run before each capture. Random numbers of a generator are drawn before the graph runs, and are inputs.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, final
 
 import torch
@@ -49,7 +48,7 @@ def run_as_graph(
         if checked:
             return
         checked = True
-        with _preserve_random_state(generator):
+        with preserve_random_state(generator):
             draws = RecordedDraws()
             known.draws[signature.key] = draws.recorded if check(draws) else None
         if known.draws[signature.key] is None:
@@ -131,15 +130,3 @@ class OwnedGraphs:
 
 class _NoGradientNeeded(Exception):
     """Nothing that the value depends on requires grad."""
-
-
-@contextmanager
-def _preserve_random_state(generator: torch.Generator | None) -> Iterator[None]:
-    """Restores torch's random numbers, and those of the generator."""
-    state = None if generator is None else generator.get_state()
-    try:
-        with preserve_random_state():
-            yield
-    finally:
-        if generator is not None and state is not None:
-            generator.set_state(state)

@@ -4,13 +4,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import pytree, validation
+from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.source_location import format_error
+from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib.errors import HoglibError
 from hoglib.verification import (
@@ -118,12 +118,11 @@ def verify(
     if reference is not None:
         validation.function("reference", reference)
     arguments = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
-    devices = {x.device for x in pytree.leaves(arguments) if isinstance(x, Tensor) and x.is_cuda}
     with (
         grad_enabled(),
         keep_swapped(),
         exact_products(),
-        torch.random.fork_rng(devices=list(devices)),
+        preserve_random_state(),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # the checks do what torch warns of, on purpose

@@ -1,7 +1,6 @@
 """Matrix products in full precision, and a mode that notices where float64 numbers lose digits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
@@ -10,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location, validation
 from hoglib._core.pytree import is_float
+from hoglib._core.state import preserve_settings
 
 _BACKENDS: Any = torch.backends  # its members are made at run time
 _PRECISIONS: tuple[Any, ...] = (
@@ -23,21 +23,13 @@ _PRECISIONS: tuple[Any, ...] = (
 _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
 
-@contextmanager
-def exact_products() -> Iterator[None]:
+def exact_products() -> AbstractContextManager[None]:
     """Inside, float32 matrix products and convolutions are computed in float32, not in TF32 or less."""
     settings: list[tuple[Any, str, Any]] = [
         (backend, "fp32_precision", "ieee") for backend in _PRECISIONS
     ]
     settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
-    before = [(backend, name, getattr(backend, name)) for backend, name, _ in settings]
-    try:
-        for backend, name, value in settings:
-            setattr(backend, name, value)
-        yield
-    finally:
-        for backend, name, value in before:
-            setattr(backend, name, value)
+    return preserve_settings(settings)
 
 
 DOUBLE = (torch.float64, torch.complex128)

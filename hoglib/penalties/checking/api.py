@@ -110,7 +110,7 @@ def check(
             f"dtype: expected torch.float64 or torch.float32, got {dtype}; half precision is "
             "checked by the row 'under autocast'."
         )
-    with grad_enabled(), warnings.catch_warnings(), preserve_state(penalty, where) as own:
+    with grad_enabled(), warnings.catch_warnings(), preserve_state(penalty) as own:
         warnings.simplefilter("ignore")  # the checks provoke them
         subject = Subject(own, options.kind, options.every)
         return Report(name_of(penalty), list(_Examination(subject, options).rows(where, dtypes)))

@@ -21,6 +21,7 @@ from torch import Generator, Tensor, nn
 
 from hoglib._core import validation
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
+from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import unwrap
 from hoglib.penalties.checking.formulas import Kind
 
@@ -109,24 +110,17 @@ def _takes_fake(penalty: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def preserve_state(
-    penalty: Callable[..., Any], device: torch.device
-) -> Iterator[Callable[..., Any]]:
+def preserve_state(penalty: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Yields the penalty, or a copy of an object that may count its calls; restores its state and
     all random number generators."""
     owner: Any = getattr(penalty, "__self__", penalty)
     state = copy.deepcopy(owner.state_dict()) if isinstance(owner, nn.Module) else None
     if state is None and not inspect.isroutine(penalty):
         penalty = _copied(penalty)
-    numpy = sys.modules.get("numpy")
-    python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with preserve_random_state():
         try:
             yield penalty
         finally:
-            random.setstate(python)
-            if numpy:
-                numpy.random.set_state(arrays)
             if state is not None:
                 owner.load_state_dict(state)
 

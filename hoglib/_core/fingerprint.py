@@ -1,0 +1,64 @@
+"""Whether what a loss depends on has changed since a pass over the data."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.pytree import tensors_in
+
+
+@final
+class StateFingerprint:
+    """Numbers that change when a loss would give another value: two of :meth:`now` are then unequal.
+
+    Pointers and version counters do not tell enough: fused optimizers, ``.data`` and NumPy write past
+    them. Nor does a sum: the gradient of a weight before a layer norm sums to zero, and so does a step.
+    So the sum and the norm of each tensor are compared.
+
+    Args:
+        loss: The function; the tensors and modules that its code reaches are looked up once.
+        leaves: Gives the parameters.
+        data: Gives a pytree of further tensors, such as the current batch.
+    """
+
+    def __init__(
+        self, loss: Any, leaves: Callable[[], list[Tensor]], data: Callable[[], Any]
+    ) -> None:
+        self._leaves, self._data = leaves, data
+        reached = ClosureWalker(loss, STATE).objects
+        self._tensors = [x for x in reached if isinstance(x, Tensor)]
+        self._roots = [x for x in reached if isinstance(x, nn.Module)]
+
+    def now(self) -> list[Any]:
+        """Settings of modules and autocast, pointers, versions, sums and norms of all tensors."""
+        tensors = [*self._leaves(), *(t for _, t in tensors_in("", self._data())), *self._tensors]
+        modules = [module for root in self._roots for module in root.modules()]
+        settings: list[Any] = []
+        for module in modules:
+            tensors += [t for t in module._parameters.values() if t is not None]
+            tensors += [t for t in module._buffers.values() if t is not None]
+            settings.append(id(module))
+            settings += [(k, v) for k, v in vars(module).items() if type(v) in _SETTINGS]
+        tensors = list({id(t): t for t in tensors}.values())
+        kinds = sorted({t.device.type for t in tensors} - {"meta"})
+        autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
+        versions = [t._version for t in tensors if not t.is_inference()]
+        pointers = [t.data_ptr() for t in tensors]
+        return [*settings, *autocast, *pointers, *versions, *sums_and_norms(tensors)]
+
+
+_SETTINGS = (bool, int, float, str, type(None))
+
+
+def sums_and_norms(tensors: list[Tensor]) -> list[float]:
+    """The sum of each strided tensor, and the norm of those of floating point."""
+    found = []
+    for t in tensors:
+        if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta":
+            t = (torch.view_as_real(t) if t.is_complex() else t).detach()
+            norms = [torch.linalg.vector_norm(t)] if t.is_floating_point() else []
+            found += [x.to("cpu", torch.float64) for x in (t.sum(), *norms)]
+    return torch.stack(found).tolist() if found else []

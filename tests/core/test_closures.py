@@ -1,0 +1,163 @@
+"""What a callable reaches: one traversal, seen with each scope."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hoglib._core.closures import ALL, HELD, READ, ClosureWalker, Scope, held, refuse, refuse_hidden
+from hoglib._core.fingerprint import StateFingerprint
+from hoglib._core.references import Attributes, WeakFunction
+
+WEIGHT = torch.ones(3)
+SETTINGS = SimpleNamespace(weight=WEIGHT)
+
+
+class Model:
+    """Reads one of its two tensors; the other one by a name that is made at run time."""
+
+    factor = torch.ones(3)
+
+    def __init__(self) -> None:
+        self.weight, self.unread_1 = torch.ones(3), torch.ones(3)
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x) * self.weight + getattr(self, f"unread_{len(x.shape)}")
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor * WEIGHT
+
+
+def reaches(root: object, value: object, scope: Scope) -> bool:
+    return id(value) in ClosureWalker(root, scope).places
+
+
+def test_attributes_are_followed_if_code_reads_them() -> None:
+    model = Model()
+    assert reaches(model.loss, model.weight, READ)
+    assert reaches(model.loss, Model.factor, READ)
+    assert reaches(model.loss, WEIGHT, READ)
+    assert not reaches(model.loss, model.unread_1, READ)
+    assert reaches(model.loss, model.unread_1, HELD)
+    assert reaches(model.loss, model.unread_1, ALL)
+
+
+def test_modules_are_entered_for_guards_only() -> None:
+    layer = nn.Linear(3, 3)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return layer(x)
+
+    assert reaches(loss, layer.weight, READ)
+    assert reaches(loss, layer, HELD)
+    assert not reaches(loss, layer.weight, HELD)
+
+
+def test_depth_counts_steps_between_objects() -> None:
+    value: object = WEIGHT
+    for _ in range(7):
+        value = SimpleNamespace(inner=value)
+    assert reaches(lambda: value, WEIGHT, HELD)
+    value = SimpleNamespace(inner=value)
+    assert not reaches(lambda: value, WEIGHT, HELD)
+    assert reaches(lambda: value, WEIGHT, ALL)
+
+
+def test_steps_lead_from_holder_to_held() -> None:
+    """Guards run each step again at every call."""
+
+    def loss(x, w=WEIGHT, *, more=WEIGHT, small=1):  # type: ignore[no-untyped-def]
+        return x * w * SETTINGS.weight * more * helper(x, small)
+
+    def helper(x, y):  # type: ignore[no-untyped-def]
+        return x * y
+
+    root = partial(loss, {"a": [WEIGHT], object(): WEIGHT}, more=(WEIGHT, {WEIGHT}))
+    walk = ClosureWalker(root, ALL)
+    assert sum(walk.objects[edge.held] is WEIGHT for edge in walk.edges) >= 6
+    for edge in walk.edges:
+        holder, first = (
+            x.fields if isinstance(x, Attributes) else x
+            for x in (walk.objects[edge.holder], walk.objects[edge.held])
+        )
+        again = edge.step(holder)
+        assert again is first or type(again) is type(first)
+    for fact in walk.facts:
+        holder = walk.objects[fact.holder]
+        holder = holder.fields if isinstance(holder, Attributes) else holder
+        assert fact.step(holder) == fact.value
+
+
+def test_each_finding_names_the_way_to_it() -> None:
+    layer, weight = nn.Linear(3, 3), torch.ones(3)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(layer(x))
+
+    found = {str(capture): capture.value for capture in held(outer)}
+    assert found == {
+        "holds `value`, which closes over `layer`": layer,
+        "holds `value`, which closes over `inner`, which closes over `weight`": weight,
+    }
+    with pytest.raises(ValueError, match="`outer`, which closes over `layer`"):
+        refuse("remat", outer)
+
+
+def test_generators_are_returned_and_not_refused() -> None:
+    generator = torch.Generator()
+    assert refuse("remat", lambda x: torch.rand(3, generator=generator) * x) == [generator]
+
+
+def test_a_method_that_is_called_is_searched() -> None:
+    """A tensor that a helper object reads as a global gets no gradient either."""
+
+    class Scale:
+        def times(self, x: torch.Tensor) -> torch.Tensor:
+            return x * WEIGHT
+
+    scale = Scale()
+    with pytest.raises(ValueError, match=r"closes over `scale\.times`, which reads the global"):
+        refuse("remat", lambda x: scale.times(x))
+    assert refuse("remat", lambda x: x if scale else -x) == []
+
+
+def test_unregistered_parameters_of_a_module() -> None:
+    layer = nn.Linear(3, 3)
+    layer.parts = [nn.Linear(3, 3)]  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"holds `parts\[0\]` .*unregistered"):
+        refuse_hidden("remat", layer)
+    layer.parts = [torch.ones(3), layer.weight]  # type: ignore[assignment]
+    refuse_hidden("remat", layer)
+
+
+def test_a_weak_function_keeps_the_object_of_a_method_alive_no_longer() -> None:
+    model = Model()
+    weak = WeakFunction(model.loss)
+    assert weak.fn.__self__ is model
+    del model
+    with pytest.raises(RuntimeError, match="deleted"):
+        _ = weak.fn
+
+
+def test_a_fingerprint_changes_with_what_the_loss_reads() -> None:
+    model, layer = Model(), nn.Linear(3, 3)
+    state = StateFingerprint(lambda x: model.loss(layer(x)), list, list)
+    changes = [
+        lambda: layer.eval(),
+        lambda: model.weight.add_(1),
+        lambda: layer.weight.data.mul_(2),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            before = state.now()
+            assert state.now() == before
+            change()
+            assert state.now() != before
+        before = state.now()
+        model.unread_1.add_(1)
+        assert state.now() == before

@@ -1,0 +1,127 @@
+"""Saving and restoring random numbers, settings, and the state of modules."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hoglib._core.state import (
+    RandomState,
+    RunState,
+    StateGuard,
+    draw_from,
+    preserve_random_state,
+    preserve_settings,
+)
+
+
+class Drawing(nn.Module):
+    """Keeps generators of its own, and changes all that a module can change as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(2))
+        self.python, self.numpy = random.Random(0), np.random.default_rng(0)
+        self.history: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.add_(1)
+        self.history.append(x)
+        self.calls = len(self.history)
+        with torch.no_grad():
+            self.weight.add_(1)
+        return x * self.weight + self.python.random() + self.numpy.random()
+
+
+def draws(generator: torch.Generator) -> list[float]:
+    numbers = torch.rand(1).item(), torch.rand(1, generator=generator).item()
+    return [*numbers, random.random(), np.random.rand()]
+
+
+def test_all_random_generators_are_restored() -> None:
+    generator = torch.Generator()
+    with preserve_random_state(generator, None):
+        first = draws(generator)
+    with preserve_random_state(generator):
+        assert draws(generator) == first
+    with preserve_random_state():
+        again = draws(generator)
+    assert again == first
+    assert draws(generator)[1] != first[1]  # it was not among those given
+
+
+def test_a_generator_that_has_drawn_is_named() -> None:
+    generator, module = torch.Generator(), Drawing()
+    state = RandomState([generator], [module])
+    torch.rand(1)
+    assert state.drawn() == []
+    module.numpy.random()
+    assert state.drawn() == ["a generator that it keeps"]
+    draws(generator)
+    assert len(state.drawn()) == 4
+    state.restore()
+    assert state.drawn() == []
+
+
+def test_torch_draws_from_another_generator() -> None:
+    mine, same = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    before = torch.get_rng_state()
+    with draw_from(mine, torch.device("cpu")):
+        inside = torch.rand(4)
+    assert torch.equal(inside, torch.rand(4, generator=same))
+    assert torch.equal(torch.rand(4, generator=mine), torch.rand(4, generator=same))
+    assert torch.equal(before, torch.get_rng_state())
+    with pytest.raises(KeyError), draw_from(mine, torch.device("cpu")):
+        raise KeyError
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_settings_are_restored_after_an_error() -> None:
+    settings = SimpleNamespace(a=1, b=2)
+    inside = []
+    with pytest.raises(KeyError), preserve_settings([(settings, "a", 3), (settings, "b", 4)]):
+        raise KeyError(inside.append((settings.a, settings.b)))
+    assert inside == [(3, 4)]
+    assert (settings.a, settings.b) == (1, 2)
+
+
+def test_a_run_is_repeated_under_its_conditions() -> None:
+    layer, x = nn.Dropout(0.5), torch.ones(100)
+    state = RunState([x], [], [layer])
+    with torch.autocast("cpu"):
+        state = RunState([x], [], [layer])
+        first = layer(x)
+    layer.eval()
+    drawn = torch.get_rng_state()
+    with state.restored(), state.autocast.restored():
+        assert layer.training
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.equal(layer(x), first)
+    assert not layer.training
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_module_runs_again_alike_and_is_left_as_it_was(double: bool) -> None:
+    module, x = Drawing(), torch.ones(2)
+    buffer, weight, history = module.mean, module.weight, module.history
+    with StateGuard([module], double=double) as state:
+        runs = []
+        for _ in range(2):
+            state.begin()
+            runs.append(module(x.double() if double else x).detach())
+        assert torch.equal(*runs)
+        assert (module, "calls") in state.changed_attributes()
+        assert module.mean.dtype is (torch.float64 if double else torch.float32)
+    assert (module.mean is buffer, module.weight is weight, module.history is history) == (
+        True,
+    ) * 3
+    assert torch.equal(buffer, torch.zeros(2))
+    assert torch.equal(weight, torch.ones(2))
+    assert history == []
+    assert not hasattr(module, "calls")
+    assert module.python.random() == random.Random(0).random()

@@ -1,0 +1,89 @@
+"""Other parameters in a module: what is replaced, how long, and that it is restored."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from hoglib._core.swap import batch_statistics, call_with, keep_swapped, reapply, swap_parameters
+
+
+def params_of(model: nn.Module, value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(p, value) for name, p in model.named_parameters()}
+
+
+def test_parameters_are_replaced_inside_and_restored_after_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    own, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    params = params_of(model, 2.0)
+    with pytest.raises(ValueError, match="Expected more than 1"):
+        call_with(model, params, torch.ones(1, 2))
+    with swap_parameters(model, params):
+        assert model[0].weight is params["0.weight"]
+        assert model[1].running_mean is None  # train mode uses the statistics of the batch
+    assert all(p is own[name] for name, p in model.named_parameters())
+    assert all(b is buffers[name] for name, b in model.named_buffers())
+
+
+def test_a_shared_parameter_has_one_replacement() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    params = params_of(model, 3.0)
+    with swap_parameters(model, params, torch.float64):
+        assert model[1].weight is model[0].weight is params["0.weight"]
+    with swap_parameters(model, {}, torch.float64):
+        assert model[1].weight is model[0].weight
+        assert model[0].weight.dtype is torch.float64
+
+
+def test_swapped_parameters_are_kept_until_the_next_swap() -> None:
+    model = nn.Linear(2, 1)
+    own, (a, b) = model.weight, (params_of(model, value) for value in (1.0, 2.0))
+    with keep_swapped() as patch:
+        call_with(model, a, torch.ones(2))
+        assert model.weight is a["weight"]
+        with swap_parameters(model, b):
+            call_with(model, a, torch.ones(2))  # inside another swap, this one ends at once
+            assert model.weight is b["weight"]
+        values = patch.values()
+        call_with(model, a, torch.ones(2))
+    assert model.weight is own
+    with reapply(values):
+        assert model.weight is b["weight"]
+    assert model.weight is own
+
+
+def test_an_embedding_that_renormalizes_changes_a_copy() -> None:
+    model, ids = nn.Embedding(3, 2, max_norm=1.0), torch.tensor([0, 1])
+    params = params_of(model, 5.0)
+    call_with(model, params, ids)
+    assert torch.equal(params["weight"], torch.full((3, 2), 5.0))
+
+
+def test_batch_statistics_change_no_running_average() -> None:
+    norm = nn.BatchNorm1d(2)
+    with batch_statistics(norm):
+        norm(torch.randn(5, 2))
+    assert torch.equal(norm.running_mean, torch.zeros(2))
+    norm(torch.randn(5, 2))
+    assert not torch.equal(norm.running_mean, torch.zeros(2))
+
+
+def test_two_threads_cannot_swap_the_parameters_of_one_model() -> None:
+    model, errors = nn.Linear(2, 1), []
+
+    def run() -> None:
+        try:
+            call_with(model, params_of(model, 1.0), torch.ones(2))
+        except NotImplementedError as error:
+            errors.append(str(error))
+
+    with swap_parameters(model, params_of(model, 2.0)):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert len(errors) == 1
+    assert "one thread at a time" in errors[0]
+    run()
+    assert len(errors) == 1
