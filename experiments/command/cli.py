@@ -163,8 +163,8 @@ class ExperimentCLI(LightningCLI):
     def after_fit(self) -> None:
         if self._get(self.config, "test_after_fit"):
             self.trainer.test(self.model, self.datamodule, verbose=False)
-        else:
-            print(f"Saved {runs.run_folder(self.trainer) / runs.LAST}")
+        elif (checkpoint := runs.run_folder(self.trainer) / runs.LAST).exists():
+            print(f"Saved {checkpoint}")
 
 
 def user_error(error: Exception) -> str | None:

@@ -154,6 +154,7 @@ def _distances(axis: Any, frechet: Points, floor: float) -> None:
     )  # fmt: skip
     axis.set_xlim(left=0)
     axis.set(xlabel="step", ylabel="Frechet distance to held-out digits", yscale="log")
+    axis.xaxis.get_major_locator().set_params(integer=True)
     decimal_ticks(axis.yaxis)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import weakref
 from functools import partial
 
@@ -12,9 +13,10 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 import hoglib as hog
-from hoglib.curvature import reproducibility
+from hoglib.curvature import linear_operator, reproducibility
 from tests.curvature.problems import (
     F64,
     MODELS,
@@ -639,6 +641,41 @@ def test_a_bar_counts_products(capsys):
     assert "HessianOperator trace:" in shown
     hog.HessianOperator(loss, params, batch) @ draw(operator.shape[0])
     assert not capsys.readouterr().err
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """Bars that are not drawn: a tqdm shows only some of its counts."""
+    shown = []
+
+    def silent(**options):
+        shown.append(tqdm(**options, file=io.StringIO()))
+        return shown[-1]
+
+    monkeypatch.setattr(linear_operator, "_tqdm", lambda: silent)
+    return shown
+
+
+@pytest.mark.parametrize("compile", [False, "eager"])
+def test_a_bar_counts_the_rows_of_a_hessian(compile, bars):
+    def loss(p):
+        return (p["a"] ** 3).sum() * p["b"]
+
+    params = {"a": torch.ones(3), "b": torch.tensor(2.0)}
+    hog.hessian(loss, params, compile=compile)
+    assert not bars
+    hog.hessian(loss, params, compile=compile, progress=True)
+    assert [(bar.desc, bar.n, bar.total) for bar in bars] == [("hessian products", 4, 4)]
+
+
+def test_a_bar_counts_the_columns_of_a_gauss_newton_matrix(bars):
+    model = nn.Linear(2, 1)
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    batch = torch.ones(4, 2), torch.zeros(4, 1)
+    hog.curvature.ggn(loss, params, batch)
+    assert not bars
+    hog.curvature.ggn(loss, params, batch, progress=True)
+    assert [(bar.desc, bar.n, bar.total) for bar in bars] == [("ggn products", 3, 3)]
 
 
 def test_the_layers_that_draw_at_random_are_known_to_torch():
