@@ -1,4 +1,4 @@
-"""Where hoglib keeps compiled graphs and timings of products on this machine."""
+"""Where hoglib keeps compiled graphs on this machine."""
 
 import os
 from pathlib import Path

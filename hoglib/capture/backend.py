@@ -27,6 +27,7 @@ from hoglib._core import validation
 from hoglib._core.cache import cache_dir, make_private_dir
 from hoglib._core.source_location import warn
 from hoglib._version import __version__
+from hoglib.capture.kernel_choice import effective_switch, processor
 from hoglib.capture.passes import (
     channels_last,
     expand_alpha_beta,
@@ -34,7 +35,7 @@ from hoglib.capture.passes import (
     simplify,
     specialize_convolutions,
 )
-from hoglib.capture.product_passes import arrange, by_onednn, depends_on, merge
+from hoglib.capture.product_passes import arrange, by_onednn, merge
 from hoglib.errors import ArgumentTypeError
 
 Runnable = Callable[..., Any]
@@ -155,7 +156,7 @@ def _key(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> str:
         str(_cpu_capability()), str(torch.get_num_threads()), str(dynamic), graph.code,
         str([(x.dtype, tuple(x.shape), x.stride(), str(x.device)) for x in tensors]),
         str(sorted({torch.cuda.get_device_name(x.device) for x in tensors if x.is_cuda})),
-        str(torch.are_deterministic_algorithms_enabled()), depends_on(graph),
+        str(torch.are_deterministic_algorithms_enabled()), effective_switch(), processor(),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -215,7 +216,7 @@ def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: s
                 _without_pytree_warning(),
             ):
                 artifact = standalone_compile(
-                    _optimize(graph, tensors, dynamic),
+                    _optimize(graph, tensors, dynamic, cache_dir() / f"{key}.json"),
                     given,
                     dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
                 )
@@ -231,8 +232,13 @@ def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: s
     return run
 
 
-def _optimize(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
-    """A faster graph that is equal up to rounding; the given one does not change."""
+def _optimize(
+    graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, record: Path
+) -> fx.GraphModule:
+    """A faster graph that is equal up to rounding; the given one does not change.
+
+    record: the file with the matrix products that oneDNN computes.
+    """
     own = fx.Graph()
     own.output(own.graph_copy(graph.graph, {}))
     module = fx.GraphModule(graph, own)
@@ -247,7 +253,7 @@ def _optimize(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx
         return module
     merge(module)
     module = channels_last(module, tensors)
-    by_onednn(module)
+    by_onednn(module, record)
     return module
 
 
@@ -331,7 +337,7 @@ def _torch_cache_in(directory: Path) -> Iterator[None]:
 
 def _evict(directory: Path) -> None:
     """Removes the oldest files if the directory exceeds its limit."""
-    found = [*directory.glob("*.bin"), *directory.glob("torch/**/*")]
+    found = [*directory.glob("*.bin"), *directory.glob("*.json"), *directory.glob("torch/**/*")]
     sizes = {}
     for path in found:
         with suppress(OSError):  # removed by another process

@@ -1,12 +1,14 @@
 """Passes over the matrix products of a captured graph: layouts, merging, and the choice of kernels."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from hoglib._core import matrix_products, torch_internals
+from hoglib._core import torch_internals
+from hoglib.capture.kernel_choice import Product, choose_onednn
 from hoglib.capture.passes import fake_value, new_node, replace_node, swapped_dims, writes_in_place
 
 aten: Any = torch.ops.aten
@@ -281,8 +283,6 @@ def _sort_topologically(graph: fx.Graph) -> None:
                 pending.extend(sorted(before, key=place.__getitem__, reverse=True))
 
 
-ONEDNN_PRODUCTS = (aten.mm.default, aten.addmm.default)
-
 # An operator of our own, which torch's compiler calls without a change: its own lowering to oneDNN
 # requires constant weights.
 torch.library.define("hoglib::affine", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -296,34 +296,29 @@ torch.library.impl("hoglib::affine", "CPU", torch_internals.onednn_affine)
 torch.library.register_fake("hoglib::affine", _fake)
 
 
-def depends_on(module: fx.GraphModule) -> str:
-    """The choices on this machine that compiled code of a graph depends on; empty without such
-    products."""
-    found = (node for node in module.graph.nodes if node.target in ONEDNN_PRODUCTS)
-    return matrix_products.state() if any(_is_eligible(fake_value(node)) for node in found) else ""
-
-
-def _is_eligible(product: Tensor) -> bool:
-    return product.dtype is torch.float32 and product.device.type == "cpu"
-
-
-def by_onednn(module: fx.GraphModule) -> None:
+def by_onednn(module: fx.GraphModule, record: Path) -> None:
     """Replaces the matrix products that oneDNN computes faster on this machine.
 
-    mm(a, b) = affine(a, b^T)        addmm(c, a, b) = affine(a, b^T, c), or c + affine(a, b^T)
+        mm(a, b) = affine(a, b^T)        addmm(c, a, b) = affine(a, b^T, c), or c + affine(a, b^T)
+
+    record: the file with the choices for this graph.
     """
     graph = module.graph
-    for node in list(graph.nodes):
-        if node.target is aten.mm.default:
-            (a, b), added = node.args, None
-        elif node.target is aten.addmm.default and not node.kwargs:
-            added, a, b = node.args
-        else:
-            continue
-        if _is_chosen(fake_value(a), fake_value(b)):
+    products = {node: product for node in graph.nodes if (product := _product(node)) is not None}
+    chosen = choose_onednn(products.values(), record)
+    for node, product in products.items():
+        if product in chosen:
+            *added, a, b = node.args
             with graph.inserting_before(node):
-                replace_node(graph, node, _affine(graph, a, b, added))
+                replace_node(graph, node, _affine(graph, a, b, added[0] if added else None))
     module.recompile()
+
+
+def _product(node: fx.Node) -> Product | None:
+    if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+        return None
+    a, b = node.args[-2:]
+    return Product.of(fake_value(a), fake_value(b))
 
 
 def _affine(graph: fx.Graph, a: Any, b: Any, added: Any) -> fx.Node:
@@ -332,13 +327,3 @@ def _affine(graph: fx.Graph, a: Any, b: Any, added: Any) -> fx.Node:
     affine: Any = torch.ops.hoglib.affine.default
     y = new_node(graph, affine, (a, weight, added if is_bias else None))
     return y if added is None or is_bias else new_node(graph, aten.add.Tensor, (y, added))
-
-
-def _is_chosen(a: Tensor, b: Tensor) -> bool:
-    if not all(isinstance(size, int) for size in (*a.shape, *b.shape)):
-        return False
-    if not (torch_internals.onednn_takes(a) and torch_internals.onednn_takes(b)):
-        return False
-    return matrix_products.chosen(
-        a.shape[0], a.shape[1], b.shape[1], columns=not torch_internals.by_rows(a)
-    )

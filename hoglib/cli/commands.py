@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from hoglib._core import matrix_products
+from hoglib._core import torch_internals
 from hoglib._core.source_location import error_text
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
+from hoglib.capture import kernel_choice
 from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
 from hoglib.drawing.picture import graph as draw_graph
@@ -162,7 +163,10 @@ def _environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "threads": torch.get_num_threads(),
-        "matrix_products": matrix_products.facts(),
+        "matrix_products": {
+            "switch": kernel_choice.switch(),
+            "onednn": torch_internals.onednn_available(),
+        },
         "stand_ins": [
             {
                 "name": row.name,
@@ -204,13 +208,11 @@ def _environment_text(facts: dict[str, Any]) -> str:
 
 
 def _matrix_products_text(facts: dict[str, Any]) -> str:
-    if not facts["available"]:
+    if not facts["onednn"]:
         return "Matrix products: torch's BLAS (oneDNN is missing in this torch, or switched off)."
-    if facts["switch"] != "auto":
-        return f"Matrix products: {matrix_products.SWITCH}={facts['switch']}."
-    found = f"oneDNN in {facts['in_graphs']} of {facts['classes']} classes of sizes"
-    found += f" in captured graphs, {facts['in_functions']} elsewhere"
-    most = f", up to {facts['most']:.2f} times as fast" if facts["most"] else ""
-    return (
-        f"Matrix products in float32: {found}{most}; {matrix_products.SWITCH}=off switches it off."
-    )
+    text = {
+        "auto": "compiled graphs use the faster of MKL and oneDNN",
+        "on": "compiled graphs use oneDNN",
+        "off": "torch's BLAS",
+    }[facts["switch"]]
+    return f"Matrix products in float32: {text} ({kernel_choice.SWITCH}={facts['switch']})."

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib._core.matrix_products import affine, product
 from hoglib._core.mixed_precision import autocast_on
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentValueError
@@ -224,7 +223,7 @@ _REAL_ONLY = ("relu", "softplus")  # torch has no complex derivatives of them
 
 def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if weight.dim() == 2:
-        return affine(x, weight, bias)
+        return F.linear(x, weight, bias)
     if bias is None:
         return x @ weight.mT
     if x.dim() == 3:
@@ -238,8 +237,8 @@ def _backward(saved: Saved, u: Tensor) -> list[Tensor | None]:
     by_x, by_weight, by_bias = saved.needs_input_grad
     stacked = weight.dim() > 2
     rows = u if stacked else _rows(u)
-    grad_weight = product(rows.mT, conj(x if stacked else _rows(x))) if by_weight else None
-    grad_x = product(u, conj(weight)) if by_x else None
+    grad_weight = rows.mT @ conj(x if stacked else _rows(x)) if by_weight else None
+    grad_x = u @ conj(weight) if by_x else None
     return [grad_x, grad_weight, rows.sum(-2) if by_bias else None]
 
 

@@ -5,9 +5,8 @@
         g = torch.autograd.grad(loss, model.parameters(), create_graph=True)
 
 A `TorchFunctionMode` sees every torch call of its thread. A call that is in `STAND_INS` goes to a
-function of hoglib with the same signature, and a product of large matrices to the faster of two
-kernels. All other calls run unchanged. Calls below Python (inside torch's own kernels, scripted or
-compiled code) are not seen.
+function of hoglib with the same signature. All other calls run unchanged. Calls below Python (inside
+torch's own kernels, scripted or compiled code) are not seen.
 """
 
 import functools
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hoglib._core import pytree
-from hoglib._core.matrix_products import faster_affine, faster_product
 from hoglib._core.running_statistics import frozen_running_statistics, running_statistics_frozen
 from hoglib._core.torch_internals import checkpoint_frame
 from hoglib._core.torch_modes import StandInMode
@@ -129,27 +127,12 @@ class _SecondOrder(StandInMode):
         if replacement is not None:
             _recompute_inside()
             return replacement(*args, **kwargs)
-        faster = _FASTER.get(func)
-        if faster is not None and not kwargs:
-            product = faster(*args)
-            if product is not None:
-                _recompute_inside()
-                return product
         if isinstance(func, FunctionType):
             copy = without_override_check(func)
             if copy is not None:
                 with self:
                     return copy(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-# Functions that compute the same in less time, or return None.
-_FASTER: dict[Any, Callable[..., Tensor | None]] = {
-    F.linear: faster_affine,
-    **dict.fromkeys(
-        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), faster_product
-    ),
-}
 
 
 @functools.cache
