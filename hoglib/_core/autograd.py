@@ -19,6 +19,7 @@ from hoglib._core.gradient_graph import (
     warn_detached,
 )
 from hoglib._core.torch_internals import transforms_active
+from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError
 
 T = TypeVar("T")
@@ -50,7 +51,8 @@ def gradient_with_graph(
 
     create_graph: whether derivatives reach the leaves that are passed in, and what they depend on.
     """
-    own = fresh_leaves(leaves, create_graph)
+    with without_stand_ins():
+        own = fresh_leaves(leaves, create_graph)
     value = func(*own)
     graph = graph_summary(value)
     check_custom_functions(graph, what)
@@ -58,7 +60,7 @@ def gradient_with_graph(
         check_uses_given_params(graph, leaves, what)
     parts: list[Tensor | None] = [None]
     if value.requires_grad:
-        with translate_errors(what), warn_detached(graph, what):
+        with graph.backward_modes(), translate_errors(what), warn_detached(graph, what):
             parts = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
     if all(part is None for part in parts):
         raise NoSecondDerivative(

@@ -181,9 +181,10 @@ _SEEN: WeakSet[type[Function]] = WeakSet()
 
 def unchecked_functions(value: Tensor, graph: GraphSummary) -> list[type[Function]]:
     """The custom Functions in the graph of a value that no product has been checked through."""
-    if value.dtype not in (torch.float32, torch.float64) or not value_checks_on():
+    used = {entry.function for entry in graph.user_functions if entry.function}
+    if not used or value.dtype not in (torch.float32, torch.float64) or not value_checks_on():
         return []
-    found = {entry.function for entry in graph.user_functions if entry.function} - set(_SEEN)
+    found = used - set(_SEEN)
     return sorted(found, key=lambda function: function.__qualname__)
 
 

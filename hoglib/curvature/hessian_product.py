@@ -60,10 +60,11 @@ def reverse_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
     unchecked = [] if create_graph else unchecked_functions(value, graph)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        product = vjp(gradient, own, vector, caller, keep_graph, create_graph)
-        if options.strict is not None:
-            _check_strict(caller, options.strict, product)
-        found = materialize_grads(product, own)
+        with graph.backward_modes():
+            product = vjp(gradient, own, vector, caller, keep_graph, create_graph)
+            if options.strict is not None:
+                _check_strict(caller, options.strict, product)
+            found = materialize_grads(product, own)
         if unchecked:
             check_hessian_product(caller, unchecked, loss, leaves, vector)
             unchecked.clear()

@@ -266,10 +266,12 @@ def _applied(
     """The value and the product in eager mode, also under no_grad and in inference mode."""
     if torch_internals.transforms_active() and not options.create_graph:
         options = options._replace(create_graph=True)
-    with grad_enabled(), keep_swapped(), stand_ins_if(options.stand_ins):
+    with grad_enabled(), keep_swapped():
         leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
         loss = BoundLoss(loss.func, loss.structure, args)
-        value, product = apply_block(kind.linearize(loss, leaves, options, block), vector, block)
+        with stand_ins_if(options.stand_ins):
+            linear_map = kind.linearize(loss, leaves, options, block)
+            value, product = apply_block(linear_map, vector, block)
     if options.create_graph:
         return value, product
     return value.detach().clone(), [part.detach() for part in product]

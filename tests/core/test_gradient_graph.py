@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import hoglib as hog
 from hoglib._core import gradient_graph
 from hoglib._core.gradient_graph import graph_summary
+from hoglib.stand_ins.mode import _SecondOrder  # what the mode sees is not public
 from tests.functions import Cube
 
 F64 = torch.float64
@@ -129,6 +130,27 @@ def test_each_graph_is_walked_once(name, monkeypatch):
     monkeypatch.setattr(gradient_graph, "walk", counting)
     derivative(loss, params, v, batch)
     assert len(walks) == graphs
+
+
+def test_a_product_enters_the_mode_once_and_sends_it_the_calls_of_the_loss_alone(monkeypatch):
+    """Each torch call takes a microsecond longer where the mode sees it, also one for a shape."""
+    loss, params, v, batch = problem(torch.tanh)
+    entered, seen = [], []
+    enter, handle = _SecondOrder.__enter__, _SecondOrder.__torch_function__
+
+    def counted(self, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return handle(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(_SecondOrder, "__torch_function__", counted)
+    with hog.second_order():
+        loss(params, batch)
+    alone = list(seen)
+    seen.clear()
+    monkeypatch.setattr(_SecondOrder, "__enter__", lambda s: [entered.append(s), enter(s)][1])
+    hog.hvp(loss, params, v, batch)
+    assert len(entered) == 1
+    assert len(alone) <= len(seen) <= len(alone) + 4  # of the value: shape, dtype, requires_grad
 
 
 def test_once_differentiable_raises_by_name():
