@@ -15,6 +15,7 @@ from hoglib._core.autograd import fresh_leaves, materialize_grads
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.recomputation import inside_recomputation, recompute
 from hoglib._core.swap import Params, keep_swapped
+from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import NoSecondDerivative
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.optimizers import GradientTransformation
@@ -244,16 +245,21 @@ def gradient(
         return _gradient_by_transform(loss, params, constant, check)
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = pytree.flatten(params)
-    own = fresh_leaves(leaves, create_graph)
+    with without_stand_ins():
+        own = fresh_leaves(leaves, create_graph)
     refused = create_graph and not (alone and inside_recomputation())
     with torch.enable_grad(), keep_swapped(), refuse_saved_tensor_hooks(refused):
         value, notes = loss(pytree.unflatten(own, structure))
         if not value.requires_grad:
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+        with without_stand_ins():
+            graph = graph_summary(value, since=own)
         if check and create_graph:
-            check_custom_functions(graph_summary(value, since=own), "the inner step")
-        grads = torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True)
-    return pytree.unflatten(materialize_grads(list(grads), own), structure), (value.detach(), notes)
+            check_custom_functions(graph, "the inner step")
+        with graph.backward_modes():
+            found = torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True)
+            grads = materialize_grads(list(found), own)
+    return pytree.unflatten(grads, structure), (value.detach(), notes)
 
 
 def _gradient_by_transform(
