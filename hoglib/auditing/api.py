@@ -16,7 +16,7 @@ from hoglib._core.source_location import format_error, raising_module
 from hoglib._core.torch_internals import eagerly
 from hoglib.auditing.checker import Checker, CheckResult
 from hoglib.auditing.locator import Fault
-from hoglib.auditing.messages import FaultMessages, describe_failure
+from hoglib.auditing.messages import FaultMessages, describe_failure, percent
 from hoglib.auditing.observation import Observations, observe
 from hoglib.auditing.problem import Problem, check_arguments
 from hoglib.auditing.reproducible import ReproducibleLoss, reproducible
@@ -100,7 +100,6 @@ def audit(
 # turns.
 _ONE_AT_A_TIME = threading.RLock()
 
-DIRECTIONS = 2  # along which a requested route is checked; any other one, or a slow one, along one
 MAX_DIRECTIONS = 4  # directions to try where a kink prevents a comparison along some
 # Multiplications and additions of one forward pass above which routes that were not requested are
 # skipped. Two cores do some 1e10 a second in float64.
@@ -152,32 +151,30 @@ class _Audit:
             except Exception as error:
                 refused = format_error(error)
             else:
+                expected = [_product(loss, route) for route in self._requested]
                 rows = self._rows(loss)
-                known = {row.name: row.status for row in rows}
-                right = [one for one in self._requested if known[one.row] not in ("fail", "skip")]
-                # random numbers of another dtype are other numbers: there is nothing to compare with
-                point = None if seen.random else loss.leaves
-                products = [_product(loss.checker(), route) for route in right]
-        if not refused:
-            pairs = zip(right, products, strict=True)
-            own = [self._own_dtype_row(route, point, expected) for route, expected in pairs]
-            return [*rows, *(row for row in own if row is not None)]
-        text = f"not possible ({refused}); checked in its own dtype, with wider tolerances."
-        with reproducible(self._problem, double=False) as loss:
-            return [Row("dtype: float64", "skip", None, text), *self._rows(loss)]
+        if refused:
+            text = f"not possible ({refused}); checked in its own dtype, with wider tolerances."
+            with reproducible(self._problem, double=False) as loss:
+                return [Row("dtype: float64", "skip", None, text), *self._rows(loss)]
+        status = {row.name: row.status for row in rows}
+        for route, product in zip(self._requested, expected, strict=True):
+            if status[route.row] not in ("fail", "skip"):
+                # random numbers of another dtype are other numbers
+                rows += self._own_dtype_rows(route, None if seen.random else product)
+        return rows
 
     def _rows(self, loss: ReproducibleLoss) -> list[Row]:
         """The gradient, then each route, then the stopped gradients."""
         loss.perturb()
         rows, slow = [self._row(loss, FIRST, directions=1)], loss.forward_flops() > SLOW
         for route in ROUTES:
-            requested = route in self._requested
-            if slow and not requested:
+            if slow and route not in self._requested:
                 text = f"not tried: the loss is large; request it with routes={route.key!r}."
                 rows.append(Row(route.row, "skip", None, text))
-            else:
-                directions = DIRECTIONS if requested and not slow else 1
-                rows.append(self._row(loss, route, directions=directions))
+                continue
+            twice = route in self._requested and not slow
+            rows.append(self._row(loss, route, directions=2 if twice else 1))
         return [*rows, *self._stop_gradient_rows(loss)]
 
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
@@ -185,56 +182,58 @@ class _Audit:
         requested = route is FIRST or route in self._requested
         result = _result(loss, route, directions)
         if result.at_fault:
-            found = self._faults(loss, route, result, requested=requested)
-            # of a route that was not requested the first fault is enough
-            faults = [*found] if requested else [*islice(found, 1)]
-            failure, where = describe_failure(result), self._messages.where(faults)
-            if _all_surrogates(faults):
-                text = (
-                    f"{where}: declared a surrogate; its gradient differs from the derivative on "
-                    "purpose, so there is nothing to compare with."
-                )
-                return Row(route.row, "skip", None, text)
-            if requested:
-                self._accuse(faults, route.text)
-                return Row(route.row, "fail", result.error, f"It {failure}, in {where}.")
-            if result.raised is not None:
-                return Row(route.row, "skip", None, f"It {failure}, in {where}.")
-            return Row(
-                route.row, "warn", result.error,
-                f"This route is wrong, first of all in {where}. It was not requested, so this is a "
-                "warning: do not use this route with this model.",
-            )  # fmt: skip
-        if result.wrong is None:
-            self._judged &= not requested
-            return Row(
-                route.row, "warn" if requested else "skip", None,
-                "not judged: the finite differences do not agree with each other (kinks nearby, or "
-                "numbers too large or too small), or cannot be taken: the loss raises near params, or "
-                "it detaches inside of a torch.func transform. Try other params, a smaller batch, or "
-                "eval mode.",
-            )  # fmt: skip
-        return Row(route.row, "pass", result.error)
+            return self._failed_row(loss, route, result, requested=requested)
+        if result.wrong is False:
+            return Row(route.row, "pass", result.error)
+        self._judged &= not requested
+        text = (
+            "not judged: the finite differences do not agree with each other (kinks nearby, or numbers "
+            "too large or too small), or cannot be taken: the loss raises near params, or it detaches "
+            "inside of a torch.func transform. Try other params, a smaller batch, or eval mode."
+        )
+        return Row(route.row, "warn" if requested else "skip", None, text)
 
-    def _faults(
+    def _failed_row(
         self, loss: ReproducibleLoss, route: Route, result: CheckResult, *, requested: bool
-    ) -> Iterator[Fault]:
+    ) -> Row:
+        if requested:
+            faults = self._faults(loss, route, result)
+        else:  # the first one is enough
+            faults = [*islice(loss.locator.find(route, result), 1)]
+        where = self._messages.where(faults)
+        text = f"It {describe_failure(result)}, in {where}."
+        if _all_surrogates(faults):
+            text = (
+                f"{where}: declared a surrogate; its gradient differs from the derivative on purpose, "
+                "so there is nothing to compare with."
+            )
+            return Row(route.row, "skip", None, text)
+        if requested:
+            self._accuse(faults, route.text)
+            return Row(route.row, "fail", result.error, text)
+        if result.raised is not None:
+            return Row(route.row, "skip", None, text)
+        text = (
+            f"This route is wrong, first of all in {where}. It was not requested, so this is a "
+            "warning: do not use this route with this model."
+        )
+        return Row(route.row, "warn", result.error, text)
+
+    def _faults(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> list[Fault]:
         """Where a derivative is lost.
 
         A loss that takes a gradient itself (a gradient penalty, a PINN) loses a derivative where a
         module loses one of a higher order: if no module is at fault, the higher derivatives are
         checked.
         """
-        if not requested:
-            return loss.locator.find(route, result)
         faults: list[Fault] = []
         for order in (route, AUTO, THIRD):
             found = [*loss.locator.find(order, result)]
-            inside = [fault for fault in found if fault.call.module is not None]
-            faults = faults if faults and not inside else found
-            if inside or any(fault.operations for fault in faults):
+            inside = any(fault.call.module is not None for fault in found)
+            faults = found if inside or not faults else faults
+            if inside or any(fault.operations for fault in found):
                 break
-        return iter(faults)
+        return faults
 
     def _accuse(self, faults: list[Fault], what: str) -> None:
         for fault in faults:
@@ -261,17 +260,17 @@ class _Audit:
             return
         change = Checker(loss.f, loss.leaves, None).check(AUTO)
         if change.wrong and change.error is not None and change.error > STOP_GRADIENT_TOLERANCE:
-            text = self._messages.stop_gradients(found, change.error)
+            text = (
+                f"The gradient is stopped by {self._messages.stopped(found)}. The second derivative "
+                "treats the stopped values as constants, as the first derivative does; without the "
+                f"stop it would change by {percent(change.error)}. Remove the stop if it is not "
+                "intended."
+            )
             yield Row("stopped gradients", "warn", change.error, text)
 
-    def _own_dtype_row(
-        self, route: Route, point: Vector | None, expected: Vector | None
-    ) -> Row | None:
-        """A requested route in the dtype of the parameters.
-
-        At the parameters themselves it must be there and finite; at `point`, if there is one, it is
-        compared with `expected`, the product in float64.
-        """
+    def _own_dtype_rows(self, route: Route, expected: Vector | None) -> Iterator[Row]:
+        """A requested route at the parameters themselves, in their dtype: it must be there and finite,
+        and is compared with the product in float64."""
         dtype = self._problem.leaves[0].dtype
         short = str(dtype).removeprefix("torch.")
         name = f"{route.row}, in {short}"
@@ -282,44 +281,38 @@ class _Audit:
                 self._accuse(faults, f"{route.text}, in {short} at params,")
                 where = self._messages.where(faults)
                 text = f"It {describe_failure(result)} at params, in {where}."
-                return Row(name, "fail", result.error, text)
-            if dtype not in DTYPE_TOLERANCES or point is None or expected is None:
-                return None
-            loss.move_to(point)
-            product = _product(loss.checker(), route)
-        if product is None:  # it raises at the perturbed point only, which does not matter
-            return None
+                yield Row(name, "fail", result.error, text)
+            product = _product(loss, route)
+        if product is None or expected is None or result.at_fault or dtype not in DTYPE_TOLERANCES:
+            return
         size = max(float(pytree.norm(expected)), 1e-300)
         error = distance([x.double() for x in product], expected) / size
-        if error < DTYPE_TOLERANCES[dtype]:
-            return Row(name, "pass", error)
         text = (
-            f"{route.text} in {short} differs by {error:.0%} from the one in float64. The "
-            "cause is rounding, a cast to half precision inside, or a constant in another dtype. "
-            "Compute it in float64, or look for autocast and .to() in the model."
+            f"{route.text} in {short} differs by {percent(error)} from the one in float64. The cause "
+            "is rounding, a cast to half precision inside, or a constant in another dtype. Compute it "
+            "in float64, or look for autocast and .to() in the model."
         )
-        return Row(name, "warn", error, text)
+        right = error < DTYPE_TOLERANCES[dtype]
+        yield Row(name, "pass" if right else "warn", error, "" if right else text)
 
 
 def _result(loss: ReproducibleLoss, route: Route, directions: int) -> CheckResult:
     """What is known of a derivative along several directions; along others where there is a kink."""
-    best, settled = CheckResult(None), 0
+    right: list[CheckResult] = []
     for seed in range(MAX_DIRECTIONS):
         result = loss.checker(seed).check(route)
         if result.at_fault:
             return result
-        if result.wrong is False:
-            settled += 1
-            best = max(best, result, key=lambda one: (one.wrong is False, one.error or 0.0))
-        if settled == directions:
+        right += [result] if result.wrong is False else []
+        if len(right) == directions:
             break
-    return best
+    return max(right, key=lambda one: one.error or 0.0, default=CheckResult(None))
 
 
-def _product(checker: Checker, route: Route) -> Vector | None:
+def _product(loss: ReproducibleLoss, route: Route) -> Vector | None:
     """The product of a route, or None where it raises, as its row says."""
     try:
-        return checker.product(route)
+        return loss.checker().product(route)
     except Exception:
         return None
 

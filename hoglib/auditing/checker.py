@@ -21,8 +21,14 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, dense, fresh_leaves
-from hoglib._core.finite_differences import both_sides, difference_quotient, steps
-from hoglib.auditing.routes import Route, Scalar, gradient, reverse_over_reverse
+from hoglib._core.element_differences import random_like
+from hoglib._core.finite_differences import (
+    both_sides,
+    difference_quotient,
+    gradient_function,
+    steps,
+)
+from hoglib.auditing.routes import Route, Scalar, reverse_over_reverse
 from hoglib.auditing.stop_gradients import StopGradientReplay
 
 RIGHT = {torch.float64: 1e-5, torch.float32: 1e-2}
@@ -68,7 +74,10 @@ class Checker:
         random = torch.Generator("cpu").manual_seed(seed)
         self._scales = [scale(x) for x in self._leaves]
         self._v, self._w = (
-            [normal(x, random) * size for x, size in zip(self._leaves, self._scales, strict=True)]
+            [
+                random_like(x, random) * size
+                for x, size in zip(self._leaves, self._scales, strict=True)
+            ]
             for _ in range(2)
         )
         self._known: dict[tuple[str, float], _Slope | None] = {}
@@ -148,8 +157,9 @@ class Checker:
         leaves = [part.clone() for part in x]
         if kind == "first":
             return [self._held(*fresh_leaves(leaves, False)).detach()]
-        product = gradient if kind == "hessian" else reverse_over_reverse
-        return [part.detach() for part in product(self._held, leaves, self._v, self._w)]
+        if kind == "hessian":
+            return gradient_function(self._held)(leaves)
+        return reverse_over_reverse(self._held, leaves, self._v, self._w)
 
     def _held(self, *own: Tensor) -> Tensor:
         with nullcontext() if self._stops is None else self._stops.held():
@@ -183,10 +193,3 @@ def scale(x: Tensor) -> float:
     """The root mean square of a tensor, which steps are relative to; 0.01 for a tensor of zeros."""
     size = float(x.norm()) / max(x.numel(), 1) ** 0.5
     return size if size > 1e-8 and size == size else 0.01
-
-
-def normal(x: Tensor, random: torch.Generator) -> Tensor:
-    """Standard normal numbers, the same on every device and in every dtype."""
-    return torch.randn(x.shape, dtype=torch.float64, device="cpu", generator=random).to(
-        x.device, x.dtype
-    )

@@ -7,7 +7,7 @@ If a derivative of the whole loss is wrong, so is that of one of the calls that 
 one of the calls in it, down to a call whose own calls are all right.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
@@ -18,6 +18,7 @@ from torch.autograd import Function
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector
+from hoglib._core.element_differences import random_like
 from hoglib._core.module_names import ModuleNames
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import (
@@ -31,14 +32,14 @@ from hoglib._core.torch_internals import transforms_active
 from hoglib.auditing.checker import Checker, CheckResult
 from hoglib.auditing.routes import Route, Scalar
 from hoglib.auditing.stop_gradients import CallMode, StopGradientReplay
-from hoglib.verification.call import is_part
+from hoglib.verification.call import Call, is_part, real
 
 MAX_OPERATIONS = 40  # in one module's own code
 
 
 @final
 @dataclass
-class Call:
+class RecordedCall:
     """A call of a module, or an operation: a torch function or a custom Function; or the whole loss."""
 
     module: nn.Module | None = None  # of an operation, the module whose code makes it
@@ -49,10 +50,10 @@ class Call:
     parameters: dict[str, Tensor] = field(default_factory=dict)  # of a module
     line: SourceLine | None = None
     function: type[Function] | None = None
-    parts: dict[Any, "Call"] = field(default_factory=dict)
+    parts: dict[Any, "RecordedCall"] = field(default_factory=dict)
 
     @property
-    def operations(self) -> list["Call"]:
+    def operations(self) -> list["RecordedCall"]:
         """Those of its own code, not of the modules that it calls."""
         return [part for part in self.parts.values() if part.operation]
 
@@ -60,9 +61,9 @@ class Call:
 class Fault(NamedTuple):
     """A module call that loses a derivative, though none of the modules in it does."""
 
-    call: Call
+    call: RecordedCall
     result: CheckResult
-    operations: list[Call]  # those of its own code that lose it
+    operations: list[RecordedCall]  # those of its own code that lose it
 
     @property
     def module(self) -> nn.Module | None:
@@ -100,7 +101,7 @@ class Locator:
                 yield fault
 
     def _descend(
-        self, call: Call, route: Route, result: CheckResult, compare: bool
+        self, call: RecordedCall, route: Route, result: CheckResult, compare: bool
     ) -> Iterator[Fault]:
         fault_below, operations = False, []
         for part in call.parts.values():
@@ -116,74 +117,44 @@ class Locator:
         if operations or not fault_below:
             yield Fault(call, result, operations)
 
-    def _checker(self, call: Call, parent: Call) -> Checker | None:
+    def _checker(self, call: RecordedCall, parent: RecordedCall) -> Checker | None:
         """None for a call that cannot be run by itself, or that has no variables."""
         if id(call) not in self._checkers:
             self._checkers[id(call)] = None
             module = parent.module if call.operation else call.module
             function: Any = call.run
 
-            def run(inputs: Any, parameters: dict[str, Tensor]) -> Any:
-                args, kwargs = inputs
+            def run(args: Any, kwargs: Any, parameters: dict[str, Tensor]) -> list[Tensor]:
                 with self._initial_state(module):
                     if call.operation:
-                        return function(*args, **kwargs)
-                    return call_with(function, parameters, *args, **kwargs)
+                        return _float_tensors(function(*args, **kwargs))
+                    return _float_tensors(call_with(function, parameters, *args, **kwargs))
 
             with suppress(Exception):  # it cannot be run by itself
-                f, leaves = _as_scalar_function(run, (call.args, call.kwargs), call.parameters)
+                f, leaves = _as_scalar_function(run, (call.args, call.kwargs, call.parameters))
                 if leaves:
                     self._checkers[id(call)] = Checker(f, leaves, StopGradientReplay())
         return self._checkers[id(call)]
 
 
 def _as_scalar_function(
-    run: Callable[[Any, dict[str, Tensor]], Any], inputs: Any, parameters: dict[str, Tensor]
+    run: Callable[..., list[Tensor]], inputs: tuple[Any, ...]
 ) -> tuple[Scalar, Vector]:
-    """<u, run(inputs, parameters)> as a function of the inputs that require grad, the parameters and u;
-    and the values of these, none if nothing depends on them."""
-    leaves, structure = pytree.flatten(inputs)
-    slots = [i for i, x in enumerate(leaves) if _requires_grad(x)]
-    variables, joined = real_parts([leaves[i] for i in slots] + [*parameters.values()])
-    count = len(variables)
-
-    def outputs(*values: Tensor) -> list[Tensor]:
-        given = joined(values)
-        args = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        for i, x in zip(slots, given, strict=False):
-            args[i] = x.clone()  # run may change it in place
-        named = dict(zip(parameters, given[len(slots) :], strict=True))
-        return real_parts(_float_tensors(run(pytree.unflatten(args, structure), named)))[0]
-
-    first = outputs(*(x.clone().requires_grad_() for x in variables))
-    differentiable = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
-    if not differentiable:
-        return (lambda *values: torch.zeros(())), []
+    """<u, run(inputs)> as a function of the inputs that require grad and of u; and the values of these,
+    none if nothing depends on them."""
+    call = Call(run, inputs, dtype=None)
+    call.clone = True  # run may change its inputs in place
+    first = call.run_with_grad() if any(map(_requires_grad, pytree.leaves(inputs))) else []
+    which = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
     random = torch.Generator("cpu").manual_seed(1)
-    u = [
-        torch.randn(y.shape, dtype=torch.float64, device="cpu", generator=random).to(y)
-        for y in (first[i].detach() for i in differentiable)
-    ]
+    u = [random_like(real(first[i].detach()), random) for i in which]
+    outputs, count = call.map(which), len(call.point)
 
     def f(*values: Tensor) -> Tensor:
-        found = outputs(*values[:count])
-        weights = zip(differentiable, values[count:], strict=True)
-        return pytree.sum_scalars([(found[i] * weight).sum() for i, weight in weights])
+        pairs = zip(outputs(*values[:count]), values[count:], strict=True)
+        return pytree.sum_scalars([(y * weights).sum() for y, weights in pairs])
 
-    return f, [*variables, *u]
-
-
-def real_parts(
-    values: Sequence[Tensor],
-) -> tuple[Vector, Callable[[Sequence[Tensor]], Vector]]:
-    """Complex tensors as tensors of real and imaginary parts; and the function that joins them."""
-    are_complex = [x.is_complex() for x in values]
-
-    def joined(parts: Sequence[Tensor]) -> Vector:
-        pairs = zip(parts, are_complex, strict=True)
-        return [torch.view_as_complex(x) if is_complex else x for x, is_complex in pairs]
-
-    return [torch.view_as_real(x) if x.is_complex() else x for x in values], joined
+    return f, [*call.point, *u] if u else []
 
 
 def _float_tensors(value: Any) -> list[Tensor]:
@@ -195,18 +166,18 @@ def _float_tensors(value: Any) -> list[Tensor]:
     return [y for y in found if is_float(y)]
 
 
-def record_calls(names: ModuleNames, run: Callable[[], Any]) -> Call:
+def record_calls(names: ModuleNames, run: Callable[[], Any]) -> RecordedCall:
     """The tree of calls in a run, with copies of their arguments."""
-    stack = [root := Call()]
+    stack = [root := RecordedCall()]
 
     def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = Call(module)
+        call = RecordedCall(module)
         if not transforms_active():  # whose tensors cannot be copied
             call.run = module
             call.args, call.kwargs = _detached_copy((args, kwargs))
             # a loss substitutes plain tensors for the parameters that it was given
             call.parameters = {
-                name: p.detach()
+                name: p.detach().requires_grad_()
                 for name, p in module.named_parameters()
                 if p.requires_grad and not isinstance(p, nn.Parameter)
             }
@@ -239,19 +210,21 @@ class _OperationRecorder(CallMode):
     parts: those of the module that is running.
     """
 
-    def __init__(self, parts: Callable[[], dict[Any, Call]]) -> None:
+    def __init__(self, parts: Callable[[], dict[Any, RecordedCall]]) -> None:
         super().__init__()
         self._parts = parts
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
         if not is_part(function):
-            call = Call(run=function.apply, operation=function.__qualname__, function=function)
+            call = RecordedCall(
+                run=function.apply, operation=function.__qualname__, function=function
+            )
             self._record(call, (args, {}), caller_line())
 
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         call = key = None
         if any(map(_requires_grad, pytree.leaves((args, kwargs)))):
-            call = Call(run=func, operation=name or str(func))
+            call = RecordedCall(run=func, operation=name or str(func))
             key = self._record(call, (args, kwargs), torch_call_line())
         result = func(*args, **kwargs)
         made = any(map(_requires_grad, pytree.leaves(result)))
@@ -259,7 +232,7 @@ class _OperationRecorder(CallMode):
             del self._parts()[key]
         return result
 
-    def _record(self, call: Call, inputs: Any, line: SourceLine | None) -> Any:
+    def _record(self, call: RecordedCall, inputs: Any, line: SourceLine | None) -> Any:
         """Keep a call, unless one like it is kept, or its tensors cannot be copied."""
         parts = self._parts()
         tensors = [x for x in pytree.leaves(inputs) if isinstance(x, Tensor)]

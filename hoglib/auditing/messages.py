@@ -6,11 +6,11 @@ from typing import Any, final
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import pytree
+from hoglib._core import pytree, validation
 from hoglib._core.module_names import ModuleNames
 from hoglib._core.pytree import is_float
 from hoglib.auditing.checker import CheckResult
-from hoglib.auditing.locator import Call, Fault
+from hoglib.auditing.locator import Fault, RecordedCall
 from hoglib.auditing.stop_gradients import StopGradient
 from hoglib.stand_ins.mode import stand_in_of
 from hoglib.verification.api import verify
@@ -25,14 +25,14 @@ def describe_failure(result: CheckResult) -> str:
     """What is wrong with a derivative, as a verb phrase."""
     if result.raised is not None:
         text = f"{result.raised}".partition("\n")[0].rstrip(". ")
-        short = text if len(text) <= MAX_ERROR_LENGTH else f"{text[: MAX_ERROR_LENGTH - 3]}..."
-        return f"raises {type(result.raised).__name__} ({short})"
+        return f"raises {type(result.raised).__name__} ({text[:MAX_ERROR_LENGTH]})"
     if result.error is None or result.error != result.error:
         return "is not finite"
-    return f"is off by {_percent(result.error)}"
+    return f"is off by {percent(result.error)}"
 
 
-def _percent(error: float) -> str:
+def percent(error: float) -> str:
+    """A relative error in words."""
     if error > 10:
         return "more than its own size"
     return f"{error:.0%}" if error >= 0.01 else f"{100 * error:.1g}%"
@@ -64,7 +64,7 @@ class FaultMessages:
         text = f"{self._names.called(fault.module)}: {failure}."
         if not fault.operations:
             return f"{text} {self._without_operation(fault)}"
-        kinds: dict[str, Call] = {}
+        kinds: dict[str, RecordedCall] = {}
         for op in fault.operations:
             kinds.setdefault(op.operation, op)
         here = self._names.briefly(fault.module)
@@ -79,44 +79,35 @@ class FaultMessages:
     def _without_operation(self, fault: Fault) -> str:
         """Where to look if no single operation is at fault."""
         module = fault.call.module
-        if module is not None and (module._backward_hooks or module._backward_pre_hooks):
-            return (
-                "Its operations are right by themselves, but it has a backward hook. A hook runs in "
-                "every backward pass and must neither change nor detach the gradient."
-            )
         applied = dict.fromkeys(op.operation for op in fault.call.operations if op.function)
-        if applied:
-            return (
-                f"Its operations are right by themselves, but it applies {', '.join(applied)}: does "
-                "its backward run other code? Modules and tensors in the closure of that code get no "
-                "gradient; pass them as arguments. Checkpoints need use_reentrant=False, or use "
-                "`hoglib.ops.remat`."
+        if module is not None and (module._backward_hooks or module._backward_pre_hooks):
+            more = "it has a backward hook, which must neither change nor detach the gradient."
+        elif applied:
+            more = (
+                f"it applies {', '.join(applied)}: does its backward run other code? Modules and "
+                "tensors in the closure of that code get no gradient; pass them as arguments. "
+                "Checkpoints need use_reentrant=False, or use `hoglib.ops.remat`."
             )
-        if module is None:
+        elif module is None:
             return "The modules are right by themselves: the fault is in the code around them."
-        return (
-            "Its parts and its operations, where they can be run separately, are right by themselves: "
-            "look for tensors or modules kept from an earlier call, for scripted parts, for hooks, and "
-            "for tensors written in place."
-        )
+        else:
+            more = (
+                "look for tensors or modules kept from an earlier call, for hooks, for tensors "
+                "written in place, and for parts that cannot run alone (scripted, or in torch.func)."
+            )
+        return f"Its operations are right by themselves, but {more}"
 
-    def stop_gradients(self, stops: list[StopGradient], change: float) -> str:
-        """What is taken out of the graph, and what that changes."""
-        places = dict.fromkeys(
+    def stopped(self, stops: list[StopGradient]) -> str:
+        """Where gradients are stopped."""
+        places = [
             f"{stop.how} in {self._names.briefly(stop.module)}"
-            + (f" at {stop.line}" if stop.line else "")
+            + (f" at {stop.line}" * bool(stop.line))
             for stop in stops
-        )
-        more = f" and {len(places) - MAX_NAMES} more" if len(places) > MAX_NAMES else ""
-        return (
-            f"The gradient is stopped by {'; '.join([*places][:MAX_NAMES])}{more}. The second "
-            "derivative treats the stopped values as constants, as the first derivative does; "
-            f"without the stop it would change by {_percent(change)}. Remove the stop if it is not "
-            "intended."
-        )
+        ]
+        return validation.listing([*dict.fromkeys(places)], MAX_NAMES)
 
 
-def _explain(op: Call) -> str:
+def _explain(op: RecordedCall) -> str:
     """Why an operation loses a derivative, and what to do."""
     if op.function is not None:
         words = _verification_result(op.function, op.args)

@@ -1,7 +1,7 @@
-"""What a few runs of a loss show that makes its second derivatives meaningless, fragile or impossible."""
+"""What a few runs of a loss show that makes second derivatives meaningless, fragile or impossible."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from hoglib._core import pytree
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import fresh_leaves
 from hoglib._core.detachment import name_of_call
 from hoglib._core.gradient_graph import graph_summary
@@ -34,38 +34,36 @@ from hoglib.auditing.routes import reverse_over_reverse
 from hoglib.errors import NoSecondDerivative
 from hoglib.verification.report import CULPRIT, Row
 
-EACH_PRODUCT_DIFFERS = (
+OTHER_FUNCTIONS = (
     "Each product is of another function, so that conjugate gradients, eigenvalues and differences of "
     "gradients are meaningless."
 )
-# The warning of each row, in this order; {} stands for the names that were noted.
+# The warning of each row; {} stands for the names that were noted.
 WARNINGS = {
-    "dropout": f"Dropout is on in {{}}. {EACH_PRODUCT_DIFFERS} Call model.eval(), or give every product "
-    "the same seed (`torch.manual_seed` before each).",
-    "random numbers": f"Random numbers are drawn by {{}}. {EACH_PRODUCT_DIFFERS} Draw them beforehand "
-    "and pass them in the batch, or give every product the same seed.",
-    "state": "The next value will differ: the loss depends on what a run leaves in {}. "
-    f"{EACH_PRODUCT_DIFFERS} Make it part of the batch, or keep it fixed while second derivatives are "
-    "taken.",
-    "batch norm": "Batch norm is in training mode in {}: it couples the examples of a batch. The Hessian "
-    "of a batch is then no mean over examples, and that of a data set depends on how it is split into "
-    "batches. hoglib leaves the running statistics unchanged. Call .eval() on the layer, or normalize "
-    "each example by itself (GroupNorm, LayerNorm).",
-    "autocast": "Autocast is on in {}: second derivatives are rounded to half precision twice there. Take "
-    "them outside of autocast, as hoglib's penalties do.",
+    "dropout": f"Dropout is on in {{}}. {OTHER_FUNCTIONS} Call model.eval(), or give every product the "
+    "same seed (`torch.manual_seed` before each).",
+    "random numbers": f"Random numbers are drawn by {{}}. {OTHER_FUNCTIONS} Draw them beforehand and "
+    "pass them in the batch, or give every product the same seed.",
+    "state": f"The next value will differ: the loss depends on what a run leaves in {{}}. "
+    f"{OTHER_FUNCTIONS} Make it part of the batch, or keep it fixed.",
+    "batch norm": "Batch norm is in training mode in {}: it couples the examples of a batch. The "
+    "Hessian of a batch is then no mean over examples, and that of a data set depends on how it is "
+    "split into batches. Call .eval() on the layer, or normalize each example by itself (GroupNorm, "
+    "LayerNorm).",
+    "autocast": "Autocast is on in {}: second derivatives are rounded to half precision twice there. "
+    "Take them outside of autocast, as hoglib's penalties do.",
     "once_differentiable": "{} is decorated with @once_differentiable: a second derivative through it "
-    "raises, or under torch.autograd.grad(inputs=...) is silently zero. Remove the decorator, and compute "
-    "backward from the saved inputs with differentiable torch operations.",
-    "reentrant checkpoint": "torch.utils.checkpoint runs with use_reentrant=True in {}: it raises under "
-    "torch.autograd.grad, and has no second derivative. Pass use_reentrant=False, or use "
+    "raises, or under torch.autograd.grad(inputs=...) is silently zero. Remove the decorator, and "
+    "compute backward from the saved inputs with differentiable torch operations.",
+    "reentrant checkpoint": "torch.utils.checkpoint runs with use_reentrant=True in {}: it raises "
+    "under torch.autograd.grad, and has no second derivative. Pass use_reentrant=False, or use "
     "`hoglib.ops.remat`.",
     "compiled": "{} was compiled by torch.compile, and compiled code has no second derivative: torch "
-    "raises. `hoglib.functional_loss` runs its model uncompiled; elsewhere use the module before "
-    "compilation.",
+    "raises. Use the module before compilation, or `hoglib.functional_loss`, which runs it uncompiled.",
     "unused parameters": "The loss does not depend on {}: their gradient is None, and their rows and "
-    "columns of the Hessian are zero. Leave them out of params, or look for a branch that does not run.",
+    "columns of the Hessian are zero. Leave them out of params, or look for a branch that does not "
+    "run.",
 }
-MAX_NAMES = 5  # names in a sentence
 Notes = defaultdict[str, dict[str, None]]  # the names to report, by row; each once, in order
 
 
@@ -98,11 +96,20 @@ def observe(problem: Problem) -> Observations:
             value = problem.value(leaves, problem.batch)
         notes["random numbers"].update(dict.fromkeys(random.drawn()))
         if not value.isfinite():
-            return Observations([_not_finite_row(watch)], [], False, False, compiled)
+            where = watch.not_finite and (
+                "The first output that is not finite is that of "
+                f"{names.called(watch.not_finite[0])}. "
+            )
+            text = (
+                "the loss is not a finite number at params, so nothing else was checked. "
+                f"{where or ''}Look for NaN in the batch, and for log, sqrt and divisions at zero."
+            )
+            row = Row("finite", "fail", None, text)
+            return Observations([row], [], finite=False, random=False, compiled=compiled)
         failures += _parameter_failures(problem, value, leaves, notes)
         failures += _repetition_failures(problem, state, value, notes, compiled=compiled)
     warnings = [
-        Row(row, "warn", None, text.format(_listed([*notes[row]])))
+        Row(row, "warn", None, text.format(validation.listing([*notes[row]])))
         for row, text in WARNINGS.items()
         if notes[row]
     ]
@@ -124,23 +131,18 @@ def _observe_compiled_code(
         return False
     modules = [m for m in names.modules() if is_compiled(m) or m._compiled_call_impl is not None]
     notes["compiled"] = dict.fromkeys([*map(names.briefly, modules)] or ["A function"])
+    v = [torch.ones_like(x) for x in problem.leaves]
+    state.begin()
     try:
-        v = [torch.ones_like(x) for x in problem.leaves]
-        state.begin()
         reverse_over_reverse(
-            lambda *own: problem.value(list(own), problem.batch), problem.leaves, v, v
+            lambda *own: problem.value([*own], problem.batch), problem.leaves, v, v
         )
     except RuntimeError as error:
+        text = (
+            WARNINGS["compiled"].format("It") + f" The error: {str(error).splitlines()[0][:160]}."
+        )
         for name in [*map(names.title, modules)] or ["the loss"]:
-            failures.append(
-                Row(
-                    f"{CULPRIT}{name}", "fail", None,
-                    "It was compiled by torch.compile, and compiled code has no second derivative: "
-                    f"{str(error).splitlines()[0][:160]}. Use the module before compilation, or "
-                    "`hoglib.functional_loss`, which runs it uncompiled. Everything else was checked "
-                    "uncompiled.",
-                )
-            )  # fmt: skip
+            failures.append(Row(f"{CULPRIT}{name}", "fail", None, text))
     return True
 
 
@@ -164,9 +166,9 @@ def _parameter_failures(
     if outside:
         yield Row(
             f"{CULPRIT}the loss", "fail", None,
-            f"It uses {_listed(outside)} of the model itself as well as the params that it is given: a "
-            "part of the derivatives is missing. Look for model.parameters() or a list of weights in "
-            "it; take them from params, or detach() what is meant as a constant.",
+            f"It uses {validation.listing(outside)} of the model itself as well as the params that it is given: "
+            "a part of the derivatives is missing. Look for model.parameters() or a list of weights "
+            "in it; take them from params, or detach() what is meant as a constant.",
         )  # fmt: skip
 
 
@@ -176,25 +178,20 @@ def _repetition_failures(
     """Whether a second run gives the same value: with the attributes that the first one left on
     modules, and with the initial ones."""
     changed = state.changed_attributes()
-
-    def repeats(*, restore_attributes: bool) -> bool:
+    for restore_attributes in (False, True):
         state.begin(attributes=restore_attributes)
         with keep_swapped(), eagerly(compiled):
             again = problem.value(fresh_leaves(problem.leaves, False), problem.batch)
-        return torch.allclose(again, value, rtol=1e-5, atol=0.0, equal_nan=True)
-
-    if repeats(restore_attributes=False):
-        return
-    if repeats(restore_attributes=True):
-        for module, attribute in changed:
-            name = ".".join(part for part in (problem.names.of(module), attribute) if part)
-            notes["state"][f"`{name}`"] = None
-        return
+        if torch.allclose(again, value, rtol=1e-5, atol=0.0, equal_nan=True):
+            if restore_attributes:
+                names = [f"{problem.names.of(m)}.{name}".lstrip(".") for m, name in changed]
+                notes["state"] = {f"`{name}`": None for name in names}
+            return
     yield Row(
         "deterministic", "fail", None,
-        "the loss gives two values for the same random numbers and the same state of its modules (hidden "
-        "nondeterminism): does it read a clock, draw random numbers outside of torch, or count in a "
-        "global variable? Its derivatives and differences are meaningless.",
+        "the loss gives two values for the same random numbers and the same state of its modules "
+        "(hidden nondeterminism): does it read a clock, draw random numbers outside of torch, or "
+        "count in a global variable? Its derivatives and differences are meaningless.",
     )  # fmt: skip
 
 
@@ -235,26 +232,6 @@ class _Watch(TorchFunctionMode):
     def _note(self, row: str, name: str = "") -> None:
         self._notes[row][name or self._names.briefly(running_module())] = None
 
-    def first_not_finite(self) -> str:
-        """A sentence on the first module whose output is not finite."""
-        if not self.not_finite:
-            return ""
-        where = self._names.called(self.not_finite[0])
-        return f"The first output that is not finite is that of {where}. "
-
 
 def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _not_finite_row(watch: _Watch) -> Row:
-    return Row(
-        "finite", "fail", None,
-        "the loss is not a finite number at params, so nothing else was checked. "
-        f"{watch.first_not_finite()}Look for NaN in the batch, and for log, sqrt and divisions at zero.",
-    )  # fmt: skip
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more

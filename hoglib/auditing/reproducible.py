@@ -11,14 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, fresh_leaves
+from hoglib._core.element_differences import random_like
 from hoglib._core.finite_differences import to_double
 from hoglib._core.state import StateGuard
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import no_autocast
-from hoglib.auditing.checker import Checker, normal, scale
-from hoglib.auditing.locator import Locator, real_parts
+from hoglib.auditing.checker import Checker, scale
+from hoglib.auditing.locator import Locator
 from hoglib.auditing.problem import Problem, map_tensors
 from hoglib.auditing.stop_gradients import StopGradientReplay
+from hoglib.verification.call import real
 
 PERTURBATION = 0.01  # of the size of each tensor
 
@@ -41,18 +43,21 @@ class ReproducibleLoss:
         self._problem, self._state, self._double = problem, state, double
         self._batch = map_tensors(to_double, problem.batch) if double else problem.batch
         leaves = to_double(problem.leaves) if double else problem.leaves
-        self.leaves, self._joined = real_parts(leaves)
-        self._reset()
+        self._are_complex = [x.is_complex() for x in leaves]
+        self._move_to([real(x) for x in leaves])
 
-    def _reset(self) -> None:
+    def _move_to(self, leaves: Vector) -> None:
+        self.leaves = leaves
         self.stops = StopGradientReplay()
         self._checkers: dict[int, Checker] = {}
         self._locator: Locator | None = None
 
     def f(self, *leaves: Tensor) -> Tensor:
         """The loss at leaves; modules and random number generators start from their first state."""
+        pairs = zip(leaves, self._are_complex, strict=True)
+        values = [torch.view_as_complex(x) if is_complex else x for x, is_complex in pairs]
         with self._initial_state():
-            return self._problem.value(self._joined(leaves), self._batch)
+            return self._problem.value(values, self._batch)
 
     def run(self) -> Tensor:
         """The loss at its point, with a graph."""
@@ -69,17 +74,12 @@ class ReproducibleLoss:
         """Move to a perturbed point, if the loss is finite there."""
         random = torch.Generator("cpu").manual_seed(0)
         moved = [
-            x + PERTURBATION * (scale(x) if x.any() else 1.0) * normal(x, random)
+            x + PERTURBATION * (scale(x) if x.any() else 1.0) * random_like(x, random)
             for x in self.leaves
         ]
         with suppress(Exception):  # the loss may accept its own parameters only
             if self.f(*fresh_leaves(moved, False)).isfinite():
-                self.move_to(moved)
-
-    def move_to(self, leaves: Vector) -> None:
-        """Evaluate at other leaves; results at the old ones are dropped."""
-        self.leaves = [x.to(like.dtype) for x, like in zip(leaves, self.leaves, strict=True)]
-        self._reset()
+                self._move_to(moved)
 
     def checker(self, seed: int = 0) -> Checker:
         """Checks routes along the random directions of this seed."""

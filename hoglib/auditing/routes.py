@@ -9,6 +9,7 @@ from torch.func import grad, jacrev, jvp, vmap
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads
+from hoglib._core.finite_differences import gradient_function
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Scalar = Callable[..., Tensor]  # a scalar function of leaves
@@ -65,15 +66,15 @@ def requested_routes(names: object) -> list[Route]:
 
 def gradient(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """grad f."""
-    own = fresh_leaves(leaves, False)
-    return materialize_grads(_gradient(f, own, create_graph=False), own)
+    return gradient_function(f)(leaves)
 
 
-def _gradient(f: Scalar, own: Vector, *, create_graph: bool) -> list[Tensor | None]:
+def _gradient(f: Scalar, own: Vector) -> list[Tensor | None]:
+    """grad f with its graph."""
     value = f(*own)
     if not value.requires_grad:
         return [None] * len(own)
-    return list(torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True))
+    return list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
 
 
 def _vjp(
@@ -94,13 +95,13 @@ def _vjp(
 def reverse_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <grad f, v> / d leaves."""
     own = fresh_leaves(leaves, False)
-    return _vjp(_gradient(f, own, create_graph=True), own, v)
+    return _vjp(_gradient(f, own), own, v)
 
 
 def third_order(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <H v, w> / d leaves, reverse three times."""
     own = fresh_leaves(leaves, False)
-    product = _vjp(_gradient(f, own, create_graph=True), own, v, create_graph=True)
+    product = _vjp(_gradient(f, own), own, v, create_graph=True)
     return _vjp(product, own, w)
 
 
