@@ -52,10 +52,11 @@ class CheckResult(NamedTuple):
 
 
 class _Slope(NamedTuple):
-    """(F(x + h v) - F(x - h v)) / 2h, and how far the slopes to either side are from it."""
+    """Slopes of a function F in units of its arguments: (F(x + h v) - F(x - h v)) / 2h, and
+    (F(x + h v) - F(x)) / h, which differs by O(h) unless there is a kink within h."""
 
     central: Vector
-    bend: Vector  # O(h), unless there is a kink within h
+    one_sided: Vector
 
 
 @final
@@ -74,11 +75,7 @@ class Checker:
         random = torch.Generator("cpu").manual_seed(seed)
         self._scales = [scale(x) for x in self._leaves]
         self._v, self._w = (
-            [
-                random_like(x, random) * size
-                for x, size in zip(self._leaves, self._scales, strict=True)
-            ]
-            for _ in range(2)
+            _times([random_like(x, random) for x in self._leaves], self._scales) for _ in range(2)
         )
         self._known: dict[tuple[str, float], _Slope | None] = {}
         self._here: dict[str, Vector] = {}
@@ -102,29 +99,31 @@ class Checker:
     def _compare(self, route: Route, found: Vector) -> CheckResult:
         size, limit = None, OF_VECTOR  # size: what the error of a number is relative to
         if route.quantity == "first":
-            size, limit, found = self._size(found), OF_NUMBER, [pytree.dot(found, self._v)]
+            size, limit = float(pytree.norm(_times(found, self._scales))), OF_NUMBER
+            found = [pytree.dot(found, self._v)]
+        elif route.quantity != "curvature":
+            found = _times(found, self._scales)
         tried: list[tuple[Vector, float]] = []  # slopes, and their relative bends
         best = doubt = inf
         for step in steps("route", self._dtype):
             slope = self._slope(route.quantity, step)
             if slope is None:
                 continue
-            central, bend = slope
+            central, one_sided = slope
             if route.quantity == "curvature":
-                size, limit = self._size(central), OF_NUMBER
-                central, bend = ([pytree.dot(part, self._w)] for part in slope)
-            error = self._distance(found, central, size)
+                size, limit = float(pytree.norm(central)), OF_NUMBER
+                w = [part / unit for part, unit in zip(self._w, self._scales, strict=True)]
+                central, one_sided = ([pytree.dot(part, w)] for part in slope)
+            error = _distance(found, central, size)
             if error < RIGHT.get(self._dtype, RIGHT[torch.float32]):
                 return CheckResult(False, error)
-            best = min(best, error)
-            one_sided = [a + b for a, b in zip(central, bend, strict=True)]
-            bent = self._distance(one_sided, central, size)
-            for other, other_bent in tried:
-                gap = self._distance(other, central, size)
-                doubt = min(doubt, max(gap, min(bent, other_bent)))
+            best, bend = min(best, error), _distance(one_sided, central, size)
+            for other, other_bend in tried:
+                gap = _distance(other, central, size)
+                doubt = min(doubt, max(gap, min(bend, other_bend)))
             if doubt < limit and best > CLEARLY * doubt:
                 return CheckResult(True, best)
-            tried.append((central, bent))
+            tried.append((central, bend))
         return CheckResult(None)
 
     def _slope(self, quantity: str, step: float) -> _Slope | None:
@@ -146,11 +145,10 @@ class Checker:
     def _difference(self, kind: str, along: Vector, step: float) -> _Slope | None:
         above, below = both_sides(lambda x: self._function(kind, x), self._leaves, along, step)
         central = difference_quotient(above, below, step)
-        bend = [
-            (a + b - 2 * here) / (2 * step)
-            for a, b, here in zip(above, below, self._here[kind], strict=True)
-        ]
-        return _Slope(central, bend) if _all_finite(central) else None
+        one_sided = difference_quotient(above, self._here[kind], step / 2)
+        if kind != "first":
+            central, one_sided = _times(central, self._scales), _times(one_sided, self._scales)
+        return _Slope(central, one_sided) if _all_finite(central) else None
 
     def _function(self, kind: str, x: Vector) -> Vector:
         """What is differenced."""
@@ -165,24 +163,22 @@ class Checker:
         with nullcontext() if self._stops is None else self._stops.held():
             return self._f(*own)
 
-    def _distance(self, found: Vector, truth: Vector, size: float | None) -> float:
-        """The largest relative difference of two vectors, a tensor at a time."""
-        if size is not None:
-            return float((found[0] - truth[0]).abs()) / max(size, 1e-300)
-        sizes = [
-            unit * max(float(a.norm()), float(b.norm()))
-            for a, b, unit in zip(found, truth, self._scales, strict=True)
-        ]
-        floor = SHARE * sum(size**2 for size in sizes) ** 0.5
-        gaps = [
-            unit * float((a - b).norm()) / max(size + floor, 1e-300)
-            for a, b, size, unit in zip(found, truth, sizes, self._scales, strict=True)
-        ]
-        return inf if any(gap != gap for gap in gaps) else max(gaps)
 
-    def _size(self, parts: Vector) -> float:
-        pairs = zip(parts, self._scales, strict=True)
-        return sum((unit * float(part.norm())) ** 2 for part, unit in pairs) ** 0.5
+def _distance(found: Vector, truth: Vector, size: float | None) -> float:
+    """The largest difference of two vectors, a tensor at a time; relative to their size, or a given
+    one."""
+    pairs = list(zip(found, truth, strict=True))
+    sizes = [max(float(a.norm()), float(b.norm())) if size is None else 0.0 for a, b in pairs]
+    floor = SHARE * sum(one**2 for one in sizes) ** 0.5 if size is None else size
+    gaps = [
+        float((a - b).norm()) / max(one + floor, 1e-300)
+        for (a, b), one in zip(pairs, sizes, strict=True)
+    ]
+    return inf if any(gap != gap for gap in gaps) else max(gaps)
+
+
+def _times(parts: Vector, units: Sequence[float]) -> Vector:
+    return [part * unit for part, unit in zip(parts, units, strict=True)]
 
 
 def _all_finite(parts: Vector) -> bool:
