@@ -44,6 +44,7 @@ class CheckResult(NamedTuple):
     wrong: bool | None
     error: float | None = None  # relative
     raised: Exception | None = None
+    product: Vector | None = None  # of a check that compares nothing
 
     @property
     def at_fault(self) -> bool:
@@ -80,21 +81,18 @@ class Checker:
         self._known: dict[tuple[str, float], _Slope | None] = {}
         self._here: dict[str, Vector] = {}
 
-    def product(self, route: Route) -> Vector:
-        """The derivative by a route."""
-        # copies, because code under no_grad may write to its arguments
-        leaves = [x.clone() for x in self._leaves]
-        return [dense(part.detach()) for part in route.product(self._f, leaves, self._v, self._w)]
-
     def check(self, route: Route, *, compare: bool = True) -> CheckResult:
         """Whether a route is right; without `compare`, whether it does not raise and is finite."""
+        # copies, because code under no_grad may write to its arguments
+        leaves = [x.clone() for x in self._leaves]
         try:
-            found = self.product(route)
+            found = route.product(self._f, leaves, self._v, self._w)
         except Exception as error:
             return CheckResult(None, raised=error)
+        found = [dense(part.detach()) for part in found]
         if not _all_finite(found):
             return CheckResult(True, nan)
-        return self._compare(route, found) if compare else CheckResult(False)
+        return self._compare(route, found) if compare else CheckResult(False, product=found)
 
     def _compare(self, route: Route, found: Vector) -> CheckResult:
         size, limit = None, OF_VECTOR  # size: what the error of a number is relative to

@@ -166,9 +166,9 @@ def _parameter_failures(
     if outside:
         yield Row(
             f"{CULPRIT}the loss", "fail", None,
-            f"It uses {validation.listing(outside)} of the model itself as well as the params that it is given: "
-            "a part of the derivatives is missing. Look for model.parameters() or a list of weights "
-            "in it; take them from params, or detach() what is meant as a constant.",
+            f"It uses {validation.listing(outside)} of the model itself as well as the params that it "
+            "is given: a part of the derivatives is missing. Look for model.parameters() or a list of "
+            "weights in it; take them from params, or detach() what is meant as a constant.",
         )  # fmt: skip
 
 

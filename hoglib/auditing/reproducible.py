@@ -1,7 +1,7 @@
 """A loss as a scalar function of real leaves that gives the same value in every run."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, final
 
 import torch
@@ -67,7 +67,10 @@ class ReproducibleLoss:
     def _initial_state(self, module: nn.Module | None = None) -> Iterator[None]:
         """The context in which the loss runs, or one of its modules by itself."""
         self._state.begin(of=module)
-        with _in_float64() if self._double else nullcontext():
+        with ExitStack() as stack:
+            if self._double:
+                stack.enter_context(no_autocast())
+                stack.enter_context(_KeepFloat64())
             yield
 
     def perturb(self) -> None:
@@ -107,18 +110,13 @@ _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _DOUBLE = (torch.float64, torch.complex128)
 
 
-@contextmanager
-def _in_float64() -> Iterator[None]:
-    """Autocast is off, and casts of float64 tensors to narrower dtypes have no effect.
+class _KeepFloat64(TorchFunctionMode):
+    """Casts of float64 tensors to narrower dtypes have no effect.
 
     Code such as `x.float()` or `softmax(x, dtype=torch.float32)` would round what is to be compared, or
     fail on float64 weights.
     """
-    with no_autocast(), _KeepFloat64():
-        yield
 
-
-class _KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CASTS:
