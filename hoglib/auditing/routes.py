@@ -1,6 +1,6 @@
 """The derivatives that `audit` checks, each as a function of leaves and directions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads
+from hoglib._core.autograd import Vector, fresh_leaves
 from hoglib._core.finite_differences import gradient_function
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
@@ -69,27 +69,21 @@ def gradient(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     return gradient_function(f)(leaves)
 
 
-def _gradient(f: Scalar, own: Vector) -> list[Tensor | None]:
+def _gradient(f: Scalar, own: Vector) -> Vector:
     """grad f with its graph."""
-    value = f(*own)
-    if not value.requires_grad:
-        return [None] * len(own)
-    return list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
+    return _vjp([f(*own)], own, [own[0].new_ones(())], create_graph=True)
 
 
-def _vjp(
-    outputs: Sequence[Tensor | None], own: Vector, v: Vector, *, create_graph: bool = False
-) -> Vector:
-    """d <outputs, v> / d own; an output without a graph counts as a constant, as it does in
-    autograd."""
-    pairs = [(y, u) for y, u in zip(outputs, v, strict=True) if y is not None and y.requires_grad]
+def _vjp(outputs: Vector, own: Vector, v: Vector, *, create_graph: bool = False) -> Vector:
+    """d <outputs, v> / d own; an output without a graph is a constant, as it is to autograd."""
+    pairs = [(y, u.to(y)) for y, u in zip(outputs, v, strict=True) if y.requires_grad]
     if not pairs:
         return [torch.zeros_like(x) for x in own]
+    given = [[*part] for part in zip(*pairs, strict=True)]
     found = torch.autograd.grad(
-        [y for y, _ in pairs], own, [u for _, u in pairs], create_graph=create_graph,
-        allow_unused=True,
-    )  # fmt: skip
-    return materialize_grads(list(found), own)
+        given[0], own, given[1], create_graph=create_graph, materialize_grads=True
+    )
+    return list(found)
 
 
 def reverse_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
