@@ -98,8 +98,7 @@ class StopGradientReplay(CallMode):
         self._recorded = True
 
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-        given = pytree.leaves((args, kwargs))
-        graphed = any(map(_has_graph, given))
+        graphed = any(map(_has_graph, pytree.leaves((args, kwargs))))
         result = func(*args, **kwargs)
         if not graphed or name in VALUE_INDEPENDENT or uses_only_metadata(name, args):
             return result
@@ -114,11 +113,10 @@ class StopGradientReplay(CallMode):
             return self._hold(ALIASES[name], result)
         how = "without a graph" if torch.is_grad_enabled() else "under torch.no_grad"
         held = self._hold(f"`{name}` {how}", result)
-        if not any(y is x for y in made for x in given):
-            return held
-        with torch.no_grad():  # the call has written its result to a buffer
-            for y, value in zip(made, filter(is_float, pytree.leaves(held)), strict=True):
-                y.copy_(value)
+        if held is not result:  # the call may have written its result to a buffer
+            with torch.no_grad():
+                for y, value in zip(made, filter(is_float, pytree.leaves(held)), strict=True):
+                    y.copy_(value)
         return result
 
     def _hold(self, how: str, result: Any) -> Any:

@@ -114,9 +114,9 @@ def straight_through(x: Tensor) -> Tensor:
 
 
 def under_no_grad(x: Tensor) -> Tensor:
-    total = torch.zeros(())
+    total = torch.zeros_like(x)
     with torch.no_grad():
-        total = total.to(x).add_(x.view(-1).abs().mean())
+        total.add_(x)  # into a buffer
     return x.sin() * total
 
 
@@ -196,6 +196,10 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     ),
     "weight_norm": (weight_norm, "2.parametrizations.weight.0", "_weight_norm"),
     "wrong first derivative": (lambda: smooth(Applies(WrongScale.apply)), "2", "0.5 times"),
+    "wrong first derivative beside kinks": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.ReLU(), Applies(WrongScale.apply), nn.Linear(6, 3)),
+        "3", "0.5 times",
+    ),
     "recomputing over a closure": (Recomputed, "Recomputed", "Recompute"),
     "cdist": (
         lambda: smooth(Applies(lambda x: torch.cdist(x, x.detach() + 1)[:, :1] * x)), "2", "cdist",
