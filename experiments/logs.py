@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger
 
 METRICS = "metrics.csv"
+RUNS = "runs"  # the folder of all runs
 Points = list[tuple[int, float]]  # (step, value)
 
 
@@ -20,21 +21,31 @@ class RunLogger(CSVLogger):
 
     Args:
         name: Name of the run, a path below ``save_dir``.
-        save_dir: Folder of all runs.
+        save_dir: Folder of all runs. Default: the trainer's ``default_root_dir``, or ``runs``.
         version: Number n. Default: the next one that is free.
         flush: Steps between two writes to disk.
     """
 
     def __init__(
-        self, name: str, save_dir: str = "runs", version: int | None = None, flush: int = 500
+        self, name: str, save_dir: str | None = None, version: int | None = None, flush: int = 500
     ) -> None:
-        super().__init__(save_dir, name, version, flush_logs_every_n_steps=flush)
+        super().__init__(save_dir or RUNS, name, version, flush_logs_every_n_steps=flush)
+        self._save_dir_given = save_dir is not None
         self._rows: list[dict[str, Any]] = []
         self._folder: Path | None = None
 
     @property
     def log_dir(self) -> str:
         return super().log_dir if self._folder is None else str(self._folder)
+
+    def use_root(self, folder: str) -> None:
+        """Put the runs into this folder, unless ``save_dir`` was given.
+
+        Args:
+            folder: The trainer's ``default_root_dir``.
+        """
+        if not self._save_dir_given:
+            self._save_dir = folder
 
     def resume(self, folder: Path, step: int | None) -> None:
         """Continue in the folder of an existing version.

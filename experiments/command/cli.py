@@ -132,6 +132,9 @@ class ExperimentCLI(LightningCLI):
         callbacks: list[pl.Callback] = [RNGState(), LastCheckpoint(every)]
         if settings.get("enable_progress_bar") is not False:
             callbacks.append(FitAndTestBar())
+        logger, root = settings.get("logger"), settings.get("default_root_dir")
+        if isinstance(logger, RunLogger) and root is not None:
+            logger.use_root(str(root))
         settings["callbacks"] = [*callbacks, *(settings.get("callbacks") or [])]
         try:
             return super().instantiate_trainer(**kwargs)

@@ -19,5 +19,5 @@ One module for one question:
     torch_internals       torch's private API
 
 The others are smaller, or serve the kernels: norms, tolerances, torch_errors, mixed_precision,
-running_statistics, cache.
+running_statistics, cache, logger.
 """

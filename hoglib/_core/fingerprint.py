@@ -32,8 +32,9 @@ class StateFingerprint:
         self._tensors = [x for x in reached if isinstance(x, Tensor)]
         self._roots = [x for x in reached if isinstance(x, nn.Module)]
 
-    def now(self) -> list[Any]:
-        """Settings of modules and autocast, pointers, versions, sums and norms of all tensors."""
+    def now(self, values: bool = True) -> list[Any]:
+        """Settings of modules and autocast, pointers, versions, and if asked for sums and norms of all
+        tensors."""
         tensors = [*self._leaves(), *(t for _, t in tensors_in("", self._data())), *self._tensors]
         modules = [module for root in self._roots for module in root.modules()]
         settings: list[Any] = []
@@ -47,7 +48,8 @@ class StateFingerprint:
         autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
         versions = [t._version for t in tensors if not t.is_inference()]
         pointers = [t.data_ptr() for t in tensors]
-        return [*settings, *autocast, *pointers, *versions, *sums_and_norms(tensors)]
+        numbers = sums_and_norms(tensors) if values else ()
+        return [*settings, *autocast, *pointers, *versions, *numbers]
 
 
 _SETTINGS = (bool, int, float, str, type(None))

@@ -170,6 +170,9 @@ def _of_globals(fn: FunctionType) -> Iterator[Reference]:
 
 def _of_container(value: Any) -> Iterator[Reference]:
     """The items of a container; plain ones only of a small one."""
+    if isinstance(value, list | tuple) and type(value) not in (list, tuple):
+        yield from _of_sequence(value)
+        return
     try:
         pairs = list(value.items() if isinstance(value, Mapping) else enumerate(value))[:_MAX_ITEMS]
     except Exception:  # a class of the user's, whose items cannot be read
@@ -181,6 +184,14 @@ def _of_container(value: Any) -> Iterator[Reference]:
         # A step keeps no key alive that is an object.
         direct = is_plain(key) and not unordered
         yield Reference(item, itemgetter(key) if direct else partial(_nth, i), f"[{key!r}]")
+
+
+def _of_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Reference]:
+    """The items of a list or tuple of another class, which may refuse to be iterated."""
+    base: Any = list if isinstance(value, list) else tuple
+    for i, item in enumerate(list(base.__iter__(value))[:_MAX_ITEMS]):
+        if not is_plain(item) or base.__len__(value) <= _MAX_PLAIN:
+            yield Reference(item, partial(_stored, base, i), f"[{i}]")
 
 
 def _of_object(value: Any) -> Iterator[Reference]:
@@ -212,7 +223,19 @@ def is_plain(value: Any) -> bool:
     """Whether a value is compared as it is: a number, a text, a class, a tuple of them."""
     if type(value) in _PLAIN or isinstance(value, _PLAIN):  # the first is faster
         return True
-    return isinstance(value, tuple) and len(value) <= _MAX_PLAIN and all(map(is_plain, value))
+    # The methods of tuple itself: those of a subclass may raise.
+    return (
+        isinstance(value, tuple)
+        and tuple.__len__(value) <= _MAX_PLAIN
+        and all(map(is_plain, tuple.__iter__(value)))
+    )
+
+
+def stored_items(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> int:
+    """The number of items of a container, also where its class has another length, or none."""
+    if isinstance(value, dict):
+        return dict.__len__(value)
+    return list.__len__(value) if isinstance(value, list) else tuple.__len__(value)
 
 
 @lru_cache(maxsize=4096)
@@ -293,6 +316,10 @@ def _length(field: str, value: Any) -> int:
 
 def _item_of(field: str, key: Any, value: Any) -> Any:
     return getattr(value, field)[key]
+
+
+def _stored(base: Any, i: int, value: Any) -> Any:
+    return base.__getitem__(value, i)
 
 
 def _nth(i: int, value: Any) -> Any:

@@ -26,7 +26,7 @@ from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import as_leaf, tensors_of, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 
-OPTIONS = ("backend", "dynamic", "check", "progress", "name")
+OPTIONS = ("backend", "dynamic", "check", "name")
 MAX_GRAPHS = (
     16  # of one function: with more, something changes at each call that should be a tensor
 )
@@ -38,7 +38,6 @@ def compile(
     backend: Any = "inductor",
     dynamic: bool = False,
     check: bool = True,
-    progress: bool = True,
     name: str | None = None,
 ) -> "Compiled":
     r"""Compile a function together with the derivatives of any order that are taken inside it.
@@ -75,7 +74,6 @@ def compile(
         check: Whether the first run of each graph is compared with ``fn``, also at other values; the
             first call then runs ``fn`` three times. Nothing else detects what ``fn`` reads besides
             tensors, such as an iterator or the state of another library.
-        progress: Whether compilations and their seconds are printed to stderr.
         name: The name of the function in messages. Default: its qualified name.
     Returns:
         A :class:`Compiled`, which is called like ``fn``. Its ``signatures`` lists the captured graphs;
@@ -93,7 +91,7 @@ def compile(
         >>> len(hvp.signatures)
         1
     """
-    return Compiled(fn, backend=backend, dynamic=dynamic, check=check, progress=progress, name=name)
+    return Compiled(fn, backend=backend, dynamic=dynamic, check=check, name=name)
 
 
 @final
@@ -106,7 +104,6 @@ class Compiled:
         dynamic: Whether sizes are symbolic.
         check: Whether the first run of each graph is compared with ``fn``.
         name: The name of the function in messages. Default: its qualified name.
-        progress: Whether compilations are printed to stderr.
         graphs: Where graphs are kept, for functions that are made anew at each call and compute the
             same from what they reach. Default: one place per function and options.
         before: A function that is called before each capture.
@@ -120,7 +117,7 @@ class Compiled:
 
     def __init__(
         self, fn: Callable[..., Any], *, backend: Any, dynamic: bool, check: bool,
-        name: str | None = None, progress: bool = True, graphs: Graphs | None = None,
+        name: str | None = None, graphs: Graphs | None = None,
         before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.fn = validation.function("fn", fn)
@@ -129,7 +126,6 @@ class Compiled:
         self.backend = backend
         self.dynamic = validation.flag("dynamic", dynamic)
         self.check = validation.flag("check", check)
-        self.progress = validation.flag("progress", progress)
         self.name = name or function_name(fn)
         self._graphs = graphs_of(fn, (backend, dynamic, check)) if graphs is None else graphs
         self._before = before
@@ -192,7 +188,7 @@ class Compiled:
         """
         return Compiled(
             Pullback(self.fn, entry, form.constants), backend=self.backend, dynamic=self.dynamic,
-            check=self.check, progress=self.progress, name=f"the backward of {self.name}",
+            check=self.check, name=f"the backward of {self.name}",
             graphs=entry.backward,
         )  # fmt: skip
 

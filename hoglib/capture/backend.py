@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from hoglib._core import validation
 from hoglib._core.cache import cache_dir, make_private_dir
+from hoglib._core.logger import LOGGER
 from hoglib._core.source_location import warn
 from hoglib._version import __version__
 from hoglib.capture.kernel_choice import effective_switch, processor
@@ -63,7 +64,6 @@ class Options(Protocol):
 
     backend: Any
     dynamic: bool
-    progress: bool
     name: str
 
 
@@ -84,11 +84,8 @@ def make_runner(
         return Runner(run, perf_counter() - began, "compiled"), backend_name(options.backend)
     if options.backend == "eager":
         return Runner(_interpret(graph), 0.0, "compiled"), "eager"
-    say = to_stderr if options.progress else _silent
     try:
-        found = compile_graph(
-            graph, inputs, options.dynamic, lambda text: say(f"{text} of {name} ...")
-        )
+        found = compile_graph(graph, inputs, options.dynamic, name)
     except NoCompilerError as error:
         warn(
             f"{name} is not compiled, and runs its {len(graph.graph.nodes):,} operations one by one: "
@@ -96,7 +93,7 @@ def make_runner(
         )
         return Runner(_interpret(graph), 0.0, "compiled"), "eager"
     if found.source == "compiled":
-        say(f"compiled {name} in {found.seconds:.1f} s, cached in {cache_dir()}")
+        LOGGER.info("compiled %s in %.1f s, cached in %s", name, found.seconds, cache_dir())
     return found, "inductor"
 
 
@@ -109,18 +106,13 @@ def _interpret(graph: fx.GraphModule) -> Callable[..., Any]:
     return run
 
 
-def _silent(text: str) -> None: ...
-
-
 _TORCH_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _MISSING_COMPILER = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing")
 _IN_MEMORY: dict[str, Runnable] = {}
 _COMPILING = threading.RLock()
 
 
-def compile_graph(
-    graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, say: Callable[[str], None]
-) -> Runner:
+def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, name: str) -> Runner:
     """Compiles a graph for tensors of these shapes. Raises NoCompilerError with the reason."""
     began = perf_counter()
     key = _key(graph, tensors, dynamic)
@@ -131,7 +123,8 @@ def compile_graph(
         run = _load(key)
         source = "compiled" if run is None else "disk"
         if run is None:
-            say(f"compiling {len(graph.graph.nodes):,} operations")
+            count = f"{len(graph.graph.nodes):,}"
+            LOGGER.info("compiling %s operations of %s ...", count, name)
             run = _compile(graph, tensors, dynamic, key)
         _IN_MEMORY[key] = run
         while len(_IN_MEMORY) > MAX_IN_MEMORY:
@@ -349,7 +342,3 @@ def _evict(directory: Path) -> None:
             return
         total -= sizes[path].st_size
         path.unlink(missing_ok=True)
-
-
-def to_stderr(text: str) -> None:
-    print(f"hoglib: {text}", file=sys.stderr, flush=True)

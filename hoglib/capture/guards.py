@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.closures import ALL, ClosureWalker, Edge
-from hoglib._core.references import Attributes, is_filled
+from hoglib._core.references import Attributes, is_filled, stored_items
 from hoglib.capture import signature
 from hoglib.errors import NoSecondDerivative
 
@@ -106,7 +106,7 @@ class Guards:
                 (requirement == MODULE and value is not expected())
                 or (requirement == CODE and value.__code__ is not expected)
                 or (requirement == TYPED and type(value) is not expected)
-                or (requirement == SIZED and (type(value), len(value)) != expected)
+                or (requirement == SIZED and (type(value), stored_items(value)) != expected)
             ):
                 return None
             at[place] = value
@@ -130,7 +130,7 @@ def _requirement(value: Any, ran: bool) -> tuple[int, Any]:
     if isinstance(value, FunctionType):
         return CODE, value.__code__
     if isinstance(value, list | tuple | dict):
-        return SIZED, (type(value), len(value))
+        return SIZED, (type(value), stored_items(value))
     return TYPED, type(value)
 
 

@@ -33,7 +33,6 @@ def compiled_loss(
     backend: Any = "inductor",
     dynamic: bool = False,
     check: bool = True,
-    progress: bool = True,
 ) -> "CompiledLoss":
     r"""Compile a loss together with its gradient, and all derivatives inside it, to one graph.
 
@@ -57,7 +56,6 @@ def compiled_loss(
             one; or a function (graph module, inputs) -> function.
         dynamic: Whether sizes are symbolic, for sizes that change from call to call.
         check: Whether the first run of each graph is compared with ``loss_fn`` and its gradient.
-        progress: Whether compilations and their seconds are printed to stderr.
     Returns:
         A :class:`CompiledLoss`, which is called like ``loss_fn``.
     Raises:
@@ -72,7 +70,7 @@ def compiled_loss(
         >>> w.grad
         tensor([2., 4.])
     """
-    return CompiledLoss(loss_fn, backend=backend, dynamic=dynamic, check=check, progress=progress)
+    return CompiledLoss(loss_fn, backend=backend, dynamic=dynamic, check=check)
 
 
 @final
@@ -84,7 +82,6 @@ class CompiledLoss:
         backend: What runs the graph; see :func:`compile`.
         dynamic: Whether sizes are symbolic.
         check: Whether the first run of each graph is compared with ``fn`` and its gradient.
-        progress: Whether compilations are printed to stderr.
         name: The name of the loss in messages. Default: its qualified name.
         graphs: Where graphs are kept: of the value, of the value with its gradient, and of the same
             with ``create_graph``. Default: one place per function and options.
@@ -95,15 +92,14 @@ class CompiledLoss:
     """
 
     def __init__(
-        self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool, check: bool, progress: bool,
+        self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool, check: bool,
         name: str | None = None, graphs: tuple[Graphs, Graphs, Graphs] | None = None,
         before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         validation.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or function_name(fn), fn.__doc__
         options: dict[str, Any] = {
-            "backend": backend, "dynamic": dynamic, "check": check, "progress": progress, "before":
-            before,
+            "backend": backend, "dynamic": dynamic, "check": check, "before": before,
         }  # fmt: skip
         own = graphs or (None, None, None)
         both = f"{self.name} and its gradient"

@@ -69,8 +69,7 @@ class OperationChecks(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        tags = func.tags
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        if _reads_values(func, args):
             raise value_read_error(self._what, str(func), user_line())
         views = False
         for argument, value in _named_arguments(func, args, kwargs):
@@ -197,3 +196,11 @@ def user_line(trace: TracebackType | None = None) -> str:
             found = f" in {at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
         at = at.tb_next
     return found
+
+
+def _reads_values(func: torch._ops.OpOverload, args: Any) -> bool:
+    """Whether the output or its shape depends on values in a way that a graph cannot record."""
+    if func is torch.ops.aten.index.Tensor:  # tagged for the sake of its masks
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    tags = func.tags
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags

@@ -196,7 +196,7 @@ def _is(a: Tensor, b: Tensor) -> bool:
 class PartialEval:
     """A backend of `hoglib.compile` for functions whose first `count` tensors are the vector."""
 
-    dynamic, progress = False, True
+    dynamic = False
 
     def __init__(self, count: int, backend: str, name: str) -> None:
         self._count, self.backend, self.name = count, backend, name

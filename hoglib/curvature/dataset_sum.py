@@ -46,7 +46,7 @@ from hoglib.curvature.processes import (
 )
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.stand_ins.mode import stand_ins_if
 
 Tree = Any
@@ -109,6 +109,8 @@ class DatasetSum:
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
+        self._algorithm = ""  # that runs
+        self._cheap_state: list[Any] | None = None  # the same without values, while one runs
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
         self._splits_checked = False
@@ -269,6 +271,27 @@ class DatasetSum:
         with self.evaluation_context():
             return without_graph(lambda: self._value(leaves, batch))
 
+    @contextmanager
+    def held(self, algorithm: str) -> Iterator[None]:
+        """Inside, the values of parameters and data are compared at the first product, and at the end;
+        in between only what takes no time for each number."""
+        if self._algorithm or not self._at_once:
+            yield
+            return
+        self._algorithm = algorithm
+        try:
+            yield
+            if self._cheap_state is not None and self._fingerprint.now() != self._state:
+                raise self._changed_meanwhile()
+        finally:
+            self._algorithm, self._cheap_state = "", None
+
+    def _changed_meanwhile(self) -> Exception:
+        return NondeterministicError(
+            f"{self._name}.{self._algorithm}: expected parameters, buffers and data that stay the same "
+            "until it ends, got others; call it again when they do not change."
+        )
+
     def advance(self) -> None:
         """Count a product, or gradient, with the current batch."""
         self._bar.advance(self._fraction)
@@ -320,8 +343,16 @@ class DatasetSum:
 
     def _check_state(self) -> bool:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
+        first = self._cheap_state is None
+        if self._algorithm:
+            cheap = self._fingerprint.now(values=False)
+            if cheap == self._cheap_state:
+                return False
+            self._cheap_state = cheap
         now = self._fingerprint.now()
         changed = now != self._state
+        if changed and not first:
+            raise self._changed_meanwhile()
         if changed:
             self._state, self._splits_checked, self.kept = now, False, None
             self._determinism.forget()

@@ -14,6 +14,7 @@ from hoglib.errors import ArgumentValueError, ConvergenceError, MissingDependenc
 
 CACHED = 2**24  # bytes of a basis that cost little beside a product; a larger basis saves products
 AT_ONCE = 2**16  # entries of each vector that are combined at once
+KEPT = 0.7  # of the norm of a vector: if less is left, it is orthogonalised again
 ROUNDING = 10  # times eps |A|: the error of a product
 TOL = {torch.float64: 1e-10, torch.float32: 1e-5}
 # the indices of k of some ascending values
@@ -189,12 +190,12 @@ class Basis:
 
     T is small, in float64 on the CPU; its rows from m on are the components of products outside of the
     first m vectors, which give the residuals of Ritz vectors. Every product is orthogonalised against
-    all of V, twice, which keeps V orthonormal to rounding.
+    all of V, which keeps V orthonormal to rounding.
     """
 
     def __init__(self, start: Tensor, most: int, draw: Draw) -> None:
-        block, self._size = start.shape
-        self.V = start.new_empty(min(most + block, self._size), self._size)
+        self._block, self._size = start.shape
+        self.V = start.new_empty(min(most + self._block, self._size), self._size)
         self.T = torch.zeros(len(self.V), len(self.V), dtype=torch.float64)
         self.n = self.m = 0
         self.noise = 0.0  # the rounding error of a product
@@ -212,7 +213,7 @@ class Basis:
         first = self.m
         self.m = self.n
         for j, product in enumerate(products, start=first):
-            outside, coefficients = self._orthogonalize(product)
+            outside, coefficients = self._orthogonalize(product, max(0, j - self._block))
             found = torch.cat([coefficients, outside.norm()[None]]).to("cpu", torch.float64)
             eps = torch.finfo(self.V.dtype).eps
             self.noise = max(self.noise, ROUNDING * eps * float(found.abs().max()))
@@ -252,14 +253,23 @@ class Basis:
         self.V[self.n] = v / v.norm()
         self.n += 1
 
-    def _orthogonalize(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The component of v orthogonal to V, and the coefficients of the rest in V."""
-        V = self.V[: self.n]
-        total = v.new_zeros(self.n)
-        for _ in range(2):
+    def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, Tensor]:
+        """The component of v orthogonal to V, and the coefficients of the rest in V.
+
+        In exact arithmetic the product of a vector lies in the span of few: it is first orthogonalised
+        against V[neighbours:], at little cost, and then against all, again as long as that takes away
+        more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
+        """
+        total, before = v.new_zeros(self.n), float("inf")
+        for first in (neighbours, 0, 0, 0):
+            V = self.V[first : self.n]
             coefficients = V @ v
             v = v - coefficients @ V
-            total += coefficients
+            total[first:] += coefficients
+            after = float(v.norm())
+            if first == 0 and after > KEPT * before:
+                break
+            before = after
         return v, total
 
 

@@ -41,6 +41,12 @@ class LinearOperator(ABC):
         self.count = 0  # products with one vector so far
         self._bar = ProgressBar(type(self).__name__, validation.flag("progress", progress))
 
+    @contextmanager
+    def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:
+        """Inside, an algorithm of that name multiplies, so many times if that is known."""
+        with self._bar.over(name, products):
+            yield
+
     @abstractmethod
     def _products(self, rows: Tensor) -> Tensor:
         """A times each row of [k, P], as rows."""
@@ -173,7 +179,7 @@ class LinearOperator(ABC):
     def to_dense(self) -> Tensor:
         """The matrix [P, P], by one product a column."""
         eye = torch.eye(self.space.size, dtype=self.dtype, device=self.device)
-        with self._bar.over("to_dense", self.space.size):
+        with self._algorithm("to_dense", self.space.size):
             return self.apply(eye)
 
     def to_scipy(self, dtype: Any = None) -> Any:
@@ -217,7 +223,7 @@ class LinearOperator(ABC):
             x in the form of b; with ``return_info``, ``(x, Solution)``.
         """
         operator = self.damped(damping) if damping else self
-        with self._bar.over("solve"):
+        with self._algorithm("solve"):
             return linear_systems.cg(
                 operator, b, tol=tol, atol=atol, max_iter=max_iter, preconditioner=preconditioner,
                 x0=x0, stagnation_tol=stagnation_tol, return_info=return_info,
@@ -247,7 +253,7 @@ class LinearOperator(ABC):
         Returns:
             `Eigenpairs`, which unpack as (values, vectors).
         """
-        with self._bar.over("eigsh"):
+        with self._algorithm("eigsh"):
             return eigenvalues.eigsh(
                 self, k, which=which, tol=tol, max_iter=max_iter, block=block, generator=generator
             )
@@ -272,7 +278,7 @@ class LinearOperator(ABC):
         Returns:
             `SpectralDensity`.
         """
-        with self._bar.over("spectral_density", num_samples * min(steps, self.shape[0])):
+        with self._algorithm("spectral_density", num_samples * min(steps, self.shape[0])):
             return density.spectral_density(
                 self, num_samples, steps=steps, grid=grid, width=width, generator=generator
             )
@@ -297,7 +303,7 @@ class LinearOperator(ABC):
             The trace, a scalar tensor; with ``return_error`` an `Estimate`.
         """
         estimate = TRACES[validation.one_of("method", method, list(TRACES))]
-        with self._bar.over("trace", num_samples):
+        with self._algorithm("trace", num_samples):
             return estimate(self, num_samples, generator=generator, return_error=return_error)
 
     def diagonal(
@@ -316,7 +322,7 @@ class LinearOperator(ABC):
         Returns:
             The diagonal [P]; with ``return_error`` an `Estimate`.
         """
-        with self._bar.over("diagonal", num_samples):
+        with self._algorithm("diagonal", num_samples):
             return traces.hutchinson_diagonal(
                 self, num_samples, generator=generator, return_error=return_error
             )

@@ -1,7 +1,8 @@
 """The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -75,6 +76,11 @@ class DatasetOperator(LinearOperator):
     def gradient(self) -> tuple[Tensor, Tree]:
         """The loss over the data and its gradient, in the structure of params."""
         return self._sum.gradient()
+
+    @contextmanager
+    def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:
+        with super()._algorithm(name, products), self._sum.held(name):
+            yield
 
     def _products(self, rows: Tensor) -> Tensor:
         if torch_internals.transforms_active():

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
+from hoglib._core.logger import LOGGER
 from hoglib.capture.api import Compiled, trace_graph
-from hoglib.capture.backend import to_stderr
 from hoglib.capture.capturing import GraphEntry, Graphs
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.module_loop import MetaParams, ModuleLoop
@@ -124,7 +124,7 @@ class MetaCompiler:
             operations, by_step = _count_operations(program, mapped, given, by_step)
             self.chosen = fastest_mode(operations, losses, by_step)
             counted = f"{losses:,} losses of {operations:,} operations each"
-            to_stderr(f"{name}: {counted}, {CHOICE_MESSAGES[self.chosen]}")
+            LOGGER.info("%s: %s, %s", name, counted, CHOICE_MESSAGES[self.chosen])
         return self.chosen
 
     def _difference(self, program: Program, start: MetaParams) -> str | None:

@@ -55,7 +55,7 @@ def run_as_graph(
             raise _NoGradientNeeded
 
     options: dict[str, Any] = {
-        "backend": backend, "dynamic": False, "check": True, "progress": True, "name": name,
+        "backend": backend, "dynamic": False, "check": True, "name": name,
         "before": check_once,
     }  # fmt: skip
     try:

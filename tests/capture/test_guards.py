@@ -506,3 +506,30 @@ def test_graphs_keep_no_argument_alive():
     alive = call()
     gc.collect()
     assert [one() for one in alive] == [None, None, None]
+
+
+class WithoutLength(tuple):
+    """A tuple whose class refuses `len` and iteration, as the irreducible representations of e3nn."""
+
+    __slots__ = ()
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("items", [(1, 2), (draw(3), 2)], ids=["numbers", "a tensor"])
+def test_a_tuple_without_a_length_is_followed(items):
+    net = Net()
+    net.representation = WithoutLength(items)
+
+    def fn(x):
+        return net(x) * net.representation[1]
+
+    fast, x = captured(fn), draw(5, 3)
+    assert_close(fast(x), fn(x), rtol=0, atol=0)
+    net.representation = WithoutLength((*items[:1], 3))
+    assert_close(fast(x), fn(x), rtol=0, atol=0)
+    assert len(fast.signatures) == 2

@@ -112,7 +112,7 @@ def test_derivatives_of_a_compiled_function_are_compiled(other_cache, capfd):
     def fn(x):
         return (x * weight).sin().sum()
 
-    fast = hog.compile(fn, progress=False)
+    fast = hog.compile(fn)
     value, expected = fast(x), fn(x)
     assert_close(value, expected)
     ours, theirs = (torch.autograd.grad(v, [x, weight]) for v in (value, expected))
@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_read_is_compiled_anew(compiled, cache, monkeypatc
             path.write_bytes(
                 {"cut short": whole[:100], "empty": b"", "something else": b"not a graph"}[damage]
             )
-        fast = hog.compile(function(), progress=False)
+        fast = hog.compile(function())
         assert_close(fast(draw(3)), compiled[1])
         assert fast.signatures[0].source == "compiled"
         assert made == [1]
@@ -285,7 +285,7 @@ def test_what_an_interrupted_compilation_left_is_compiled_anew(tmp_path, monkeyp
         return compile(*args, **kwargs)
 
     monkeypatch.setattr(torchs, "standalone_compile", tried)
-    fast = hog.compile(function(), progress=False)
+    fast = hog.compile(function())
     assert_close(fast(draw(3)), function()(draw(3)))
     (first, compact), (second, one_by_one) = seen
     assert first == str(tmp_path / "ours" / "torch") != second
@@ -302,7 +302,7 @@ def test_an_error_of_the_compiler_leaves_no_graph(tmp_path, monkeypatch):
         raise RuntimeError("inductor is at fault")
 
     monkeypatch.setattr(backends, "_compile", fails)
-    fast = hog.compile(function(), progress=False)
+    fast = hog.compile(function())
     for _ in range(2):
         with pytest.raises(RuntimeError, match="inductor is at fault"):
             fast(draw(3))
@@ -317,7 +317,7 @@ def test_random_numbers_and_layouts_in_one_compiled_graph(other_cache):
         noise = torch.rand(3, dtype=x.dtype) + torch.nn.functional.dropout(x, 0.5)
         return x * noise, y.T @ y, y[:, 0].contiguous(), z, (z > 0).sum(), x[1:], x, None, n
 
-    fast = hog.compile(fn, progress=False)
+    fast = hog.compile(fn)
     for seed in range(2):
         given = draw(3, seed=seed), draw(4, 6, seed=seed).T, draw(0, 2), 2
         torch.manual_seed(seed)
@@ -336,7 +336,7 @@ def test_sizes_that_change_in_one_compiled_graph(other_cache):
     def fn(x):
         return torch.func.grad(lambda x: (x * weight).sin().square().sum())(x)
 
-    fast = hog.compile(fn, dynamic=True, progress=False)
+    fast = hog.compile(fn, dynamic=True)
     for size in (4, 7, 5):
         assert_close(fast(draw(size, 3)), fn(draw(size, 3)))
     assert len(fast.signatures) == 1
@@ -364,7 +364,7 @@ def test_factors_in_the_options_of_sums_are_heeded(other_cache, dynamic):
         return [case(x, a, b) for case in SCALED.values()]
 
     given = draw(5, 4), draw(5, 3, seed=1), draw(3, 4, seed=2)
-    fast = hog.compile(fn, dynamic=dynamic, check=False, progress=False)
+    fast = hog.compile(fn, dynamic=dynamic, check=False)
     for ours, expected in zip(fast(*given), fn(*given), strict=True):
         assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import hoglib as hog
 from hoglib.curvature import linear_operator, reproducibility
+from hoglib.errors import NondeterministicError
 from tests.curvature.problems import (
     F64,
     MODELS,
@@ -737,3 +738,26 @@ def test_differences_see_the_loss_of_other_passes_in_float32():
     product = H @ v  # computed in float64, the loss too
     assert_close(H.gradient()[0], H.value())
     assert_close(product, hog.HessianOperator(loss, params, batch) @ v, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["in place", "by .data"])
+def test_parameters_that_change_while_an_algorithm_runs(how, monkeypatch):
+    """Their values, which take time for each number, are compared at its start and at its end."""
+    loss, params, batch = problem("layers of hoglib")
+    operator = hog.HessianOperator(loss, params, batch)
+    p, apply, calls = next(iter(params.values())), operator.apply, []
+
+    def changing(rows):
+        calls.append(rows)
+        if len(calls) == 3:
+            with torch.no_grad():
+                (p if how == "in place" else p.data).mul_(1.5)
+        return apply(rows)
+
+    operator.eigsh(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(operator, "apply", changing)
+        with pytest.raises(NondeterministicError, match=r"eigsh: expected parameters, .* the same"):
+            operator.eigsh(1)
+    after = operator.eigsh(1).values  # of the matrix at the parameters as they are now
+    assert_close(after, hog.HessianOperator(loss, params, batch).eigsh(1).values)

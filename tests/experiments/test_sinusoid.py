@@ -70,6 +70,19 @@ def test_the_table_has_the_baseline_beside_it(capsys):
         assert line.split()[1] in table
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--trainer.default_root_dir", "other"], "other"),
+        (["--trainer.default_root_dir", "other", "--trainer.logger.save_dir", "third"], "third"),
+    ],
+)
+def test_the_folder_of_all_runs(options, expected):
+    fit(SMOKE, *options, "--trainer.max_steps", "1", "--test_after_fit", "false")
+    assert [path.name for path in Path().iterdir()] == [expected]
+    assert Path(expected, "smoke/maml/sinusoid/version_0/config.yaml").exists()
+
+
 def test_resume_is_bit_for_bit_the_uninterrupted_run():
     fit(SMOKE, "--trainer.logger.save_dir", "whole")
     # stop in the middle by a limit on steps, at a checkpoint that was taken at 10

@@ -1,6 +1,7 @@
 """The meta-gradient as graphs: whole, by the step, operation by operation; each equal to plain."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -182,6 +183,14 @@ def test_it_says_what_it_chose_and_why(capfd):
     assert maml.compile_mode == "eager"
     assert "MAML: 20 losses of" in said
     assert "would take longer than it saves" in said
+    logger = logging.getLogger("hoglib")
+    level = logger.level
+    try:
+        logger.setLevel(logging.WARNING)
+        learner(plain_net, True, compile_for=20).loss(stacks())
+    finally:
+        logger.setLevel(level)
+    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", ["fast", 1, None])

@@ -1,0 +1,22 @@
+"""What hoglib logs: that it compiles, which takes seconds or minutes.
+
+logging.getLogger("hoglib").setLevel(logging.WARNING)       # silences it
+"""
+
+import logging
+import sys
+
+
+class _StderrHandler(logging.Handler):
+    """Prints to what stderr is when a message comes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"hoglib: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+LOGGER = logging.getLogger("hoglib")
+if LOGGER.level == logging.NOTSET:  # unless the user has set one before the import
+    LOGGER.setLevel(logging.INFO)
+if not LOGGER.handlers:
+    LOGGER.addHandler(_StderrHandler())
+    LOGGER.propagate = False
