@@ -167,8 +167,8 @@ def element_scales(x: Tensor) -> Tensor:
 
 def random_like(like: Tensor, random: torch.Generator) -> Tensor:
     """Random numbers of either sign with absolute values in [0.5, 1.5], so that each element counts."""
-    size = 0.5 + torch.rand(like.shape, dtype=torch.float64, generator=random)
-    sign = torch.randint(2, like.shape, generator=random) * 2 - 1
+    size = 0.5 + torch.rand(like.shape, dtype=torch.float64, generator=random, device="cpu")
+    sign = torch.randint(2, like.shape, generator=random, device="cpu") * 2 - 1
     return (size * sign).to(like.device, like.dtype)
 
 

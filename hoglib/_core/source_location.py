@@ -123,6 +123,16 @@ def running_module() -> nn.Module | None:
     return None
 
 
+def raising_module(error: BaseException) -> nn.Module | None:
+    """The innermost module in the traceback of an error."""
+    trace, innermost = error.__traceback__, None
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        innermost = owner if isinstance(owner, nn.Module) else innermost
+        trace = trace.tb_next
+    return innermost
+
+
 def error_line(error: BaseException) -> SourceLine | None:
     """The innermost line of user code in the traceback of an error."""
     trace: TracebackType | None = error.__traceback__

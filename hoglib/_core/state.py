@@ -318,6 +318,8 @@ class StateGuard:
             own = {name: self._attribute(name, before[name], copies) for name in saved.copied}
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 own["max_norm"] = None  # it changes the weight in place, unseen by autograd
+            if isinstance(module, nn.Embedding):
+                own["padding_idx"] = None  # its row has no gradient, though the value depends on it
             _restore_items(vars(module), {**before, **own})
         self._restore_outside()
 

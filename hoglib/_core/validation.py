@@ -199,8 +199,8 @@ def other_structure(what: str, tree: Any, params: Any, leaf: str = "...") -> Arg
     return ArgumentValueError(
         f"{what}: expected the structure of params ({type(params).__name__} of {len(names)}), got "
         f"another one ({type(tree).__name__} of {len(came)})"
-        + (f"; missing: {_listing(missing)}" if missing else "")
-        + (f"; not in params: {_listing(extra)}" if extra else "")
+        + (f"; missing: {listing(missing)}" if missing else "")
+        + (f"; not in params: {listing(extra)}" if extra else "")
         + f". Build {what} from params, for instance "
         f"`{{name: {leaf} for name, p in params.items()}}`."
     )
@@ -290,7 +290,7 @@ def finite(what: str, values: Tensor, advice: str) -> Tensor:
     """Checks for NaN and infinity; the message names the first values that are not finite."""
     bad = (~torch.isfinite(values.detach())).reshape(-1).nonzero().reshape(-1).tolist()
     if bad:
-        which = f" at {_listing([str(i) for i in bad])} of {values.numel()}" if values.dim() else ""
+        which = f" at {listing([str(i) for i in bad])} of {values.numel()}" if values.dim() else ""
         raise NonFiniteError(
             f"{what}: expected a finite number, got {values.reshape(-1)[bad[0]].item()}{which}. "
             f"{advice}"
@@ -302,6 +302,7 @@ def _leaf(what: str, name: str) -> str:
     return f"{what}[{name!r}]" if name else what
 
 
-def _listing(names: Sequence[str], limit: int = 5) -> str:
+def listing(names: Sequence[str], limit: int = 5) -> str:
+    """The first names of a list in a sentence, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,22 +1,19 @@
 """What an audit reports about a fault: which module, which operation, why, and what to do."""
 
-import re
 from contextlib import suppress
 from typing import Any, final
 
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import pytree
+from hoglib._core import pytree, validation
 from hoglib._core.module_names import ModuleNames
 from hoglib._core.pytree import is_float
-from hoglib.auditing.locator import Fault, ModuleStack, Operation
-from hoglib.auditing.route_checker import CheckResult
+from hoglib.auditing.checker import CheckResult
+from hoglib.auditing.locator import Fault, RecordedCall
 from hoglib.auditing.stop_gradients import StopGradient
-from hoglib.functional import FunctionalLoss
 from hoglib.stand_ins.mode import stand_in_of
 from hoglib.verification.api import verify
-from hoglib.verification.call import name_of
 from hoglib.verification.fix_hints import is_culprit
 
 MAX_NAMES = 3  # names in a sentence
@@ -24,51 +21,18 @@ MAX_VERIFIED = 200_000  # numbers in the inputs of a Function, above which it is
 MAX_ERROR_LENGTH = 160  # characters of an error message
 
 
-def report_name(loss: Any) -> str:
-    """The name of a report: that of the model or of the function."""
-    if isinstance(loss, FunctionalLoss):
-        return type(loss.model).__name__
-    return name_of(loss).rpartition("<locals>.")[2]
-
-
-def module_of_error(modules: ModuleStack) -> str:
-    """A sentence that names the module in which an error was raised."""
-    failed = modules.failed
-    return "" if failed is None else f" It was raised in {modules.names.called(failed)}."
-
-
 def describe_failure(result: CheckResult) -> str:
     """What is wrong with a derivative, as a verb phrase."""
     if result.raised is not None:
-        return f"raises {_short_error(result.raised)}"
+        text = f"{result.raised}".partition("\n")[0].rstrip(". ")
+        return f"raises {type(result.raised).__name__} ({text[:MAX_ERROR_LENGTH]})"
     if result.error is None or result.error != result.error:
         return "is not finite"
-    return f"is off by {_percent(result.error)}"
+    return f"is off by {percent(result.error)}"
 
 
-_KNOWN_ERRORS = {
-    "must override the setup_context": "torch.func needs a Function with setup_context",
-    "ZeroTensors are immutable": "its tangent is one of torch's ZeroTensors, which are immutable",
-    r"forward AD with (\w+)": r"\1 has no forward mode",
-    r"derivative for (\S+) is not implemented": r"\1 has no derivative",
-    "does not currently support double backward": "compiled code has no double backward",
-    "saved tensor hooks": "torch.func does not support saved tensor hooks, which checkpoints use",
-}
-
-
-def _short_error(error: Exception) -> str:
-    """An error of torch without its advice, which is meant for the authors of operations."""
-    kind, text = type(error).__name__, f"{error}".partition("\n")[0].rstrip(". ")
-    for known, replacement in _KNOWN_ERRORS.items():
-        found = re.search(known, text)
-        if found:
-            return f"{kind} ({found.expand(replacement)})"
-    if len(text) > MAX_ERROR_LENGTH:
-        text = text[: MAX_ERROR_LENGTH - 3] + "..."
-    return f"{kind} ({text})"
-
-
-def _percent(error: float) -> str:
+def percent(error: float) -> str:
+    """A relative error in words."""
     if error > 10:
         return "more than its own size"
     return f"{error:.0%}" if error >= 0.01 else f"{100 * error:.1g}%"
@@ -89,7 +53,7 @@ class FaultMessages:
         """The modules at fault, with their operations, in one line."""
         found = []
         for fault in faults:
-            names = ", ".join(dict.fromkeys(op.name for op, _ in fault.operations[:MAX_NAMES]))
+            names = ", ".join(dict.fromkeys(op.operation for op in fault.operations[:MAX_NAMES]))
             found.append(self._names.called(fault.module) + (f": `{names}`" if names else ""))
         return "; ".join(found)
 
@@ -99,53 +63,56 @@ class FaultMessages:
         failure = f"{what} {describe_failure(fault.result)} {preposition} it"
         text = f"{self._names.called(fault.module)}: {failure}."
         if not fault.operations:
-            return f"{text} {_without_operation(fault, self._names)}"
-        kinds = {op.name: op for op, _ in reversed(fault.operations)}
+            return f"{text} {self._without_operation(fault)}"
+        kinds: dict[str, RecordedCall] = {}
+        for op in fault.operations:
+            kinds.setdefault(op.operation, op)
         here = self._names.briefly(fault.module)
-        for op in [*reversed(kinds.values())][:MAX_NAMES]:
+        for op in [*kinds.values()][:MAX_NAMES]:
             line = f" at {op.line}" if op.line else ""
             kind = "operation" if op.function is None else "custom Function"
-            first = self._explained_in.setdefault(op.function or op.name, here)
+            first = self._explained_in.setdefault(op.function or op.operation, here)
             why = f"See {first}." if first != here else _explain(op)
-            text += f"\nThe {kind} `{op.name}`{line} is at fault. {why}"
+            text += f"\nThe {kind} `{op.operation}`{line} is at fault. {why}"
         return text
 
-    def not_requested(self, faults: list[Fault]) -> str:
-        """A wrong route that was not requested."""
-        return (
-            f"This route is wrong, first of all in {self.where(faults)}. It was not requested, so "
-            "this is a warning: do not use this route with this model."
-        )
+    def _without_operation(self, fault: Fault) -> str:
+        """Where to look if no single operation is at fault."""
+        module = fault.call.module
+        applied = dict.fromkeys(op.operation for op in fault.call.operations if op.function)
+        if module is not None and (module._backward_hooks or module._backward_pre_hooks):
+            more = "it has a backward hook, which must neither change nor detach the gradient."
+        elif applied:
+            more = (
+                f"it applies {', '.join(applied)}: does its backward run other code? Modules and "
+                "tensors in the closure of that code get no gradient; pass them as arguments. "
+                "Checkpoints need use_reentrant=False, or use `hoglib.ops.remat`."
+            )
+        elif module is None:
+            return "The modules are right by themselves: the fault is in the code around them."
+        else:
+            more = (
+                "look for tensors or modules kept from an earlier call, for hooks, for tensors "
+                "written in place, and for parts that cannot run alone (scripted, or in torch.func)."
+            )
+        return f"Its operations are right by themselves, but {more}"
 
-    def stop_gradients(self, stops: list[StopGradient], change: float) -> str:
-        """What is taken out of the graph, and what that changes."""
-        places = dict.fromkeys(
+    def stopped(self, stops: list[StopGradient]) -> str:
+        """Where gradients are stopped."""
+        places = [
             f"{stop.how} in {self._names.briefly(stop.module)}"
-            + (f" at {stop.line}" if stop.line else "")
+            + (f" at {stop.line}" * bool(stop.line))
             for stop in stops
-        )
-        more = f" and {len(places) - MAX_NAMES} more" if len(places) > MAX_NAMES else ""
-        return (
-            f"The gradient is stopped by {'; '.join([*places][:MAX_NAMES])}{more}. The second "
-            "derivative treats the stopped values as constants, as the first derivative does; "
-            f"without the stop it would change by {_percent(change)}. Remove the stop if it is not "
-            "intended."
-        )
+        ]
+        return validation.listing([*dict.fromkeys(places)], MAX_NAMES)
 
 
-def _explain(op: Operation) -> str:
+def _explain(op: RecordedCall) -> str:
     """Why an operation loses a derivative, and what to do."""
     if op.function is not None:
         words = _verification_result(op.function, op.args)
-        return words or f"`hoglib.verify({op.name}, inputs)` explains why."
-    namespace = str(getattr(op.func, "namespace", "aten"))
-    if namespace != "aten":
-        return (
-            f"It is a custom op in the namespace {namespace}. Look at its "
-            "torch.library.register_autograd: setup_context must save inputs and outputs "
-            "themselves, and backward must consist of differentiable torch operations."
-        )
-    stand_in = stand_in_of(op.func)
+        return words or f"`hoglib.verify({op.operation}, inputs)` explains why."
+    stand_in = stand_in_of(op.run)
     if stand_in is None:
         return "Use another route or another operation."
     reason = f"The reason in torch: {stand_in.lacks}."
@@ -172,30 +139,3 @@ def _verification_result(function: type[Function], args: tuple[Any, ...]) -> str
         words = " ".join(dict.fromkeys(row.text for row in culprits[:2]))
         return words.replace("pass surrogate=True", "set `surrogate = True` on the Function")
     return ""
-
-
-def _without_operation(fault: Fault, names: ModuleNames) -> str:
-    """Where to look if no single operation is at fault."""
-    module = fault.call.module
-    hooked = any(op.name == "register_hook" for op in fault.own_operations)
-    if module is not None and (module._backward_hooks or module._backward_pre_hooks or hooked):
-        return (
-            "Its operations are right by themselves, but it has a backward hook. A hook runs in every "
-            "backward pass and must neither change nor detach the gradient."
-        )
-    applied = dict.fromkeys(op.name for op in fault.own_operations if op.function is not None)
-    if applied:
-        return (
-            f"Its operations are right by themselves, but it applies {', '.join(applied)}: does its "
-            "backward run other code? Modules and tensors in the closure of that code get no gradient; "
-            "pass them as arguments. Checkpoints need use_reentrant=False, or use `hoglib.ops.remat`."
-        )
-    if fault.unchecked:
-        parts = ", ".join(names.briefly(part.module) for part in fault.unchecked[:MAX_NAMES])
-        return f"The fault is in its own code or in {parts}, which cannot be run separately."
-    if module is None:
-        return "The modules are right by themselves: the fault is in the code around them."
-    return (
-        "Its parts and its operations are right by themselves: look for tensors or modules kept "
-        "from an earlier call, for hooks, and for tensors written in place."
-    )

@@ -1,24 +1,30 @@
-"""The routes to a second derivative that `audit` tries, each as a function of leaves and directions."""
+"""The derivatives that `audit` checks, each as a function of leaves and directions."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vmap
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads
+from hoglib._core.autograd import Vector, fresh_leaves
+from hoglib._core.finite_differences import gradient_function
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Scalar = Callable[..., Tensor]  # a scalar function of leaves
+# What a route computes, as it stands in a sentence.
+TEXTS = {
+    "first": "the gradient", "hessian": "H v", "curvature": "w^T H v",
+    "third": "the third derivative",
+}  # fmt: skip
 
 
 class Route(NamedTuple):
     """One way to a derivative of a scalar function f of leaves, along directions v and w.
 
-    quantity: "hessian" for H v, "curvature" for w^T H v, "third" for the derivative of w^T H v.
-    product(f, leaves, v, w) computes it.
+    quantity: "first" for the gradient, "hessian" for H v, "curvature" for w^T H v, "third" for the
+    derivative of w^T H v. product(f, leaves, v, w) computes it.
     """
 
     key: str
@@ -29,116 +35,95 @@ class Route(NamedTuple):
     @property
     def row(self) -> str:
         """The name of its row in a report."""
-        order = "third" if self.quantity == "third" else "second"
+        order = self.quantity if self.quantity in ("first", "third") else "second"
         return f"{order} derivative: {self.title}"
 
     @property
-    def product_text(self) -> str:
+    def text(self) -> str:
         """What it computes, as it stands in a sentence."""
-        quantity = {
-            "hessian": "H v",
-            "curvature": "w^T H v",
-            "third": "the third derivative",
-        }[self.quantity]
-        return f"{quantity} by {self.title}"
+        what = TEXTS[self.quantity]
+        return what if self.quantity == "first" else f"{what} by {self.title}"
 
 
 def requested_routes(names: object) -> list[Route]:
     """The routes with these keys or titles; for None the one that hvp(mode="auto") takes."""
     if names is None:
-        return [ROUTES[AUTO]]
+        return [AUTO]
     given = [names] if isinstance(names, str) else names
-    known = {name: route for route in ROUTES.values() for name in (route.title, route.key)}
-    known |= {"auto": ROUTES[AUTO], "rrr": ROUTES["third order"]}
+    known = {name: route for route in ROUTES for name in (route.title, route.key)}
+    known |= {"auto": AUTO, "rrr": THIRD}
     if not isinstance(given, list | tuple | set | frozenset) or not given:
         raise ArgumentTypeError(
-            f"routes: expected some of {', '.join(ROUTES)}, got {validation.describe(names)}."
+            f"routes: expected some of {', '.join(route.key for route in ROUTES)}, got "
+            f"{validation.describe(names)}."
         )
     for name in given:
         if not isinstance(name, str) or name not in known:
             raise ArgumentValueError(f"routes: expected some of {', '.join(known)}, got {name!r}.")
     chosen = {known[name].key for name in given}
-    return [route for key, route in ROUTES.items() if key in chosen]
+    return [route for route in ROUTES if route.key in chosen]
 
 
-def gradient(f: Scalar, own: Vector, *, create_graph: bool = False) -> list[Tensor | None]:
-    """The gradient of f at leaves that require grad."""
-    value = f(*own)
-    if not value.requires_grad:
-        return [None] * len(own)
-    return list(torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True))
+def gradient(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
+    """grad f."""
+    return gradient_function(f)(leaves)
 
 
-def _vjp(
-    outputs: Sequence[Tensor | None], own: Vector, v: Vector, *, create_graph: bool = False
-) -> Vector:
-    """d <outputs, v> / d own; an output without a graph counts as a constant, as it does in
-    autograd."""
-    pairs = [(y, u) for y, u in zip(outputs, v, strict=True) if y is not None and y.requires_grad]
+def _gradient(f: Scalar, own: Vector) -> Vector:
+    """grad f with its graph."""
+    return _vjp([f(*own)], own, [own[0].new_ones(())], create_graph=True)
+
+
+def _vjp(outputs: Vector, own: Vector, v: Vector, *, create_graph: bool = False) -> Vector:
+    """d <outputs, v> / d own; an output without a graph is a constant, as it is to autograd."""
+    pairs = [(y, u.to(y)) for y, u in zip(outputs, v, strict=True) if y.requires_grad]
     if not pairs:
         return [torch.zeros_like(x) for x in own]
+    given = [[*part] for part in zip(*pairs, strict=True)]
     found = torch.autograd.grad(
-        [y for y, _ in pairs], own, [u for _, u in pairs], create_graph=create_graph,
-        allow_unused=True,
-    )  # fmt: skip
-    return materialize_grads(list(found), own)
+        given[0], own, given[1], create_graph=create_graph, materialize_grads=True
+    )
+    return list(found)
 
 
 def reverse_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <grad f, v> / d leaves."""
     own = fresh_leaves(leaves, False)
-    return _vjp(gradient(f, own, create_graph=True), own, v)
+    return _vjp(_gradient(f, own), own, v)
 
 
 def third_order(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <H v, w> / d leaves, reverse three times."""
     own = fresh_leaves(leaves, False)
-    product = _vjp(gradient(f, own, create_graph=True), own, v, create_graph=True)
+    product = _vjp(_gradient(f, own), own, v, create_graph=True)
     return _vjp(product, own, w)
 
 
 def forward_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """The jvp of grad f."""
-    return list(jvp(_grad(f, leaves), tuple(leaves), tuple(v))[1])
+    return list(jvp(_by_all(grad, f, leaves), tuple(leaves), tuple(v))[1])
 
 
 def reverse_over_forward(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """The gradient of the jvp of f."""
-
-    def slope(*own: Tensor) -> Tensor:
-        found: Tensor = jvp(f, own, tuple(v))[1]
-        return found
-
-    return list(_grad(slope, leaves)(*leaves))
+    return list(_by_all(grad, _slope(f, v), leaves)(*leaves))
 
 
 def forward_over_forward(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """The jvp along w of the jvp of f along v."""
-
-    def slope(*own: Tensor) -> Tensor:
-        found: Tensor = jvp(f, own, tuple(v))[1]
-        return found
-
-    return [jvp(slope, tuple(leaves), tuple(w))[1]]
+    return [jvp(_slope(f, v), tuple(leaves), tuple(w))[1]]
 
 
 def func_hessian(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """A column of torch.func.hessian = jacfwd(jacrev(f)): vmap over directions."""
-    jacobian = _jacrev(f, leaves)
-
-    def column(*direction: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = jvp(jacobian, tuple(leaves), direction)[1]
-        return found
-
-    columns = vmap(column, randomness="same")(*(part[None] for part in v))
-    return [part[0] for part in columns]
+    jacobian = _by_all(jacrev, f, leaves)
+    return _vmap_of_one(lambda *one: jvp(jacobian, tuple(leaves), one)[1], v)
 
 
 def jacrev_of_jacrev(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """A row of jacrev(jacrev(f)): vmap over the cotangents of a gradient."""
-    pull = torch.func.vjp(_jacrev(f, leaves), *leaves)[1]
-    rows = vmap(lambda *cotangent: pull(cotangent), randomness="same")(*(part[None] for part in v))
-    return [part[0] for part in rows]
+    pull = torch.func.vjp(_by_all(jacrev, f, leaves), *leaves)[1]
+    return _vmap_of_one(lambda *one: pull(one), v)
 
 
 def grad_of_vmap(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
@@ -147,37 +132,43 @@ def grad_of_vmap(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     def total(*own: Tensor) -> Tensor:
         def task(e: Tensor) -> Tensor:
             adapted = [x + e * y for x, y in zip(own, w, strict=True)]
-            return pytree.dot(list(_grad(f, leaves)(*adapted)), v)
+            return pytree.dot(list(_by_all(grad, f, leaves)(*adapted)), v)
 
         slopes: Tensor = vmap(task, randomness="same")(leaves[0].new_zeros(1))
         return slopes.mean()
 
-    return list(_grad(total, leaves)(*leaves))
+    return list(_by_all(grad, total, leaves)(*leaves))
 
 
-def _grad(f: Scalar, leaves: Vector) -> Callable[..., tuple[Tensor, ...]]:
-    """torch.func.grad of f by all leaves."""
-    gradients: Callable[..., tuple[Tensor, ...]] = grad(f, argnums=tuple(range(len(leaves))))
-    return gradients
+def _by_all(transform: Any, f: Scalar, leaves: Vector) -> Callable[..., tuple[Tensor, ...]]:
+    """torch.func.grad or jacrev of f by all leaves."""
+    result: Callable[..., tuple[Tensor, ...]] = transform(f, argnums=tuple(range(len(leaves))))
+    return result
 
 
-def _jacrev(f: Scalar, leaves: Vector) -> Callable[..., tuple[Tensor, ...]]:
-    """torch.func.jacrev of f by all leaves."""
-    jacobian: Callable[..., tuple[Tensor, ...]] = jacrev(f, argnums=tuple(range(len(leaves))))
-    return jacobian
+def _slope(f: Scalar, v: Vector) -> Scalar:
+    def slope(*own: Tensor) -> Tensor:
+        found: Tensor = jvp(f, own, tuple(v))[1]
+        return found
+
+    return slope
 
 
-AUTO = "rr"  # the route of hvp(mode="auto")
-ROUTES = {
-    route.key: route
-    for route in (
-        Route("rr", "reverse-over-reverse", "hessian", reverse_over_reverse),
-        Route("fr", "forward-over-reverse", "hessian", forward_over_reverse),
-        Route("rf", "reverse-over-forward", "hessian", reverse_over_forward),
-        Route("ff", "forward-over-forward", "curvature", forward_over_forward),
-        Route("torch.func.hessian", "torch.func.hessian", "hessian", func_hessian),
-        Route("jacrev of jacrev", "jacrev of jacrev", "hessian", jacrev_of_jacrev),
-        Route("grad of vmap", "grad of vmap", "hessian", grad_of_vmap),
-        Route("third order", "reverse-over-reverse-over-reverse", "third", third_order),
-    )
-}
+def _vmap_of_one(function: Callable[..., tuple[Tensor, ...]], v: Vector) -> Vector:
+    found = vmap(function, randomness="same")(*(part[None] for part in v))
+    return [part[0] for part in found]
+
+
+FIRST = Route("first", "reverse", "first", gradient)
+AUTO = Route("rr", "reverse-over-reverse", "hessian", reverse_over_reverse)  # hvp(mode="auto")
+THIRD = Route("third order", "reverse-over-reverse-over-reverse", "third", third_order)
+ROUTES = (
+    AUTO,
+    Route("fr", "forward-over-reverse", "hessian", forward_over_reverse),
+    Route("rf", "reverse-over-forward", "hessian", reverse_over_forward),
+    Route("ff", "forward-over-forward", "curvature", forward_over_forward),
+    Route("torch.func.hessian", "torch.func.hessian", "hessian", func_hessian),
+    Route("jacrev of jacrev", "jacrev of jacrev", "hessian", jacrev_of_jacrev),
+    Route("grad of vmap", "grad of vmap", "hessian", grad_of_vmap),
+    THIRD,
+)

@@ -11,7 +11,8 @@ from types import FunctionType
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
@@ -27,10 +28,44 @@ from hoglib._core.source_location import SourceLine
 from hoglib._core.torch_internals import Applying, transforms_active, unwrap, watching_functions
 from hoglib.stand_ins.mode import without_override_check
 
-STOPPING_CALLS = frozenset(
-    {"detach"}
-)  # calls inside a composite torch function that stop a gradient
 AUTOGRAD_CALLS = ("grad", "backward")  # they run Python code, which is seen call by call
+
+
+class CallMode(TorchFunctionMode):
+    """A mode that handles torch calls and custom Functions, not the calls in the forward of these.
+
+    of_composites: of the calls of a composite torch function, those that are handled instead of it.
+    Default: those that have a stand-in.
+    """
+
+    def __init__(self, of_composites: frozenset[str] | None = None) -> None:
+        super().__init__()
+        self._of_composites, self._applying = of_composites, Applying()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, calls are handled."""
+        with watching_functions(self.on_function) as self._applying, self:
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._applying.depth:
+            return func(*args, **kwargs)
+        name = name_of_call(func)
+        if isinstance(func, FunctionType) and name not in AUTOGRAD_CALLS:
+            inner = without_override_check(func, self._of_composites)
+            if inner is not None:
+                with self:
+                    return inner(*args, **kwargs)
+        return self.on_call(func, name, args, kwargs)
+
+    def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        """Runs a torch call."""
+        raise NotImplementedError
+
+    def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
+        """Told of a custom Function before it runs."""
 
 
 class StopGradient(NamedTuple):
@@ -42,52 +77,28 @@ class StopGradient(NamedTuple):
     value: Any
 
 
-class DifferentPathError(Exception):
-    """At another point the function makes other calls than at the first one."""
-
-
 @final
-class StopGradientReplay:
-    """Records the stopped values of a function in its first run, and replays them in the others.
+class StopGradientReplay(CallMode):
+    """Records the stopped values of a function in its first run, and replays them in the others."""
 
-    current_module: returns the module that is running.
-    """
-
-    def __init__(self, current_module: Callable[[], nn.Module | None] = lambda: None) -> None:
+    def __init__(self) -> None:
+        super().__init__(frozenset({"detach"}))
         self.found: list[StopGradient] = []
-        self.recorded = False
         self.beyond = False  # whether there is one inside a transform, which cannot be replayed
-        self.current_module = current_module
+        self._recorded, self._next = False, 0
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """The context for a run of the function with a graph, without its backward."""
-        mode = _RecordOrReplay(self)
-        with watching_functions(lambda function, args: None) as applying:
-            mode.applying = applying
-            with mode:
-                yield
-        self.recorded = True
+        self._next = 0
+        if not self._recorded:
+            self.found.clear()
+        with self.watching():
+            yield
+        self._recorded = True
 
-
-class _RecordOrReplay(TorchFunctionMode):
-    def __init__(self, replay: StopGradientReplay) -> None:
-        super().__init__()
-        self.applying = Applying()
-        self._replay, self._next = replay, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.applying.depth:
-            return func(*args, **kwargs)
-        composite = isinstance(func, FunctionType) and func.__name__ not in AUTOGRAD_CALLS
-        again = without_override_check(func, STOPPING_CALLS) if composite else None
-        if again is not None:
-            with self:
-                return again(*args, **kwargs)
-        name = name_of_call(func)
-        given = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        graphed = any(is_float(x) and _has_graph(x) for x in given)
+    def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        graphed = any(map(_has_graph, pytree.leaves((args, kwargs))))
         result = func(*args, **kwargs)
         if not graphed or name in VALUE_INDEPENDENT or uses_only_metadata(name, args):
             return result
@@ -96,45 +107,38 @@ class _RecordOrReplay(TorchFunctionMode):
         if name in ESCAPES:
             return self._hold(ESCAPES[name], result) if _is_value(result) else result
         made = [y for y in pytree.leaves(result) if is_float(y)]
-        if not made or any(_has_graph(y) for y in made):
+        if not made or any(map(_has_graph, made)):
             return result
-        how = ALIASES.get(name)
-        if how is None:
-            off = not torch.is_grad_enabled()
-            how = f"`{name}` " + ("under torch.no_grad" if off else "without a graph")
-        return self._hold(how, result, in_place=name not in ALIASES)
-
-    def _hold(self, how: str, result: Any, *, in_place: bool = False) -> Any:
-        """Record the result in the first run; return the recorded one in the others."""
-        replay = self._replay
-        if transforms_active():
-            replay.beyond = True
-            return result
-        if not replay.recorded:
-            value = pytree.map_tensors(lambda x: x.detach().clone(), result)
-            line = source_location.torch_call_line()
-            replay.found.append(StopGradient(how, line, replay.current_module(), value))
-            return result
-        if self._next >= len(replay.found) or replay.found[self._next].how != how:
-            raise DifferentPathError
-        value = replay.found[self._next].value
-        self._next += 1
-        if not in_place:
-            return pytree.map_tensors(torch.clone, value)
-        # the call may have written its result to a buffer
-        pairs = zip(pytree.leaves(result), pytree.leaves(value), strict=True)
-        with torch.no_grad():
-            for tensor, recorded in pairs:
-                if isinstance(tensor, Tensor):
-                    if tensor.shape != recorded.shape:
-                        raise DifferentPathError
-                    tensor.copy_(recorded)
+        if name in ALIASES:
+            return self._hold(ALIASES[name], result)
+        how = "without a graph" if torch.is_grad_enabled() else "under torch.no_grad"
+        held = self._hold(f"`{name}` {how}", result)
+        if held is not result:  # the call may have written its result to a buffer
+            with torch.no_grad():
+                for y, value in zip(made, filter(is_float, pytree.leaves(held)), strict=True):
+                    y.copy_(value)
         return result
 
+    def _hold(self, how: str, result: Any) -> Any:
+        """Record the result in the first run; return the recorded one in the others."""
+        if transforms_active():
+            self.beyond = True
+            return result
+        if not self._recorded:
+            line, module = source_location.torch_call_line(), source_location.running_module()
+            value = pytree.map_tensors(lambda x: x.detach().clone(), result)
+            self.found.append(StopGradient(how, line, module, value))
+            return result
+        if self._next >= len(self.found) or self.found[self._next].how != how:
+            raise RuntimeError("at another point the function makes other calls")
+        value = self.found[self._next].value
+        self._next += 1
+        return pytree.map_tensors(torch.clone, value)
 
-def _has_graph(x: Tensor) -> bool:
+
+def _has_graph(x: Any) -> bool:
     """Whether autograd records what is computed from x; the wrappers of torch.func do not say so."""
-    return bool(x.requires_grad or unwrap(x).requires_grad)
+    return is_float(x) and bool(x.requires_grad or unwrap(x).requires_grad)
 
 
 def _is_value(result: Any) -> bool:

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, torch_internals
+from tests.functions import Cube
 
 
 def _levels(transform):
@@ -322,3 +323,12 @@ def test_what_is_known_of_a_node():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         assert list(torch_internals.saved_names((leaf * leaf).grad_fn)) == []
         assert torch_internals.has_saved_by_hooks(Double.apply(leaf).grad_fn)
+
+
+def test_a_watch_on_functions_may_stand_inside_of_another():
+    outer, inner, x = [], [], torch.ones(2)
+    with torch_internals.watching_functions(lambda function, args: outer.append(function)):
+        with torch_internals.watching_functions(lambda function, args: inner.append(function)):
+            Cube.apply(x)
+        Cube.apply(x)
+    assert (outer, inner) == ([Cube, Cube], [Cube])
