@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+# Ambient state, because an argument could not reach the normalization layers of an unmodified module.
 _FROZEN: ContextVar[bool] = ContextVar("running_statistics_frozen", default=False)
 
 

@@ -25,6 +25,7 @@ from hoglib.capture.trace import OutputSlot, Traced, is_random, trace
 from hoglib.errors import UnsupportedError
 
 CAPTURING = threading.RLock()
+# Ambient state, because a function that is compared with its graph may call other compiled functions.
 _THREAD = threading.local()
 
 
