@@ -7,7 +7,7 @@ WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-full test clean
+.PHONY: help run gan smoke bench bench-full test test-full clean
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make bench  hoglib beside torch by hand, and beside other libraries that are installed; a table and a picture in minutes"
 	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
 	@echo "make test   lint, format check, types, tests"
+	@echo "make test-full  the same with all cases of each test; twice as long"
 	@echo "make clean  remove the environment and caches (runs/ stays)"
 
 $(READY): pyproject.toml constraints.txt
@@ -57,7 +58,10 @@ test: $(READY)
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports
-	@$(PY) -m pytest --numprocesses 2 --quiet
+	@$(PY) -m pytest --numprocesses 2 --quiet $(CASES)
+
+test-full: CASES := -m ''
+test-full: test
 
 clean:
 	rm -rf .venv build dist hoglib.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

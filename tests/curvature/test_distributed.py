@@ -13,6 +13,7 @@ from hoglib.curvature.processes import checksum_of_rows, split_float64
 from hoglib.errors import HoglibError
 from tests.curvature import shared_data
 from tests.curvature.problems import draw
+from tests.long_tail import FULL
 from tests.several_processes import found_by_each
 
 CASES = {
@@ -45,7 +46,7 @@ def run(rank, folder, found):
             found[name] = type(error).__name__, str(error) if mine else traceback.format_exc()
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=FULL)])
 def test_processes_equal_one(count, tmp_path):
     """One test of all cases: to start processes takes longer than what they do."""
     everyone, one = found_by_each(run, tmp_path, count), results(0, 1)

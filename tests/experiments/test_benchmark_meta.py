@@ -22,6 +22,7 @@ from experiments.benchmarks.meta.workloads import (
 )
 from experiments.benchmarks.truths import leaves_of
 from experiments.benchmarks.workload import Method, Missing
+from tests.long_tail import all_but, only
 
 pytestmark = pytest.mark.usefixtures("own_caches")
 JAX = "JAX jit(vmap(grad))"
@@ -99,7 +100,7 @@ def test_a_wrong_meta_loss_is_wrong_too():
     assert rows["loss"]["message"] == "wrong by 1e-2"
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", all_but(only("MLP"), SMALL))
 def test_smoke(name, without_peers):
     methods = {
         method: of

@@ -23,6 +23,7 @@ from tests.experiments.command import (
     run,
 )
 from tests.experiments.test_sinusoid import JOINT, SMOKE, fit, folder
+from tests.long_tail import FULL
 
 REWEIGHT = ROOT / "configs/smoke/meta/reweight_digits.yaml"
 
@@ -80,6 +81,7 @@ def test_a_run_from_before_there_was_a_choice_goes_on_without_a_graph(many, caps
     assert "compile: False, as the run began\n" in capsys.readouterr().out
 
 
+@FULL
 def test_a_compiled_run_that_is_resumed_is_the_same_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "compiled"))
     inductor = ["--model.compile", "inductor"]
@@ -133,6 +135,7 @@ def test_the_decision_is_a_function_of_the_number_of_losses(losses):
     assert model.maml.compile_for == losses
 
 
+@FULL
 def test_the_cache_has_no_say(tmp_path, monkeypatch, capsys):
     """What was compiled before costs nothing now, and yet the way is that of an empty cache."""
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))

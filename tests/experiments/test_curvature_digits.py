@@ -23,6 +23,7 @@ from tests.experiments.command import (
     metrics,
     run,
 )
+from tests.long_tail import FULL
 
 SMOKE = ROOT / "configs/smoke/curvature/digits.yaml"
 PICTURE = "spectrum_over_training.png"
@@ -121,6 +122,7 @@ def test_a_fit_ends_with_table_picture_and_summary(capsys):
     assert summary["loss_train"] < losses[19]
 
 
+@FULL
 def test_the_largest_eigenvalue_stays_at_the_edge():
     fit(
         "--model.lr", "0.15", "--model.hidden", "[32, 32, 32]", "--data.iterations", "900",
@@ -187,8 +189,8 @@ def test_a_run_without_the_monitor_says_so(capsys):
     "args",
     [
         ("--model.loss", "cross_entropy"),
-        ("--data.batch", "50"),
-        ("--model.act", "relu"),
+        pytest.param(("--data.batch", "50"), marks=FULL),
+        pytest.param(("--model.act", "relu"), marks=FULL),
         ("--trainer.max_steps", "1"),
         ("--trainer.callbacks.init_args.every", "1000"),
     ],

@@ -25,6 +25,7 @@ from tests.experiments.command import (
     metrics,
     run,
 )
+from tests.long_tail import FULL
 
 SMOKE = ROOT / "configs/smoke/maml/glyphs_5w1s.yaml"
 pytestmark = COMMAND_LINE
@@ -130,7 +131,7 @@ def test_twenty_ways_and_five_shots():
     assert "20-way 5-shot" in (folder() / "table.txt").read_text()
 
 
-@pytest.mark.parametrize("algorithm", ["maml", "prototypes"])
+@pytest.mark.parametrize("algorithm", [pytest.param("maml", marks=FULL), "prototypes"])
 def test_resume_is_bit_for_bit_the_uninterrupted_run(algorithm):
     how = ("--model.algorithm", algorithm)
     fit(*how, "--trainer.logger.save_dir", "whole")
@@ -167,7 +168,7 @@ def test_images_of_a_folder():
     assert "5-way 1-shot, own" in (folder() / "table.txt").read_text()
 
 
-@pytest.mark.parametrize("algorithm", ["maml", "prototypes"])
+@pytest.mark.parametrize("algorithm", ["maml", pytest.param("prototypes", marks=FULL)])
 def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(algorithm):
     how = ("--model.algorithm", algorithm, "--model.channels", "4")
     fit(*how, "--test_after_fit", "false")

@@ -25,6 +25,7 @@ from tests.experiments.command import (
     metrics,
     run,
 )
+from tests.long_tail import FULL, all_but, only
 
 SMOKE = ROOT / "configs/smoke/gan/mixture.yaml"
 WGAN = (
@@ -77,7 +78,7 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("case", STOPS)
+@pytest.mark.parametrize("case", all_but(only("lazy penalty", "as graphs"), STOPS))
 def test_resume_is_bit_for_bit_the_uninterrupted_run(case):
     args, saved = STOPS[case]
     fit(*args, "--trainer.logger.save_dir", "whole")
@@ -89,6 +90,7 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run(case):
     assert a["lr_schedulers"] == b["lr_schedulers"]
 
 
+@FULL  # that it is the same, resumed runs show
 def test_the_same_seed_is_the_same_run_and_another_is_not():
     for seed in (0, 0, 1):
         fit("--seed_everything", seed, "--test_after_fit", "false")
@@ -101,7 +103,9 @@ def test_the_same_seed_is_the_same_run_and_another_is_not():
 
 
 @pytest.mark.parametrize(
-    "args", [(), WGAN, ("--model.penalty.every", "3")], ids=["r1_r2", "wgan_gp", "lazily"]
+    "args",
+    [pytest.param((), marks=FULL), pytest.param(WGAN, marks=FULL), ("--model.penalty.every", "3")],
+    ids=["r1_r2", "wgan_gp", "lazily"],
 )
 def test_as_graphs_the_run_is_the_same(args):
     for compile in ("false", "eager"):
@@ -113,6 +117,7 @@ def test_as_graphs_the_run_is_the_same(args):
     ).read_text()
 
 
+@FULL
 def test_a_compiled_run_says_what_it_compiles_and_ends_in_the_same_table(
     capfd, tmp_path, monkeypatch
 ):
@@ -134,7 +139,7 @@ def test_validation_draws_nothing_from_the_randomness_of_the_run():
     assert_close(often, seldom, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("args", [(), WGAN], ids=["r1_r2", "wgan_gp"])
+@pytest.mark.parametrize("args", [(), pytest.param(WGAN, marks=FULL)], ids=["r1_r2", "wgan_gp"])
 def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(args, capsys):
     fit(*args)
     table = (folder() / "table.txt").read_text()

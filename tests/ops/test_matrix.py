@@ -7,8 +7,14 @@ import torch
 
 from hoglib import ops
 from hoglib.testing.opinfo import CATALOGUE, OpInfo, SampleInput
+from tests.long_tail import FULL
 from tests.ops.matrix import CELLS, ONCE, Case, in_one_graph
 
+# What each sample of an op goes through in `make test`; the other cells get the first one.
+EVERY_SAMPLE = (
+    "first derivative", "second derivative", "third derivative", "forward mode",
+    "forward over forward", "batched gradients", "func vmap", "non-contiguous", "complex",
+)  # fmt: skip
 MARKS = {"cuda": pytest.mark.gpu}
 
 
@@ -19,9 +25,10 @@ def rows() -> Iterator[object]:
             if cell in info.skips:
                 marks = [*marks, pytest.mark.skip(reason=info.skips[cell])]
             once = cell in ONCE or cell in info.skips
-            for sample in info.samples[:1] if once else info.samples:
+            for i, sample in enumerate(info.samples[:1] if once else info.samples):
                 name = f"{info.name}-{cell}" + ("" if once else f"-{sample.name}")
-                yield pytest.param(info, sample, cell, id=name, marks=marks)
+                tail = [FULL] if i and cell not in EVERY_SAMPLE else []
+                yield pytest.param(info, sample, cell, id=name, marks=[*marks, *tail])
 
 
 @pytest.mark.parametrize(("info", "sample", "cell"), list(rows()))
@@ -31,7 +38,6 @@ def test_cell(info: OpInfo, sample: SampleInput, cell: str) -> None:
     CELLS[cell](info, sample)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("theme", sorted({info.theme for info in CATALOGUE}))
 def test_inductor_takes_a_theme_as_one_graph(theme: str) -> None:
     """One graph for all ops of a theme: inductor takes seconds for each graph, whatever is in it."""
