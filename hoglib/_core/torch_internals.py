@@ -271,16 +271,6 @@ def made_by(node: Any) -> Any:
     return node.metadata.get("parent_")
 
 
-def saved_names(node: Any) -> Iterator[str]:
-    """The names of what a node of torch's own keeps for its backward, `_saved_<name>`; not of what
-    saved-tensor hooks keep, for which a checkpoint would run again."""
-    for name in sorted(name for name in dir(node) if name.startswith("_saved_")):
-        raw = getattr(node, f"_raw{name}", None)
-        several = raw if isinstance(raw, list | tuple) else [raw]
-        if all(getattr(one, "unpack_hook", None) is None for one in several):
-            yield name.removeprefix("_saved_")
-
-
 def has_saved_by_hooks(node: Any) -> bool:
     """Whether saved-tensor hooks keep what a custom Function saved."""
     return any(getattr(one, "unpack_hook", None) is not None for one in node._raw_saved_tensors)

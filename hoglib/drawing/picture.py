@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,7 +27,7 @@ INSTALL = (
     "install it: `apt install graphviz`, `brew install graphviz` or `conda install graphviz` (the pip "
     "package of that name does not contain it)"
 )
-NOTEBOOK_TIMEOUT = 20.0  # seconds
+TIMEOUT = 60.0  # seconds
 
 
 def graph(
@@ -45,11 +44,12 @@ def graph(
         g = J(x)^T u    the graph of the gradient, which is differentiated again
 
     Custom Functions have their names, and a box around what their backward made; modules have boxes
-    with their qualified names. Octagons are faults that make a second derivative zero or raise: a
-    backward that returns a gradient without a graph (``no_grad``, ``.detach()``, NumPy, a raw kernel,
-    ``@once_differentiable``), and an operation that has no further derivative. Hexagons may make it
-    incomplete: a tensor that forward made and saved, which is neither input nor output, and a
-    ``.detach()`` in a backward whose gradient still has a graph. Nothing that is passed is changed.
+    with their qualified names. Octagons are faults: a backward that returns a gradient without a graph
+    (``no_grad``, ``.detach()``, NumPy, a raw kernel, ``@once_differentiable``), so that a second
+    derivative is zero; an operation that has no further derivative, or whose derivative is NaN at these
+    inputs. Hexagons may make it incomplete: a tensor that forward made and saved, which is neither
+    input nor output, and a ``.detach()`` in a backward whose gradient still has a graph. Nothing that
+    is passed is changed.
 
     Args:
         fn: What to draw: a Function class or its ``apply``, an ``nn.Module``, a loss
@@ -59,7 +59,7 @@ def graph(
             parameters of a module.
         order: 1 for the graph of f, 2 to add that of the gradient, 3 to add that of the second
             derivative.
-        saved: Whether to draw the tensors that are saved for backward.
+        saved: Whether to draw the tensors that custom Functions save for backward.
         max_nodes: A graph with more nodes, or with twice as many edges, is joined by module; the title
             says so.
     Returns:
@@ -99,10 +99,10 @@ class Graph:
     Args:
         name: Name of the function.
         text: Text of the DOT file.
-        faults: Sentences about what makes a second derivative zero, incomplete, or raise.
+        faults: Sentences about what makes a second derivative zero, incomplete or NaN, or raise.
     Attributes:
         name: Name of the function.
-        faults: Sentences about what makes a second derivative zero, incomplete, or raise.
+        faults: Sentences about what makes a second derivative zero, incomplete or NaN, or raise.
     Example:
         >>> hog.graph(lambda x: x.detach() * 2, torch.ones(3))
         <Graph of <lambda>: 1 fault; draw it with .save('graph.svg')>
@@ -119,20 +119,19 @@ class Graph:
         faults = f"{len(self.faults)} fault{'' if len(self.faults) == 1 else 's'}"
         return f"<Graph of {self.name}: {faults}; draw it with .save('graph.svg')>"
 
-    def save(self, path: str | os.PathLike[str], *, timeout: float = 60.0) -> Path:
+    def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the text, or draw the picture with graphviz.
 
         A file at the path is replaced only when the new one is complete.
 
         Args:
             path: A file .dot or .gv for the text, or .svg, .png or .pdf for the picture.
-            timeout: Seconds that graphviz may take. Default: 60.
         Returns:
             The path.
         Raises:
             ArgumentValueError: for any other suffix.
             MissingDependencyError: for a picture, if graphviz is not installed.
-            DrawingError: if graphviz fails or takes too long.
+            DrawingError: if graphviz fails or takes longer than a minute.
             OutputError: if the file cannot be written.
         """
         if not isinstance(path, str | os.PathLike):
@@ -140,76 +139,56 @@ class Graph:
         path = Path(path)
         suffix = path.suffix.lower()
         validation.one_of(f"the suffix of {str(path)!r}", suffix, TEXTS + PICTURES)
-        seconds = validation.positive("timeout", timeout)
         if not path.parent.is_dir():
             raise OutputError(
                 f"{path}: expected an existing folder, got {str(path.parent)!r}; make it first."
             )
-        text = self._text.encode()
-        _write(path, text if suffix in TEXTS else _draw(text, suffix[1:], seconds))
+        content = self._text.encode() if suffix in TEXTS else self._draw(suffix[1:])
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.write_bytes(content)
+            part.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink()
+            raise OutputError(
+                f"{path}: the file could not be written: {error.strerror or error}; free some space, "
+                "or choose another folder."
+            ) from error
         return path
-
-    def _repr_svg_(self) -> str | None:
-        """The picture for notebooks; None without graphviz."""
-        with suppress(MissingDependencyError, DrawingError):
-            return _draw(self._text.encode(), "svg", NOTEBOOK_TIMEOUT).decode()
-        return None
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """The picture for notebooks, or the text without graphviz."""
-        picture = self._repr_svg_()
-        if picture is None:
+        try:
+            return {"image/svg+xml": self._draw("svg").decode(), "text/plain": repr(self)}
+        except (MissingDependencyError, DrawingError):
             return {"text/plain": self._text}
-        return {"image/svg+xml": picture, "text/plain": repr(self)}
 
-
-def _draw(text: bytes, form: str, seconds: float) -> bytes:
-    dot_program = shutil.which("dot")
-    if dot_program is None:
-        raise MissingDependencyError(
-            f"a .{form} file: expected graphviz's program `dot`, found none; {INSTALL}, or save as "
-            ".dot, which needs no program and which many viewers show."
-        )
-    try:
-        done = subprocess.run(
-            [dot_program, f"-T{form}"], input=text, capture_output=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        raise DrawingError(
-            f"graphviz took longer than {seconds:g} s; draw less (a smaller max_nodes, saved=False), "
-            "pass a longer timeout to `save`, or save as .dot."
-        ) from None
-    except OSError as error:
-        raise DrawingError(f"{dot_program} could not be run: {error}; {INSTALL}.") from error
-    if done.returncode != 0 or not done.stdout:
-        said = done.stderr.decode(errors="replace").strip() or "nothing"
-        raise DrawingError(
-            f"{dot_program} -T{form} ended with status {done.returncode} and said: {said[-500:]}. "
-            "Save as .dot, and run `dot` on that file by hand."
-        )
-    return done.stdout
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write the whole file or nothing: a full disk leaves the old file as it was."""
-    temporary: str | None = None
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
-        raise OutputError(
-            f"{path}: the file could not be written: {error.strerror or error}; free some space, or "
-            "choose another folder."
-        ) from error
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    def _draw(self, form: str) -> bytes:
+        program = shutil.which("dot")
+        if program is None:
+            raise MissingDependencyError(
+                f"a .{form} file: expected graphviz's program `dot`, found none; {INSTALL}, or save as "
+                ".dot, which needs no program and which many viewers show."
+            )
+        try:
+            done = subprocess.run(
+                [program, f"-T{form}"],
+                input=self._text.encode(),
+                capture_output=True,
+                timeout=TIMEOUT,
+            )
+        except subprocess.TimeoutExpired:
+            raise DrawingError(
+                f"graphviz took longer than {TIMEOUT:g} s; draw less (a smaller max_nodes, "
+                "saved=False), or save as .dot."
+            ) from None
+        except OSError as error:
+            raise DrawingError(f"{program} could not be run: {error}; {INSTALL}.") from error
+        if done.returncode != 0 or not done.stdout:
+            said = done.stderr.decode(errors="replace").strip() or "nothing"
+            raise DrawingError(
+                f"{program} -T{form} ended with status {done.returncode} and said: {said[-500:]}. "
+                "Save as .dot, and run `dot` on that file by hand."
+            )
+        return done.stdout

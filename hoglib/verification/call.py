@@ -231,15 +231,15 @@ class Call:
             values[slot] = value.clone() if self.clone else value
         return self._run(values)
 
-    def from_leaves(self) -> tuple[list[Tensor], dict[str, Any], list[Any]]:
-        """A leaf for each variable, as fn gets it; the constants that fn gets, by name; and all leaves
-        of what it returns for them."""
+    def from_leaves(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+        """A leaf for each variable; the copies of them that fn gets, which it may change in place; and
+        all leaves of what it returns."""
         values = [fresh(x) for x in self._values]
         own = [self.value(j).clone().requires_grad_() for j in range(len(self.positions))]
-        for slot, x in zip(self.positions, own, strict=True):
-            values[slot] = x.clone() if self.clone else x
-        constants = {n: values[i] for i, n in enumerate(self._names) if i not in self.positions}
-        return own, constants, self._run(values)
+        copies = [x.clone() for x in own]
+        for slot, x in zip(self.positions, copies, strict=True):
+            values[slot] = x
+        return own, copies, self._run(values)
 
     def _run(self, values: list[Any]) -> list[Any]:
         inputs = pytree.unflatten(values[: self._num_leaves], self._structure)
