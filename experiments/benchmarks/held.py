@@ -62,6 +62,9 @@ def hold(held: Held, method: Method, timed: Any) -> tuple[Row, Call | None]:
         call = method.make(held.point)
         result = finished(call(), FEW)
         settle()
+        if not method.truth:
+            nothing = dict.fromkeys(("error", "products", "first_seconds", "peak_bytes"))
+            return row | nothing, call
         first = time.perf_counter() - start
         found = columns(result, 1 if method.truth == "gradient" else workload.vectors)
     except Missing as reason:

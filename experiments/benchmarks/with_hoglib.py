@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 import hoglib as hog
 from experiments.benchmarks.problems import Problem
@@ -25,6 +25,28 @@ def hvp(problem: Problem, **options: Any) -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
     v = problem.named(problem.vectors[:, 0])
     return lambda: hog.hvp(loss, params, v, problem.batch, **options)[1]
+
+
+def matrix_products_alone(problem: Problem) -> Call:
+    """The matrix products of the graph of `hvp`, as it is captured, and nothing else."""
+    loss, v = (
+        hog.functional_loss(problem.model, F.cross_entropy),
+        problem.named(problem.vectors[:, 0]),
+    )
+    pairs: list[list[Tensor]] = []
+
+    def record(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                factors = [x.meta["val"] for x in node.args[-2:]]
+                pairs.append([torch.empty_strided(x.shape, x.stride()).normal_() for x in factors])
+        run: Callable[..., Any] = graph.forward
+        return run
+
+    hog.compile(partial(hog.hvp, loss), backend=record, check=False)(
+        problem.params, v, problem.batch
+    )
+    return lambda: [torch.mm(a, b) for a, b in pairs]
 
 
 def hvp_of_block(problem: Problem, **options: Any) -> Call:

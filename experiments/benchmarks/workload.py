@@ -56,7 +56,8 @@ class Method:
 
     make(point) prepares what the user has at hand and returns a call, which is what is timed. The call
     returns a tensor [P] or [P, k], a tuple or dict with one leaf a parameter (and k as last dimension),
-    an iterator over k products, or `Eigenvalues`. ours: drawn in colour. truth: a name in TRUTHS.
+    an iterator over k products, or `Eigenvalues`. ours: drawn in colour. truth: a name in TRUTHS;
+    empty for a part of the work, done alone for comparison, whose result is not that of the workload.
     beside: other methods of the workload; the time of the fastest is a second unit. few: it keeps
     nothing from one vector to the next, so that two vectors tell what each costs. compiled: the first
     call, and what it takes to get there, is reported too; nothing is found in a cache. library: what is

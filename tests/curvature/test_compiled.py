@@ -69,7 +69,7 @@ PAIRS = [(name, kind) for name in MODELS for kind in PRODUCTS]
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    all_but(lambda name, kind: kind == "Hessian" or name in SOME or name == "LSTM", PAIRS),
+    all_but(lambda name, kind: kind == "Hessian" or name in SOME, PAIRS),
 )
 def test_a_product_equals_the_eager_one(name, kind):
     product, modes = PRODUCTS[kind]

@@ -92,6 +92,7 @@ def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
     assert line.split()[-4] == "12"
 
 
+@FULL
 def test_it_learns_and_a_run_of_another_kind_adds_its_row():
     more = ("--data.iterations", "60", "--data.tasks", "4", "--model.channels", "16")
     fit(*more)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib import ops
 from hoglib.ops import replacements
+from tests.long_tail import all_but
 
 F64 = torch.float64
 INF = torch.inf
@@ -108,8 +109,13 @@ def test_unnormalised_scores_have_torchs_value() -> None:
 SMOOTH = {"padded": PADDED, "no steps or labels": (LABELS, (4, 0, 2), (2, 0, 0))}
 
 
-@pytest.mark.parametrize("name", SMOOTH)
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    all_but(
+        lambda name, reduction: name == "padded" or reduction == "mean",
+        [(name, reduction) for reduction in ("none", "mean", "sum") for name in SMOOTH],
+    ),
+)
 def test_derivatives_in_every_mode(name: str, reduction: str) -> None:
     def loss(x: Tensor) -> Tensor:
         return ops.ctc_loss(log_softmax(x), *SMOOTH[name], reduction=reduction)

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.ops import replacements as tables
+from tests.long_tail import FULL, all_but
 from tests.ops.checks import right_in_every_mode
 
 F64, C128 = torch.float64, torch.complex128
@@ -160,8 +161,9 @@ def tuple_of(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", DETS)
-@pytest.mark.parametrize("n", [3, 4])
-@pytest.mark.parametrize("dtype", [F64, C128], ids=str)
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(3, C128), pytest.param(4, C128, marks=FULL), (4, F64)], ids=str
+)
 def test_determinants_are_right_in_every_mode(name: str, n: int, dtype: torch.dtype) -> None:
     right_in_every_mode(lambda A: tuple_of(DETS[name][0](A)), regular(2, n, n, dtype=dtype))
 
@@ -200,7 +202,9 @@ SINGULAR = {
 }
 
 
-@pytest.mark.parametrize("name", SINGULAR)
+@pytest.mark.parametrize(
+    "name", all_but(lambda name: name not in ("rank 4 of 5", "rank 2 of 5", "zero 5"), SINGULAR)
+)
 def test_det_of_a_singular_matrix_has_the_derivatives_of_the_polynomial(name: str) -> None:
     """To the third order, reverse over reverse and forward over forward, alone and in a batch."""
     A = SINGULAR[name]().to(F64)

@@ -10,7 +10,8 @@ from hoglib.testing.opinfo import CATALOGUE, OpInfo, SampleInput
 from tests.long_tail import FULL
 from tests.ops.matrix import CELLS, ONCE, Case, in_one_graph
 
-# What each sample of an op goes through in `make test`; the other cells get the first one.
+# What each sample of an op goes through in `make test`; the other cells get the first one. That ops
+# are compiled is tested with all ops of a theme in one graph.
 EVERY_SAMPLE = (
     "first derivative", "second derivative", "third derivative", "forward mode",
     "forward over forward", "batched gradients", "func vmap", "non-contiguous", "complex",
@@ -27,7 +28,7 @@ def rows() -> Iterator[object]:
             once = cell in ONCE or cell in info.skips
             for i, sample in enumerate(info.samples[:1] if once else info.samples):
                 name = f"{info.name}-{cell}" + ("" if once else f"-{sample.name}")
-                tail = [FULL] if i and cell not in EVERY_SAMPLE else []
+                tail = [FULL] if cell == "compile" or (i and cell not in EVERY_SAMPLE) else []
                 yield pytest.param(info, sample, cell, id=name, marks=[*marks, *tail])
 
 

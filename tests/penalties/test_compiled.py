@@ -15,6 +15,7 @@ import hoglib as hog
 from hoglib import penalties
 from hoglib.capture import api, capturing
 from hoglib.penalties import compiled
+from tests.long_tail import FULL
 from tests.penalties.critics import build, draw, generator, plain
 
 X, FAKE = draw(5, 3), draw(5, 3, seed=1)
@@ -178,7 +179,7 @@ def test_compiled_is_eager_while_parameters_change(name, calls):
     assert 1 <= len(calls) <= most  # and not one a step, though functions are made anew
 
 
-@pytest.mark.parametrize("name", ["wgan_gp", "r1"])
+@pytest.mark.parametrize("name", ["wgan_gp", pytest.param("r1", marks=FULL)])
 def test_the_compiler_agrees(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
     make, penalty = KINDS[name]
