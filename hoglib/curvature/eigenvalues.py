@@ -12,7 +12,9 @@ from hoglib._core import validation
 from hoglib.curvature.vector_space import SymmetricMatrix
 from hoglib.errors import ArgumentValueError, ConvergenceError, MissingDependencyError
 
-CACHED = 2**24  # bytes of a basis that cost little beside a product; a larger basis saves products
+CACHED = 2**22  # bytes of a basis that cost little beside a product
+LARGEST = 2**24  # bytes of a basis that is enlarged
+SLOW = 16  # restarts after which a larger basis, which costs time, may save products
 AT_ONCE = 2**16  # entries of each vector that are combined at once
 KEPT = 0.7  # of the norm of a vector: if less is left, it is orthogonalised again
 ROUNDING = 10  # times eps |A|: the error of a product
@@ -74,8 +76,8 @@ def eigsh(
 
         A v = value v,        |A v - value v| <= tol |value|
 
-    The basis holds 2 k + 20 vectors, on the device; more where they are short. Matrices of up to 21 or
-    2 k + 2 rows are made dense.
+    The basis holds 2 k + 2 vectors, at least 21, on the device; up to three times as many where they
+    are short, or convergence is slow. Matrices of up to 21 or 2 k + 2 rows are made dense.
 
     Args:
         operator: The matrix A [P, P], a `LinearOperator`.
@@ -156,13 +158,17 @@ def lanczos(
     start = draw(block)
     size = start.shape[1]
     first = first_check(k, block)
-    cached = CACHED // (size * start.element_size())
-    most = min(size, max(first, 2 * k + 20, min(3 * first, cached)))
+    cached, largest = (memory // (size * start.element_size()) for memory in (CACHED, LARGEST))
+    most = min(size, max(first, min(3 * first, cached)))
+    largest = min(size, max(most, 2 * k + 20, min(3 * first, largest)))
     # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself
     second = first + (first - k) // 2
     basis = Basis(start, most, draw)
     done = 0
-    for _ in range(restarts):
+    for restart in range(restarts):
+        if restart % SLOW == SLOW - 1 and most < largest:
+            most = min(largest, 2 * most)
+            basis.enlarge(most)
         full = False
         while not full:
             before, done = done, done + len(basis.rest)
@@ -235,6 +241,13 @@ class Basis:
     def combine(self, S: Tensor) -> Tensor:
         """S^T V [k, P]."""
         return S.T.to(self.V) @ self.V[: self.m]
+
+    def enlarge(self, most: int) -> None:
+        """Make room for so many vectors that are multiplied."""
+        V, T = self.V, self.T
+        self.V = V.new_empty(min(most + self._block, self._size), self._size)
+        self.T = T.new_zeros(len(self.V), len(self.V))
+        self.V[: self.n], self.T[: self.n, : self.n] = V[: self.n], T[: self.n, : self.n]
 
     def restart(self, theta: Tensor, S: Tensor) -> None:
         """Keep these Ritz vectors, and the vectors to be multiplied next."""
