@@ -25,7 +25,7 @@ from hoglib.verification import (
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
 from hoglib.verification.derivatives import Derivatives
-from hoglib.verification.options import Options, check_options
+from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import Report, Row
 from hoglib.verification.rounding import exact_products
 from hoglib.verification.subject import Subject
@@ -104,15 +104,14 @@ def verify(
         (False, 'detached: .detach()')
     """
     validation.function("fn", fn)
-    options = check_options(
-        orders=orders,
-        modes=modes,
+    options = Options(
+        orders=parse_orders(orders),
+        modes=parse_modes(modes),
         surrogate=surrogate or getattr(fn, "surrogate", False) is True,
         full=full,
         compile=compile,
         eps=eps,
-        atol=atol,
-        rtol=rtol,
+        bounds=Bounds(atol, rtol),
         nondet_tol=nondet_tol,
     )
     if reference is not None:

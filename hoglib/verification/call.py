@@ -56,18 +56,20 @@ def gradient(function: TensorMap, count: int, wanted: Sequence[int] | None = Non
             for j, x in enumerate(given[:count])
         ]
         by = [inputs[j] for j in wanted]
-        pairs = zip(function(*inputs), given[count:], strict=True)
-        outputs = [(y, u) for y, u in pairs if y.requires_grad]
-        if not outputs:
-            return [torch.zeros_like(x) for x in by]
-        return list(
-            torch.autograd.grad(
-                [y for y, _ in outputs], by, [u.clone() for _, u in outputs], create_graph=True,
-                materialize_grads=True,
-            )
-        )  # fmt: skip
+        return grad(function(*inputs), by, given[count:], create_graph=True)
 
     return map_
+
+
+def grad(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], **options: Any
+) -> list[Tensor]:
+    """The gradients of the weighted sum of those outputs that have a graph; zeros if none has."""
+    live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
+    if not live:
+        return [torch.zeros_like(x) for x in inputs]
+    values, factors = zip(*live, strict=True)
+    return list(torch.autograd.grad(values, inputs, factors, materialize_grads=True, **options))
 
 
 def tangent(function: TensorMap, count: int) -> TensorMap:

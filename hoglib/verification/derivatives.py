@@ -5,6 +5,7 @@ order k - 1. It is compared with differences of that very map, so each order res
 and the first on the values.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, final
 
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from hoglib._core import element_differences
 from hoglib._core.element_differences import random_like
-from hoglib._core.source_location import format_error
+from hoglib._core.source_location import SourceLine, format_error, is_user_code
+from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
-from hoglib.verification import function_rules, wording
+from hoglib.verification import function_rules
 from hoglib.verification.comparison import (
     Discrepancy,
     Target,
@@ -27,6 +29,7 @@ from hoglib.verification.options import Options
 from hoglib.verification.report import MODES, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
 
+DECLARE = "If that is on purpose, as in a straight-through gradient, pass surrogate=True."
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 
@@ -92,8 +95,9 @@ class Derivatives:
         yield self._kinks(at[0])
         row = self._reverse_row("first derivative: reverse", at)
         if row.status == "fail":
-            words = self._explained(self.found[row.name])
-            row = row._replace(text=f"{row.text} {words}".rstrip())
+            declare = DECLARE if self.found[row.name].raised is None else ""
+            words = [f"{row.text.rstrip('.')}.", *self._where(), declare]
+            row = row._replace(text=" ".join(words).rstrip())
         yield row
         if self._wants("f"):
             row = self._forward_row("first derivative: forward", at, "f")
@@ -207,7 +211,7 @@ class Derivatives:
         if found.wrong:
             others = self._labels(found.faulty - {found.column})
             also = f" Also wrong: by {', '.join(others)}." if others else ""
-            return Row(name, "fail", found.error, f"{found.wrong}{_ratio(found)}.{also}")
+            return Row(name, "fail", found.error, f"{found.wrong}{ratio(found)}.{also}")
         unknown = ", ".join(self._labels(found.unknown))
         why = f" ({found.problem})" if found.problem else ""
         if found.unknown and not found.checked:
@@ -271,21 +275,25 @@ class Derivatives:
             "there is a convention. It was checked near the inputs.",
         )  # fmt: skip
 
-    def _explained(self, found: Discrepancy) -> str:
-        if found.raised is not None or found.row < 0:
-            return ""
-        try:
-            return wording.describe_gradient(
-                self._subject, self._subject.x, found.row, found.column
-            )
-        except Exception:  # a description that fails must not hide the row
-            return ""
+    def _where(self) -> Iterator[str]:
+        """The first lines of the backwards that may be at fault."""
+        for function in sorted(self._subject.functions, key=lambda f: f.__name__):
+            code = getattr(inspect.unwrap(backward_rule(function)), "__code__", None)
+            if code is not None and is_user_code(code.co_filename):
+                below = [
+                    k for *_, k in code.co_lines() if k is not None and k > code.co_firstlineno
+                ]
+                line = SourceLine(code.co_filename, min(below, default=code.co_firstlineno))
+                yield f"{function.__name__}.backward starts at {line}."
 
 
-def _ratio(found: Discrepancy) -> str:
+def ratio(found: Discrepancy) -> str:
+    """What a wrong derivative is of the expected one."""
     if not found.expected or found.got != found.got:
         return ""
-    ratio = found.got / found.expected
-    if abs(ratio) < 1e-6:
+    share = found.got / found.expected
+    if abs(share) < 1e-6:
         return " (all of it is missing)"
-    return f" ({ratio:.3g} of the expected value)"
+    if abs(share + 1) < 1e-4:
+        return " (the sign is wrong)"
+    return f" ({share:.4g} times the expected value)"

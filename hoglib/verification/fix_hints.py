@@ -14,12 +14,12 @@ from hoglib._core.element_differences import element_scales, random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.torch_internals import watching_functions
-from hoglib.verification import attribution, function_rules, wording
+from hoglib.verification import attribution, function_rules
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import Diagnosis
 from hoglib.verification.call import Call
 from hoglib.verification.comparison import Discrepancy, in_forward, in_reverse, target
-from hoglib.verification.derivatives import Stage, stage
+from hoglib.verification.derivatives import Stage, ratio, stage
 from hoglib.verification.function_rules import Slot
 from hoglib.verification.options import Bounds
 from hoglib.verification.report import MODES, Mode, Row
@@ -233,15 +233,7 @@ def _wrong_alone(app: Application) -> Iterator[str]:
     except Exception:
         return
     if one.wrong:
-        yield f"{one.wrong}. {_words(subject, one)}"
-
-
-def _words(subject: Subject, found: Discrepancy) -> str:
-    try:
-        words = wording.describe_gradient(subject, subject.x, found.row, found.column)
-        return f"{words} " if words else ""
-    except Exception:  # a description that fails must not hide the row
-        return ""
+        yield f"{one.wrong}{ratio(one)}. "
 
 
 def title(cut: DetachedGradient) -> str:
