@@ -195,7 +195,7 @@ def _rows(
     contract_rows = list(_contract_rows(subject, options))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
-    for row in _circumstance_rows(subject, points[-1], derivatives.right, options):
+    for row in _circumstance_rows(subject, points[-1], options):
         if changes and row.status == "fail":
             text = "not judged: it changes tensors in place, which makes this check meaningless."
             row = row._replace(status="skip", text=text)
@@ -235,9 +235,7 @@ def _contract_rows(subject: Subject, options: Options) -> Iterator[Row]:
             yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
 
 
-def _circumstance_rows(
-    subject: Subject, x: list[Tensor], targets: Sequence[comparison.Target], options: Options
-) -> Iterator[Row]:
+def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterator[Row]:
     """The derivatives in other circumstances: subsets of inputs, layouts, dtypes, vmap, ..."""
     try:
         base, at_inputs = Baseline(subject, x), Baseline(subject, subject.x)
@@ -254,7 +252,7 @@ def _circumstance_rows(
         lambda: circumstances.outputs_alone(base),
         lambda: variants.layouts(base),
         lambda: variants.dtypes(base),
-        lambda: transforms.rows(subject, points, base.u, targets, options),
+        lambda: transforms.rows(subject, points, base.u, options),
         lambda: variants.autocast(base),
         lambda: variants.compiled(base, options),
     ]

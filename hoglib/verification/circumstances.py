@@ -4,7 +4,6 @@ They are compared with those of a baseline, which the derivative checks have jud
 if the circumstances make a difference.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -301,13 +300,10 @@ def subsets(base: Baseline) -> tuple[Row, tuple[int, ...]]:
 
 
 def _choose_subsets(count: int) -> list[tuple[int, ...]]:
-    """Each proper subset; of many inputs, each alone and all but each."""
-    if count <= 3:
-        sizes = range(1, count)
-        return [s for size in sizes for s in itertools.combinations(range(count), size)]
+    """Each input alone, and all but each: of up to three inputs, every proper subset."""
     singles = [(j,) for j in range(count)]
     others = [tuple(k for k in range(count) if k != j) for j in range(count)]
-    return [*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]]
+    return [*dict.fromkeys([*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]])]
 
 
 def outputs_alone(base: Baseline) -> Row:
@@ -315,45 +311,35 @@ def outputs_alone(base: Baseline) -> Row:
     name = "outputs: undefined gradients"
     if not base.subject.functions:
         return Row(name, "skip", None, "no custom Function is in it.")
+
+    def failed(text: str, off: float | None = None) -> Row:
+        return Row(name, "fail", off, f"{text}. {UNDEFINED}")
+
     leaves = [y.detach().clone().requires_grad_() for y in base.x]
     try:
         values = [_UndefinedGradient.apply(y) for y in base.f(*leaves)]
         total = torch.stack([y.sum() for y in values]).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
     except Exception as raised:
-        return Row(
-            name,
-            "fail",
-            None,
-            f"with an undefined gradient it raised {format_error(raised)}. {UNDEFINED}",
-        )
+        return failed(f"with an undefined gradient it raised {format_error(raised)}")
     usual = all(bool(g.isfinite().all()) for g in base.first)
     if usual and any(g is not None and bool((g != 0).any()) for g in grads):
-        return Row(
-            name, "fail", None, f"with an undefined gradient its gradient is not zero. {UNDEFINED}"
-        )
+        return failed("with an undefined gradient its gradient is not zero")
     if len(base.u) < 2:
         return Row(name, "pass")
-    total_of: list[Tensor] | None = None
-    for k in range(len(base.u)):
+    parts = []
+    for k, row in enumerate(base.subject.rows):
         try:
-            part = calls.vjps(base.f, base.x, [(k, base.u[k])])[0]
+            parts.append(calls.vjps(base.f, base.x, [(k, base.u[k])])[0])
         except Exception as raised:
-            return Row(
-                name, "fail", None,
-                f"when only {base.subject.rows[k]} has a gradient it raised {format_error(raised)}. "
-                f"{UNDEFINED}",
-            )  # fmt: skip
-        total_of = (
-            part if total_of is None else [a + b for a, b in zip(total_of, part, strict=True)]
-        )
-    off, j = base.largest_difference(total_of or [], base.first)
+            return failed(f"when only {row} has a gradient it raised {format_error(raised)}")
+    sums = [torch.stack(column).sum(0) for column in zip(*parts, strict=True)]
+    off, j = base.largest_difference(sums, base.first)
     if off > base.tolerance:
-        return Row(
-            name, "fail", off,
-            f"the gradient by {base.names[j]} of all outputs is not the sum of those of each "
-            f"output alone. {UNDEFINED}",
-        )  # fmt: skip
+        text = (
+            f"the gradient by {base.names[j]} of all outputs is not the sum of those of each output"
+        )
+        return failed(f"{text} alone", off)
     return Row(name, "pass", off)
 
 

@@ -30,6 +30,8 @@ from hoglib.verification.options import Bounds
 from hoglib.verification.report import Row
 from hoglib.verification.subject import Subject
 
+DRAWS = 2  # covectors of an output
+MANY = 256  # elements that are differentiated one by one
 TRUST = 5.0  # the error of a difference may be this many times its estimate
 
 
@@ -146,24 +148,20 @@ def in_forward(
 
 
 def in_reverse(
-    at: Target, bounds: Bounds, random: torch.Generator, *, draws: int = 2, full: bool = False,
-    batched: bool = False, wanted: Sequence[int] | None = None, f: TensorMap | None = None,
-) -> Discrepancy:  # fmt: skip
-    """<J^T w, v> for each direction v and a few covectors w; f, if given, replaces the map."""
+    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False
+) -> Discrepancy:
+    """<J^T w, v> for each direction v and a few covectors w."""
     found = Discrepancy()
-    f = at.map if f is None else f
-    wanted = list(range(len(at.x))) if wanted is None else list(wanted)
-    slopes = [one for one in at.slopes if one.column in wanted]
     covectors = [
-        (i, w) for i in range(len(at.rows)) for w in _covectors(slopes, i, random, draws, full)
+        (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, random, full)
     ]
     try:
-        pulled = calls.vjps(f, at.x, covectors, wanted, batched=batched)
+        pulled = calls.vjps(at.map, at.x, covectors)
     except Exception as error:
         return _raised(error, at, -1)
     concluded = set()
     for (i, w), grads in zip(covectors, pulled, strict=True):
-        for one in slopes:
+        for one in at.slopes:
             known = one.known(i)
             if bool((w[~known] != 0).any()):
                 found.problem = found.problem or one.problem
@@ -173,7 +171,7 @@ def in_reverse(
             errors = torch.where(known, w.abs() * one.errors[i], 0.0)
             expected = float(terms.sum())
             scale = float(terms.square().sum().sqrt())  # size of a sum of terms with random signs
-            got = float((grads[wanted.index(one.column)] * one.v).sum())
+            got = float((grads[one.column] * one.v).sum())
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
                 continue
@@ -189,12 +187,36 @@ def in_reverse(
             share = off / size if off == off else float("inf")
             where = ", along random directions"
             found.note(at, i, one.column, where, not off <= allowed, share, got, expected)
-    found.unknown = {one.column for one in slopes} - concluded
+    found.unknown = {one.column for one in at.slopes} - concluded
     return found
 
 
+def wrong_elements(
+    f: TensorMap, x: Sequence[Tensor], i: int, j: int, random: torch.Generator
+) -> str:
+    """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
+    input of not too many."""
+    if x[j].numel() > MANY:
+        return ""
+    w = random_like(f(*x)[i], random)
+    got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
+    slopes = [slope(f, x, j, v) for v in directions(x[j], 1, random, full=True)]
+    lengths = [float(one.v.sum()) for one in slopes]
+    pairs = zip(slopes, lengths, strict=True)
+    right = torch.tensor([float((w * one.values[i]).sum()) / length for one, length in pairs])
+    right = right.to(got)
+    wrong = ((got - right).abs() > 1e-4 * right.abs().max()).nonzero().reshape(-1).tolist()
+    if not wrong:
+        return ""
+    k = wrong[0]
+    return (
+        f"{len(wrong)} of {got.numel()} elements of that gradient are wrong: element {k} is "
+        f"{float(got[k]):.6g}, and should be {float(right[k]):.6g}."
+    )
+
+
 def _covectors(
-    slopes: Sequence[Slope], i: int, random: torch.Generator, draws: int, full: bool
+    slopes: Sequence[Slope], i: int, random: torch.Generator, full: bool
 ) -> list[Tensor]:
     """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere."""
     if not slopes:
@@ -213,7 +235,7 @@ def _covectors(
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
     share = 1.0 / (sizes + 1e-3 * (max_abs(sizes) or 1.0))
     share = torch.where(known, share / share.max(), 0.0)
-    return [random_like(like, random) * share for _ in range(draws)]
+    return [random_like(like, random) * share for _ in range(DRAWS)]
 
 
 def _label(at: Target, i: int, j: int) -> str:

@@ -7,6 +7,7 @@ and the first on the values.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, final
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from hoglib.verification.comparison import (
     in_reverse,
     recheck_target,
     target,
+    wrong_elements,
 )
 from hoglib.verification.options import Options
 from hoglib.verification.report import MODES, ORDINALS, Mode, Row
@@ -80,13 +82,12 @@ def stage(
 class Derivatives:
     """The derivative rows of one subject, at a few points.
 
-    `found` is what each row rests on; `right` the targets of reverse rows that passed.
+    `found` is what each row rests on.
     """
 
     def __init__(self, subject: Subject, points: Sequence[list[Tensor]], options: Options) -> None:
         self._subject, self._points, self._options = subject, points, options
         self.found: dict[str, Discrepancy] = {}
-        self.right: list[Target] = []
 
     def first_order(self) -> Iterator[Row]:
         """The first derivative in reverse and in forward mode, and the kinks at the first point."""
@@ -95,9 +96,14 @@ class Derivatives:
         yield self._kinks(at[0])
         row = self._reverse_row("first derivative: reverse", at)
         if row.status == "fail":
-            declare = DECLARE if self.found[row.name].raised is None else ""
-            words = [f"{row.text.rstrip('.')}.", *self._where(), declare]
-            row = row._replace(text=" ".join(words).rstrip())
+            words = [f"{row.text.rstrip('.')}.", *self._where()]
+            found = self.found[row.name]
+            if found.raised is None:
+                at_inputs = (subject.map, subject.x, found.row, found.column)
+                with suppress(Exception):  # a description that fails must not hide the row
+                    words.append(wrong_elements(*at_inputs, subject.random))
+                words.append(DECLARE)
+            row = row._replace(text=" ".join(filter(None, words)))
         yield row
         if self._wants("f"):
             row = self._forward_row("first derivative: forward", at, "f")
@@ -115,20 +121,18 @@ class Derivatives:
             if self._options.modes is not None and not asked:
                 continue
             reason = self._skipped(mode)
-            if reason and not (asked and self._subject.offers_forward is False):
-                yield Row(name, "skip", None, reason)
-                continue
             if reason:
-                self.found[name] = Discrepancy(wrong=reason)
-                yield Row(name, "fail", None, reason)
+                missing = asked and self._subject.offers_forward is False
+                if missing:
+                    self.found[name] = Discrepancy(wrong=reason)
+                yield Row(name, "fail" if missing else "skip", None, reason)
                 continue
             row = self._row(name, mode, order)
-            raised = self.found.get(name, Discrepancy(raised=ValueError())).raised is not None
-            if mode.key == "rf" and raised:
+            before = self.found.get(name)
+            if mode.key == "rf" and (before is None or before.raised is not None):
                 # torch raises in reverse over some tangents (softmax), where torch.func does not
-                before = self.found.get(name)
                 again = self._row(name, mode, order, by_torch_func=True)
-                if self.found.get(name, Discrepancy(raised=ValueError())).raised is None:
+                if name in self.found and self.found[name].raised is None:
                     row = again
                 elif before is not None:
                     self.found[name] = before
@@ -182,10 +186,7 @@ class Derivatives:
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
         self.found[name] = self._both(at, "r")
-        row = self._judged(name, self.found[name])
-        if row.status == "pass":
-            self.right.append(at[-1])
-        return row
+        return self._judged(name, self.found[name])
 
     def _forward_row(self, name: str, at: Sequence[Target], key: str) -> Row:
         """A row of a mode with a forward level in it, which may not be offered."""

@@ -212,10 +212,8 @@ def autocast(base: Baseline) -> Row:
             f"under torch.autocast it raised {format_error(raised)}. Decorate forward and backward "
             "with torch.amp.custom_fwd and custom_bwd.",
         )  # fmt: skip
-    pairs = zip(found, right, strict=True)
-    errors = [_relative_difference(a.double(), b.double(), scale) for a, b in pairs]
-    off = max(errors)
-    j = errors.index(off)
+    pairs = enumerate(zip(found, right, strict=True))
+    off, j = max((_relative_difference(a.double(), b.double(), scale), j) for j, (a, b) in pairs)
     if off > 0.1:
         return Row(
             name, "warn", off,
