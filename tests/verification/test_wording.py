@@ -116,7 +116,11 @@ WRONG = {
     "the output saved for the input": (SavesTheOutput, (x,), "output 0, by inputs[0] (`a`)"),
     "incoming gradients exchanged": (Both, (x,), "by inputs[0] (`a`)"),
     "an output ignored": (IgnoresAnOutput, (x,), "output 1, by inputs[0] (`a`)"),
-    "one branch": (OneBranch, (torch.tensor([-1.0, 0.4, -0.3]),), "2 of 3 elements of that gradient"),
+    "one branch": (
+        OneBranch,
+        (torch.tensor([-1.0, 0.4, -0.3]),),
+        "2 of 3 elements of that gradient",
+    ),
     "no return": (ReturnsNothing, (x,), "all of it is missing"),
     "a cache of an earlier call": (ReadsACache, (x,), "output 0, by inputs[0] (`a`)"),
     "the sign": (WrongSign, (x, y), "by inputs[1] (`b`), along random directions"),
