@@ -25,7 +25,7 @@ from hoglib.verification import (
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
 from hoglib.verification.derivatives import Derivatives
-from hoglib.verification.options import Options, check_options
+from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import Report, Row
 from hoglib.verification.rounding import exact_products
 from hoglib.verification.subject import Subject
@@ -104,15 +104,14 @@ def verify(
         (False, 'detached: .detach()')
     """
     validation.function("fn", fn)
-    options = check_options(
-        orders=orders,
-        modes=modes,
+    options = Options(
+        orders=parse_orders(orders),
+        modes=parse_modes(modes),
         surrogate=surrogate or getattr(fn, "surrogate", False) is True,
         full=full,
         compile=compile,
         eps=eps,
-        atol=atol,
-        rtol=rtol,
+        bounds=Bounds(atol, rtol),
         nondet_tol=nondet_tol,
     )
     if reference is not None:
@@ -196,7 +195,7 @@ def _rows(
     contract_rows = list(_contract_rows(subject, options))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
-    for row in _circumstance_rows(subject, points[-1], derivatives.right, options):
+    for row in _circumstance_rows(subject, points[-1], options):
         if changes and row.status == "fail":
             text = "not judged: it changes tensors in place, which makes this check meaningless."
             row = row._replace(status="skip", text=text)
@@ -236,9 +235,7 @@ def _contract_rows(subject: Subject, options: Options) -> Iterator[Row]:
             yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
 
 
-def _circumstance_rows(
-    subject: Subject, x: list[Tensor], targets: Sequence[comparison.Target], options: Options
-) -> Iterator[Row]:
+def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterator[Row]:
     """The derivatives in other circumstances: subsets of inputs, layouts, dtypes, vmap, ..."""
     try:
         base, at_inputs = Baseline(subject, x), Baseline(subject, subject.x)
@@ -255,7 +252,7 @@ def _circumstance_rows(
         lambda: circumstances.outputs_alone(base),
         lambda: variants.layouts(base),
         lambda: variants.dtypes(base),
-        lambda: transforms.rows(subject, points, base.u, targets, options),
+        lambda: transforms.rows(subject, points, base.u, options),
         lambda: variants.autocast(base),
         lambda: variants.compiled(base, options),
     ]

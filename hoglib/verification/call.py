@@ -56,18 +56,20 @@ def gradient(function: TensorMap, count: int, wanted: Sequence[int] | None = Non
             for j, x in enumerate(given[:count])
         ]
         by = [inputs[j] for j in wanted]
-        pairs = zip(function(*inputs), given[count:], strict=True)
-        outputs = [(y, u) for y, u in pairs if y.requires_grad]
-        if not outputs:
-            return [torch.zeros_like(x) for x in by]
-        return list(
-            torch.autograd.grad(
-                [y for y, _ in outputs], by, [u.clone() for _, u in outputs], create_graph=True,
-                materialize_grads=True,
-            )
-        )  # fmt: skip
+        return grad(function(*inputs), by, given[count:], create_graph=True)
 
     return map_
+
+
+def grad(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], **options: Any
+) -> list[Tensor]:
+    """The gradients of the weighted sum of those outputs that have a graph; zeros if none has."""
+    live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
+    if not live:
+        return [torch.zeros_like(x) for x in inputs]
+    values, factors = zip(*live, strict=True)
+    return list(torch.autograd.grad(values, inputs, factors, materialize_grads=True, **options))
 
 
 def tangent(function: TensorMap, count: int) -> TensorMap:
@@ -94,46 +96,31 @@ def vjps(
     function: TensorMap,
     x: Sequence[Tensor],
     covectors: Sequence[tuple[int, Tensor]],
-    wanted: Sequence[int] | None = None,
-    *,
-    batched: bool = False,
 ) -> list[list[Tensor]]:
-    """For each covector (i, w), J_i(x)^T w by every wanted input; by vmap if batched.
+    """For each covector (i, w), J_i(x)^T w by every input.
 
-    Only the wanted inputs require grad. The graph is kept from one covector to the next, unless the
-    function allows one backward pass only.
+    The graph is kept from one covector to the next, unless the function allows one backward pass only.
     """
-    wanted = range(len(x)) if wanted is None else wanted
 
     def forward() -> tuple[list[Tensor], list[Tensor]]:
-        leaves = [y.detach().clone().requires_grad_(j in wanted) for j, y in enumerate(x)]
-        return function(*leaves), [leaves[j] for j in wanted]
+        leaves = [y.detach().clone().requires_grad_() for y in x]
+        return function(*leaves), leaves
 
     results: list[list[Tensor]] = []
     outputs, by = forward()
     for i, w in covectors:
         try:
-            results.append(_vjp(outputs[i], by, w, batched=batched))
+            results.append(_vjp(outputs[i], by, w))
         except Exception:
             if not results:
                 raise
             outputs, by = forward()
-            results.append(_vjp(outputs[i], by, w, batched=batched))
+            results.append(_vjp(outputs[i], by, w))
     return results
 
 
-def _vjp(y: Tensor, by: Sequence[Tensor], w: Tensor, *, batched: bool) -> list[Tensor]:
-    if not y.requires_grad:
-        return [torch.zeros_like(x) for x in by]
-    if not batched:
-        grads = torch.autograd.grad(y, by, w.clone(), retain_graph=True, materialize_grads=True)
-        return [g.detach() for g in grads]
-    both = torch.stack([w, -w])
-    grads = torch.autograd.grad(
-        y, by, both, retain_graph=True, allow_unused=True, is_grads_batched=True
-    )
-    pairs = zip(grads, by, strict=True)
-    return [torch.zeros_like(x) if g is None else g[0].detach() for g, x in pairs]
+def _vjp(y: Tensor, by: Sequence[Tensor], w: Tensor) -> list[Tensor]:
+    return [g.detach() for g in grad([y], by, [w], retain_graph=True)]
 
 
 def jvp(function: TensorMap, x: Sequence[Tensor], j: int, v: Tensor) -> list[Tensor]:

@@ -4,7 +4,6 @@ They are compared with those of a baseline, which the derivative checks have jud
 if the circumstances make a difference.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -73,16 +72,13 @@ class Baseline:
         leaves = [y.detach().clone().requires_grad_(j in requires) for j, y in enumerate(x)]
         u = [y.clone().requires_grad_() for y in self.u]
         grads = calls.gradient(f, self.n, requires)(*leaves, *u)
-        rows = [(grads[list(requires).index(j)], self.w[j]) for j in by]
-        live = [(g, w) for g, w in rows if g.requires_grad]
-        columns = [leaves[j] for j in by]
-        if not live:
-            return [torch.zeros_like(y) for y in columns]
-        return list(
-            torch.autograd.grad(
-                [g for g, _ in live], columns, [w for _, w in live], materialize_grads=True
-            )
-        )
+        chosen = [grads[list(requires).index(j)] for j in by]
+        return calls.grad(chosen, [leaves[j] for j in by], [self.w[j] for j in by])
+
+    def once(self, f: TensorMap) -> list[Tensor]:
+        """The gradients G, without a graph."""
+        leaves = [y.detach().clone().requires_grad_() for y in self.x]
+        return calls.grad(f(*leaves), leaves, self.u)
 
     def derivatives(
         self, f: TensorMap, x: Sequence[Tensor]
@@ -114,51 +110,40 @@ class Baseline:
         return Row(name, "pass", error)
 
 
+NAN = (
+    ("{}", "a value", "Are the inputs in its domain?"),
+    ("the gradient by {}", "a gradient", "The values are not: choose the derivative there by "
+     "convention, with torch.where on the argument of the function and on the result."),
+    ("the second derivative by {}", "a second derivative", "The first is not. A torch.where lets NaN "
+     "through where its other branch is infinite: guard the argument, not only the result."),
+)  # fmt: skip
+
+
 def finite(base: Baseline) -> Row:
     name = "finite"
     values, grads = base.f(*base.x), base.first
-    for row, y in zip(base.subject.rows, values, strict=True):
-        if bool(y.isnan().any()):
-            return Row(name, "fail", None, f"{row} is NaN at the inputs. Are they in its domain?")
-    for j, g in enumerate(grads):
-        if bool(g.isnan().any()):
-            return Row(
-                name, "fail", None,
-                f"the gradient by {base.names[j]} is NaN at the inputs, and the values are not. "
-                "Choose the derivative there by convention, with torch.where on the argument of "
-                "the function and on the result.",
-            )  # fmt: skip
-    second = base.second or []
-    for j, g in enumerate(second):
-        if bool(g.isnan().any()):
-            return Row(
-                name, "fail", None,
-                f"the second derivative by {base.names[j]} is NaN at the inputs, and the first is "
-                "not. A torch.where lets NaN through where its other branch is infinite: guard the "
-                "argument, not only the result.",
-            )  # fmt: skip
-    for text, tensors in (
-        ("a value", values),
-        ("a gradient", grads),
-        ("a second derivative", second),
-    ):
+    derivatives = (values, grads, base.second or [])
+    labels = (base.subject.rows, base.names, base.names)
+    for (which, _, advice), tensors, known in zip(NAN, derivatives, labels, strict=True):
+        for label, t in zip(known, tensors, strict=False):
+            if bool(t.isnan().any()):
+                text = f"{which.format(label)} is NaN at the inputs. {advice}"
+                return Row(name, "fail", None, text)
+    for (_, what, _), tensors in zip(NAN, derivatives, strict=True):
         if any(bool(t.isinf().any()) for t in tensors):
-            return Row(name, "warn", None, f"{text} is infinite at the inputs.")
+            return Row(name, "warn", None, f"{what} is infinite at the inputs.")
     most = max((max_abs(g) for g in grads), default=0.0)
     scale = max((max_abs(y) / max(max_abs(x), 1e-30) for y in values for x in base.x), default=0.0)
+    text = ""
     if most > 1e8 * max(scale, 1.0):
-        return Row(
-            name, "warn", most,
-            f"a gradient is suspiciously large: {most:.3g}, for values of "
-            f"{max(map(max_abs, values)):.3g}.",
-        )  # fmt: skip
+        size = max(map(max_abs, values))
+        text = f"a gradient is suspiciously large: {most:.3g}, for values of {size:.3g}."
     if most == 0.0:
-        return Row(
-            name, "warn", 0.0,
+        text = (
             "every gradient is zero at the inputs. If that is not intended, is something detached "
-            "or rounded in forward?",
-        )  # fmt: skip
-    return Row(name, "pass")
+            "or rounded in forward?"
+        )
+    return Row(name, "warn", most, text) if text else Row(name, "pass")
 
 
 def extremes(base: Baseline) -> Row:
@@ -190,11 +175,7 @@ def extremes(base: Baseline) -> Row:
 def with_graph(base: Baseline) -> Row:
     """Whether the gradient is the same with and without create_graph=True."""
     name = "create_graph"
-    leaves = [y.detach().clone().requires_grad_() for y in base.x]
-    values = base.f(*leaves)
-    u = [y.clone() for y in base.u]
-    found = torch.autograd.grad(values, leaves, u, materialize_grads=True)
-    off, j = base.largest_difference(found, base.first)
+    off, j = base.largest_difference(base.once(base.f), base.first)
     if off > base.tolerance:
         return Row(
             name, "fail", off,
@@ -210,30 +191,16 @@ def deterministic(base: Baseline, options: Options) -> Row:
     leaves = [y.detach().clone().requires_grad_() for y in base.x]
     values = base.f(*leaves)
 
-    def once() -> list[Tensor]:
-        u = [y.clone() for y in base.u]
-        return list(
-            torch.autograd.grad(
-                values, leaves, u, retain_graph=True, materialize_grads=True,
-                create_graph=base.second is not None,
-            )
-        )  # fmt: skip
-
-    a, b = once(), once()
+    twice = [
+        calls.grad(values, leaves, base.u, retain_graph=True, create_graph=base.second is not None)
+        for _ in range(2)
+    ]
     what = "the gradient"
-    off, j = base.largest_difference(a, b, relative=False)
+    off, j = base.largest_difference(*twice, relative=False)
     if off <= options.nondet_tol and base.second is not None:
-        live = [(g, w) for g, w in zip(a, base.w, strict=True) if g.requires_grad]
-        if live:
-            twice = [
-                torch.autograd.grad(
-                    [g for g, _ in live], leaves, [w for _, w in live], retain_graph=True,
-                    materialize_grads=True,
-                )
-                for _ in range(2)
-            ]  # fmt: skip
-            off, j = base.largest_difference(*twice, relative=False)
-            what = "the second derivative"
+        twice = [calls.grad(twice[0], leaves, base.w, retain_graph=True) for _ in range(2)]
+        off, j = base.largest_difference(*twice, relative=False)
+        what = "the second derivative"
     if off > options.nondet_tol:
         text = (
             f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
@@ -261,9 +228,7 @@ def state(base: Baseline) -> Row:
         values = base.f(*leaves)
         # with the same parameters: a module has one set at a time
         base.f(*((1.1 * y).requires_grad_() for y in base.x[:n]), *leaves[n:])
-        found = torch.autograd.grad(
-            values, leaves, [y.clone() for y in base.u], materialize_grads=True, create_graph=True
-        )
+        found = calls.grad(values, leaves, base.u, create_graph=True)
     except Exception as raised:
         return Row(name, "skip", None, f"two calls before a backward raised {format_error(raised)}")
     off, j = base.largest_difference(found, base.first)
@@ -335,13 +300,10 @@ def subsets(base: Baseline) -> tuple[Row, tuple[int, ...]]:
 
 
 def _choose_subsets(count: int) -> list[tuple[int, ...]]:
-    """Each proper subset; of many inputs, each alone and all but each."""
-    if count <= 3:
-        sizes = range(1, count)
-        return [s for size in sizes for s in itertools.combinations(range(count), size)]
+    """Each input alone, and all but each: of up to three inputs, every proper subset."""
     singles = [(j,) for j in range(count)]
     others = [tuple(k for k in range(count) if k != j) for j in range(count)]
-    return [*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]]
+    return [*dict.fromkeys([*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]])]
 
 
 def outputs_alone(base: Baseline) -> Row:
@@ -349,45 +311,35 @@ def outputs_alone(base: Baseline) -> Row:
     name = "outputs: undefined gradients"
     if not base.subject.functions:
         return Row(name, "skip", None, "no custom Function is in it.")
+
+    def failed(text: str, off: float | None = None) -> Row:
+        return Row(name, "fail", off, f"{text}. {UNDEFINED}")
+
     leaves = [y.detach().clone().requires_grad_() for y in base.x]
     try:
         values = [_UndefinedGradient.apply(y) for y in base.f(*leaves)]
         total = torch.stack([y.sum() for y in values]).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
     except Exception as raised:
-        return Row(
-            name,
-            "fail",
-            None,
-            f"with an undefined gradient it raised {format_error(raised)}. {UNDEFINED}",
-        )
+        return failed(f"with an undefined gradient it raised {format_error(raised)}")
     usual = all(bool(g.isfinite().all()) for g in base.first)
     if usual and any(g is not None and bool((g != 0).any()) for g in grads):
-        return Row(
-            name, "fail", None, f"with an undefined gradient its gradient is not zero. {UNDEFINED}"
-        )
+        return failed("with an undefined gradient its gradient is not zero")
     if len(base.u) < 2:
         return Row(name, "pass")
-    total_of: list[Tensor] | None = None
-    for k in range(len(base.u)):
+    parts = []
+    for k, row in enumerate(base.subject.rows):
         try:
-            part = calls.vjps(base.f, base.x, [(k, base.u[k])])[0]
+            parts.append(calls.vjps(base.f, base.x, [(k, base.u[k])])[0])
         except Exception as raised:
-            return Row(
-                name, "fail", None,
-                f"when only {base.subject.rows[k]} has a gradient it raised {format_error(raised)}. "
-                f"{UNDEFINED}",
-            )  # fmt: skip
-        total_of = (
-            part if total_of is None else [a + b for a, b in zip(total_of, part, strict=True)]
-        )
-    off, j = base.largest_difference(total_of or [], base.first)
+            return failed(f"when only {row} has a gradient it raised {format_error(raised)}")
+    sums = [torch.stack(column).sum(0) for column in zip(*parts, strict=True)]
+    off, j = base.largest_difference(sums, base.first)
     if off > base.tolerance:
-        return Row(
-            name, "fail", off,
-            f"the gradient by {base.names[j]} of all outputs is not the sum of those of each "
-            f"output alone. {UNDEFINED}",
-        )  # fmt: skip
+        text = (
+            f"the gradient by {base.names[j]} of all outputs is not the sum of those of each output"
+        )
+        return failed(f"{text} alone", off)
     return Row(name, "pass", off)
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import element_differences
 from hoglib._core.element_differences import (
     Slope,
     TensorMap,
@@ -31,6 +30,8 @@ from hoglib.verification.options import Bounds
 from hoglib.verification.report import Row
 from hoglib.verification.subject import Subject
 
+DRAWS = 2  # covectors of an output
+MANY = 256  # elements that are differentiated one by one
 TRUST = 5.0  # the error of a difference may be this many times its estimate
 
 
@@ -79,6 +80,21 @@ class Discrepancy:
     raised: Exception | None = None
     faulty: set[int] = field(default_factory=set)  # columns with a wrong derivative
 
+    def note(
+        self, at: Target, i: int, j: int, where: str, wrong: bool, error: float, got: float,
+        expected: float,
+    ) -> None:  # fmt: skip
+        """Count one comparison, and keep it if it is the worst."""
+        self.checked += 1
+        if wrong:
+            self.faulty.add(j)
+            if not (self.wrong and self.error >= error):
+                self.wrong = f"{_label(at, i, j)}{where}: expected {expected:.6g}, got {got:.6g}"
+                self.row, self.column, self.got, self.expected = i, j, got, expected
+                self.error = error
+        elif not self.wrong:
+            self.error = max(self.error, error)
+
     def merge(self, other: "Discrepancy") -> "Discrepancy":
         """The worse of both; an unknown column is one that is unknown in both."""
         worse = other if (other.wrong and not self.wrong) or other.error > self.error else self
@@ -102,10 +118,10 @@ def in_forward(
     concluded = set()
     for one in at.slopes:
         try:
-            got = push(at.map, at.x, one.column, one.v)
+            results = push(at.map, at.x, one.column, one.v)
         except Exception as error:
             return _raised(error, at, one.column)
-        for i, value in enumerate(got):
+        for i, value in enumerate(results):
             known = one.known(i)
             if value.numel() and not bool(known.any()):
                 found.problem = found.problem or one.problem
@@ -117,55 +133,35 @@ def in_forward(
                 + TRUST * one.errors[i]
                 + one.floors[i]
             )
-            difference = torch.where(known, (value - one.values[i]).abs(), 0.0)
-            _compare_elements(found, at, i, one.column, difference, allowed, value, one)
+            if not value.numel():
+                continue
+            off = torch.where(known, (value - one.values[i]).abs(), 0.0)
+            worst = int((off.nan_to_num(torch.inf) - allowed).nan_to_num(torch.inf).argmax())
+            numbers = (float(t.reshape(-1)[worst]) for t in (off, value, one.values[i]))
+            distance, got, expected = numbers
+            share = distance / (max(one.size(i) + one.floors[i], abs(got)) or 1.0)
+            where = f", element {worst}" if off.numel() > 1 else ""
+            wrong = not bool((off <= allowed).all())
+            found.note(at, i, one.column, where, wrong, share, got, expected)
     found.unknown = {one.column for one in at.slopes} - concluded
     return found
 
 
-def _compare_elements(
-    found: Discrepancy, at: Target, i: int, j: int, difference: Tensor, allowed: Tensor, value: Tensor,
-    one: Slope,
-) -> None:  # fmt: skip
-    if not difference.numel():
-        return
-    found.checked += 1
-    wrong = ~(difference <= allowed)
-    if bool(wrong.any()):
-        found.faulty.add(j)
-    size = one.size(i) + one.floors[i]
-    worst = int((difference.nan_to_num(torch.inf) - allowed).nan_to_num(torch.inf).argmax())
-    size = max(size, abs(float(value.reshape(-1)[worst])))
-    error = float(difference.reshape(-1)[worst]) / (size or 1.0)
-    if bool(wrong.any()) and not (found.wrong and found.error >= error):
-        where = f", element {worst}" if difference.numel() > 1 else ""
-        expected, got = (float(t.reshape(-1)[worst]) for t in (one.values[i], value))
-        found.wrong = f"{_label(at, i, j)}{where}: expected {expected:.6g}, got {got:.6g}"
-        found.row, found.column, found.got, found.expected = i, j, got, expected
-        found.error = error
-    elif not found.wrong:
-        found.error = max(found.error, error)
-
-
 def in_reverse(
-    at: Target, bounds: Bounds, random: torch.Generator, *, draws: int = 2, full: bool = False,
-    batched: bool = False, wanted: Sequence[int] | None = None, f: TensorMap | None = None,
-) -> Discrepancy:  # fmt: skip
-    """<J^T w, v> for each direction v and a few covectors w; f, if given, replaces the map."""
+    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False
+) -> Discrepancy:
+    """<J^T w, v> for each direction v and a few covectors w."""
     found = Discrepancy()
-    f = at.map if f is None else f
-    wanted = list(range(len(at.x))) if wanted is None else list(wanted)
-    slopes = [one for one in at.slopes if one.column in wanted]
     covectors = [
-        (i, w) for i in range(len(at.rows)) for w in _covectors(slopes, i, random, draws, full)
+        (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, random, full)
     ]
     try:
-        pulled = calls.vjps(f, at.x, covectors, wanted, batched=batched)
+        pulled = calls.vjps(at.map, at.x, covectors)
     except Exception as error:
         return _raised(error, at, -1)
     concluded = set()
     for (i, w), grads in zip(covectors, pulled, strict=True):
-        for one in slopes:
+        for one in at.slopes:
             known = one.known(i)
             if bool((w[~known] != 0).any()):
                 found.problem = found.problem or one.problem
@@ -175,7 +171,7 @@ def in_reverse(
             errors = torch.where(known, w.abs() * one.errors[i], 0.0)
             expected = float(terms.sum())
             scale = float(terms.square().sum().sqrt())  # size of a sum of terms with random signs
-            got = float((grads[wanted.index(one.column)] * one.v).sum())
+            got = float((grads[one.column] * one.v).sum())
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
                 continue
@@ -186,15 +182,41 @@ def in_reverse(
                 + TRUST * float(errors.sum())
                 + one.floors[i] * reach
             )
-            _compare_number(
-                found, at, i, one.column, got, expected, allowed, scale + one.floors[i] * reach
-            )
-    found.unknown = {one.column for one in slopes} - concluded
+            off = abs(got - expected)
+            size = max(scale + one.floors[i] * reach, abs(got)) or 1.0
+            share = off / size if off == off else float("inf")
+            where = ", along random directions"
+            found.note(at, i, one.column, where, not off <= allowed, share, got, expected)
+    found.unknown = {one.column for one in at.slopes} - concluded
     return found
 
 
+def wrong_elements(
+    f: TensorMap, x: Sequence[Tensor], i: int, j: int, random: torch.Generator
+) -> str:
+    """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
+    input of not too many."""
+    if x[j].numel() > MANY:
+        return ""
+    w = random_like(f(*x)[i], random)
+    got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
+    slopes = [slope(f, x, j, v) for v in directions(x[j], 1, random, full=True)]
+    lengths = [float(one.v.sum()) for one in slopes]
+    pairs = zip(slopes, lengths, strict=True)
+    right = torch.tensor([float((w * one.values[i]).sum()) / length for one, length in pairs])
+    right = right.to(got)
+    wrong = ((got - right).abs() > 1e-4 * right.abs().max()).nonzero().reshape(-1).tolist()
+    if not wrong:
+        return ""
+    k = wrong[0]
+    return (
+        f"{len(wrong)} of {got.numel()} elements of that gradient are wrong: element {k} is "
+        f"{float(got[k]):.6g}, and should be {float(right[k]):.6g}."
+    )
+
+
 def _covectors(
-    slopes: Sequence[Slope], i: int, random: torch.Generator, draws: int, full: bool
+    slopes: Sequence[Slope], i: int, random: torch.Generator, full: bool
 ) -> list[Tensor]:
     """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere."""
     if not slopes:
@@ -213,26 +235,7 @@ def _covectors(
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
     share = 1.0 / (sizes + 1e-3 * (max_abs(sizes) or 1.0))
     share = torch.where(known, share / share.max(), 0.0)
-    return [random_like(like, random) * share for _ in range(draws)]
-
-
-def _compare_number(
-    found: Discrepancy, at: Target, i: int, j: int, got: float, expected: float, allowed: float,
-    scale: float,
-) -> None:  # fmt: skip
-    found.checked += 1
-    off = abs(got - expected)
-    error = off / (max(scale, abs(got)) or 1.0) if off == off else float("inf")
-    if not off <= allowed:
-        found.faulty.add(j)
-    if not off <= allowed and not (found.wrong and found.error >= error):
-        found.wrong = (
-            f"{_label(at, i, j)}, along random directions: expected {expected:.6g}, got {got:.6g}"
-        )
-        found.row, found.column, found.got, found.expected = i, j, got, expected
-        found.error = error
-    elif not found.wrong:
-        found.error = max(found.error, error)
+    return [random_like(like, random) * share for _ in range(DRAWS)]
 
 
 def _label(at: Target, i: int, j: int) -> str:
@@ -258,107 +261,75 @@ def reference_rows(
 ) -> Iterator[Row]:  # fmt: skip
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
     n = subject.call.num_inputs
-    dtype = subject.dtype if subject.refused == "" else None
-    plain = Call(reference, subject.inputs, dtype)
-    ours_alone, theirs_alone = subject.x[n:], plain.point[n:]
-    try:
-        values = [
-            (
-                subject.call.leaves(*x[:n], *ours_alone),
-                plain.leaves(*x[:n], *theirs_alone),
-                max(map(max_abs, x), default=0.0),
-            )
-            for x in points
-        ]
-    except Exception as raised:
-        yield Row(VALUE, "fail", None, f"the reference raised {format_error(raised)}")
-        return
-    worst_value, text = 0.0, ""
-    for ours, theirs, size in values:
-        if len(ours) != len(theirs):
-            yield Row(
-                VALUE, "fail", None,
-                f"the reference gives {len(theirs)} outputs, the function {len(ours)}.",
-            )  # fmt: skip
+    theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
+    for order, name in enumerate((VALUE, FIRST, SECOND)):
+        worst, text = 0.0, ""
+        for x in points:
+            off, wrong = _at_point(subject, theirs, x[:n], order)
+            worst, text = max(worst, off), text or wrong
+        yield Row(name, "fail" if text else "pass", worst * TOLERANCES[subject.dtype].rtol, text)
+        if order:
+            continue
+        if text or not n:
             return
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            try:
-                off = _scaled_difference(a, b, size)
-            except Exception as raised:
-                yield Row(
-                    VALUE, "fail", None, f"output {i} cannot be compared: {format_error(raised)}"
-                )
-                return
-            if off > 1 and not text:
-                text = f"output {i} differs from the reference: {_describe_pair(a, b)}."
-            worst_value = max(worst_value, off)
-    yield Row(VALUE, "fail" if text else "pass", worst_value * _rtol(subject), text)
-    if text or not n:
-        return
-    if surrogate:
-        for name in (FIRST, SECOND):
-            yield Row(name, "skip", None, "declared a surrogate: it differs on purpose.")
-        return
-
-    def ours_of(*given: Tensor) -> list[Tensor]:
-        return subject.map(*given, *ours_alone)
-
-    def theirs_of(*given: Tensor) -> list[Tensor]:
-        return plain.map(subject.output_indices)(*given, *theirs_alone)
-
-    there = [x.detach().clone().requires_grad_() for x in points[0][:n]]
-    if not any(y.requires_grad for y in theirs_of(*there)):
-        for name in (FIRST, SECOND):
-            yield Row(name, "skip", None, "the reference has no gradient: it leaves torch.")
-        return
-    worst = {FIRST: (0.0, ""), SECOND: (0.0, "")}
-    for point in points:
-        x = point[:n]
-        u = [random_like(y, subject.random) for y in ours_of(*x)]
-        w = [random_like(y, subject.random) for y in x]
-        size = max(max(map(max_abs, ours_of(*x))), 1e-3 * max(map(max_abs, x)))
-        for name, order in ((FIRST, 1), (SECOND, 2)):
-            try:
-                right = _derivative_of_order(theirs_of, x, u, w, order)
-            except Exception as raised:
-                worst[name] = (0.0, f"the reference raised {format_error(raised)}")
-                continue
-            try:
-                found = _derivative_of_order(ours_of, x, u, w, order)
-            except Exception as raised:
-                worst[name] = (float("inf"), f"it raised {format_error(raised)}")
-                continue
-            for j, (a, b) in enumerate(zip(found, right, strict=True)):
-                off = _scaled_difference(a, b, size)
-                if off > 1 and not worst[name][1]:
-                    text = f"by {subject.names[j]} it differs from the reference: "
-                    text += f"{_describe_pair(a, b)}."
-                    worst[name] = (off, text)
-                elif not worst[name][1]:
-                    worst[name] = (max(off, worst[name][0]), "")
-    for name, (off, text) in worst.items():
-        yield Row(name, "fail" if text else "pass", off * _rtol(subject), text)
+        why = "declared a surrogate: it differs on purpose." if surrogate else ""
+        there = [x.detach().clone().requires_grad_() for x in theirs.point]
+        if not any(y.requires_grad for y in theirs.map(subject.output_indices)(*there)):
+            why = why or "the reference has no gradient: it leaves torch."
+        if why:
+            yield from (Row(other, "skip", None, why) for other in (FIRST, SECOND))
+            return
 
 
-def _derivative_of_order(
-    f: element_differences.TensorMap,
-    x: Sequence[Tensor],
-    u: Sequence[Tensor],
-    w: Sequence[Tensor],
-    order: int,
-) -> list[Tensor]:
-    leaves = [y.detach().clone().requires_grad_() for y in x]
-    grads = calls.gradient(f, len(x))(*leaves, *u)
-    if order == 1:
-        return [g.detach() for g in grads]
-    live = [(g, c) for g, c in zip(grads, w, strict=True) if g.requires_grad]
-    if not live:
-        return [torch.zeros_like(y) for y in x]
-    return list(
-        torch.autograd.grad(
-            [g for g, _ in live], leaves, [c for _, c in live], materialize_grads=True
-        )
-    )
+def _at_point(
+    subject: Subject, reference: Call, x: Sequence[Tensor], order: int
+) -> tuple[float, str]:
+    """The largest difference of values or derivatives in units of what is allowed, and what is
+    wrong."""
+    seed = int(torch.randint(2**31, (), generator=subject.random))
+    found = []
+    for call, who in ((reference, "the reference"), (subject.call, "it")):
+        try:
+            own = [*x, *call.point[len(x) :]]
+            random = torch.Generator().manual_seed(seed)
+            found.append(_derivative(call, subject.output_indices, own, len(x), order, random))
+        except Exception as raised:
+            return float("inf"), f"{who} raised {format_error(raised)}"
+    right, ours = found
+    if len(ours) != len(right):
+        return float("inf"), f"the reference gives {len(right)} outputs, the function {len(ours)}."
+    size = max(map(max_abs, x), default=0.0)
+    if order:
+        size = max(1e-3 * size, *(max_abs(y) for y in subject.map(*x, *subject.x[len(x) :])))
+    worst = 0.0
+    for i, (a, b) in enumerate(zip(ours, right, strict=True)):
+        what = f"by {subject.names[i]} it" if order else f"output {i}"
+        try:
+            off = _scaled_difference(a, b, size)
+        except Exception as raised:
+            return float("inf"), f"{what} cannot be compared: {format_error(raised)}"
+        if off > 1:
+            return off, f"{what} differs from the reference: {_describe_pair(a, b)}."
+        worst = max(worst, off)
+    return worst, ""
+
+
+def _derivative(
+    call: Call, which: Sequence[int], x: Sequence[Tensor], n: int, order: int,
+    random: torch.Generator,
+) -> list[Any]:  # fmt: skip
+    """All outputs, or the gradients G of some by the first n variables, or d<w, G>/dx."""
+    if not order:
+        return call.leaves(*x)
+    leaves = [y.detach().clone().requires_grad_() for y in x[:n]]
+
+    def f(*given: Tensor) -> list[Tensor]:
+        return call.map(which)(*given, *x[n:])
+
+    u = [random_like(y, random) for y in f(*x[:n])]
+    w = [random_like(y, random) for y in leaves]
+    grads = calls.gradient(f, n)(*leaves, *u)
+    return grads if order == 1 else calls.grad(grads, leaves, w)
 
 
 def _scaled_difference(a: Any, b: Any, size: float) -> float:
@@ -370,12 +341,8 @@ def _scaled_difference(a: Any, b: Any, size: float) -> float:
     atol, rtol = TOLERANCES[a.dtype]
     same = (a == b) | (a.isnan() & b.isnan())
     allowed = atol * min(1.0, max(max_abs(b), size)) + rtol * max_abs(b)
-    off = torch.where(same, 0.0, (a - b).abs())
+    off = torch.where(same, 0.0, (a - b).abs()).detach()
     return float(off.nan_to_num(torch.inf).max()) / max(allowed, 1e-300) if off.any() else 0.0
-
-
-def _rtol(subject: Subject) -> float:
-    return TOLERANCES[subject.dtype].rtol
 
 
 def _describe_pair(a: Any, b: Any) -> str:

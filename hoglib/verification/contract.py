@@ -31,6 +31,11 @@ ATTRIBUTE = (
     "an output on ctx is a reference cycle and leaks its graph."
 )
 
+CLONE = (
+    "Save the tensor itself: a clone costs memory, and has no graph, so that a second derivative "
+    "through it is lost."
+)
+
 UNSUMMED = (
     "Sum it back over the broadcast dimensions, `grad.sum_to_size({bare}.shape)`: autograd does so "
     "for gradients that are too large, but only where the shapes allow it, and after the full size "
@@ -124,59 +129,38 @@ def _tangents(app: Application, run: Run) -> Iterator[Row]:
         returned = function_rules.jvp(app.function, run.record, tangents)
     except Exception:  # reported by the derivative checks
         return
-    faults = []
-    if len(returned) != len(run.outputs):
-        faults.append(f"jvp returns {len(returned)} tangents for {len(run.outputs)} outputs.")
-    for k, (y, t) in enumerate(zip(run.outputs, returned, strict=False)):
-        if isinstance(t, Tensor) and isinstance(y, Tensor):
-            if t.shape != y.shape:
-                shapes = f"{tuple(t.shape)}, and the output {tuple(y.shape)}"
-                faults.append(f"the tangent of output {k} has shape {shapes}.")
-            if t.dtype != y.dtype and is_float(y):
-                faults.append(f"the tangent of output {k} is {t.dtype}, and the output {y.dtype}.")
-    text = f"{' '.join(faults)} A tangent is like its output." if faults else ""
-    yield Row("tangents: shape and dtype", "fail" if faults else "pass", None, text)
+    faults = [
+        f"the tangent of output {k} is {t.dtype} of shape {tuple(t.shape)}, and the output {y.dtype} "
+        f"of shape {tuple(y.shape)}."
+        for k, (y, t) in enumerate(zip(run.outputs, returned, strict=False))
+        if isinstance(t, Tensor) and is_float(y) and (t.shape, t.dtype) != (y.shape, y.dtype)
+    ]
+    yield Row("tangents: shape and dtype", "fail" if faults else "pass", None, " ".join(faults))
 
 
 def _number(app: Application, run: Run, returned: Sequence[Any]) -> Row:
-    name = "gradients: number"
-    inputs, given = len(run.inputs), len(returned)
-    extra = [grad for grad in returned[inputs:] if grad is not None]
-    if given < inputs or extra:
-        return Row(
-            name, "fail", None,
-            f"the wrong number of gradients: backward returns {given}, and forward has {inputs} "
-            f"inputs. Return one for each input in their order, None for what has no gradient.",
-        )  # fmt: skip
-    for i, grad in enumerate(returned[:inputs]):
-        x = run.inputs[i]
-        if grad is not None and not isinstance(grad, Tensor):
-            return Row(
-                name, "fail", None,
-                f"the gradient of {app.name(i)} is a {type(grad).__name__}, not a tensor; return a "
-                "tensor or None, and several gradients as a tuple.",
-            )  # fmt: skip
-        if grad is not None and not isinstance(x, Tensor):
-            return Row(
-                name, "fail", None,
-                f"backward returns a gradient for {app.name(i)}, which is not a tensor; return None "
-                "instead. Are the gradients in the order of the inputs?",
-            )  # fmt: skip
-    return Row(name, "pass")
+    count = len(run.inputs)
+    odd = [
+        f"a {type(grad).__name__} for {app.name(i)}, a {type(x).__name__}"
+        for i, (grad, x) in enumerate(zip(returned, run.inputs, strict=False))
+        if grad is not None and not (isinstance(grad, Tensor) and isinstance(x, Tensor))
+    ]
+    if len(returned) >= count and not odd and all(g is None for g in returned[count:]):
+        return Row("gradients: number", "pass")
+    also = f", among them {', '.join(odd)}" if odd else ""
+    return Row(
+        "gradients: number", "fail", None,
+        f"the wrong number of gradients: backward returns {len(returned)} for {count} inputs{also}. "
+        "Return a tensor for each tensor among the inputs, in their order, as a tuple, and None for "
+        "what has no gradient.",
+    )  # fmt: skip
 
 
 def _shape(name: str, x: Tensor, grad: Tensor) -> str:
-    bare = name.strip("`")
     text = f"the gradient of {name} has shape {tuple(grad.shape)}, and {name} {tuple(x.shape)}."
-    if tuple(x.shape) != () and tuple(grad.shape) == tuple(reversed(x.shape)):
-        return f"{text} It is transposed: return its transpose."
     if _expands(x.shape, grad.shape):
+        bare = name.strip("`")
         return f"{text} The sum over broadcast dimensions is missing. " + UNSUMMED.format(bare=bare)
-    if _expands(grad.shape, x.shape):
-        return (
-            f"{text} It was summed over too many dimensions; expand it, "
-            f"`grad.expand({bare}.shape)`, or sum over fewer."
-        )
     return f"{text} A gradient has the shape of its input."
 
 
@@ -251,22 +235,11 @@ def _context(app: Application) -> list[Row]:
         kind, what = kind_of(value, run, names)
         if kind == "copy":
             copies.append(f"{label} is {what}")
+    kept = f"a tensor is kept as an attribute: {'; '.join(attributes)}. {ATTRIBUTE}"
+    cloned = f"a clone is saved: {'; '.join(copies)}. {CLONE}"
     return [
-        Row(
-            "ctx: attributes",
-            "warn" if attributes else "pass",
-            None,
-            f"a tensor is kept as an attribute: {'; '.join(attributes)}. {ATTRIBUTE}"
-            if attributes
-            else "",
-        ),
-        Row(
-            "ctx: copies",
-            "warn" if copies else "pass",
-            None,
-            f"a clone is saved: {'; '.join(copies)}. Save the tensor itself: a clone costs memory, and "
-            "has no graph, so that a second derivative through it is lost."
-            if copies
-            else "",
-        ),
+        Row("ctx: attributes", "warn", None, kept)
+        if attributes
+        else Row("ctx: attributes", "pass"),
+        Row("ctx: copies", "warn", None, cloned) if copies else Row("ctx: copies", "pass"),
     ]

@@ -5,16 +5,19 @@ order k - 1. It is compared with differences of that very map, so each order res
 and the first on the values.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple, final
 
 from torch import Tensor
 
 from hoglib._core import element_differences
 from hoglib._core.element_differences import random_like
-from hoglib._core.source_location import format_error
+from hoglib._core.source_location import SourceLine, format_error, is_user_code
+from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
-from hoglib.verification import function_rules, wording
+from hoglib.verification import function_rules
 from hoglib.verification.comparison import (
     Discrepancy,
     Target,
@@ -22,11 +25,13 @@ from hoglib.verification.comparison import (
     in_reverse,
     recheck_target,
     target,
+    wrong_elements,
 )
 from hoglib.verification.options import Options
 from hoglib.verification.report import MODES, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
 
+DECLARE = "If that is on purpose, as in a straight-through gradient, pass surrogate=True."
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 
@@ -77,13 +82,12 @@ def stage(
 class Derivatives:
     """The derivative rows of one subject, at a few points.
 
-    `found` is what each row rests on; `right` the targets of reverse rows that passed.
+    `found` is what each row rests on.
     """
 
     def __init__(self, subject: Subject, points: Sequence[list[Tensor]], options: Options) -> None:
         self._subject, self._points, self._options = subject, points, options
         self.found: dict[str, Discrepancy] = {}
-        self.right: list[Target] = []
 
     def first_order(self) -> Iterator[Row]:
         """The first derivative in reverse and in forward mode, and the kinks at the first point."""
@@ -92,8 +96,14 @@ class Derivatives:
         yield self._kinks(at[0])
         row = self._reverse_row("first derivative: reverse", at)
         if row.status == "fail":
-            words = self._explained(self.found[row.name])
-            row = row._replace(text=f"{row.text} {words}".rstrip())
+            words = [f"{row.text.rstrip('.')}.", *self._where()]
+            found = self.found[row.name]
+            if found.raised is None:
+                at_inputs = (subject.map, subject.x, found.row, found.column)
+                with suppress(Exception):  # a description that fails must not hide the row
+                    words.append(wrong_elements(*at_inputs, subject.random))
+                words.append(DECLARE)
+            row = row._replace(text=" ".join(filter(None, words)))
         yield row
         if self._wants("f"):
             row = self._forward_row("first derivative: forward", at, "f")
@@ -111,20 +121,18 @@ class Derivatives:
             if self._options.modes is not None and not asked:
                 continue
             reason = self._skipped(mode)
-            if reason and not (asked and self._subject.offers_forward is False):
-                yield Row(name, "skip", None, reason)
-                continue
             if reason:
-                self.found[name] = Discrepancy(wrong=reason)
-                yield Row(name, "fail", None, reason)
+                missing = asked and self._subject.offers_forward is False
+                if missing:
+                    self.found[name] = Discrepancy(wrong=reason)
+                yield Row(name, "fail" if missing else "skip", None, reason)
                 continue
             row = self._row(name, mode, order)
-            raised = self.found.get(name, Discrepancy(raised=ValueError())).raised is not None
-            if mode.key == "rf" and raised:
+            before = self.found.get(name)
+            if mode.key == "rf" and (before is None or before.raised is not None):
                 # torch raises in reverse over some tangents (softmax), where torch.func does not
-                before = self.found.get(name)
                 again = self._row(name, mode, order, by_torch_func=True)
-                if self.found.get(name, Discrepancy(raised=ValueError())).raised is None:
+                if name in self.found and self.found[name].raised is None:
                     row = again
                 elif before is not None:
                     self.found[name] = before
@@ -178,10 +186,7 @@ class Derivatives:
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:
         self.found[name] = self._both(at, "r")
-        row = self._judged(name, self.found[name])
-        if row.status == "pass":
-            self.right.append(at[-1])
-        return row
+        return self._judged(name, self.found[name])
 
     def _forward_row(self, name: str, at: Sequence[Target], key: str) -> Row:
         """A row of a mode with a forward level in it, which may not be offered."""
@@ -207,7 +212,7 @@ class Derivatives:
         if found.wrong:
             others = self._labels(found.faulty - {found.column})
             also = f" Also wrong: by {', '.join(others)}." if others else ""
-            return Row(name, "fail", found.error, f"{found.wrong}{_ratio(found)}.{also}")
+            return Row(name, "fail", found.error, f"{found.wrong}{ratio(found)}.{also}")
         unknown = ", ".join(self._labels(found.unknown))
         why = f" ({found.problem})" if found.problem else ""
         if found.unknown and not found.checked:
@@ -271,21 +276,25 @@ class Derivatives:
             "there is a convention. It was checked near the inputs.",
         )  # fmt: skip
 
-    def _explained(self, found: Discrepancy) -> str:
-        if found.raised is not None or found.row < 0:
-            return ""
-        try:
-            return wording.describe_gradient(
-                self._subject, self._subject.x, found.row, found.column
-            )
-        except Exception:  # a description that fails must not hide the row
-            return ""
+    def _where(self) -> Iterator[str]:
+        """The first lines of the backwards that may be at fault."""
+        for function in sorted(self._subject.functions, key=lambda f: f.__name__):
+            code = getattr(inspect.unwrap(backward_rule(function)), "__code__", None)
+            if code is not None and is_user_code(code.co_filename):
+                below = [
+                    k for *_, k in code.co_lines() if k is not None and k > code.co_firstlineno
+                ]
+                line = SourceLine(code.co_filename, min(below, default=code.co_firstlineno))
+                yield f"{function.__name__}.backward starts at {line}."
 
 
-def _ratio(found: Discrepancy) -> str:
+def ratio(found: Discrepancy) -> str:
+    """What a wrong derivative is of the expected one."""
     if not found.expected or found.got != found.got:
         return ""
-    ratio = found.got / found.expected
-    if abs(ratio) < 1e-6:
+    share = found.got / found.expected
+    if abs(share) < 1e-6:
         return " (all of it is missing)"
-    return f" ({ratio:.3g} of the expected value)"
+    if abs(share + 1) < 1e-4:
+        return " (the sign is wrong)"
+    return f" ({share:.4g} times the expected value)"

@@ -14,12 +14,12 @@ from hoglib._core.element_differences import element_scales, random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.torch_internals import watching_functions
-from hoglib.verification import attribution, function_rules, wording
+from hoglib.verification import attribution, function_rules
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import Diagnosis
 from hoglib.verification.call import Call
 from hoglib.verification.comparison import Discrepancy, in_forward, in_reverse, target
-from hoglib.verification.derivatives import Stage, stage
+from hoglib.verification.derivatives import Stage, ratio, stage
 from hoglib.verification.function_rules import Slot
 from hoglib.verification.options import Bounds
 from hoglib.verification.report import MODES, Mode, Row
@@ -93,14 +93,11 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
 
 def value_rows(subject: Subject) -> Iterator[Row]:
     """Which of several Functions has a wrong gradient."""
-    if len({app.function for app in subject.applications}) < 2:
-        return
-    for app in subject.applications:
-        name = app.function.__name__
-        for text in _wrong_alone(app):
+    if len({app.function for app in subject.applications}) > 1:
+        for name, text in _wrong_alone(subject.applications):
             yield Row(
                 f"{name}: culprit: backward", "fail", None,
-                f"the gradient of {name} itself is wrong: {text}Verify {name} by itself.",
+                f"the gradient of {name} itself is wrong: {text}",
             )  # fmt: skip
 
 
@@ -210,38 +207,28 @@ def _together(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradien
 
 def _inner(prefix: str, function: str, rule: str, found: attribution.Diagnosis) -> Iterator[Row]:
     """Functions that backward applies, of which the gradient itself is wrong."""
-    for app in found.inner:
-        name = app.function.__name__
-        for text in _wrong_alone(app):
-            yield Row(
-                f"{prefix}{rule} applies {name}", "fail", None,
-                f"{function}.{rule} applies {name}, whose own gradient is wrong: {text}Verify "
-                f"{name} by itself.",
-            )  # fmt: skip
+    for name, text in _wrong_alone(found.inner):
+        yield Row(
+            f"{prefix}{rule} applies {name}", "fail", None,
+            f"{function}.{rule} applies {name}, whose own gradient is wrong: {text}",
+        )  # fmt: skip
 
 
-def _wrong_alone(app: Application) -> Iterator[str]:
-    """A description of what is wrong with the gradient of a Function alone, if anything."""
-    try:
-        inputs = [
-            x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
-        ]
-        subject = Subject(app.function, inputs)
-        subject.find_outputs()
-        at = target(subject.map, subject.x, subject.rows, subject.names, subject.random)
-        one = in_reverse(at, Bounds(1e-6, 1e-4), subject.random)
-    except Exception:
-        return
-    if one.wrong:
-        yield f"{one.wrong}. {_words(subject, one)}"
-
-
-def _words(subject: Subject, found: Discrepancy) -> str:
-    try:
-        words = wording.describe_gradient(subject, subject.x, found.row, found.column)
-        return f"{words} " if words else ""
-    except Exception:  # a description that fails must not hide the row
-        return ""
+def _wrong_alone(apps: Sequence[Application]) -> Iterator[tuple[str, str]]:
+    """The Functions whose own gradient is wrong, and what is wrong with it."""
+    for app in apps:
+        try:
+            args = enumerate(app.fresh())
+            inputs = [x.requires_grad_(i in app.by) if is_float(x) else x for i, x in args]
+            subject = Subject(app.function, inputs)
+            subject.find_outputs()
+            at = target(subject.map, subject.x, subject.rows, subject.names, subject.random)
+            one = in_reverse(at, BOUNDS, subject.random)
+        except Exception:  # the rows of derivatives say what it raises
+            continue
+        if one.wrong:
+            name = app.function.__name__
+            yield name, f"{one.wrong}{ratio(one)}. Verify {name} by itself."
 
 
 def title(cut: DetachedGradient) -> str:

@@ -201,18 +201,10 @@ def changed_by_backward(app: Any) -> list[str]:
 
 def _state(record: Record, function: type[Function]) -> dict[str, Any]:
     """What is on the context and on the class, by label, in a form that can be compared later."""
-    held = {
-        **record.slots(),
-        **{
-            f"{function.__name__}.{name}": value
-            for name, value in vars(function).items()
-            if not name.startswith("__") and not callable(value)
-        },
-    }
+    own = {f"{function.__name__}.{n}": v for n, v in vars(function).items() if n[:2] != "__"}
+    held = record.slots() | {label: v for label, v in own.items() if not callable(v)}
     return {
-        label: (id(value), value._version)
-        if isinstance(value, Tensor)
-        else (type(value), repr(value))
+        label: (id(value), value._version) if isinstance(value, Tensor) else repr(value)
         for label, value in held.items()
     }
 

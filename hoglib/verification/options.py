@@ -1,6 +1,5 @@
 """The options of `verify`: checked once, and passed on in one frozen object."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, NamedTuple, final
@@ -24,7 +23,6 @@ class Bounds(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-@final
 class Options:
     """What `verify` was asked for. Its arguments say what each field means."""
 
@@ -37,43 +35,21 @@ class Options:
     bounds: Bounds
     nondet_tol: float
 
+    def __post_init__(self) -> None:
+        if self.eps is not None and not 0.0 < validation.number("eps", self.eps) <= 1.0:
+            raise ArgumentValueError(f"eps: expected a number in (0, 1], got {self.eps}.")
+        tolerances = {**self.bounds._asdict(), "nondet_tol": self.nondet_tol}
+        for name, value in tolerances.items():
+            if validation.number(name, value, minimum=0.0) == inf:
+                raise ArgumentValueError(f"{name}: expected a finite number, got {value}.")
+
     def in_dtype(self, dtype: torch.dtype) -> "Options":
         """The options with the tolerances that differences in a dtype allow."""
         least = NARROW.get(dtype, 0.0)
         return replace(self, bounds=Bounds(*(max(bound, least) for bound in self.bounds)))
 
 
-def check_options(
-    *,
-    orders: Sequence[int] | int | None,
-    modes: Sequence[str] | str | None,
-    surrogate: bool,
-    full: bool,
-    compile: bool,
-    eps: float | None,
-    atol: float,
-    rtol: float,
-    nondet_tol: float,
-) -> Options:
-    """The options, after refusing those that cannot be used."""
-    if eps is not None and not 0.0 < validation.number("eps", eps) <= 1.0:
-        raise ArgumentValueError(f"eps: expected a number in (0, 1], got {eps}.")
-    for name, value in (("atol", atol), ("rtol", rtol), ("nondet_tol", nondet_tol)):
-        if validation.number(name, value, minimum=0.0) == inf:
-            raise ArgumentValueError(f"{name}: expected a finite number, got {value}.")
-    return Options(
-        orders=_orders(orders),
-        modes=_modes(modes),
-        surrogate=surrogate,
-        full=full,
-        compile=compile,
-        eps=eps,
-        bounds=Bounds(atol, rtol),
-        nondet_tol=nondet_tol,
-    )
-
-
-def _modes(value: Any) -> tuple[Mode, ...] | None:
+def parse_modes(value: Any) -> tuple[Mode, ...] | None:
     """The modes, given by their short or full names; None for all that are offered."""
     if value is None:
         return None
@@ -89,7 +65,7 @@ def _modes(value: Any) -> tuple[Mode, ...] | None:
     return tuple(mode for mode in MODES.values() if {mode.key, mode.title} & set(given))
 
 
-def _orders(value: Any) -> tuple[int, ...]:
+def parse_orders(value: Any) -> tuple[int, ...]:
     """The orders, ascending; first and second by default."""
     given = (1, 2) if value is None else (value,) if isinstance(value, int) else value
     if not isinstance(given, list | tuple | range | set) or not given:

@@ -3,7 +3,6 @@
 Each check runs forward, backward and jvp as plain functions inside a mode that sees every torch call.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, final
 
@@ -14,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core import pytree, source_location
 from hoglib.verification import function_rules
 from hoglib.verification.call import same
-from hoglib.verification.function_rules import Run, kind_of
+from hoglib.verification.function_rules import kind_of
 from hoglib.verification.report import Row
 from hoglib.verification.rounding import PrecisionWatch
 from hoglib.verification.subject import Application, Subject
@@ -33,15 +32,18 @@ def in_place(app: Application) -> list[Row]:
     inputs = Snapshot({app.name(i): x for i, x in enumerate(args)})
     with InPlaceWatch() as watch:
         run = app.run(args)
-    declared = {app.name(i) for i, x in enumerate(args) if _among(x, run.record.dirty)}
+    declared = {
+        app.name(i) for i, x in enumerate(args) if any(x is other for other in run.record.dirty)
+    }
     forward = [m for m in inputs.changed(watch.places) if m.name not in declared]
     differentiated = {app.name(i) for i in app.by}
 
     grads = run.incoming()
+    names = tuple(app.name(i) for i in range(len(run.inputs)))
     given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
     saved = Snapshot(
         {
-            f"{label} ({_describe_value(app, run, value)})": value
+            f"{label} ({kind_of(value, run, names)[1]})": value
             for label, slot in run.record.slots().items()
             for value in function_rules.tensors(slot)
         }
@@ -132,24 +134,13 @@ def _mutated(
         return Row(name, "pass")
     what = name.removeprefix("in-place: ").removesuffix("s")
     listed = "; ".join(m.name + (f", at {m.place}" if m.place else "") for m in changes)
-    text = f"{by} changes {_article(what)} in place (in-place): {listed}. "
+    what = {"input": "its input", "grad_output": "grad_output, the incoming gradient,"}.get(
+        what, f"a {what}"
+    )
+    text = f"{by} changes {what} in place (in-place): {listed}. "
     text += IN_PLACE.format(example=example) + also
     only_buffers = differentiated is not None and not any(m.name in differentiated for m in changes)
     return Row(name, "warn" if only_buffers else "fail", None, text)
-
-
-def _article(what: str) -> str:
-    return {"input": "its input", "grad_output": "grad_output, the incoming gradient,"}.get(
-        what, f"a {what}"
-    )
-
-
-def _among(x: Any, others: Sequence[Any]) -> bool:
-    return any(x is other for other in others)
-
-
-def _describe_value(app: Application, run: Run, value: Any) -> str:
-    return kind_of(value, run, tuple(app.name(i) for i in range(len(run.inputs))))[1]
 
 
 @final

@@ -257,11 +257,9 @@ class Subject:
             clone = self.call.clone
             self.call = Call(fn, self.inputs, self.call.dtype)
             self.call.clone = clone
-        named = dict(zip(self.call.names, self.call.names, strict=True))
-        for i, name in enumerate(own_names):
-            named[f"inputs[{i}]"] = f"inputs[{i}] ({name})"
+        named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
         self.call.symmetric = one_triangle(self.call)
-        self.names = [named[name] for name in self.call.names]
+        self.names = [named.get(name, name) for name in self.call.names]
         self.num_parameters = len(self.names) - self.call.num_inputs
         self.x = self.call.point
         self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
@@ -334,9 +332,8 @@ class Subject:
 
         def once() -> list[Tensor]:
             torch.manual_seed(0)
-            u = [torch.ones_like(y) for y in values]
-            grads = torch.autograd.grad(
-                values, leaves, u, retain_graph=True, materialize_grads=True
+            grads = calls.grad(
+                values, leaves, list(map(torch.ones_like, values)), retain_graph=True
             )
             return [g.detach().clone() for g in grads]
 

@@ -1,20 +1,16 @@
 """The derivatives with other memory layouts, sizes and dtypes, under autocast and torch.compile."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree
 from hoglib._core.element_differences import max_abs
-from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
 from hoglib.verification.call import Arrange, Call
 from hoglib.verification.circumstances import DRAWS, REFUSED, Baseline
-from hoglib.verification.comparison import in_reverse, target
-from hoglib.verification.options import Bounds, Options
+from hoglib.verification.options import Options
 from hoglib.verification.report import Row
 
 LAYOUT = (
@@ -75,56 +71,35 @@ def _stride_zero_gradients(base: Baseline) -> Row:
         first = torch.autograd.grad(
             total, leaves, create_graph=base.second is not None, materialize_grads=True
         )
-        live = [(g, w) for g, w in zip(first, base.w, strict=True) if g.requires_grad]
-        if not live:
+        if not any(g.requires_grad for g in first):
             return list(first), None
-        second = torch.autograd.grad(
-            [g for g, _ in live], leaves, [w for _, w in live], materialize_grads=True
-        )
-        return list(first), list(second)
+        return list(first), calls.grad(first, leaves, base.w)
 
     right, twice = run(lambda y: (y * torch.ones_like(y)).sum())
     return base.compare(name, lambda: run(torch.sum), right, twice, LAYOUT)
 
 
 def _zero_size(base: Baseline) -> Row:
-    name = "layout: zero size"
-    if not base.subject.functions:  # kernels of torch itself may stop the process
-        return Row(name, "skip", None, "it is made of torch's own functions.")
     batch = base.x[0].shape[0] if base.x[0].dim() else None
-    if batch is None:
-        return Row(name, "skip", None, "its inputs have no dimensions.")
     x = [y[:0] if y.dim() and y.shape[0] == batch else y for y in base.x]
-    try:
-        values = base.f(*x)
-    except Exception as raised:
-        return Row(name, "skip", None, REFUSED.format(error=format_error(raised)))
-    try:
-        u = [torch.ones_like(y) for y in values]
-        grads = calls.gradient(base.f, base.n)(*x, *u)
-    except Exception as raised:
-        return Row(
-            name,
-            "warn",
-            None,
-            f"forward takes inputs without elements, backward {format_error(raised)}",
-        )
-    odd = [
-        base.names[j] for j, (g, y) in enumerate(zip(grads, x, strict=True)) if g.shape != y.shape
-    ]
-    if odd:
-        return Row(name, "warn", None, f"the gradient by {odd[0]} has another shape there.")
-    return Row(name, "pass")
+    reason = "its inputs have no dimensions." if batch is None else ""
+    return _of_another_shape(base, "layout: zero size", "elements", x, reason)
 
 
 def _no_dimensions(base: Baseline) -> Row:
-    name = "layout: 0-d"
-    if not base.subject.functions:  # kernels of torch itself may stop the process
-        return Row(name, "skip", None, "it is made of torch's own functions.")
     shapes = {tuple(y.shape) for y in base.x}
-    if len(shapes) > 1 or shapes == {()} or any(base.subject.call.complex_variables):
-        return Row(name, "skip", None, "its inputs are not of one shape with dimensions.")
-    x = [y.reshape(-1)[0].clone() for y in base.x]
+    other = len(shapes) > 1 or shapes == {()} or any(base.subject.call.complex_variables)
+    reason = "its inputs are not of one shape with dimensions." if other else ""
+    x = [] if reason else [y.reshape(-1)[0].clone() for y in base.x]
+    return _of_another_shape(base, "layout: 0-d", "dimensions", x, reason)
+
+
+def _of_another_shape(base: Baseline, name: str, without: str, x: list[Tensor], reason: str) -> Row:
+    """Whether backward takes the inputs that forward takes."""
+    if not base.subject.functions:  # kernels of torch itself may stop the process
+        reason = "it is made of torch's own functions."
+    if reason:
+        return Row(name, "skip", None, reason)
     try:
         values = base.f(*x)
     except Exception as raised:
@@ -132,15 +107,12 @@ def _no_dimensions(base: Baseline) -> Row:
     try:
         grads = calls.gradient(base.f, base.n)(*x, *[torch.ones_like(y) for y in values])
     except Exception as raised:
-        return Row(
-            name,
-            "warn",
-            None,
-            f"forward takes inputs without dimensions, backward {format_error(raised)}",
-        )
-    odd = [base.names[j] for j, g in enumerate(grads) if g.dim()]
-    if odd:
-        return Row(name, "warn", None, f"the gradient by {odd[0]} has dimensions there.")
+        text = f"forward takes inputs without {without}, backward {format_error(raised)}"
+        return Row(name, "warn", None, text)
+    for j, (g, y) in enumerate(zip(grads, x, strict=True)):
+        if g.shape != y.shape:
+            text = f"the gradient by {base.names[j]} has another shape there."
+            return Row(name, "warn", None, text)
     return Row(name, "pass")
 
 
@@ -160,10 +132,9 @@ USELESS = 0.3  # relative error above which a gradient in float32 is wrong
 
 
 def dtypes(base: Baseline) -> Iterator[Row]:
-    """The gradient in narrower dtypes against that of the same rounded inputs, and complex inputs."""
+    """The gradient in narrower dtypes against that of the same rounded inputs."""
     yield _in_dtype(base, "dtype: float32", torch.float32, 1e-3)
     yield _in_dtype(base, "dtype: bfloat16", torch.bfloat16, 0.1)
-    yield _complex(base)
 
 
 def _in_dtype(base: Baseline, name: str, dtype: torch.dtype, tolerance: float) -> Row:
@@ -203,46 +174,6 @@ def _in_dtype(base: Baseline, name: str, dtype: torch.dtype, tolerance: float) -
     return Row(name, "pass", worst)
 
 
-def _complex(base: Baseline) -> Row:
-    """Complex inputs instead of real ones; a wrong gradient is no failure, since the user passed real
-    ones."""
-    name = "dtype: complex"
-    subject = base.subject
-    if any(subject.call.complex_variables):
-        return Row(name, "pass")
-    if subject.num_parameters or subject.refused or not subject.functions:
-        return Row(name, "skip", None, "its inputs are real.")
-    inputs = pytree.map(_as_complex, tuple(subject.inputs))
-    call = Call(subject.fn, inputs).with_settings_of(subject.call)
-    try:
-        which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
-        f, rows = call.map(which), [f"output {i}" for i in which]
-        at = target(f, call.point, rows, call.names, subject.random)
-        found = in_reverse(at, Bounds(1e-6, 1e-4), subject.random, draws=1)
-    except Exception as raised:
-        return Row(name, "skip", None, f"it refuses complex numbers: {format_error(raised)}")
-    if found.raised is not None:
-        return Row(
-            name, "skip", None, f"backward refuses complex numbers: {format_error(found.raised)}"
-        )
-    if found.wrong:
-        return Row(
-            name, "skip", None,
-            "its inputs are real; it takes complex ones too, and has a wrong gradient for them (a "
-            "conj() is missing, or it is not holomorphic). Refuse them, or pass some to see.",
-        )  # fmt: skip
-    return Row(name, "pass", found.error)
-
-
-def _as_complex(value: Any) -> Any:
-    """A real tensor with a small imaginary part."""
-    if not is_float(value) or value.is_complex() or value.layout is not torch.strided:
-        return value
-    double = value.detach().to(torch.float64)
-    result = torch.complex(double, 0.1 * double.cos())
-    return result.requires_grad_(value.requires_grad)
-
-
 def _call_in_dtype(base: Baseline, dtype: torch.dtype) -> Call:
     return Call(base.subject.fn, base.subject.inputs, dtype).with_settings_of(base.subject.call)
 
@@ -274,17 +205,15 @@ def autocast(base: Baseline) -> Row:
         with torch.autocast(x[0].device.type, torch.bfloat16):
             values = f(*leaves)
         u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
-        found = torch.autograd.grad(values, leaves, u, materialize_grads=True)
+        found = calls.grad(values, leaves, u)
     except Exception as raised:
         return Row(
             name, "warn", None,
             f"under torch.autocast it raised {format_error(raised)}. Decorate forward and backward "
             "with torch.amp.custom_fwd and custom_bwd.",
         )  # fmt: skip
-    pairs = zip(found, right, strict=True)
-    errors = [_relative_difference(a.double(), b.double(), scale) for a, b in pairs]
-    off = max(errors)
-    j = errors.index(off)
+    pairs = enumerate(zip(found, right, strict=True))
+    off, j = max((_relative_difference(a.double(), b.double(), scale), j) for j, (a, b) in pairs)
     if off > 0.1:
         return Row(
             name, "warn", off,
@@ -301,14 +230,12 @@ def compiled(base: Baseline, options: Options) -> Row:
     torch._dynamo.reset()
     try:
         f = torch.compile(base.f, backend="aot_eager")
-        leaves = [y.detach().clone().requires_grad_() for y in base.x]
-        values = f(*leaves)
-        found = torch.autograd.grad(values, leaves, base.u, materialize_grads=True)
+        found = base.once(f)
     except Exception as raised:
         return Row(name, "warn", None, f"torch.compile raised {format_error(raised)}")
     finally:
         torch._dynamo.reset()
-    off, j = base.largest_difference(list(found), base.first)
+    off, j = base.largest_difference(found, base.first)
     if off > base.tolerance:
         return Row(
             name, "fail", off,

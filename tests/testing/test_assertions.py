@@ -256,7 +256,7 @@ def test_right_functions_pass_where_gradients_are_off(mode):
 
 # fmt: off
 WRONG = {
-    "wrong sign": (WrongSign, x, {}, "first derivative: reverse", "has the wrong sign"),
+    "wrong sign": (WrongSign, x, {}, "first derivative: reverse", "the sign is wrong"),
     "detached in backward": (Detached, x, {}, "detached: .detach()", "Detached.backward leaves the graph by .detach()"),
     "once_differentiable": (OnceDifferentiable, x, {}, "detached: @once_differentiable", "Without it the second derivative is right"),
     "wrong tangent": (WrongTangent, x, {}, "first derivative: forward", "the jvp of WrongTangent is wrong"),
@@ -273,7 +273,7 @@ WRONG = {
     "transposed inputs": (WrongForTransposedInputs, square, {}, "layout: non-contiguous inputs", "is different"),
     "expanded gradients": (WrongForExpandedGradients, x, {}, "layout: stride-0 gradients", "is different"),
     "gradients viewed": (ViewsGradients, square, {}, "layout: non-contiguous gradients", "backward raised RuntimeError: view size"),
-    "small values": (SmallAndWrong, x, {}, "first derivative: reverse", "1.667 times the derivative"),
+    "small values": (SmallAndWrong, x, {}, "first derivative: reverse", "1.667 times the expected value"),
     "right only at zero": (ZeroGradient, torch.zeros(2), {}, "first derivative: reverse", "by inputs[0] (`x`)"),
     "a batch computed otherwise": (WrongBatch, x, {}, "vmap", "differs from a loop"),
     "a batch dimension lost": (LosesBatchDimension, square, {}, "vmap", "over inputs[0] (`x`) has shape"),

@@ -125,14 +125,14 @@ def test_full_finds_one_wrong_element_of_many():
             (x,) = ctx.saved_tensors
             slope = 3 * x**2
             factor = torch.ones_like(x)
-            factor.view(-1)[77] = 1 + 1e-2
+            factor.view(-1)[17] = 1 + 1e-2
             return g * slope * factor
 
-    many = torch.randn(100) + 2
+    many = torch.randn(30) + 2
     for full in (False, True):
         report = hog.verify(OneWrong, many, full=full, modes="rr")
         assert "first derivative: reverse" in names(report, "fail"), full
-    assert "element 77" in hog.verify(OneWrong, many).failed[0].text
+    assert "element 17" in hog.verify(OneWrong, many).failed[0].text
 
 
 def test_tolerances():
@@ -195,7 +195,7 @@ def test_nondeterminism():
 
 def test_raise_exception():
     assert hog.verify(Cube, x, raise_exception=True).ok
-    with pytest.raises(hog.VerificationError, match="has the wrong sign"):
+    with pytest.raises(hog.VerificationError, match=r"the\s+sign is wrong"):
         hog.verify(Bad, x, raise_exception=True)
 
 

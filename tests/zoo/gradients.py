@@ -391,8 +391,8 @@ class SquareBatchesFirst(SquareBatches):
 EXHIBITS = [
     Exhibit("too few gradients", wrong=MulOneGradient, right=Mul, inputs=normal((3, 4), (3, 4)), says=("number", "gradients")),
     Exhibit("too many gradients", wrong=MulThreeGradients, right=Mul, inputs=normal((3, 4), (3, 4)), says=("number", "gradients")),
-    Exhibit("gradients in the wrong order", wrong=MulSwapped, right=Mul, inputs=normal((3, 4), (3, 4)), says=("order",)),
-    Exhibit("None for an input that needs a gradient", wrong=MulNone, right=Mul, inputs=normal((3, 4), (3, 4)), says=("none",)),
+    Exhibit("gradients in the wrong order", wrong=MulSwapped, right=Mul, inputs=normal((3, 4), (3, 4)), says=("expected", "inputs[")),
+    Exhibit("None for an input that needs a gradient", wrong=MulNone, right=Mul, inputs=normal((3, 4), (3, 4)), says=("all of it is missing",)),
     Exhibit("needs_input_grad read at the wrong place", wrong=MulWrongBranch, right=Mul, inputs=normal((3, 4), (3, 4)), says=("needs_input_grad",)),
     Exhibit("a short cut for a frozen input", wrong=NeuronShortcut, right=Neuron, inputs=normal((3, 4), (3, 4)), says=(".detach()",)),
     Exhibit("a jvp that disagrees with the backward", wrong=MulForward, right=Mul, inputs=normal((3, 4), (3, 4)), says=("jvp",)),
@@ -403,7 +403,7 @@ EXHIBITS = [
     Exhibit("a wrong sign in a second derivative by hand", wrong=SoftplusSecondSign, right=Softplus, inputs=normal((3, 4)), says=("sign",)),
     Exhibit("a missing term", wrong=GateMissingTerm, right=Gate, inputs=normal((3, 4)), says=("input",)),
     Exhibit("a missing term in a second derivative by hand", wrong=SoftplusSecondTerm, right=Softplus, inputs=normal((3, 4)), says=("second",)),
-    Exhibit("no transpose", wrong=MatMulNoTranspose, right=MatMul, inputs=normal((3, 3), (3, 3)), says=("transpose",)),
+    Exhibit("no transpose", wrong=MatMulNoTranspose, right=MatMul, inputs=normal((3, 3), (3, 3)), says=("expected", "inputs[")),
     Exhibit("the incoming gradient ignored", wrong=SquaredErrorLast, right=SquaredError, inputs=normal((3, 4), (3, 4)), says=("grad_output",)),
     Exhibit("a vmap rule that assumes the first dimension", wrong=SquareBatchesFirst, right=SquareBatches, inputs=normal((3, 4)), says=("vmap",)),
 ]  # fmt: skip
