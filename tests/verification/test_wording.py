@@ -7,6 +7,7 @@ import torch
 from torch.autograd import Function
 
 import hoglib as hog
+from tests.functions import Cube
 
 x, y = torch.randn(6, generator=torch.Generator().manual_seed(0)), torch.linspace(0.4, 1.4, 6)
 
@@ -401,3 +402,62 @@ def test_a_gradient_that_is_none_in_float32():
             return g * a.cos() * (1.0 if a.dtype == torch.float64 else 2.0)
 
     wrong(ByDtype, row="dtype: float32", says=["100% off in float32"])
+
+
+def test_a_vmap_rule_that_takes_the_incoming_gradient_for_one():
+    class Times(Function):
+        @staticmethod
+        def forward(slope, g):
+            return slope * g
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, u):
+            slope, g = ctx.saved_tensors
+            return u * g, u * slope
+
+        @staticmethod
+        def vmap(info, in_dims, slope, g):
+            if in_dims[0] is None:
+                slope = slope.expand(info.batch_size, *slope.shape)
+            first = g if in_dims[1] is None else g.select(in_dims[1], 0)
+            return Times.apply(slope, first.expand_as(slope)), 0
+
+    class Outer(Cube):
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return Times.apply(3 * a**2, g)
+
+    wrong(Outer, row="vmap", says=["vmap over incoming gradients"])
+
+
+def test_a_tangent_of_another_dtype():
+    class Narrow(Cube):
+        generate_vmap_rule = False
+
+        @staticmethod
+        def jvp(ctx, t):
+            return (3 * t * ctx.saved_tensors[0] ** 2).float()
+
+    wrong(Narrow, row="tangents: shape and dtype", says=["float32", "float64"])
+
+
+def test_a_backward_that_needs_elements():
+    class Mean(Function):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a**2
+
+        @staticmethod
+        def backward(ctx, g):
+            (a,) = ctx.saved_tensors
+            return 2 * g * a + 0 * a.max()
+
+    row = hog.verify(Mean, x)["layout: zero size"]
+    assert row.status == "warn"
+    assert "inputs without elements" in row.text
