@@ -1,6 +1,6 @@
 """Penalties on gradients by inputs and parameters, and on Jacobians; forces; a check of penalties."""
 
-from hoglib.penalties.checking.api import check
+from hoglib.penalties.checking import check
 from hoglib.penalties.critics import dragan, r1, r1_r2, r2, wgan_gp, zero_centred
 from hoglib.penalties.energies import EnergyForces, EnergyForcesHessian, forces
 from hoglib.penalties.jacobians import input_gradient, jacobian, lipschitz, sobolev

@@ -178,9 +178,7 @@ def test_a_right_penalty_passes(name):
 
 
 def test_nothing_is_left_to_say_of_a_careful_one():
-    report = check(careful, "wgan_gp")
-    assert [row.name for row in report.warnings] == ["unchanged: running statistics"]
-    assert all(row.status != "skip" for row in report)
+    assert {row.status for row in check(careful, "wgan_gp")} == {"pass"}
 
 
 # hoglib's own, which leave nothing to say but where random numbers are of a generator of theirs.
@@ -334,12 +332,6 @@ def last_column(critic, real):
     return g.square().flatten(1).sum(1).mean() / 2
 
 
-def channels(critic, real):
-    """Right for images alone."""
-    x = real.detach().requires_grad_()
-    return slopes(critic, x).square().sum((-3, -2, -1) if x.dim() == 4 else 0).mean() / 2
-
-
 def float64_draws(critic, real, fake):
     e = torch.as_tensor(np.random.random(one_a_sample(real)))
     return ((norms(critic, (e * real + (1 - e) * fake).requires_grad_()) - 1) ** 2).mean()
@@ -420,9 +412,6 @@ WRONG = {
     "nothing": (lambda D, r, f: 0.0 * wgan_gp(D, r, f), "wgan_gp", "value + reaches the critic", ["Nothing but zero", "every="]),
     "mean of r1 and r2": (lambda D, r, f: r1_r2(D, r, f) / 2, "r1_r2", "value", ["half of the sum"]),
     "something else": (lambda D, r, f: wgan_gp(D, r, f) ** 1.1, "wgan_gp", "value", ["None of the known mistakes"]),
-    # value: two at once
-    "no half, summed": (lambda D, real: slopes(D, real.detach().requires_grad_()).square().sum(), "r1", "value", ["summed over the batch", "half is missing"]),
-    "one norm, no square": (sum_of_norms(lambda g: g.norm(2, dim=1), term=lambda n: (n - 1).abs()), "wgan_gp", "value", ["dim=1 alone", "absolute difference"]),
     # lazy
     "lazy weight forgotten": (lazy(wgan_gp, 4, 1.0), "wgan_gp every", "every=4", ["not 4 times", "forgotten"]),
     "lazy weight at each call": (lambda D, r, f: 4 * wgan_gp(D, r, f), "wgan_gp every", "every=4", ["multiplied by 4 at each call"]),
@@ -506,10 +495,7 @@ def test_a_mistake_is_named(name):
 WARNED = {
     "fails without grad": (wgan_gp, "wgan_gp", "under no_grad", ["does not require grad", "enable_grad"]),
     "fails in inference mode": (wgan_gp, "wgan_gp", "under inference_mode", ["inference_mode(False)"]),
-    "rounds under autocast": (wgan_gp, "wgan_gp", "under autocast", ["half precision", "enabled=False"]),
-    "moves running statistics": (wgan_gp, "wgan_gp", "unchanged: running statistics", ["running_mean", "LayerNorm"]),
     "a batch of one is refused": (refuses_one, "wgan_gp", "batch of one", ["drop_last"]),
-    "right for images alone": (channels, "r1", "samples of shape (7,)", ["flatten(1)"]),
     "uniform noise": (lambda D, real: dragan_with(D, real, torch.rand_like(real)), "dragan", "points", ["centred in the paper"]),
 }  # fmt: skip
 
@@ -528,17 +514,6 @@ def test_every_row_can_fail_or_warn():
     assert rows - tried - {names for _, _, names, _ in WARNED.values()} == set()
 
 
-def test_a_penalty_that_leans_on_the_graph_of_fake():
-    def penalty(critic, real, fake):
-        e = torch.rand(one_a_sample(real))
-        return ((norms(critic, e * real + (1 - e) * fake) - 1) ** 2).mean()
-
-    report = check(penalty, "wgan_gp").raise_if_failed()
-    assert report["fake without a graph"].status == "warn"
-    assert "does not require grad" in report["fake without a graph"].text
-    assert report["points"].status == "pass"
-
-
 # What cannot be judged is said to be so.
 
 
@@ -546,12 +521,6 @@ def for_columns(critic, real, fake):
     x = between(real, fake)
     (g,) = autograd.grad(critic(x), x, torch.ones(len(x), 1, dtype=x.dtype), create_graph=True)
     return ((flat(g) - 1) ** 2).mean()
-
-
-def for_images(critic, real, fake):
-    e = torch.rand(len(real), 1, 1, 1)
-    x = (e.expand(real.size()) * (real - fake) + fake).requires_grad_()
-    return ((norms(critic, x) - 1) ** 2).mean()
 
 
 def only_float32(critic, real, fake):
@@ -572,10 +541,7 @@ def with_private_noise():
 
 SKIPPED = {
     "scores are columns": (for_columns, "wgan_gp", "scores of shape [N]", "raises"),
-    "samples are images": (for_images, "wgan_gp", "samples of shape (7,)", "raises"),
     "only float32": (only_float32, "wgan_gp", "dtype: torch.float64", "refused"),
-    "private random numbers": (with_private_noise(), "dragan", "parameter gradient", "equal calls differ"),
-    "BatchNorm under vmap": (by_vmap, "wgan_gp", "unchanged: running statistics", "BatchNorm"),
 }  # fmt: skip
 
 
