@@ -110,5 +110,5 @@ EXHIBITS = [
     Exhibit("the gradients of extra outputs left out", wrong=SinhForgets, right=Sinh, inputs=normal((3, 4)), says=("output",)),
     Exhibit("extra outputs marked as not differentiable", wrong=SinhMarked, right=Sinh, inputs=normal((3, 4)), says=("saved_tensors[0]",)),
     Exhibit("the gradient of a second output left out", wrong=MomentsFirstOnly, right=Moments, inputs=normal((3, 4)), says=("output",)),
-    Exhibit("an undefined gradient not handled", wrong=PolarUndefined, right=Polar, inputs=normal((3, 4)), says=("undefined",)),
+    Exhibit("an undefined gradient not handled", wrong=PolarUndefined, right=Polar, inputs=normal((3, 4)), says=("undefined gradient",)),
 ]  # fmt: skip
