@@ -217,7 +217,6 @@ class _Examination:
         at = self._meant.kind.where
         with DetachmentWatch() as watch:
             for _ in range(self._meant.every):
-                critic.requires_grad_()  # the last call may have frozen it
                 critic.calls = []
                 given = (real, fake) if self._takes_both else (fake if at == "at fake" else real,)
                 values.append(_number(self._penalty(critic, *given), real))

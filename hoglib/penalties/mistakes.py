@@ -156,7 +156,7 @@ class Meant:
 
     def value(self, formula: Formula, run: Run) -> Tensor:
         """The value by a formula at the points of a run, with a graph: the mean over calls."""
-        critic, mistake = run.critic.requires_grad_(), formula.mistake  # it may be frozen
+        critic, mistake = run.critic, formula.mistake
         values = [
             sum(self._wrong(mistake, critic, x) if mistake else self._right(critic, x) for x in xs)
             for xs in run.points

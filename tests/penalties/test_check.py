@@ -297,7 +297,7 @@ WRONG = {
     "weight in it": (times(10), "wgan_gp", "value", ["10 times", "weight=10"]),
     "weight forgotten": (wgan_gp, "wgan_gp weight", "value", ["weight of 10 is not in it"]),
     "rewarded": (times(-1), "wgan_gp", "value", ["-1 times"]),
-    "nothing": (times(0.0), "wgan_gp", "value + reaches the critic", ["Nothing but zero", "every="]),
+    "nothing": (times(0.0, r1), "r1", "value + reaches the critic", ["Nothing but zero", "every="]),
     "mean of r1 and r2": (times(0.5, r1_r2), "r1_r2", "value", ["half of the sum"]),
     "something else": (lambda D, r, f: wgan_gp(D, r, f) ** 1.1, "wgan_gp", "value", ["None of the known mistakes"]),
     # lazy
@@ -421,12 +421,13 @@ def test_an_object_keeps_its_count(form):
 
 def test_random_numbers_stay_where_they_were():
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    first = str(check(of_arrays, "wgan_gp"))
-    check(lambda D, r, f: random.random() * wgan_gp(D, r, f), "wgan_gp")
+    penalty = gp(mix(lambda real: column(real) + random.random() + np.random.random()))
+    first = str(check(penalty, "wgan_gp"))
+    assert "beyond [0, 1]" in first
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())
-    torch.rand(1), np.random.random()
-    assert str(check(of_arrays, "wgan_gp")) == first
+    torch.rand(1), random.random(), np.random.random()
+    assert str(check(penalty, "wgan_gp")) == first
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
