@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -110,6 +110,7 @@ STOP_GRADIENT_TOLERANCE = 1e-3
 DTYPE_TOLERANCES = {torch.float32: 0.03, torch.float16: 0.3, torch.bfloat16: 0.3}
 
 
+@final
 class _Audit:
     """The checks of one audit, in order; `report()` runs them."""
 

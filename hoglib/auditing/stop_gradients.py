@@ -5,6 +5,7 @@ constant, and so must the differences that it is compared with. A mode records w
 graph returns for arguments with a graph, and replays that at every other point.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
@@ -31,7 +32,7 @@ from hoglib.stand_ins.mode import without_override_check
 AUTOGRAD_CALLS = ("grad", "backward")  # they run Python code, which is seen call by call
 
 
-class CallMode(TorchFunctionMode):
+class CallMode(TorchFunctionMode, ABC):
     """A mode that handles torch calls and custom Functions, not the calls in the forward of these.
 
     of_composites: of the calls of a composite torch function, those that are handled instead of it.
@@ -60,9 +61,9 @@ class CallMode(TorchFunctionMode):
                     return inner(*args, **kwargs)
         return self.on_call(func, name, args, kwargs)
 
+    @abstractmethod
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """Runs a torch call."""
-        raise NotImplementedError
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
         """Told of a custom Function before it runs."""

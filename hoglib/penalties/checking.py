@@ -4,13 +4,10 @@ The penalty is run with critics that record where they are called, and compared 
 these points: by its value, and by its gradient by the parameters of the critic.
 """
 
-import copy
 import inspect
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,11 +20,18 @@ from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.detachment import INNER, DetachedGradient, DetachmentWatch
 from hoglib._core.source_location import format_error
-from hoglib._core.state import preserve_random_state
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties import mistakes
-from hoglib.penalties.mistakes import Formula, Meant, Points, Run, is_close, relative_error
-from hoglib.penalties.recording_critics import Critic, CriticFactory, gradient_of, recorded
+from hoglib.penalties.mistakes import Formula, PenaltySpec, Points, Run, is_close, relative_error
+from hoglib.penalties.recording_critics import (
+    Critic,
+    CriticFactory,
+    NotANumber,
+    gradient_of,
+    isolated_penalty,
+    recorded,
+    scalar,
+)
 from hoglib.verification.call import name_of, same
 from hoglib.verification.report import Report, Row
 
@@ -138,7 +142,7 @@ def check(
         ['value']
     """
     validation.function("penalty", penalty)
-    meant = mistakes.check_options(kind, shape, every, weight, target, one_sided, noise)
+    spec = mistakes.check_options(kind, shape, every, weight, target, one_sided, noise)
     where = torch.device("cpu" if device is None else device)
     dtypes = DTYPES if dtype is None else (dtype,)
     if not set(dtypes) <= set(DTYPES):
@@ -146,23 +150,18 @@ def check(
             f"dtype: expected torch.float64 or torch.float32, got {dtype}; half precision is "
             "checked by the row 'under autocast'."
         )
-    with grad_enabled(), warnings.catch_warnings(), _preserve_state(penalty, where) as own:
+    with grad_enabled(), warnings.catch_warnings(), isolated_penalty(penalty, where) as own:
         warnings.simplefilter("ignore")  # the checks provoke them
-        return Report(name_of(penalty), list(_Examination(own, meant).rows(where, dtypes)))
-
-
-class NotANumber(Exception):
-    """The penalty did not return one number."""
+        return Report(name_of(penalty), list(_Examination(own, spec).rows(where, dtypes)))
 
 
 @final
 class _Examination:
     """The checks of one call of `check`, in order."""
 
-    def __init__(self, penalty: Callable[..., Any], meant: Meant) -> None:
-        self._penalty, self._meant = penalty, meant
-        both = "fake" in meant.kind.where and "real" in meant.kind.where
-        self._takes_both = both or _takes_fake(penalty)
+    def __init__(self, penalty: Callable[..., Any], spec: PenaltySpec) -> None:
+        self._penalty, self._spec = penalty, spec
+        self._takes_both = len(spec.kind.sets) == 2 or _takes_fake(penalty)
         self._formula: Formula | None = None  # what the penalty computes, once it is known
         self._runs: list[Run] = []
         self._gradients: list[Tensor | None] = []
@@ -176,7 +175,7 @@ class _Examination:
         checks: list[tuple[str, Callable[[], Iterable[Row]]]] = [
             (REPEATED, self._repeated), ("value", self._values), ("points", self._points),
             (REACHES, self._reaches), (GRADIENT, self._derivative), (ZERO, self._at_zero),
-            *((how.name, partial(self._elsewhere, how)) for how in _elsewhere(self._made)),
+            *((how.name, partial(self._under, how)) for how in _circumstances(self._factory)),
             ("unchanged", self._unchanged),
         ]  # fmt: skip
         for name, examine in checks:
@@ -192,15 +191,15 @@ class _Examination:
     def _choose_critics(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Row]:
         """Finds the dtype and the shape of scores with which the penalty runs."""
         errors: list[Exception] = []
-        shape = self._meant.shape
+        shape = self._spec.shape
         for dtype, column in product(dtypes, (True, False)):
-            made = CriticFactory(shape, column, dtype, device, self._meant.target or 1.0)
+            factory = CriticFactory(shape, column, dtype, device, self._spec.target or 1.0)
             try:
-                self._run(made.linear(1.0), made.data(5), made.data(5))
+                self._run(factory.linear(1.0), factory.data(5), factory.data(5))
             except Exception as error:
                 errors.append(error)
                 continue
-            self._made = made
+            self._factory = factory
             if dtype is not dtypes[0]:
                 text = f"refused ({format_error(errors[0])}); checked in {dtype} with wider tolerances."
                 yield Row(f"dtype: {dtypes[0]}", "skip", None, text)
@@ -214,15 +213,15 @@ class _Examination:
     def _run(self, critic: Critic, real: Tensor, fake: Tensor) -> Run:
         """As many calls as a lazy penalty needs for one value."""
         values, seen = [], []
-        at = self._meant.kind.where
+        kind, sets = self._spec.kind, {"real": real, "fake": fake}
         with DetachmentWatch() as watch:
-            for _ in range(self._meant.every):
+            for _ in range(self._spec.every):
                 critic.calls = []
-                given = (real, fake) if self._takes_both else (fake if at == "at fake" else real,)
-                values.append(_number(self._penalty(critic, *given), real))
+                given = sets.values() if self._takes_both else [sets[name] for name in kind.sets]
+                values.append(scalar(self._penalty(critic, *given), real))
                 seen += [recorded(critic.calls, real, fake)] if critic.calls else []
-        points: Points = [[x for name, x in (("real", real), ("fake", fake)) if name in at]]
-        if self._meant.kind.drawn:
+        points: Points = [[sets[name] for name in kind.sets]]
+        if kind.drawn:
             points = [[x] for x in seen if isinstance(x, Tensor)] or [[real]]
         # requires_grad_() looks like an operation without a derivative
         detached = [d for d in watch.detached if d.place and "requires_grad_" not in d.how]
@@ -230,9 +229,9 @@ class _Examination:
 
     def _repeated(self) -> Iterator[Row]:
         """Whether a penalty that is not lazy has the same value at each call."""
-        if self._meant.every > 1:
+        if self._spec.every > 1:
             return
-        critic, real = self._made.linear(1.7), self._made.data(5)
+        critic, real = self._factory.linear(1.7), self._factory.data(5)
         values = [float(self._run(critic, real, real.clone()).value) for _ in range(CALLS)]
         other = [i for i, value in enumerate(values) if not is_close(value, values[0], 1e-3)]
         some = (values[0], *values[max(other[0] - 1, 1) : other[0] + 3]) if other else ()
@@ -242,51 +241,51 @@ class _Examination:
 
     def _values(self) -> Iterator[Row]:
         """Which formula the value follows; real and fake are the same, so that the points are known."""
-        made, meant = self._made, self._meant
-        few, _, more = [n for n in range(3, 20) if n not in meant.shape][:3]
+        factory, spec = self._factory, self._spec
+        few, _, more = [n for n in range(3, 20) if n not in spec.shape][:3]
         for critic, n in (
-            (made.quadratic(), more), (made.network(), few), (made.linear(0.4), few),
-            (made.quadratic(), more),
+            (factory.quadratic(), more), (factory.network(), few), (factory.linear(0.4), few),
+            (factory.quadratic(), more),
         ):  # fmt: skip
-            real = made.data(n)
+            real = factory.data(n)
             self._runs.append(self._run(critic, real, real.clone()))
-        self._formula = found = meant.explain(self._runs, made.tolerance)
+        self._formula = found = spec.explain(self._runs, factory.tolerance)
         texts = ["None of the known mistakes gives that value."]
         if found is not None:
             texts = [found.mistake.text] if found.mistake else []
             texts += [found.text] if found.text and not found.lazy else []
         if texts:
             value = self._runs[0].value
-            right = meant.value(Formula(), self._runs[0])
+            right = spec.value(Formula(), self._runs[0])
             text = (
-                f"it returned {float(value):.4g}, where w mean_n {meant.kind.term} {meant.kind.where} "
+                f"it returned {float(value):.4g}, where w mean_n {spec.kind.term} {spec.kind.where} "
                 f"is {float(right):.4g}. {' '.join(texts)}"
             )
             yield Row("value", "fail", relative_error(value, right), text)
         else:
             yield Row("value", "pass")
-        if meant.every > 1:
+        if spec.every > 1:
             lazy = found.text if found is not None and found.lazy else ""
             status = "skip" if found is None else "fail" if lazy else "pass"
-            yield Row(f"every={meant.every}", status, None, lazy if found else UNKNOWN)
+            yield Row(f"every={spec.every}", status, None, lazy if found else UNKNOWN)
 
     def _points(self) -> Iterator[Row]:
         """Whether the points are those of the kind, and the value is that at these points."""
-        made, meant = self._made, self._meant
-        n = max(4, min(64, 2_000_000 // made.d))
-        critic, real, fake = made.quadratic(), made.data(n), 3.0 * made.data(n, low=-0.2)
+        factory, spec = self._factory, self._spec
+        n = max(4, min(64, 2_000_000 // factory.d))
+        critic, real, fake = factory.quadratic(), factory.data(n), 3.0 * factory.data(n, low=-0.2)
         run = self._run(critic, real, fake)
         status, text = "pass", ""
-        if meant.kind.drawn:
+        if spec.kind.drawn:
             runs = [run, *(self._run(critic, real, fake) for _ in range(DRAWS // n))]
             status, text = self._drawn_points([x for each in runs for x in each.seen], real, fake)
         elif self._formula is None:
             status, text = "skip", UNKNOWN
         if not text and self._formula is not None:
-            right = meant.value(self._formula, run)
-            if not is_close(run.value, right, made.tolerance):
+            right = spec.value(self._formula, run)
+            if not is_close(run.value, right, factory.tolerance):
                 status, text = "fail", (
-                    f"it returned {float(run.value):.4g}, where the formula {meant.kind.where} gives "
+                    f"it returned {float(run.value):.4g}, where the formula {spec.kind.where} gives "
                     f"{float(right):.4g}: the gradient is {self._where(run, real, fake)}. "
                     "Differentiate the score by the points that went into the critic."
                 )  # fmt: skip
@@ -301,10 +300,10 @@ class _Examination:
             never = "not checked: the critic that was passed is never called."
             return ("fail", wrong[0]) if wrong else ("skip", never)
         stacked = torch.stack([x for x in seen if isinstance(x, Tensor)])
-        x, a, b = (t.flatten(-len(self._meant.shape)).double() for t in (stacked, real, fake))
+        x, a, b = (t.flatten(-len(self._spec.shape)).double() for t in (stacked, real, fake))
         tiny = 1e-6 if real.dtype == torch.float64 else 1e-3
-        if "noise" in self._meant.kind.where:
-            return mistakes.noise_mistake(x, a, b, tiny, self._meant.noise)
+        if self._spec.kind.drawn == "noise":
+            return mistakes.noise_mistake(x, a, b, tiny, self._spec.noise)
         text = mistakes.interpolation_mistake(x, a, b, tiny)
         return ("fail" if text else "pass"), text
 
@@ -315,9 +314,9 @@ class _Examination:
             "real": [[real]], "fake": [[fake]], "real and fake": [[real, fake]],
             "other points": [[x] for x in run.seen if isinstance(x, Tensor)],
         }  # fmt: skip
-        for name, points in () if self._meant.kind.drawn else sets.items():
-            value = self._meant.value(self._formula, run._replace(points=points or [[real]]))
-            if any(is_close(run.value, k * value, self._made.tolerance) for k in (1, 2)):
+        for name, points in () if self._spec.kind.drawn else sets.items():
+            value = self._spec.value(self._formula, run._replace(points=points or [[real]]))
+            if any(is_close(run.value, k * value, self._factory.tolerance) for k in (1, 2)):
                 return f"that at {name}"  # twice, where two sets are meant
         return "not taken by these points"
 
@@ -343,7 +342,7 @@ class _Examination:
 
     def _at_zero(self) -> Iterator[Row]:
         """The same where one sample's gradient is zero, and stays zero, and those of others are not."""
-        critic, x = self._made.hinge(), self._made.data(5, low=0.05)
+        critic, x = self._factory.hinge(), self._factory.data(5, low=0.05)
         x[0] = -5.0
         run = self._run(critic, x, x.clone())
         gradient = gradient_of(run.value, critic)
@@ -358,11 +357,11 @@ class _Examination:
     def _compare(self, name: str, gradient: Tensor | None, run: Run) -> Row:
         if self._formula is None:
             return Row(name, "skip", None, UNKNOWN)
-        right = gradient_of(self._meant.value(self._formula, run), run.critic)
+        right = gradient_of(self._spec.value(self._formula, run), run.critic)
         assert right is not None
         difference = right if gradient is None else gradient - right
         error = relative_error(difference.norm() + right.norm(), right.norm())
-        if error <= self._made.tolerance:
+        if error <= self._factory.tolerance:
             return Row(name, "pass", error)
         text = (
             f"it is not the derivative of the value{_detached_by(run.detached)}: a part of it is lost, "
@@ -370,9 +369,9 @@ class _Examination:
         )
         return Row(name, "fail", error, text)
 
-    def _elsewhere(self, how: "_Elsewhere") -> Iterator[Row]:
+    def _under(self, how: "_Circumstance") -> Iterator[Row]:
         """The value in other circumstances, against that of the formula."""
-        critic, real = how.made.network(how.slope), how.made.data(how.n)
+        critic, real = how.factory.network(how.slope), how.factory.data(how.n)
         try:
             with how.context():
                 run = self._run(critic, real.clone(), real.clone())
@@ -384,18 +383,18 @@ class _Examination:
             yield Row(how.name, "skip", None, UNKNOWN)
             return
         points = [[x.clone() for x in xs] for xs in run.points]  # they may be inference tensors
-        right = self._meant.value(self._formula, run._replace(points=points))
+        right = self._spec.value(self._formula, run._replace(points=points))
         error = relative_error(run.value, right)
         text = (
             f"it returned {float(run.value):.4g}, where {float(right):.4g} is right, and did not raise."
             f" {how.advice}"
         )
-        good = error <= max(how.made.tolerance, how.rtol)
+        good = error <= max(how.factory.tolerance, how.rtol)
         yield Row(how.name, "pass", error) if good else Row(how.name, "fail", error, text)
 
     def _unchanged(self) -> Iterator[Row]:
         """Whether arguments are as before: flags, gradients, values and modes."""
-        critic, real, fake = self._made.network(), self._made.data(5), self._made.data(5)
+        critic, real, fake = self._factory.network(), self._factory.data(5), self._factory.data(5)
         given = {"real": real, "fake": fake} | dict(critic.named_parameters())
         before = {name: (x.detach().clone(), x.requires_grad) for name, x in given.items()}
         modes = []
@@ -414,18 +413,6 @@ class _Examination:
             yield Row(f"unchanged: {what}", "fail" if text else "pass", None, text)
 
 
-def _number(returned: Any, like: Tensor) -> Tensor:
-    """A scalar tensor: a Python number, as lazy penalties return where they do nothing, is one too."""
-    if isinstance(returned, bool | int | float):
-        return torch.tensor(float(returned), dtype=like.dtype, device=like.device)
-    if isinstance(returned, Tensor) and returned.numel() == 1 and returned.is_floating_point():
-        return returned.reshape(()).to(like.dtype)
-    raise NotANumber(
-        f"expected the penalty, one number by itself, got {validation.describe(returned)}; reduce it "
-        "by the mean over samples."
-    )
-
-
 def _takes_fake(penalty: Callable[..., Any]) -> bool:
     """Whether a penalty at one set of points is called with both, by its signature."""
     function = penalty.forward if isinstance(penalty, nn.Module) else penalty
@@ -442,31 +429,11 @@ def _detached_by(detached: Sequence[DetachedGradient]) -> str:
     return f"; the gradient is detached by {'; by '.join(places[:3])}" if places else ""
 
 
-@contextmanager
-def _preserve_state(
-    penalty: Callable[..., Any], device: torch.device
-) -> Iterator[Callable[..., Any]]:
-    """Yields a copy of the penalty, an object of which may count its calls, with random numbers of one
-    seed; restores all random generators."""
-    with suppress(Exception):  # it cannot be copied, and our calls are counted
-        penalty = copy.deepcopy(penalty)
-    if device.type == "cuda":
-        torch.cuda.init()  # else its state would not be saved
-    with preserve_random_state():
-        torch.default_generator.manual_seed(0)
-        if device.type == "cuda":
-            torch.cuda.manual_seed_all(0)
-        random.seed(0)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(0)
-        yield penalty
-
-
-class _Elsewhere(NamedTuple):
+class _Circumstance(NamedTuple):
     """Circumstances in which the value is checked again, and the status if the penalty raises."""
 
     name: str
-    made: CriticFactory
+    factory: CriticFactory
     raises: str
     advice: str
     n: int = 5
@@ -475,16 +442,21 @@ class _Elsewhere(NamedTuple):
     rtol: float = 0.0
 
 
-def _elsewhere(made: CriticFactory) -> list[_Elsewhere]:
-    narrow, other = replace(made, dtype=torch.float32), replace(made, column=not made.column)
-    scores = f"scores of shape {'[N]' if made.column else '[N, 1]'}"
-    half = partial(torch.autocast, made.device.type, dtype=torch.float16)
+def _circumstances(factory: CriticFactory) -> list[_Circumstance]:
+    narrow, other = (
+        replace(factory, dtype=torch.float32),
+        replace(factory, column=not factory.column),
+    )
+    scores = f"scores of shape {'[N]' if factory.column else '[N, 1]'}"
+    half = partial(torch.autocast, factory.device.type, dtype=torch.float16)
     return [
-        _Elsewhere("batch of one", made, "warn", f"{REDUCED} Or set drop_last.", n=1),
-        _Elsewhere("in float32", narrow, "fail", NARROW),
-        _Elsewhere(scores, other, "skip", REDUCED),
-        _Elsewhere("under no_grad", made, "warn", ENABLE_GRAD, context=torch.no_grad),
-        _Elsewhere("under inference_mode", made, "warn", ENABLE_GRAD, context=torch.inference_mode),
+        _Circumstance("batch of one", factory, "warn", f"{REDUCED} Or set drop_last.", n=1),
+        _Circumstance("in float32", narrow, "fail", NARROW),
+        _Circumstance(scores, other, "skip", REDUCED),
+        _Circumstance("under no_grad", factory, "warn", ENABLE_GRAD, context=torch.no_grad),
+        _Circumstance(
+            "under inference_mode", factory, "warn", ENABLE_GRAD, context=torch.inference_mode
+        ),
         # with gradients whose squares are too large for half precision; rounding is no failure
-        _Elsewhere("under autocast", narrow, "warn", DISABLE_AUTOCAST, 5, half, 400.0, 0.1),
+        _Circumstance("under autocast", narrow, "warn", DISABLE_AUTOCAST, 5, half, 400.0, 0.1),
     ]

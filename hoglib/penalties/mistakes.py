@@ -10,7 +10,7 @@ are wrong in the ways of `interpolation_mistake` and `noise_mistake`.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -22,36 +22,28 @@ from hoglib.errors import ArgumentValueError
 from hoglib.penalties import critics
 
 Points = Sequence[Sequence[Tensor]]  # for each call, the sets of points whose penalties are summed
-DRAWN = ("between real and fake", "at real and noise")
 
 
 class Kind(NamedTuple):
-    """Where a penalty is taken, and its term."""
+    """A penalty: the sets of samples that it is given, its term, and how its points are drawn."""
 
-    where: str
+    sets: tuple[str, ...]
     term: str
-
-    @property
-    def drawn(self) -> bool:
-        """Whether its points are random."""
-        return self.where in DRAWN
-
-    @property
-    def has_target(self) -> bool:
-        return "target" in self.term
-
-    @property
-    def half(self) -> float:
-        return 0.5 if "/ 2" in self.term else 1.0
+    where: str  # its points, in words
+    drawn: Literal["interpolation", "noise"] | None = None  # None: its points are its samples
+    has_target: bool = False
+    factor: float = 1.0
 
 
 KINDS = {
-    "wgan_gp": Kind(DRAWN[0], "(|g_n| - target)^2"),
-    "zero_centred": Kind(DRAWN[0], "|g_n|^2"),
-    "r1": Kind("at real", "|g_n|^2 / 2"),
-    "r2": Kind("at fake", "|g_n|^2 / 2"),
-    "r1_r2": Kind("at real and fake, summed,", "|g_n|^2 / 2"),
-    "dragan": Kind(DRAWN[1], "(|g_n| - target)^2"),
+    "wgan_gp": Kind(
+        ("real", "fake"), "(|g_n| - target)^2", "between real and fake", "interpolation", True
+    ),
+    "zero_centred": Kind(("real", "fake"), "|g_n|^2", "between real and fake", "interpolation"),
+    "r1": Kind(("real",), "|g_n|^2 / 2", "at real", factor=0.5),
+    "r2": Kind(("fake",), "|g_n|^2 / 2", "at fake", factor=0.5),
+    "r1_r2": Kind(("real", "fake"), "|g_n|^2 / 2", "at real and fake, summed,", factor=0.5),
+    "dragan": Kind(("real",), "(|g_n| - target)^2", "at real and noise", "noise", True),
 }
 
 
@@ -143,8 +135,8 @@ class Run(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Meant:
-    """The penalty that is meant."""
+class PenaltySpec:
+    """The penalty that is meant: its kind and options."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -161,7 +153,7 @@ class Meant:
             sum(self._wrong(mistake, critic, x) if mistake else self._right(critic, x) for x in xs)
             for xs in run.points
         ]
-        return formula.constant * self.weight * self.kind.half * sum(values) / len(values)
+        return formula.constant * self.weight * self.kind.factor * sum(values) / len(values)
 
     def _right(self, critic: nn.Module, x: Tensor) -> Any:
         """hoglib's own penalty; it interpolates between x and x."""
@@ -200,16 +192,16 @@ class Meant:
     def _constants(self) -> list[tuple[float, str, bool]]:
         """Known constants, their texts, and whether the schedule is to blame."""
         k, half = self.every, "It is halved twice. Halve it once."
-        if "summed" in self.kind.where:
+        if len(self.kind.sets) == 2 and self.kind.drawn is None:
             half = "It is half of the sum: one of the two penalties, or their mean."
-        elif self.kind.half == 1.0:
+        elif self.kind.factor == 1.0:
             half = "It is halved; this penalty has no half. Leave it out."
         return [
             (1 / k, f"It is returned at every {k}-th call, but not {k} times: the weight is forgotten. "
                     f"Return {k} times it then.", True),
             (k, f"It is multiplied by {k} at each call. Return zero in between.", True),
             (1 / self.weight, f"The weight of {self.weight:g} is not in it. Multiply by it.", False),
-            (1 / self.kind.half, "The half is missing: with it the weight is gamma.", False),
+            (1 / self.kind.factor, "The half is missing: with it the weight is gamma.", False),
             (0.5, half, False),
         ]  # fmt: skip
 
@@ -223,16 +215,16 @@ class Meant:
 def check_options(
     kind: str, shape: Sequence[int], every: int, weight: float, target: float | None,
     one_sided: bool, noise: float | None,
-) -> Meant:  # fmt: skip
+) -> PenaltySpec:  # fmt: skip
     """The options of `check`, or an error."""
-    meant = KINDS[validation.one_of("kind", str(kind).replace("-", "_"), KINDS)]
+    known = KINDS[validation.one_of("kind", str(kind).replace("-", "_"), KINDS)]
     validation.flag("one_sided", one_sided)
-    if not meant.has_target and (target is not None or one_sided):
+    if not known.has_target and (target is not None or one_sided):
         raise ArgumentValueError(
             f"target, one_sided: expected neither for {kind}, which has no target; got "
             f"target={target}, one_sided={one_sided}. Leave them out, or check another kind."
         )
-    if noise is not None and "noise" not in meant.where:
+    if noise is not None and known.drawn != "noise":
         raise ArgumentValueError(
             f"noise: expected None for {kind}, got {noise}; only dragan has noise. Leave it out."
         )
@@ -243,9 +235,9 @@ def check_options(
             f"{tuple(shape)}; a batch of vectors has shape=(d,)."
         )
     if target is None:
-        target = 1.0 if meant.has_target else 0.0
-    return Meant(
-        meant, sizes, validation.at_least("every", every, 1), validation.positive("weight", weight),
+        target = 1.0 if known.has_target else 0.0
+    return PenaltySpec(
+        known, sizes, validation.at_least("every", every, 1), validation.positive("weight", weight),
         validation.number("target", target, minimum=0.0), one_sided,
         None if noise is None else validation.positive("noise", noise),
     )  # fmt: skip

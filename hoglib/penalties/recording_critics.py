@@ -6,14 +6,20 @@ network    D(x) = <w, tanh(V x + u)>
 hinge      D(x) = <a, max(0, x)^2> / 2      no gradient where no element is positive
 """
 
-from collections.abc import Callable, Sequence
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Generator, Tensor, nn
 
+from hoglib._core import validation
 from hoglib._core.autograd import materialize_grads
+from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import unwrap
 from hoglib.penalties.mistakes import INTERPOLATE
 from hoglib.verification.call import same
@@ -24,12 +30,12 @@ class Critic(nn.Module):
     """Scores [N, 1] (or [N]) of x [N, *shape]; `calls` holds each x that it was called with."""
 
     def __init__(
-        self, made: "CriticFactory", score: Callable[..., Tensor], **tensors: Tensor
+        self, factory: "CriticFactory", score: Callable[..., Tensor], **tensors: Tensor
     ) -> None:
         super().__init__()
-        self._score, self._dims, self._column = score, len(made.shape), made.column
+        self._score, self._dims, self._column = score, len(factory.shape), factory.column
         for name, tensor in tensors.items():
-            self.register_parameter(name, nn.Parameter(tensor.to(made.device, made.dtype)))
+            self.register_parameter(name, nn.Parameter(tensor.to(factory.device, factory.dtype)))
         self.calls: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,9 +117,44 @@ def gradient_of(value: Tensor, critic: nn.Module) -> Tensor | None:
     """The gradient of a value by all parameters, as one vector; None without a graph."""
     if not value.requires_grad:
         return None
-    parameters: list[Tensor] = list(
-        critic.requires_grad_().parameters()
-    )  # a penalty may have frozen them
+    critic.requires_grad_()  # a penalty may have frozen its parameters
+    parameters: list[Tensor] = list(critic.parameters())
     parts = torch.autograd.grad(value, parameters, allow_unused=True)
     filled = materialize_grads(list(parts), parameters)
     return torch.cat([part.detach().reshape(-1) for part in filled])
+
+
+class NotANumber(Exception):
+    """The penalty did not return one number."""
+
+
+def scalar(returned: Any, like: Tensor) -> Tensor:
+    """A scalar tensor: a Python number, as lazy penalties return where they do nothing, is one too."""
+    if isinstance(returned, bool | int | float):
+        return torch.tensor(float(returned), dtype=like.dtype, device=like.device)
+    if isinstance(returned, Tensor) and returned.numel() == 1 and returned.is_floating_point():
+        return returned.reshape(()).to(like.dtype)
+    raise NotANumber(
+        f"expected the penalty, one number by itself, got {validation.describe(returned)}; reduce it "
+        "by the mean over samples."
+    )
+
+
+@contextmanager
+def isolated_penalty(
+    penalty: Callable[..., Any], device: torch.device
+) -> Iterator[Callable[..., Any]]:
+    """Yields a copy of the penalty, an object of which may count its calls, with random numbers of one
+    seed; restores all random generators."""
+    with suppress(Exception):  # it cannot be copied, and our calls are counted
+        penalty = copy.deepcopy(penalty)
+    if device.type == "cuda":
+        torch.cuda.init()  # else its state would not be saved
+    with preserve_random_state():
+        torch.default_generator.manual_seed(0)
+        if device.type == "cuda":
+            torch.cuda.manual_seed_all(0)
+        random.seed(0)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(0)
+        yield penalty
