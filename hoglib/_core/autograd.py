@@ -16,7 +16,6 @@ from hoglib._core.gradient_graph import (
     GraphSummary,
     check_custom_functions,
     graph_summary,
-    warn_detached,
 )
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import without_stand_ins
@@ -60,7 +59,7 @@ def gradient_with_graph(
         check_uses_given_params(graph, leaves, what)
     parts: list[Tensor | None] = [None]
     if value.requires_grad:
-        with graph.backward_modes(), translate_errors(what), warn_detached(graph, what):
+        with graph.backward_modes(), translate_errors(what):
             parts = list(torch.autograd.grad(value, own, create_graph=True, allow_unused=True))
     if all(part is None for part in parts):
         raise NoSecondDerivative(

@@ -9,40 +9,27 @@ autograd computes. So the steps depend on the dtype and on what is compared, not
 `hoglib._core.element_differences` builds on this module: it chooses a step for each element by itself.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import Any, Literal, TypeVar
-from weakref import WeakSet
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from hoglib._core import pytree
 from hoglib._core.autograd import (
     Vector,
     fresh_leaves,
-    gradient_with_graph,
     materialize_grads,
     translate_errors,
-    vjp,
 )
-from hoglib._core.gradient_graph import GraphSummary, graph_summary
-from hoglib._core.source_location import warn
-from hoglib._core.torch_modes import value_checks_on
 
-Use = Literal[
-    "product", "product check", "element", "element, more", "element, short", "slot", "route"
-]
+Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
 STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
     # `mode="finite-differences"`. All steps are tried, and the pair that agrees best is taken, so the
     # range is wide. In units of the root mean square of the parameters, at least 1.
     "product": dict.fromkeys((torch.float64, torch.float32), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)),
-    # The check of the first product through a custom Function, in the user's dtype. It may cost four
-    # gradients only, and must not warn of rounding: two long steps. In the same units.
-    "product check": dict.fromkeys((torch.float64, torch.float32), (1e-2, 1e-3)),
     # `verify`, where each element takes the step whose estimated error is smallest. In units of the
     # size of each element. Narrow dtypes need long steps, because rounding grows as eps / h.
     "element": {
@@ -168,90 +155,3 @@ def to_double(tree: T) -> T:
 
     result: T = pytree.map_tensors(convert, tree)
     return result
-
-
-# The check of the first product through a custom Function. A graph does not always show what a backward
-# loses (a NumPy number on ctx, a detach() of a saved tensor). So the first product of a process through
-# a user's Function is compared, coarsely, with a difference of gradients. It says nothing of later
-# inputs; `hoglib.verify` does.
-
-MAX_ERROR = 0.05  # relative; the difference of a smooth function has an error of 0.01 in float32
-_SEEN: WeakSet[type[Function]] = WeakSet()
-
-
-def unchecked_functions(value: Tensor, graph: GraphSummary) -> list[type[Function]]:
-    """The custom Functions in the graph of a value that no product has been checked through."""
-    used = {entry.function for entry in graph.user_functions if entry.function}
-    if not used or value.dtype not in (torch.float32, torch.float64) or not value_checks_on():
-        return []
-    found = used - set(_SEEN)
-    return sorted(found, key=lambda function: function.__qualname__)
-
-
-def check_hessian_product(
-    what: str,
-    functions: list[type[Function]],
-    func: Callable[..., Tensor],
-    leaves: Vector,
-    vector: Vector,
-) -> None:
-    """Warns if a product with the Hessian of func differs from a difference of its gradients.
-
-    The product is computed again here, with the random numbers that the differences get.
-    """
-    with fixed_random_numbers(leaves), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the product before this one gave the same warnings
-        gradient = gradient_with_graph(func, leaves, what, create_graph=False)
-        own = gradient.leaves
-        product = materialize_grads(vjp(gradient.parts, own, vector, what), own)
-    finite_difference_check(what, functions, gradient_function(func), func, leaves, vector, product)
-
-
-def finite_difference_check(
-    what: str,
-    functions: list[type[Function]],
-    function: VectorFunction,
-    func: Callable[..., Tensor],
-    leaves: Vector,
-    vector: Vector,
-    product: Vector,
-) -> None:
-    """Warns if a product differs from the central difference, along the vector, of a function.
-
-    function: the first derivatives of `func`, which is what the user wrote, of the same leaves. A
-    gradient that is zero on purpose (a stop-gradient) is not warned of.
-    """
-    for seen in functions:
-        _SEEN.add(seen)
-    if not pytree.norm([v.detach() for v in vector]):
-        return
-    sizes = steps("product check", leaves[0].dtype)
-    slopes = central_differences(function, leaves, vector, sizes)
-    errors = [distance(slope, product) for slope in slopes]
-    spread = distance(*slopes)  # large at a kink, and where rounding dominates
-    scale = max(float(pytree.norm([x.detach() for x in parts])) for parts in (slopes[0], product))
-    error = min(errors)
-    if error > MAX_ERROR * scale and error > 5 * spread and not _stops_gradient(func, leaves):
-        names = ", ".join(function.__qualname__ for function in functions)
-        warn(
-            f"{what}: the second derivative differs by {error / scale:.0%} from a central difference "
-            f"of first derivatives. It runs through {names}, whose backward may be detached from the "
-            f"graph, or may not be the derivative of forward: `hoglib.verify("
-            f"{functions[0].__name__}, inputs)` names the cause.",
-        )
-
-
-def _stops_gradient(func: Callable[..., Tensor], leaves: Vector) -> bool:
-    """Whether a custom Function returns a gradient that is all zeros."""
-    own = fresh_leaves(leaves, False)
-    value = func(*own)
-    stopped: list[bool] = []
-
-    def hook(returned: Any, incoming: Any) -> None:
-        given = [g for g in returned if isinstance(g, Tensor) and g.is_floating_point()]
-        stopped.append(any(not bool(g.any()) for g in given))
-
-    for node, _ in graph_summary(value).user_functions:
-        node.register_hook(hook)
-    torch.autograd.grad(value, own, allow_unused=True)
-    return any(stopped)

@@ -2,15 +2,13 @@
 
     graph = graph_summary(value)
     check_custom_functions(graph, "hvp")      # refuses what has no second derivative
-    with warn_detached(graph, "hvp"):         # notices a backward that loses its graph
-        grads = torch.autograd.grad(value, leaves, create_graph=True)
+    grads = torch.autograd.grad(value, leaves, create_graph=True)
 
 A summary is made once for a value and passed to all who ask, because a walk takes time for each node.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,8 +16,7 @@ from torch.autograd import Function
 
 from hoglib._core import torch_internals
 from hoglib._core.pytree import is_float
-from hoglib._core.source_location import warn
-from hoglib._core.torch_modes import value_checks_on, without_stand_ins
+from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import NoSecondDerivative
 
 # torch's next_functions: (node, index of its output), and (None, 0) for an input without a graph
@@ -131,12 +128,8 @@ def graph_bytes(values: Iterable[Tensor]) -> int:
 
 
 def check_custom_functions(graph: GraphSummary, what: str) -> None:
-    """Refuses custom Functions whose second derivative is lost without an error.
-
-    Raises NoSecondDerivative for one whose backward is `@once_differentiable`. Warns of one that saves
-    a floating-point tensor which is neither its input nor its output.
-    """
-    for node, function in graph.user_functions:
+    """Raises NoSecondDerivative for custom Functions whose backward is `@once_differentiable`."""
+    for _, function in graph.user_functions:
         assert function is not None
         name = function.__qualname__
         if torch_internals.is_once_differentiable(function):
@@ -147,34 +140,6 @@ def check_custom_functions(graph: GraphSummary, what: str) -> None:
                 f"operations from the saved inputs and outputs; `hoglib.verify({name}, inputs)` "
                 "checks it."
             )
-        saved = list(_saved_without_graph(node)) if value_checks_on() else []
-        if saved:
-            warn(
-                f"{what}: {name} keeps {' and '.join(saved)} for its backward, without a graph. "
-                "A tensor that forward computes, and that is neither an input nor an output, is a "
-                "constant to the second derivative, which may lack a part. "
-                f"`hoglib.verify({name}, inputs)` checks it.",
-            )
-
-
-@contextmanager
-def warn_detached(graph: GraphSummary, what: str) -> Iterator[None]:
-    """While a gradient is taken with create_graph=True: warns of custom Functions that detach it,
-    because backward runs under no_grad, calls detach(), or leaves torch.
-
-    The incoming gradients are made to require grad. Then what backward returns requires grad as well,
-    unless backward has detached it.
-    """
-    handles: list[Any] = []
-    for node, function in graph.user_functions if value_checks_on() else ():
-        assert function is not None
-        handles.append(node.register_prehook(_require_grad))
-        handles.append(node.register_hook(partial(_warn_of_detached, function.__qualname__, what)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def saved_tensors(node: Any, *, unpack: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -195,34 +160,3 @@ def saved_tensors(node: Any, *, unpack: bool = True) -> Iterator[tuple[str, Tens
 def all_inputs_require_grad(node: Any) -> bool:
     """Whether every tensor that the operation of a node was given requires grad."""
     return all(parent is not None for parent, _ in node.next_functions)
-
-
-def _saved_without_graph(node: Any) -> Iterator[str]:
-    """The names of floating-point tensors that a node keeps and that were computed in forward.
-
-    A tensor without a graph may also be an input that does not require grad. So nothing is reported
-    unless all inputs require grad.
-    """
-    if all_inputs_require_grad(node):
-        for name, tensor in saved_tensors(node):
-            if tensor.is_floating_point() and not tensor.requires_grad:
-                yield name
-
-
-def _require_grad(grads: Any) -> Any:
-    return tuple(
-        g.detach().requires_grad_()
-        if isinstance(g, Tensor) and g.is_floating_point() and not g.requires_grad
-        else g
-        for g in grads
-    )
-
-
-def _warn_of_detached(name: str, what: str, returned: Any, incoming: Any) -> None:
-    floats = [g for g in returned if isinstance(g, Tensor) and g.is_floating_point()]
-    if any(not g.requires_grad and bool(g.any()) for g in floats):
-        warn(
-            f"{what}: the backward of {name} gives a gradient without a graph: it runs under no_grad, "
-            "detaches, or leaves torch. The second derivative through it is taken as zero. "
-            f"`hoglib.verify({name}, inputs)` names the line.",
-        )

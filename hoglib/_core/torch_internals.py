@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, overrides
 from torch._C import _functorch
+from torch._functorch import pyfunctorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
@@ -109,26 +110,32 @@ def watching_functions(
         finally:
             applying.depth -= 1
 
-    # Function.apply ends in super().apply: this class stands between it and the C++ base
-    place: Any = _SingleLevelFunction
-    with _PLACING:
-        _WATCHES.append(apply)
-        place.apply = classmethod(_watched)
+    _watch_apply()
+    _WATCHES.append(apply)
     try:
         yield applying
     finally:
-        with _PLACING:
-            _WATCHES.remove(apply)
-            if not _WATCHES:
-                del place.apply
+        _WATCHES.remove(apply)
 
 
 _WATCHES: list[Callable[..., Any]] = []
-_PLACING = threading.Lock()
+
+
+@cache
+def _watch_apply() -> None:
+    """Puts `_watched` into the place where Function.apply ends: between it and the C++ base.
+
+    It stays there, where it passes on what nobody watches: to take it away after each watch would clear
+    the method caches of all Functions.
+    """
+    place: Any = _SingleLevelFunction
+    place.apply = classmethod(_watched)
 
 
 def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Function.apply, through all that watch it."""
+    if not _WATCHES:
+        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
     def run() -> Any:
         return super(_SingleLevelFunction, function).apply(*args, **kwargs)
@@ -136,6 +143,45 @@ def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
     for watch in tuple(_WATCHES):
         run = partial(watch, function, args, run)
     return run()
+
+
+def outside_transforms(
+    function: type[Function], args: tuple[Any, ...]
+) -> tuple[type[Function], tuple[Any, ...], tuple[bool, ...]]:
+    """An application of a Function as it would be outside of torch.func: the Function that the user
+    wrote, its arguments without wrappers, those of the first sample under vmap, and which of them it is
+    differentiated by."""
+    by = tuple(isinstance(x, Tensor) and _is_differentiated(x) for x in args)
+    while function.__module__.startswith("torch._functorch"):  # made for one level of a transform
+        made_of = inspect.getclosurevars(function.forward).nonlocals
+        if not isinstance(made_of.get("autograd_function"), type):
+            break
+        function, in_dims = made_of["autograd_function"], made_of.get("in_dims")
+        if isinstance(in_dims, tuple) and len(in_dims) == len(args):
+            pairs = zip(args, in_dims, strict=True)
+            args = tuple(x.select(d, 0) if isinstance(d, int) else x for x, d in pairs)
+    return function, tuple(map(_first_sample, args)), by
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    if x.requires_grad or _functorch.is_gradtrackingtensor(x):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _first_sample(x: Any) -> Any:
+    """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
+    while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
+        batched = _functorch.is_batchedtensor(x)
+        dim = _functorch.maybe_get_bdim(x) if batched else None
+        x = _functorch.get_unwrapped(x)
+        x = x if dim is None else x.select(dim, 0)
+    return x
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """Inside, no transform of torch.func is active."""
+    return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 def is_compiled(func: Any) -> bool:

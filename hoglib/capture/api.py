@@ -25,6 +25,7 @@ from hoglib.capture.capturing import (
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import as_leaf, tensors_of, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
+from hoglib.verification.entry_points import examined_functions
 
 OPTIONS = ("backend", "dynamic", "check", "name")
 MAX_GRAPHS = (
@@ -171,9 +172,10 @@ class Compiled:
             if len(self.signatures) >= MAX_GRAPHS:
                 self._warn_full(form, tensors)
                 return None
-            if self._before is not None:
-                self._before()
-            entry, lifted = capture(self, form, tensors)
+            with examined_functions(self.name):
+                if self._before is not None:
+                    self._before()
+                entry, lifted = capture(self, form, tensors)
             self._graphs.by_signature.setdefault(form.key, []).append(entry)
         return entry, lifted
 

@@ -16,7 +16,6 @@ from hoglib._core.autograd import (
     materialize_grads,
     translate_errors,
 )
-from hoglib._core.finite_differences import check_hessian_product, unchecked_functions
 from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
@@ -27,6 +26,7 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 Groups = list[list[int]]  # the leaves that share a block, for each block
@@ -98,7 +98,12 @@ def hessian(
             loss = BoundLoss(func, structure, inputs)
             point = compiled_linear_map(kind, loss, leaves, options, True)
             return _nested(_by_products(point, leaves, groups, bar), params, structure, blocks)
-    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
+    with (
+        examined_functions("hessian"),
+        grad_enabled(),
+        keep_swapped(),
+        stand_ins_if(stand_ins),
+    ):
         leaves, inputs = clone_inference_tensors((leaves, args))
         loss = BoundLoss(func, structure, inputs)
         if torch_internals.transforms_active():
@@ -151,7 +156,7 @@ def ggn(
     leaves, structure = _real_leaves(params)
     groups = groups_of(blocks, params)
     bar = ProgressBar("ggn", validation.flag("progress", progress))
-    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
+    with examined_functions("ggn"), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
         leaves, args = clone_inference_tensors((leaves, (batch,)))
         bound = BoundLoss(loss, structure, args)
         options = ProductOptions("ggn", stand_ins=stand_ins)
@@ -175,12 +180,7 @@ def _by_rows(
     loss: BoundLoss, leaves: Vector, groups: Groups, options: ProductOptions, bar: ProgressBar
 ) -> Entries:
     """H[a][b] for each pair of leaves in a group, one backward pass a row."""
-    caller = options.caller
-    value, own, gradient, graph = gradient_with_graph(loss, leaves, caller, options.create_graph)
-    unchecked = [] if options.create_graph else unchecked_functions(value, graph)
-    if unchecked:
-        ones = [torch.ones_like(leaf) for leaf in own]
-        check_hessian_product(caller, unchecked, loss, leaves, ones)
+    _, own, gradient, _ = gradient_with_graph(loss, leaves, options.caller, options.create_graph)
     entries = {}
     with bar.over("products", _size(leaves, groups)):
         for group in groups:

@@ -28,7 +28,6 @@ from hoglib._core.gradient_graph import (
     check_custom_functions,
     graph_bytes,
     graph_summary,
-    warn_detached,
 )
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import value_checks_on
@@ -204,10 +203,9 @@ def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     own = fresh_leaves(leaves, create_graph)
     every = composite.outputs(own)
     depends, ys = _dependent(every)
-    graph = graph_summary(ys)
-    check_custom_functions(graph, caller)
+    check_custom_functions(graph_summary(ys), caller)
     us = [torch.ones_like(y, requires_grad=True) for y in ys]
-    with translate_errors(caller), warn_detached(graph, caller):
+    with translate_errors(caller):
         by_u = torch.autograd.grad(ys, own, us, create_graph=True, allow_unused=True)
     if any(part is not None and not part.requires_grad for part in by_u):
         raise _detached(caller)  # J^T u is linear in u: a part without a graph was detached

@@ -22,11 +22,11 @@ from hoglib._core.gradient_graph import (
     GraphSummary,
     check_custom_functions,
     graph_summary,
-    warn_detached,
 )
 from hoglib._core.swap import call_with, keep_swapped
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 Probe = int | Tensor
 Function = Callable[[Tensor], Tensor]
@@ -92,7 +92,7 @@ def laplacian(
         validation.flag("create_graph", create_graph)
     keep = torch.is_grad_enabled() if create_graph is None else create_graph
     signs = None if num_projections is None else _signs(x, num_projections, generator)
-    with grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
+    with examined_functions(CALLER), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
         x, inputs = clone_inference_tensors((x, args))
         # a module's own parameters, but copies of the buffers, which its forward may change
         call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
@@ -256,7 +256,7 @@ def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -
     """The gradient by the points, with its graph."""
     gradient = None
     if y.requires_grad:
-        with translate_errors(CALLER), warn_detached(graph, CALLER):
+        with translate_errors(CALLER):
             (gradient,) = torch.autograd.grad(
                 y, own, cotangents, create_graph=True, allow_unused=True
             )

@@ -17,6 +17,7 @@ from hoglib.errors import (
     NotPositiveDefiniteError,
 )
 from hoglib.functional import trainable_params
+from hoglib.verification.entry_points import examined_functions
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
 FARTHEST = 1e8  # by which the damping may differ from the first, either way
@@ -198,6 +199,10 @@ class NewtonCG(torch.optim.Optimizer):
                 "step: expected a batch, or a function without arguments that returns one, got None; "
                 "the matrix is computed on the batch: `optimizer.step((x, y))`."
             )
+        with examined_functions("NewtonCG"):
+            return self._step(batch, curvature)
+
+    def _step(self, batch: Any, curvature: Any) -> Tensor:
         group = self.param_groups[0]
         G = self._matrix(batch)
         value, gradient = G.gradient()

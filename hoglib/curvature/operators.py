@@ -33,6 +33,7 @@ from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NonFiniteError, UnsupportedError
+from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 
@@ -91,7 +92,7 @@ class DatasetOperator(LinearOperator):
         # of several processes one may have no batch, and adds zeros
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)
-        with self._bar.over("@", len(rows)):
+        with examined_functions(type(self).__name__), self._bar.over("@", len(rows)):
             totals = self._sum.run(partial(self._local_pass, rows, total), total, rows)
         weight = self._sum.weight(totals)
         if weight != 1:

@@ -26,6 +26,7 @@ from hoglib.curvature.linear_map import (
 )
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 Loss = Callable[..., Tensor]
@@ -251,7 +252,8 @@ def _product(
                 value, product = apply_block(point, vector, block)
     else:
         loss = BoundLoss(func, structure, args)
-        value, product = _applied(kind, loss, leaves, vector, block, options)
+        with examined_functions(options.caller):
+            value, product = _applied(kind, loss, leaves, vector, block, options)
     return value, pytree.unflatten(product, structure)
 
 

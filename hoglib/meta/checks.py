@@ -2,22 +2,18 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
-from hoglib._core.autograd import fresh_leaves, translate_errors
+from hoglib._core.autograd import translate_errors
 from hoglib._core.finite_differences import (
-    check_hessian_product,
     fixed_random_numbers,
-    unchecked_functions,
 )
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.source_location import warn
-from hoglib._core.swap import keep_swapped
 from hoglib.errors import NonFiniteError, NoSecondDerivative
 from hoglib.meta.inner_loop import UNUSED, gradient
 from hoglib.meta.module_loop import MetaParams, ModuleLoop
@@ -64,13 +60,10 @@ def check_derivatives(
             raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
         return [first, last]
 
-    steps = loop.options.inner_steps
     stand_ins = stand_ins_if(loop.options.stand_ins)
     with torch.enable_grad(), fixed_random_numbers(before), stand_ins, translate_errors(what):
         data = [x for x in pytree.leaves((support, query)) if isinstance(x, Tensor)]
         _check_leaves(what, losses, [*own, *data], learned)
-        if not loop.is_constant(steps - 1, steps):
-            _check_functions("the inner step", partial(inner, start), before)
 
 
 def check_finite(found: TaskResult) -> None:
@@ -144,16 +137,3 @@ def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     for value in values:
         found |= graph_summary(value).leaves
     return [leaf for key, leaf in found.items() if key not in known]
-
-
-def _check_functions(what: str, loss: Callable[..., Tensor], leaves: list[Tensor]) -> None:
-    """Compare a Hessian-vector product of the inner loss with finite differences, and warn where they
-    differ; only for custom Functions that were not checked before."""
-    with keep_swapped():
-        value = loss(*fresh_leaves(leaves, False))
-        functions = unchecked_functions(value, graph_summary(value))
-        if not functions:
-            return
-        generator = torch.Generator().manual_seed(0)
-        vector = [torch.randn(x.shape, generator=generator).to(x) for x in leaves]
-        check_hessian_product(what, functions, loss, leaves, vector)

@@ -21,6 +21,7 @@ from hoglib.meta.implicit import SOLVERS, Residual, Solver, check_used, implicit
 from hoglib.meta.inner_loop import MEMORY, InnerSteps, check_truncate, is_truncated, unroll
 from hoglib.meta.optimizers import GradientTransformation, is_transformation, resolve_rule
 from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 METHODS = ("unrolled", *SOLVERS)
 
@@ -133,7 +134,7 @@ def hypergradient(
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
     count = _check_steps(steps, batches, method, rule)
-    with grad_enabled(), stand_ins_if(stand_ins):
+    with examined_functions("hypergradient"), grad_enabled(), stand_ins_if(stand_ins):
         training = _Training(
             inner,
             clone_inference_tensors(params),

@@ -19,6 +19,7 @@ from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import NoSecondDerivative
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.optimizers import GradientTransformation
+from hoglib.verification.entry_points import examined_functions
 
 Loss = Callable[[Params, Any], Tensor]
 LossWithNotes = Callable[[Params], tuple[Tensor, Any]]
@@ -75,7 +76,8 @@ def inner_step(
         >>> params["w"].detach()
         tensor(0.2000)
     """
-    grads, _ = gradient(_without_notes(loss, batch), params, constant=first_order)
+    with examined_functions("inner_step"):
+        grads, _ = gradient(_without_notes(loss, batch), params, constant=first_order)
     return rule.update(params, grads, state)
 
 
@@ -144,7 +146,8 @@ def adapt(
     inner = InnerSteps(
         loss_at, lambda i, _: rule, lambda i: first_order or is_truncated(i, steps, truncate)
     )
-    return unroll(inner, steps, params, (batch, rest, modules), memory).params
+    with examined_functions("adapt"):
+        return unroll(inner, steps, params, (batch, rest, modules), memory).params
 
 
 class InnerSteps(NamedTuple):

@@ -42,6 +42,7 @@ from hoglib.meta.tasks import (
     run_tasks,
 )
 from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 T = TypeVar("T")
 
@@ -181,7 +182,8 @@ class Learner(nn.Module, ABC):
         start = loop.meta_params()
         if params is not None:
             start = start._replace(model=params)
-        with outside_inference_mode(), stand_ins_if(self.stand_ins):
+        what = type(self).__name__
+        with examined_functions(what), outside_inference_mode(), stand_ins_if(self.stand_ins):
             adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         return {**start.model, **adapted}
 
@@ -218,7 +220,7 @@ class Learner(nn.Module, ABC):
         wanted = torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        with outside_inference_mode():
+        with examined_functions(what), outside_inference_mode():
             start = pytree.map(Tensor.detach, own)
             tasks = clone_inference_tensors(tasks)
             if wanted and self._checked_model != id(self.model):

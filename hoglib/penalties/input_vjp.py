@@ -26,7 +26,6 @@ from hoglib._core.gradient_graph import (
     GraphSummary,
     check_custom_functions,
     graph_summary,
-    warn_detached,
 )
 from hoglib._core.torch_internals import transforms_active, uncompiled, watching_functions
 from hoglib.errors import (
@@ -45,6 +44,7 @@ from hoglib.penalties.critic_context import (
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like
 from hoglib.stand_ins.mode import in_module, stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 Function = Callable[..., Any]
 # What torch says of an in-place operation on a leaf, on a view of one, and on expanded memory.
@@ -72,7 +72,9 @@ def input_vjp(
     leaves = check_points(options.name, "the points", x)
     create_graph = torch.is_grad_enabled()
     with ExitStack() as stack:
-        if not create_graph:
+        if create_graph:
+            stack.enter_context(examined_functions(options.name))
+        else:
             stack.enter_context(grad_enabled())
         modules = stack.enter_context(restore_buffers())
         for kind in () if options.autocast else autocast_devices(leaves):
@@ -183,8 +185,7 @@ class InputVJP:
         name = self.options.name
         grads: list[Tensor | None] = [None] * len(self.leaves)
         if self.y.requires_grad:
-            watch = warn_detached(self.graph, name) if self.check_functions else nullcontext()
-            with self.backward_stand_ins(), translate_errors(name), watch:
+            with self.backward_stand_ins(), translate_errors(name):
                 grads = list(
                     torch.autograd.grad(
                         # for a scalar torch skips checks of shapes, which take their time

@@ -20,6 +20,7 @@ from hoglib.penalties.input_vjp import no_gradient_flow
 from hoglib.penalties.options import check_backend
 from hoglib.penalties.terms import PenaltyWithOutputs
 from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 NAME = "parameter_gradient"
 Func = Callable[..., Tensor]
@@ -118,7 +119,10 @@ class GradientNorm:
             for kind in () if self.autocast else autocast_devices(leaves):
                 stack.enter_context(torch.autocast(kind, enabled=False))
                 args = cast_like_parameters(leaves, args)
-            for context in (grad_enabled(), keep_swapped(), stand_ins_if(self.stand_ins)):
+            for context in (
+                examined_functions(NAME), grad_enabled(), keep_swapped(),
+                stand_ins_if(self.stand_ins),
+            ):  # fmt: skip
                 stack.enter_context(context)
             leaves, args = clone_inference_tensors((leaves, args))
             if in_transform:

@@ -14,11 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, materialize_grads, with_gradients
-from hoglib._core.finite_differences import (
-    finite_difference_check,
-    fixed_random_numbers,
-    unchecked_functions,
-)
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
@@ -88,19 +83,15 @@ class Terms:
         self, x: Any, args: tuple[Any, ...], batch: Any, draws: RecordedDraws | None = None
     ) -> tuple[Tensor, Any, InputVJP]:
         """The value, with all checks done, the outputs of the function, and its InputVJP."""
-        options, generator = self.options._replace(batch=batch), self.options.generator
+        options = self.options._replace(batch=batch)
         with input_vjp(self.func, x, args, options) as point:
             point.draws = draws
-            unchecked = unchecked_functions(point.y, point.graph) if point.check_functions else []
-            state = generator.get_state() if unchecked and generator is not None else None
             terms = self.rule(point)
             if point.create_graph and not transforms_active():
                 if not terms.requires_grad or not depends_on_any(terms, point.trainable):
                     raise point.no_gradient_flow(NOT_OF_PARAMETERS)
                 if value_checks_on():
                     check_batch_dependence(point)
-                if unchecked:
-                    _check_by_finite_differences(point, self.rule, unchecked, state)
             value, outputs = _reduce(terms, options.reduction), point.outputs
         if not point.create_graph:
             value, outputs = value.detach(), pytree.map_tensors(Tensor.detach, outputs)
@@ -124,44 +115,6 @@ def _as_graph(terms: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
     value, *outputs = found if options.return_outputs else (found,)
     value = averaged(options.name, value, leaves_of(value), outputs)
     return PenaltyWithOutputs(value, *outputs) if options.return_outputs else value
-
-
-# Custom Functions of the user's, by one finite difference the first time that each is seen
-
-
-def _check_by_finite_differences(
-    point: InputVJP, rule: Rule, unchecked: list[Any], state: Tensor | None
-) -> None:
-    """Compares the derivative of the penalty along the points, in one direction, with a difference."""
-    generator = point.options.generator
-    after = None if generator is None else generator.get_state()
-
-    def evaluate(leaves: Vector, create_graph: bool) -> InputVJP:
-        if generator is not None and state is not None:
-            generator.set_state(state)
-        return InputVJP(point.func, point.tree(leaves), point.args, point.options, create_graph)
-
-    def value(leaves: Vector) -> Vector:
-        return [rule(evaluate(leaves, create_graph=False)).sum().detach()]
-
-    def outputs(*leaves: Tensor) -> Tensor:
-        return evaluate(list(leaves), create_graph=False).y.sum()
-
-    leaves = [x.detach() for x in point.leaves]
-    try:
-        with fixed_random_numbers(leaves):
-            again = evaluate(leaves, create_graph=True)
-            again.check_functions = False  # the penalty itself has warned
-            total = rule(again).sum()
-            found = torch.autograd.grad(total, again.leaves, allow_unused=True)
-            ones = [torch.ones_like(x) for x in leaves]
-            slope = pytree.dot(materialize_grads(list(found), leaves), ones)
-        finite_difference_check(
-            point.options.name, unchecked, value, outputs, leaves, ones, [slope]
-        )
-    finally:
-        if generator is not None and after is not None:
-            generator.set_state(after)
 
 
 # Samples whose scores depend on one another

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hoglib._core import pytree
+from hoglib._core import pytree, validation
 from hoglib._core.running_statistics import frozen_running_statistics, running_statistics_frozen
 from hoglib._core.torch_internals import checkpoint_frame
 from hoglib._core.torch_modes import StandInMode
@@ -34,8 +34,13 @@ __all__ = ["active", "second_order", "stand_in_table"]
 _ACTIVE: ContextVar["_SecondOrder | None"] = ContextVar("hoglib_second_order", default=None)
 
 
+# What is done about a custom Function that is wrong: that of the outermost context which says so.
+_ON_WRONG: ContextVar[str | None] = ContextVar("hoglib_on_wrong", default=None)
+ACTIONS = ("warn", "raise", "ignore")
+
+
 @contextmanager
-def second_order() -> Iterator[None]:
+def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     r"""Inside, torch calls whose second derivative is missing or wrong go to stand-ins.
 
         torch call  ->  a function with the same value and first derivative, to rounding,
@@ -49,6 +54,12 @@ def second_order() -> Iterator[None]:
     themselves. What a checkpoint recomputes in a later backward is computed with stand-ins again; that
     does not hold for a checkpoint inside a checkpoint.
 
+    Args:
+        on_wrong: What hoglib's functions do about a custom Function of the user's whose first or second
+            derivative is wrong: "warn", once for each Function and entry point; "raise"
+            :class:`~hoglib.errors.VerificationError`; or "ignore", which examines nothing. The
+            outermost context that says so decides, also for calls with ``stand_ins=False``. Default:
+            as outside, where it is "warn".
     Returns:
         A context manager without a value.
     Raises:
@@ -63,6 +74,15 @@ def second_order() -> Iterator[None]:
         >>> h[0]
         tensor([ 0.1280, -0.0960])
     """
+    if on_wrong is not None and _ON_WRONG.get() is None:
+        validation.one_of("on_wrong", on_wrong, ACTIONS)
+        decided = _ON_WRONG.set(on_wrong)
+        try:
+            with second_order():
+                yield
+        finally:
+            _ON_WRONG.reset(decided)
+        return
     if active():
         yield
         return
@@ -96,6 +116,11 @@ def active() -> bool:
         False
     """
     return _ACTIVE.get() is not None
+
+
+def on_wrong() -> str:
+    """What is done about a wrong Function here: "warn", "raise" or "ignore"."""
+    return _ON_WRONG.get() or "warn"
 
 
 def stand_in_table() -> tuple[StandIn, ...]:

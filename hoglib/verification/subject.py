@@ -74,11 +74,16 @@ def applications(run: Callable[[], Any]) -> list[Application]:
 
 def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
     """A call of a Function, or None if no argument requires grad."""
-    if is_part(function) or function.__module__.startswith("torch."):  # a checkpoint, compiled code
+    if not is_users(function):
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
     values = tuple(map(fresh, args))
     return Application(function, values, by, parameters(function, len(args))) if by else None
+
+
+def is_users(function: type[Function]) -> bool:
+    """Whether it is judged by itself: it is no part of an op, and nothing of torch's own."""
+    return not (is_part(function) or function.__module__.startswith("torch."))
 
 
 def parameters(function: type[Function], count: int) -> tuple[str, ...]:
@@ -151,10 +156,13 @@ def given_double(inputs: Sequence[Any]) -> bool:
     return any(isinstance(x, Tensor) and x.dtype in DOUBLE for x in leaves)
 
 
-def make_call(fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
+def make_call(fn: Any, inputs: Sequence[Any], in_own_dtype: bool) -> tuple[Call, str]:
     """The call in float64, or in its own dtypes with the reason; raises its error if neither runs."""
-    call = Call(fn, inputs)
+    call = Call(fn, inputs, None if in_own_dtype else torch.float64)
     validation.something_to_differentiate_by(call.names, call.point)
+    if in_own_dtype:
+        _try(call)
+        return call, "it runs code that is not torch's"
     try:
         _try(call)
     except Exception as error:
@@ -242,10 +250,10 @@ def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
 class Subject:
     """A call in float64, or in its own dtype if it refuses that, with what it is made of."""
 
-    def __init__(self, fn: Any, inputs: Sequence[Any]) -> None:
+    def __init__(self, fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> None:
         self.fn, self.inputs = fn, list(inputs)
         self.given_double = given_double(inputs)
-        self.call, self.refused = make_call(fn, inputs)
+        self.call, self.refused = make_call(fn, inputs, in_own_dtype)
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
         function = as_function(fn)

@@ -1,0 +1,313 @@
+"""One application of a custom Function, examined by the derivative checks of `hoglib.verify`.
+
+Its first and second derivative are compared with differences along random directions, at the arguments
+that it was applied to and near them.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hoglib._core import pytree, torch_internals
+from hoglib._core.autograd import grad_enabled
+from hoglib._core.closures import READ, ClosureWalker
+from hoglib._core.element_differences import random_like
+from hoglib._core.pytree import is_float
+from hoglib._core.source_location import format_error
+from hoglib._core.state import AutocastState, StateGuard, preserve_random_state
+from hoglib._core.swap import keep_swapped
+from hoglib.stand_ins.mode import active, stand_ins_if
+from hoglib.verification import call as calls
+from hoglib.verification import fix_hints, function_rules
+from hoglib.verification.derivatives import DECLARE, Derivatives
+from hoglib.verification.options import Bounds, Options
+from hoglib.verification.report import MODES, Row
+from hoglib.verification.rounding import exact_products
+from hoglib.verification.subject import Application, Subject, parameters
+
+SECONDS = 20.0  # the time that an examination may take; it is estimated before
+EVALUATIONS = 24  # of a derivative by one tensor, at two points
+FIRST, SECOND = "first derivative", "second derivative"
+
+
+class Verdict(NamedTuple):
+    """What an examination found.
+
+    status: "right", "wrong", "unknown" (nothing could be compared), or "not examined".
+    """
+
+    status: str
+    text: str = ""
+
+    @property
+    def is_told(self) -> bool:
+        return self.status in ("wrong", "not examined")
+
+
+@final
+@dataclass(frozen=True)
+class Applied:
+    """An application, and the circumstances in which it ran."""
+
+    app: Application
+    autocast: AutocastState
+    stand_ins: bool
+
+
+def applied(function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...]) -> Applied:
+    """An application with copies of its tensors, which may be changed before it is examined."""
+    with torch_internals.without_transforms(), torch.no_grad():
+        copies = pytree.map_tensors(lambda x: x.detach().clone(), args)
+    wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
+    app = Application(function, copies, wanted, parameters(function, len(args)))
+    tensors = [x for x in pytree.leaves(args) if isinstance(x, Tensor)]
+    return Applied(app, AutocastState(tensors), active())
+
+
+def examine(given: Applied) -> Verdict:
+    """Whether the first and second derivative of a Function are right. What it changes is restored."""
+    app = given.app
+    name = app.function.__qualname__
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for context in (
+            torch_internals.without_transforms(), torch_internals.without_saved_tensor_hooks(),
+            grad_enabled(), keep_swapped(), exact_products(), preserve_random_state(),
+            given.autocast.restored(), stand_ins_if(given.stand_ins), _NoCommunication(),
+        ):  # fmt: skip
+            stack.enter_context(context)
+        try:
+            with _preserved(app) as accumulated:
+                verdict = _judged(app)
+                if found := accumulated():
+                    verdict = Verdict("wrong", ACCUMULATES.format(name, found))
+        except _NotExamined as reason:
+            verdict = Verdict("not examined", NOT_EXAMINED.format(name, reason))
+        except Exception as error:  # it refuses copies of what it was given
+            verdict = Verdict("unknown", format_error(error))
+    return verdict
+
+
+NOT_EXAMINED = (
+    "{0} was not examined: {1}. Whether its second derivative is right is not known. "
+    "`hoglib.verify({0}, inputs)` checks it."
+)
+ACCUMULATES = (
+    "the backward of {0} accumulates into .grad of {1}, which no derivative with a graph passes "
+    "through. Pass these tensors to `apply`, and return their gradients."
+)
+SURROGATE = "If that is on purpose, as in a straight-through estimator, set `surrogate = True` on the class."
+
+
+class _NotExamined(Exception):
+    """The reason why a Function is not run again."""
+
+
+def _judged(app: Application) -> Verdict:
+    inputs = [
+        x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
+    ]
+    subject = Subject(app.function, inputs, in_own_dtype=not _is_plain_torch(app))
+    stop = subject.prepare()
+    if stop is not None:
+        return Verdict("unknown", stop.text)
+    several = _is_affordable(subject)
+    here = [subject.x, subject.perturbed_point()] if several else [subject.x]
+    found = _compared(subject, here)
+    if found.status != "right" or not several:
+        return found
+    for x in _other_points(subject):  # values that may take another branch of backward
+        elsewhere = _compared(subject, [x], if_first_is_right=True)
+        if elsewhere.status == "wrong":
+            return elsewhere
+    return found
+
+
+def _compared(
+    subject: Subject, points: list[list[Tensor]], *, if_first_is_right: bool = False
+) -> Verdict:
+    """The verdict on the derivatives at some points.
+
+    if_first_is_right: at points that the user did not pass, where a first derivative that is wrong says
+    nothing: they may be outside of the domain.
+    """
+    function = subject.applications[0].function
+    modes = ("rr", "fr") if function_rules.offers_jvp(function) else ("rr",)
+    options = Options(
+        orders=(1, 2), modes=tuple(MODES[key] for key in modes),
+        surrogate=getattr(function, "surrogate", False) is True, full=False, compile=False,
+        eps=None, bounds=Bounds(1e-6, 1e-4), nondet_tol=0.0,
+    )  # fmt: skip
+    derivatives = Derivatives(subject, points, options.in_dtype(subject.dtype))
+    first = [] if options.surrogate else list(derivatives.first_order())
+    if if_first_is_right and any(row.status != "pass" for row in first):
+        return Verdict("unknown")
+    second = list(derivatives.higher_order(2))
+    name = function.__qualname__
+    if wrong := _silent_failures(second, derivatives):
+        rows = fix_hints.attribution_rows(subject, points[-1], derivatives.found)
+        causes = [row.text for row in rows if row.status == "fail"][:2] or [wrong[0].text]
+        advice = f"`hoglib.verify({name}, inputs)` shows all checks."
+        text = f"the second derivative of {name} is wrong. {' '.join(causes)} {advice}"
+        return Verdict("wrong", text)
+    if wrong := _silent_failures(first, derivatives):
+        text = wrong[0].text.replace(DECLARE, "").rstrip()
+        return Verdict("wrong", f"the first derivative of {name} is wrong: {text} {SURROGATE}")
+    return Verdict("right" if any(row.status == "pass" for row in second) else "unknown")
+
+
+def _silent_failures(rows: list[Row], derivatives: Derivatives) -> list[Row]:
+    """The rows that failed, but for those of what raises, which an entry point raises too."""
+    failed = [row for row in rows if row.status == "fail"]
+    return [row for row in failed if derivatives.found[row.name].raised is None]
+
+
+def _other_points(subject: Subject) -> Iterator[list[Tensor]]:
+    """Points with other signs and sizes at which the function and its gradient are finite."""
+    signed = [torch.where(x == 0, 1.0, random_like(x, subject.random)) for x in subject.x]
+    for size in (30.0, 0.03):
+        point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
+        with suppress(Exception):  # it may refuse them
+            values = subject.map(*point)
+            ones = list(map(torch.ones_like, values))
+            results = [*values, *calls.gradient(subject.map, len(point))(*point, *ones)]
+            if all(bool(y.isfinite().all()) for y in results):
+                yield point
+
+
+def _is_affordable(subject: Subject) -> bool:
+    """Whether there is time for two points; raises if there is none for one."""
+    began = perf_counter()
+    leaves = [x.clone().requires_grad_() for x in subject.x]
+    values = subject.map(*leaves)
+    grads = calls.grad(values, leaves, list(map(torch.ones_like, values)), create_graph=True)
+    with_graph = [g for g in grads if g.requires_grad]
+    if with_graph:
+        torch.autograd.grad(
+            with_graph, leaves, list(map(torch.ones_like, with_graph)), allow_unused=True
+        )
+    seconds = (perf_counter() - began) * EVALUATIONS * (len(leaves) + 1)
+    if seconds > 2 * SECONDS:
+        raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
+    return seconds <= SECONDS
+
+
+@contextmanager
+def _preserved(app: Application) -> Iterator[Any]:
+    """Restores what the Function reaches besides its arguments. Yields a function that names those
+    tensors whose .grad was changed."""
+    function = app.function
+    held = [x for x in app.args if not isinstance(x, Tensor)]
+    rules = (
+        function.forward,
+        torch_internals.backward_rule(function),
+        function.setup_context,
+        held,
+    )
+    walk = ClosureWalker(rules, READ)
+    found = [walk.objects[i] for i in walk.found]
+    modules = [x for x in found if isinstance(x, nn.Module)]
+    tensors = [x for x in found if isinstance(x, Tensor)]
+    generators = [x for x in found if isinstance(x, torch.Generator)]
+    trained = {id(p): p for m in modules for p in m.parameters()} | {
+        id(x): x for x in tensors if x.is_leaf and x.requires_grad
+    }
+    grads = {
+        key: (x.grad, None if x.grad is None else x.grad.clone()) for key, x in trained.items()
+    }
+    values = [(x, x.detach().clone()) for x in tensors if not x.is_inference()]
+    attributes = {k: v for k, v in vars(function).items() if not k.startswith("__")}
+
+    def accumulated() -> str:
+        shapes = [
+            f"a tensor of shape {tuple(x.shape)}"
+            for key, x in trained.items()
+            if not _is_same(x.grad, *grads[key])
+        ]
+        return ", ".join(shapes[:3])
+
+    with StateGuard(modules, generators):
+        try:
+            yield accumulated
+        finally:
+            for x, value in values:
+                if not torch.equal(x.detach(), value):
+                    x.data.copy_(value)
+            for key, x in trained.items():
+                x.grad, before = grads[key]
+                if x.grad is not None and before is not None:
+                    x.grad.data.copy_(before)
+            for k, v in attributes.items():
+                if vars(function).get(k) is not v:
+                    setattr(function, k, v)
+
+
+def _is_same(grad: Tensor | None, before: Tensor | None, value: Tensor | None) -> bool:
+    return grad is before and (grad is None or value is None or torch.equal(grad, value))
+
+
+# What it runs
+
+
+class _NoCommunication(TorchDispatchMode):
+    """Stops a Function that communicates between processes: the others do not run it again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise _NotExamined("it communicates between processes, and is not run again")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_plain_torch(app: Application) -> bool:
+    """Whether forward and backward are torch operations alone, which accept float64 numbers."""
+    with _Operations() as operations, torch.no_grad():
+        run = app.seeded()
+        operations.returned(run.outputs)
+        operations.returned(function_rules.backward(app.function, run.record, run.incoming()))
+    return operations.plain
+
+
+@final
+class _Operations(TorchDispatchMode):
+    """Whether all that runs is torch's own, and no memory is filled by anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = True
+        self._unwritten: dict[int, Any] = {}  # by the address of the memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.plain &= func.namespace in ("aten", "prim", "prims")
+        tensors = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func._schema.is_mutable:
+            for x in tensors:
+                self._unwritten.pop(_address(x), None)
+        elif func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty"):
+            self._unwritten |= {_address(y): y for y in pytree.leaves(result)}
+        else:
+            views = [y for y in pytree.leaves(result) if isinstance(y, Tensor)]
+            known = {_address(x) for x in tensors}
+            if not any(_address(y) in known for y in views):
+                self.returned(tensors)
+        return result
+
+    def returned(self, values: Any) -> None:
+        """These are read: something must have written them."""
+        addresses = [_address(x) for x in pytree.leaves(values) if isinstance(x, Tensor)]
+        self.plain &= not any(address in self._unwritten for address in addresses if address)
+
+
+def _address(x: Tensor) -> int:
+    """Of its memory; 0 for a tensor without elements."""
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else 0
