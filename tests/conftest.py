@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from hoglib.verification import entry_points
+
 torch.set_num_threads(1)
 os.environ["HOGLIB_ONEDNN"] = "off"  # what is timed on a busy machine is another thing every time
 
@@ -20,5 +22,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _as_in_a_new_process() -> None:
     torch.manual_seed(0)
+    entry_points.forget_verdicts()

@@ -90,23 +90,27 @@ class Applying:
 
 @contextmanager
 def watching_functions(
-    seen: Callable[[type[Function], tuple[Any, ...]], None],
+    seen: Callable[[type[Function], tuple[Any, ...]], Callable[[Any], None] | None],
 ) -> Iterator[Applying]:
     """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
-    that was bound before; not for those that another one's forward applies, nor in other threads.
+    that was bound before; not for those that another one's forward applies (unless that one is
+    hoglib's, and only runs the user's code again), nor in other threads. If that returns a function, it
+    is called with the result of the application.
 
     May stand inside of another one, and in several threads at once.
     """
     applying, here = Applying(), threading.get_ident()
 
     def apply(function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        if threading.get_ident() != here:
+        if threading.get_ident() != here or _runs_users_code_again(function):
             return run()
         applying.depth += 1
         try:
-            if applying.depth == 1:
-                seen(function, args)
-            return run()
+            then = seen(function, args) if applying.depth == 1 else None
+            result = run()
+            if then is not None:
+                then(result)
+            return result
         finally:
             applying.depth -= 1
 
@@ -116,6 +120,10 @@ def watching_functions(
         yield applying
     finally:
         _WATCHES.remove(apply)
+
+
+def _runs_users_code_again(function: Any) -> bool:
+    return function.__module__.startswith("hoglib.") and getattr(function, "runs_user_code", True)
 
 
 _WATCHES: list[Callable[..., Any]] = []
@@ -315,6 +323,12 @@ def record_backward_origins() -> Iterator[None]:
 def made_by(node: Any) -> Any:
     """The node in whose backward a node was made; None for one of a forward."""
     return node.metadata.get("parent_")
+
+
+def running_function() -> type[Function] | None:
+    """The custom Function whose backward is running, if one is."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else custom_function(node)
 
 
 def has_saved_by_hooks(node: Any) -> bool:

@@ -125,6 +125,10 @@ class IMAML(Learner):
     def _loop(self, params: Params | None = None) -> ModuleLoop:
         return replace(super()._loop(params), strength=self.strength)
 
+    @property
+    def _differentiates_once(self) -> bool:
+        return False  # its linear solve takes products with the Hessian of the inner loss
+
     def _task_result(
         self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
     ) -> TaskResult:

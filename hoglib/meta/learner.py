@@ -183,7 +183,8 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         what = type(self).__name__
-        with examined_functions(what), outside_inference_mode(), stand_ins_if(self.stand_ins):
+        examined = examined_functions(what, first_order=self._differentiates_once)
+        with examined, outside_inference_mode(), stand_ins_if(self.stand_ins):
             adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         return {**start.model, **adapted}
 
@@ -220,7 +221,8 @@ class Learner(nn.Module, ABC):
         wanted = torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        with examined_functions(what), outside_inference_mode():
+        examined = examined_functions(what, first_order=self._differentiates_once)
+        with examined, outside_inference_mode():
             start = pytree.map(Tensor.detach, own)
             tasks = clone_inference_tensors(tasks)
             if wanted and self._checked_model != id(self.model):
@@ -241,6 +243,11 @@ class Learner(nn.Module, ABC):
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
         tensors = [*own.model.values(), *own.modules.values()]
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
+
+    @property
+    def _differentiates_once(self) -> bool:
+        """Whether its gradients need no second derivative."""
+        return self._options.first_order
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         runner, what = self._runner(loop, start, wanted), type(self).__name__

@@ -9,8 +9,9 @@ A Function is examined once for each kind of arguments. The verdict is kept for 
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -28,19 +29,21 @@ from hoglib.verification.examination import Applied, Verdict, applied, examine
 from hoglib.verification.subject import is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
+Met = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
 _TOLD: WeakKeyDictionary[type[Function], set[str]] = WeakKeyDictionary()  # the entry points
 # Ambient, because entry points call one another, also from within the user's function.
 _THREAD = threading.local()
 
 
 @contextmanager
-def examined_functions(caller: str) -> Iterator[None]:
+def examined_functions(caller: str, *, first_order: bool = False) -> Iterator[None]:
     """Examines the custom Functions of the user that are applied inside, and tells which are wrong.
 
-    Within another one it does nothing: the outermost entry point tells. So it does in an examination.
+    Within another one it does nothing: the outermost entry point tells.
 
     Args:
         caller: The entry point, as messages name it.
+        first_order: It takes first derivatives only, so that a wrong second one does no harm.
     Raises:
         VerificationError: at the end, for a wrong Function, inside `second_order(on_wrong="raise")`.
     """
@@ -53,12 +56,11 @@ def examined_functions(caller: str) -> Iterator[None]:
     try:
         with watching_functions(met.see):
             yield
-        for (function, kinds), application in met.applied.items():
+        for function, kinds in met.differentiated:
             verdict = _VERDICTS[function].get(kinds)
             if verdict is None:
-                assert application is not None
-                verdict = _VERDICTS[function][kinds] = examine(application)
-            if verdict.is_told:
+                verdict = _VERDICTS[function][kinds] = examine(met.applied[function, kinds])
+            if verdict.is_told and not (first_order and verdict.order == 2):
                 _tell(caller, function, verdict, action)
     finally:
         _THREAD.examining = False
@@ -67,6 +69,11 @@ def examined_functions(caller: str) -> Iterator[None]:
 def forget_verdicts() -> None:
     """Forgets what is known of Functions, and what was told."""
     _VERDICTS.clear()
+    forget_told()
+
+
+def forget_told() -> None:
+    """Forgets what was told, so that it is told again."""
     _TOLD.clear()
 
 
@@ -74,27 +81,50 @@ def forget_verdicts() -> None:
 class _Met:
     """The Functions that are applied within one entry point, but for those that are known to be right.
 
-    applied: by Function and kinds of arguments; None where the verdict is known.
+    applied: those without a verdict, by Function and kinds of arguments. differentiated: those whose
+    backward ran, or may have run.
     """
 
     def __init__(self) -> None:
-        self.applied: dict[tuple[type[Function], Any], Applied | None] = {}
+        self.applied: dict[Met, Applied] = {}
+        self.differentiated: dict[Met, None] = {}
 
-    def see(self, function: type[Function], args: tuple[Any, ...]) -> None:
-        if function.__module__.startswith("hoglib.") or torch_internals.tracing():
-            return
-        if not torch.is_grad_enabled():
-            return
+    def see(self, function: type[Function], args: tuple[Any, ...]) -> Callable[[Any], None] | None:
+        if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
+            return None
+        if torch_internals.tracing():
+            return None
+        if not _is_ours(torch_internals.running_function()):
+            return None  # a part of another one's backward, which is examined as a whole
         function, args, by = torch_internals.outside_transforms(function, args)
         if not any(by) or not is_users(function):
-            return
-        kinds = tuple(map(_kind, args, by))
-        verdict = _VERDICTS.setdefault(function, {}).get(kinds)
-        if verdict is not None and not verdict.is_told:
-            return
-        if (function, kinds) not in self.applied:
-            known = verdict is not None
-            self.applied[function, kinds] = None if known else applied(function, args, by)
+            return None
+        in_forward_mode = torch_internals.forward_mode_active()
+        met = function, (in_forward_mode, *map(_kind, args, by))
+        verdict = _VERDICTS.setdefault(function, {}).get(met[1])
+        if (verdict is not None and not verdict.is_told) or met in self.differentiated:
+            return None
+        if verdict is None and met not in self.applied:
+            self.applied[met] = applied(function, args, by, in_forward_mode)
+        return partial(self._note_backward, met)
+
+    def _note_backward(self, met: Met, result: Any) -> None:
+        """Notes it as differentiated when its backward runs; in a transform, of which that is not
+        known, at once."""
+
+        def note(_: Any) -> None:
+            self.differentiated[met] = None
+
+        for y in result if isinstance(result, tuple) else (result,):
+            if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:
+                self.differentiated[met] = None
+            elif isinstance(y, Tensor) and y.grad_fn is not None:
+                y.grad_fn.register_prehook(note)
+                return
+
+
+def _is_ours(function: type[Function] | None) -> bool:
+    return function is None or function.__module__.startswith(("hoglib.", "torch."))
 
 
 def _kind(x: Any, needs_grad: bool) -> Any:

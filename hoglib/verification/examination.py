@@ -6,7 +6,7 @@ that it was applied to and near them.
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, final
@@ -41,11 +41,13 @@ FIRST, SECOND = "first derivative", "second derivative"
 class Verdict(NamedTuple):
     """What an examination found.
 
-    status: "right", "wrong", "unknown" (nothing could be compared), or "not examined".
+    status: "right", "wrong", "unknown" (nothing could be compared), or "not examined". order: that of the
+    derivative that is wrong.
     """
 
     status: str
     text: str = ""
+    order: int = 1
 
     @property
     def is_told(self) -> bool:
@@ -58,18 +60,21 @@ class Applied:
     """An application, and the circumstances in which it ran."""
 
     app: Application
+    in_forward_mode: bool  # its jvp is used too
     autocast: AutocastState
     stand_ins: bool
 
 
-def applied(function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...]) -> Applied:
+def applied(
+    function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...], in_forward_mode: bool
+) -> Applied:
     """An application with copies of its tensors, which may be changed before it is examined."""
     with torch_internals.without_transforms(), torch.no_grad():
         copies = pytree.map_tensors(lambda x: x.detach().clone(), args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     app = Application(function, copies, wanted, parameters(function, len(args)))
     tensors = [x for x in pytree.leaves(args) if isinstance(x, Tensor)]
-    return Applied(app, AutocastState(tensors), active())
+    return Applied(app, in_forward_mode, AutocastState(tensors), active())
 
 
 def examine(given: Applied) -> Verdict:
@@ -82,12 +87,13 @@ def examine(given: Applied) -> Verdict:
         for context in (
             torch_internals.without_transforms(), torch_internals.without_saved_tensor_hooks(),
             grad_enabled(), keep_swapped(), exact_products(), preserve_random_state(),
-            given.autocast.restored(), stand_ins_if(given.stand_ins), _NoCommunication(),
+            given.autocast.restored(), stand_ins_if(given.stand_ins),
+            _no_communication(),
         ):  # fmt: skip
             stack.enter_context(context)
         try:
             with _preserved(app) as accumulated:
-                verdict = _judged(app)
+                verdict = _judged(app, given.in_forward_mode)
                 if found := accumulated():
                     verdict = Verdict("wrong", ACCUMULATES.format(name, found))
         except _NotExamined as reason:
@@ -105,14 +111,16 @@ ACCUMULATES = (
     "the backward of {0} accumulates into .grad of {1}, which no derivative with a graph passes "
     "through. Pass these tensors to `apply`, and return their gradients."
 )
-SURROGATE = "If that is on purpose, as in a straight-through estimator, set `surrogate = True` on the class."
+SURROGATE = (
+    "If that is on purpose, as in a straight-through estimator, set `surrogate = True` on it."
+)
 
 
 class _NotExamined(Exception):
     """The reason why a Function is not run again."""
 
 
-def _judged(app: Application) -> Verdict:
+def _judged(app: Application, in_forward_mode: bool) -> Verdict:
     inputs = [
         x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
     ]
@@ -122,18 +130,19 @@ def _judged(app: Application) -> Verdict:
         return Verdict("unknown", stop.text)
     several = _is_affordable(subject)
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
-    found = _compared(subject, here)
+    with_jvp = in_forward_mode and function_rules.offers_jvp(app.function)
+    found = _compared(subject, here, with_jvp)
     if found.status != "right" or not several:
         return found
     for x in _other_points(subject):  # values that may take another branch of backward
-        elsewhere = _compared(subject, [x], if_first_is_right=True)
+        elsewhere = _compared(subject, [x], with_jvp, if_first_is_right=True)
         if elsewhere.status == "wrong":
             return elsewhere
     return found
 
 
 def _compared(
-    subject: Subject, points: list[list[Tensor]], *, if_first_is_right: bool = False
+    subject: Subject, points: list[list[Tensor]], with_jvp: bool, *, if_first_is_right: bool = False
 ) -> Verdict:
     """The verdict on the derivatives at some points.
 
@@ -141,7 +150,7 @@ def _compared(
     nothing: they may be outside of the domain.
     """
     function = subject.applications[0].function
-    modes = ("rr", "fr") if function_rules.offers_jvp(function) else ("rr",)
+    modes = ("rr", "fr") if with_jvp else ("rr",)
     options = Options(
         orders=(1, 2), modes=tuple(MODES[key] for key in modes),
         surrogate=getattr(function, "surrogate", False) is True, full=False, compile=False,
@@ -158,11 +167,18 @@ def _compared(
         causes = [row.text for row in rows if row.status == "fail"][:2] or [wrong[0].text]
         advice = f"`hoglib.verify({name}, inputs)` shows all checks."
         text = f"the second derivative of {name} is wrong. {' '.join(causes)} {advice}"
-        return Verdict("wrong", text)
-    if wrong := _silent_failures(first, derivatives):
+        return Verdict("wrong", text, order=2 if not _silent_failures(first, derivatives) else 1)
+    if (wrong := _silent_failures(first, derivatives)) and not _stops_gradient(subject):
         text = wrong[0].text.replace(DECLARE, "").rstrip()
         return Verdict("wrong", f"the first derivative of {name} is wrong: {text} {SURROGATE}")
     return Verdict("right" if any(row.status == "pass" for row in second) else "unknown")
+
+
+def _stops_gradient(subject: Subject) -> bool:
+    """Whether its gradient is zero, which takes the inputs for constants as `.detach()` does."""
+    values = subject.map(*subject.x)
+    grads = calls.gradient(subject.map, len(subject.x))(*subject.x, *map(torch.ones_like, values))
+    return not any(bool(g.any()) for g in grads)
 
 
 def _silent_failures(rows: list[Row], derivatives: Derivatives) -> list[Row]:
@@ -206,14 +222,11 @@ def _preserved(app: Application) -> Iterator[Any]:
     """Restores what the Function reaches besides its arguments. Yields a function that names those
     tensors whose .grad was changed."""
     function = app.function
-    held = [x for x in app.args if not isinstance(x, Tensor)]
-    rules = (
-        function.forward,
-        torch_internals.backward_rule(function),
-        function.setup_context,
-        held,
-    )
-    walk = ClosureWalker(rules, READ)
+    classes = function.__mro__[: function.__mro__.index(Function)]
+    own = [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
+    rules = function.forward, torch_internals.backward_rule(function), function.setup_context
+    held = [x for x in app.args if not isinstance(x, Tensor)] + [v for *_, v in own]
+    walk = ClosureWalker((*rules, held), READ)
     found = [walk.objects[i] for i in walk.found]
     modules = [x for x in found if isinstance(x, nn.Module)]
     tensors = [x for x in found if isinstance(x, Tensor)]
@@ -225,7 +238,6 @@ def _preserved(app: Application) -> Iterator[Any]:
         key: (x.grad, None if x.grad is None else x.grad.clone()) for key, x in trained.items()
     }
     values = [(x, x.detach().clone()) for x in tensors if not x.is_inference()]
-    attributes = {k: v for k, v in vars(function).items() if not k.startswith("__")}
 
     def accumulated() -> str:
         shapes = [
@@ -246,9 +258,9 @@ def _preserved(app: Application) -> Iterator[Any]:
                 x.grad, before = grads[key]
                 if x.grad is not None and before is not None:
                     x.grad.data.copy_(before)
-            for k, v in attributes.items():
-                if vars(function).get(k) is not v:
-                    setattr(function, k, v)
+            for c, k, v in own:
+                if vars(c).get(k) is not v:
+                    setattr(c, k, v)
 
 
 def _is_same(grad: Tensor | None, before: Tensor | None, value: Tensor | None) -> bool:
@@ -258,6 +270,12 @@ def _is_same(grad: Tensor | None, before: Tensor | None, value: Tensor | None) -
 # What it runs
 
 
+def _no_communication() -> AbstractContextManager[Any]:
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _NoCommunication() if several else nullcontext()
+
+
+@final
 class _NoCommunication(TorchDispatchMode):
     """Stops a Function that communicates between processes: the others do not run it again."""
 

@@ -425,7 +425,7 @@ def test_the_oracle_sees_a_wrong_hessian():
 
     func = lambda p: Cut.apply(p["x"]).sum() + p["x"].pow(2).sum()  # noqa: E731
     assert_close(gradient(func, x)["x"], 4 * x["x"] ** 3 + 2 * x["x"])
-    with pytest.warns(UserWarning, match=r"differs by \d+% .* through .*Cut.*hoglib\.verify\(Cut"):
+    with pytest.warns(UserWarning, match="hvp: the second derivative of .*Cut is wrong"):
         _, product = hog.hvp(func, x, v)
     assert relative(product, hvp_by_differences(func, x, v)) > 0.1
     hog.hvp(func, x, v)  # a Function is told of once

@@ -13,7 +13,6 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib._core import finite_differences
 from tests.curvature.problems import F64, dense_ggn, dense_hessian, draw, flat, relative
 
 BATCH = (draw(6, 3), torch.arange(6) % 2)
@@ -26,11 +25,6 @@ def net():
 
 def made(model, criterion=F.cross_entropy, **options):
     return hog.functional_loss(model, criterion, **options), hog.trainable_params(model)
-
-
-@pytest.fixture(autouse=True)
-def _functions_are_new():
-    finite_differences._SEEN.clear()
 
 
 # Changes past pointers and version counters
@@ -244,7 +238,9 @@ def test_a_wrong_jvp_raises_and_auto_avoids_it():
 
     loss, params = made(Net())
     v = {n: draw(*p.shape) for n, p in params.items()}
-    assert relative(flat(hog.ggn_vp(loss, params, v, BATCH)[1]), dense_ggn(loss, params, BATCH) @ flat(v)) < 1e-7  # fmt: skip
+    with pytest.warns(UserWarning, match="the jvp of Doubled is wrong"):
+        product = hog.ggn_vp(loss, params, v, BATCH)[1]
+    assert relative(flat(product), dense_ggn(loss, params, BATCH) @ flat(v)) < 1e-7
     with pytest.raises(NotImplementedError, match="a wrong jvp"):
         hog.ggn_vp(loss, params, v, BATCH, mode="forward")
 
@@ -345,14 +341,13 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*gives a gradient without a graph")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("product", PRODUCTS)
 @pytest.mark.parametrize("function", [Detaches, Numbers])
 def test_a_lost_second_derivative_warns_once(function, product, dtype):
     x, func = draw(4).to(dtype), lambda p, b: (function.apply(p) + p**2).sum() * b.mean()
     with pytest.warns(
-        UserWarning, match=rf"{product}: .* differs by \d+% .*hoglib\.verify\({function.__name__}"
+        UserWarning, match=rf"{product}: the second derivative of {function.__name__} is wrong"
     ):
         PRODUCTS[product](func, x)
     PRODUCTS[product](func, x)
@@ -514,7 +509,7 @@ def test_errors_say_what_to_do(case):
 
 
 def test_dropout_is_no_fault_of_a_function():
-    """The second look compares by the random numbers that its own product had."""
+    """A Function is examined by itself, at the arguments that it got."""
     first, last = nn.Linear(3, 8), nn.Linear(8, 2)
     net = nn.Sequential(first, nn.Dropout(0.5), nn.Linear(8, 8)).double()
     last.double()
@@ -529,5 +524,4 @@ def test_dropout_is_no_fault_of_a_function():
         {n: torch.randn_like(p) for n, p in params.items()},
         torch.randn(5, 3).double(),
     )
-    finite_differences._SEEN.clear()
     hog.hessian(loss, params, torch.randn(5, 3).double())

@@ -1,0 +1,327 @@
+"""Functions of a tensor [N, 3] with a fault that changes second derivatives without an error, and right
+ones that look alike. Each entry point has to tell the first, and to be silent about the others."""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd import Function, Variable
+
+import hoglib as hog
+from tests import functions
+
+LABELS = torch.tensor([0, 2, 1, 1])  # of up to four samples
+WEIGHT = nn.Parameter(torch.linspace(-1.0, 1.0, 9, dtype=torch.float64).reshape(3, 3))
+
+
+class SavesExp(Function):
+    """y = e^x - 1: what is saved is no output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        e = x.exp()
+        ctx.save_for_backward(e)
+        return e - 1
+
+    @staticmethod
+    def backward(ctx, g):
+        (e,) = ctx.saved_tensors
+        return g * e
+
+
+class InTuple(Function):
+    """y = x s(x), where s is in a tuple."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = torch.sigmoid(x)
+        ctx.kept = (x, s)
+        return x * s
+
+    @staticmethod
+    def backward(ctx, g):
+        x, s = ctx.kept
+        return g * (s + x * s * (1 - s))
+
+
+class InDict(InTuple):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = {"x": [x], "s": torch.sigmoid(x)}
+        return x * ctx.kept["s"]
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,), s = ctx.kept.values()
+        return g * (s + x * s * (1 - s))
+
+
+class LogLikelihood(Function):
+    """-log softmax(x) at the labels, which need no gradient; the probabilities are saved."""
+
+    @staticmethod
+    def forward(ctx, x, labels):
+        p = torch.softmax(x, 1)
+        ctx.save_for_backward(p, labels)
+        return -p.gather(1, labels[:, None]).log()
+
+    @staticmethod
+    def backward(ctx, g):
+        p, labels = ctx.saved_tensors
+        return g * (p - nn.functional.one_hot(labels, p.shape[1])), None
+
+
+class LogLikelihoodAgain(LogLikelihood):
+    """Right: the probabilities are computed again."""
+
+    @staticmethod
+    def forward(ctx, x, labels):
+        ctx.save_for_backward(x, labels)
+        return -torch.log_softmax(x, 1).gather(1, labels[:, None])
+
+    @staticmethod
+    def backward(ctx, g):
+        x, labels = ctx.saved_tensors
+        return g * (torch.softmax(x, 1) - nn.functional.one_hot(labels, x.shape[1])), None
+
+
+class ComplexCube(Function):
+    """w = z^3, with z^2 from forward."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.square = z * z
+        return z**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g * ctx.square.conj()
+
+
+class ComplexCubeAgain(ComplexCube):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (z,) = ctx.saved_tensors
+        return 3 * g * (z * z).conj()
+
+
+class Product(Function):
+    """y = x sin x: the parts of backward are cut one at a time."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.sin() + x * x.cos())
+
+
+class PartData(Product):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.sin() + x.data * x.cos())
+
+
+class RunAgain(PartData):
+    """To be used under remat."""
+
+
+class PartVariable(Product):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.sin() + Variable(x.detach(), requires_grad=False) * x.cos())
+
+
+class PartNumPy(Product):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (torch.from_numpy(np.sin(x.detach().numpy())) + x * x.cos())
+
+
+class PartNoGrad(Product):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            cosine = x.cos()
+        return g * (x.sin() + x * cosine)
+
+
+class CosineCut(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return -g * x.sin().detach()
+
+
+class PartNested(Product):
+    """The cosine in backward is a Function whose own first derivative is cut off from its input."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.sin() + x * CosineCut.apply(x.detach()))
+
+
+class Branch(Product):
+    """Cut for large arguments alone."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        x = x.detach() if bool(x.max() > 5) else x
+        return g * (x.sin() + x * x.cos())
+
+
+class Accumulates(Function):
+    """y = x W, with the gradient of W added to W.grad in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x @ WEIGHT
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            grad = x.mT @ g
+            WEIGHT.grad = grad if WEIGHT.grad is None else WEIGHT.grad + grad
+        return g @ WEIGHT.mT.detach()
+
+
+class WrongFactor(Product):
+    """Wrong at first order already."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.sin() + 2 * x * x.cos())
+
+
+class CubeRoot(Function):
+    """y + y^3 = x, by Newton's method; the derivative by the implicit function theorem."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.zeros_like(x)
+        for _ in range(40):
+            y = y - (y + y**3 - x) / (1 + 3 * y * y)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g / (1 + 3 * y * y)
+
+
+class Simplex(Function):
+    """Projection onto the simplex by bisection; the saved support has no derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        low, high = x.amin(1, keepdim=True) - 1, x.amax(1, keepdim=True)
+        for _ in range(60):
+            middle = (low + high) / 2
+            above = (x - middle).clamp(min=0).sum(1, keepdim=True) > 1
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        y = (x - low).clamp(min=0)
+        ctx.save_for_backward((y > 0).to(x.dtype))
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (support,) = ctx.saved_tensors
+        inside = g * support
+        return inside - support * inside.sum(1, keepdim=True) / support.sum(1, keepdim=True)
+
+
+class Gate(Function):
+    """y = x^2 where x is positive, with the mask as a saved float tensor, and constants made here."""
+
+    @staticmethod
+    def forward(ctx, x):
+        mask = (x > 0).to(x.dtype)
+        ctx.scale = torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
+        ctx.save_for_backward(x, mask)
+        return x * x * mask * ctx.scale
+
+    @staticmethod
+    def backward(ctx, g):
+        x, mask = ctx.saved_tensors
+        return 2 * g * x.clone() * mask * ctx.scale
+
+
+class Reversal(Function):
+    """A surrogate, and marked as one."""
+
+    surrogate = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+def by_complex(function):
+    def run(x):
+        w = function.apply(torch.complex(x, 0.5 * x))
+        return torch.view_as_real(w).sum(-1)
+
+    return run
+
+
+def by_labels(function):
+    return lambda x: x * function.apply(x, LABELS[: len(x)])
+
+
+# name -> (the function, what is told of it)
+WRONG = {
+    "an intermediate saved": (SavesExp.apply, "SavesExp"),
+    "an intermediate in a tuple": (InTuple.apply, "InTuple"),
+    "an intermediate in a dict": (InDict.apply, "InDict"),
+    "an argument without gradient": (by_labels(LogLikelihood), "LogLikelihood"),
+    "complex": (by_complex(ComplexCube), "ComplexCube"),
+    ".data": (PartData.apply, "PartData"),
+    "Variable": (PartVariable.apply, "PartVariable"),
+    "NumPy": (PartNumPy.apply, "PartNumPy"),
+    "no_grad": (PartNoGrad.apply, "PartNoGrad"),
+    "a nested Function": (PartNested.apply, "PartNested"),
+    "for some arguments": (Branch.apply, "Branch"),
+    "accumulates": (Accumulates.apply, "Accumulates"),
+    "first order": (WrongFactor.apply, "WrongFactor"),
+    "all of it": (functions.Detached.apply, "Detached"),
+    "under remat": (hog.ops.remat(RunAgain.apply), "RunAgain"),
+}
+RIGHT = {
+    "new style": functions.Cube.apply,
+    "classic": functions.ClassicCube.apply,
+    "product": Product.apply,
+    "a root": CubeRoot.apply,
+    "a projection": Simplex.apply,
+    "a mask and constants": Gate.apply,
+    "a marked surrogate": Reversal.apply,
+    "an argument without gradient": by_labels(LogLikelihoodAgain),
+    "complex": by_complex(ComplexCubeAgain),
+    "an op of hoglib": hog.ops.tanh,
+    "under remat": hog.ops.remat(Product.apply),
+}

@@ -1,0 +1,450 @@
+"""No wrong derivative of a custom Function passes an entry point without a word; no right one is accused.
+
+ENTRY_POINTS x (WRONG, RIGHT of faults.py). All that is public is an entry point, or listed with a reason.
+"""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hoglib as hog
+from hoglib import curvature, meta, penalties
+from hoglib.errors import UnsupportedError, VerificationError
+from hoglib.verification import entry_points, examination
+from tests.functions import Cube, Detached
+from tests.verification.faults import RIGHT, WEIGHT, WRONG, Accumulates
+
+F64 = torch.float64
+X = torch.linspace(-1.2, 1.4, 12, dtype=F64).reshape(4, 3)
+Y = torch.zeros(4, 1, dtype=F64)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process():
+    """In this module verdicts are kept from one test to the next, and told again."""
+    torch.manual_seed(0)
+    entry_points.forget_told()
+
+
+class Net(nn.Module):
+    """A Function between two linear layers."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(3)
+        self.function = function
+        self.first, self.last = nn.Linear(3, 3, dtype=F64), nn.Linear(3, 1, dtype=F64)
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+def with_loss(call):
+    """A call of (loss, params, v, batch)."""
+
+    def run(function):
+        model = Net(function)
+        loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        call(loss, params, {name: torch.ones_like(p) for name, p in params.items()}, (X, Y))
+
+    return run
+
+
+def learner(make, **options):
+    def run(function):
+        made = make(Net(function), F.mse_loss, inner_lr=0.05, inner_steps=2, **options)
+        made.loss([((X, Y), (X, Y))]).backward()
+
+    return run
+
+
+def hypergradient(method, **options):
+    def run(function):
+        loss = hog.functional_loss(Net(function), F.mse_loss)
+        meta.hypergradient(
+            lambda params, hyper: loss(params, (X, Y)),
+            lambda params, hyper: loss(params, (X, Y)) + hyper * sum(p.square().sum() for p in params.values()),
+            hog.trainable_params(loss.model), torch.tensor(0.1, dtype=F64),
+            rule=meta.sgd(0.05), steps=2, method=method, **options,
+        )  # fmt: skip
+
+    return run
+
+
+def newton(loss, params, v, batch):
+    curvature.NewtonCG(loss, dict(loss.model.named_parameters())).step(batch)
+
+
+def compiled_loss(loss, params, v, batch):
+    hog.compiled_loss(lambda p: hog.penalties.parameter_gradient(loss, p, batch), backend="eager")(params).backward()  # fmt: skip
+
+
+def monitored(function):
+    lightning = pytest.importorskip("lightning.pytorch")
+    from hoglib.lightning import CurvatureMonitor
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = Net(function)
+
+        def second_order_problem(self, batch):
+            return hog.functional_loss(self.net, F.mse_loss), hog.trainable_params(self.net), batch
+
+        def training_step(self, batch, batch_idx):
+            return F.mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    trainer = lightning.Trainer(
+        max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accelerator="cpu", callbacks=[CurvatureMonitor(every=1, num_samples=1, steps=3)],
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=4)
+    trainer.fit(Module(), data)
+
+
+# name of the entry point in messages -> a call of it
+ENTRY_POINTS = {
+    "hvp": with_loss(lambda loss, p, v, b: hog.hvp(loss, p, v, b)),
+    "hvp compiled": with_loss(lambda loss, p, v, b: hog.hvp(loss, p, v, b, compile="eager")),
+    "ggn_vp": with_loss(lambda loss, p, v, b: hog.ggn_vp(loss, p, v, b)),
+    "fisher_vp": with_loss(lambda loss, p, v, b: hog.fisher_vp(loss, p, v, b)),
+    "hessian": with_loss(lambda loss, p, v, b: hog.hessian(loss, p, b)),
+    "ggn": with_loss(lambda loss, p, v, b: curvature.ggn(loss, p, b)),
+    "laplacian": lambda function: hog.laplacian(lambda x: function(x).sum(1), X),
+    "HessianOperator": with_loss(lambda loss, p, v, b: hog.HessianOperator(loss, p, b) @ v),
+    "GGNOperator": with_loss(lambda loss, p, v, b: hog.GGNOperator(loss, p, b) @ v),
+    "FisherOperator": with_loss(lambda loss, p, v, b: hog.FisherOperator(loss, p, b) @ v),
+    "hessian_spectrum": with_loss(
+        lambda loss, p, v, b: curvature.hessian_spectrum(loss, p, b, k=1, num_samples=1, steps=3)
+    ),
+    "NewtonCG": with_loss(newton),
+    "r1": lambda function: penalties.r1(Net(function), X),
+    "r1 compiled": lambda function: penalties.r1(Net(function), X, compile="eager"),
+    "r2": lambda function: penalties.r2(Net(function), X),
+    "r1_r2": lambda function: penalties.r1_r2(Net(function), X, X),
+    "wgan_gp": lambda function: penalties.wgan_gp(Net(function), X, X + 1),
+    "zero_centred": lambda function: penalties.zero_centred(Net(function), X, X + 1),
+    "dragan": lambda function: penalties.dragan(Net(function), X),
+    "input_gradient": lambda function: penalties.input_gradient(Net(function), X),
+    "jacobian": lambda function: penalties.jacobian(Net(function), X),
+    "lipschitz": lambda function: penalties.lipschitz(Net(function), X),
+    "sobolev": lambda function: penalties.sobolev(Net(function), X, torch.ones_like(X)),
+    "parameter_gradient": with_loss(lambda loss, p, v, b: penalties.parameter_gradient(loss, p, b)),
+    "GradientPenalty": lambda function: hog.GradientPenalty("r1")(Net(function), X),
+    "forces": lambda function: penalties.forces(lambda x: Net(function)(x).sum(1), X),
+    "MAML": learner(hog.MAML),
+    "MAML over a loop": learner(hog.MAML, over_tasks="loop"),
+    "MAML.adapt": lambda function: hog.MAML(Net(function), F.mse_loss).adapt((X, Y)),
+    "IMAML": learner(meta.IMAML),
+    "adapt": with_loss(
+        lambda loss, p, v, b: meta.adapt(loss, p, b, meta.sgd(0.1), steps=2, memory="remat")
+    ),
+    "inner_step": with_loss(
+        lambda loss, p, v, b: meta.inner_step(loss, p, b, meta.sgd(0.1), {})
+    ),
+    "hypergradient": hypergradient("unrolled"),
+    "hypergradient implicit": hypergradient("cg", damping=10.0),
+    "compile": with_loss(
+        lambda loss, p, v, b: hog.compile(lambda p: hog.hvp(loss, p, v, b)[1], backend="eager")(p)
+    ),
+    "compiled_loss": with_loss(compiled_loss),
+    "CurvatureMonitor": monitored,
+}  # fmt: skip
+FIRST_ORDER = {
+    "MAML, first order": learner(hog.MAML, first_order=True),
+    "Reptile": learner(meta.Reptile),
+    "adapt, first order": with_loss(
+        lambda loss, p, v, b: meta.adapt(loss, p, b, meta.sgd(0.1), steps=1, first_order=True)
+    ),
+}
+
+
+def told(call, function):
+    """What an entry point says of Functions; a refusal to capture what leaves torch is said, too."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            call(function)
+        except UnsupportedError as error:
+            warnings.warn(f"a derivative of {function}: {error}", stacklevel=1)
+    texts = [str(w.message) for w in found]
+    return [
+        text
+        for text in texts
+        if "hoglib.verify(" in text or "derivative of" in text or ".grad of" in text
+    ]
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_wrong_functions_are_told_and_right_ones_are_not(name):
+    call = ENTRY_POINTS[name]
+    silent = [
+        fault for fault, (function, words) in WRONG.items()
+        if not any(words in text or "expected a function whose graph" in text for text in told(call, function))
+    ]  # fmt: skip
+    assert not silent
+    assert {
+        kind: texts for kind, function in RIGHT.items() if (texts := told(call, function))
+    } == {}
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_a_wrong_second_derivative_does_no_harm_where_none_is_taken(name):
+    call = FIRST_ORDER[name]
+    assert told(call, WRONG["an intermediate saved"][0]) == []
+    assert "first derivative of WrongFactor is wrong" in told(call, WRONG["first order"][0])[0]
+
+
+# What is public and takes a function of the user's is an entry point, or listed here with a reason.
+NO_ENTRY_POINTS = {
+    "judges Functions itself": {"audit", "verify", "check", "assert_double_differentiable", "SecondOrderAudit"},
+    "takes first derivatives only": {"EvalGradients", "Reptile"},
+    "draws what it is given, right or wrong": {"graph", "Graph"},
+    "takes an operator, which is an entry point": {
+        "cg", "eigsh", "hutchinson_diagonal", "hutchinson_frobenius", "hutchinson_trace", "spectral_density",
+        "xtrace", "LinearOperator",
+    },
+    "its function is differentiated by an entry point": {
+        "functional_loss", "second_order", "trainable_params", "second_order_problems", "MetaAnnealing",
+        "RNGState", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
+    },
+    "an update rule, differentiated in the inner loop": {
+        "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "sgd",
+    },
+    "holds numbers": {
+        "EnergyForces", "EnergyForcesHessian", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
+        "Options", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
+        "VerificationError", "__version__",
+    },
+    "a package": {"capture", "curvature", "errors", "meta", "nn", "ops", "penalties", "testing"},
+}  # fmt: skip
+
+
+def test_all_that_is_public_is_an_entry_point_or_listed_with_a_reason():
+    import hoglib.lightning
+
+    packages = (hog, curvature, penalties, meta, hog.capture, hog.testing, hoglib.lightning)
+    public = {name for package in packages for name in package.__all__}
+    entries = {
+        name.split(" ")[0].split(".")[0].rstrip(",") for name in (*ENTRY_POINTS, *FIRST_ORDER)
+    }
+    reasons = [name for names in NO_ENTRY_POINTS.values() for name in names]
+    assert len(reasons) == len(set(reasons))
+    assert public - entries - set(reasons) == set()
+    assert set(reasons) - public == set()
+    assert entries <= public
+
+
+# What is told, and when
+
+
+def hvp(function, **options):
+    loss, params, v, batch = problem(function)
+    return hog.hvp(loss, params, v, batch, **options)
+
+
+def problem(function):
+    model = Net(function)
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    return loss, params, {name: torch.ones_like(p) for name, p in params.items()}, (X, Y)
+
+
+def test_it_is_told_once_for_a_function_and_an_entry_point():
+    function, _ = WRONG[".data"]
+    (text,) = told(hvp, function)
+    assert text.startswith("hvp: the second derivative of PartData is wrong. PartData.backward leaves the graph by .data at ")  # fmt: skip
+    assert "faults.py:" in text
+    assert told(hvp, function) == []
+    assert told(ENTRY_POINTS["hessian"], function)[0].startswith("hessian: ")
+
+
+def test_on_wrong():
+    function, _ = WRONG["an intermediate in a tuple"]
+    with hog.second_order(on_wrong="ignore"):
+        assert told(hvp, function) == []
+    with (
+        hog.second_order(on_wrong="raise"),
+        pytest.raises(VerificationError, match=r"hvp: .*InTuple"),
+    ):
+        hvp(function)
+    with hog.second_order(on_wrong="raise"), hog.second_order(on_wrong="ignore"):
+        for stand_ins in (True, False):  # the outermost decides, each time
+            with pytest.raises(VerificationError, match="InTuple"):
+                hvp(function, stand_ins=stand_ins)
+    with hog.second_order(), hog.second_order(on_wrong="raise"), pytest.raises(VerificationError):
+        hvp(function)
+    assert told(hvp, function)
+    with pytest.raises(ValueError, match="on_wrong: expected"), hog.second_order(on_wrong="shout"):
+        pass
+
+
+def test_what_does_not_enter_the_derivative_is_not_told():
+    function, _ = WRONG["an intermediate saved"]
+    assert told(hvp, lambda x: x + function(x).detach()) == []
+    assert told(hvp, lambda x: x + function(torch.ones_like(x))) == []
+    with torch.no_grad():
+        assert told(lambda f: penalties.r1(Net(f), X), function) == []
+    assert told(hvp, lambda x: x + function(x))
+
+
+def test_inside_transforms():
+    function = Detached.apply
+    loss = lambda p, x: function(p * x).sum()  # noqa: E731
+    p, v = torch.ones(3, dtype=F64), torch.ones(3, dtype=F64)
+    (text,) = told(lambda _: torch.func.vmap(lambda x: hog.hvp(loss, p, v, x)[1])(X), function)
+    assert "hvp: the second derivative of Detached is wrong" in text
+
+
+def test_kinds_of_arguments_are_examined_one_by_one(monkeypatch):
+    class New(Cube):
+        pass
+
+    seen = []
+    examine = entry_points.examine
+    monkeypatch.setattr(entry_points, "examine", lambda app: seen.append(app) or examine(app))
+    for dtype, count in ((F64, 1), (F64, 1), (torch.float32, 2), (torch.float32, 2)):
+        hog.hvp(lambda p: New.apply(p).sum(), X.to(dtype), X.to(dtype))
+        assert len(seen) == count
+    hog.hvp(lambda p: New.apply(p).sum(), X.reshape(-1), X.reshape(-1))
+    assert len(seen) == 3
+
+
+# What is not examined
+
+
+class Slow(Cube):
+    pass
+
+
+class Communicates(Cube):
+    calls = 0
+
+    @staticmethod
+    def backward(ctx, g):
+        Communicates.calls += 1
+        torch.distributed.all_reduce(g.detach().clone())
+        return Cube.backward(ctx, g)
+
+
+def test_what_would_take_too_long_is_told(monkeypatch):
+    monkeypatch.setattr(examination, "SECONDS", 0.0)
+    (text,) = told(hvp, Slow.apply)
+    assert "Slow was not examined: that would take some" in text
+    assert told(hvp, Slow.apply) == []
+
+
+def test_communication_is_not_run_again_and_told(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        (text,) = told(hvp, Communicates.apply)
+        assert "not examined: it communicates between processes" in text
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# What an examination leaves as it was
+
+
+class Changes(Cube):
+    """Draws random numbers, counts its calls, and updates a buffer of its own."""
+
+    count = 0
+    mean = torch.zeros((), dtype=F64)
+
+    @staticmethod
+    def forward(x):
+        Changes.count += 1
+        Changes.mean.add_(x.detach().mean())
+        return x**3 * torch.rand((), dtype=x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.factor = (output / inputs[0] ** 3).mean()
+
+    @staticmethod
+    def backward(ctx, g):
+        return Cube.backward(ctx, g) * ctx.factor
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("function", [Changes, Accumulates])
+def test_nothing_of_the_users_is_changed(function):
+    def run(on_wrong):
+        torch.manual_seed(0)
+        Changes.count, WEIGHT.grad = 0, None
+        Changes.mean.zero_()
+        with hog.second_order(on_wrong=on_wrong):
+            product = hvp(function.apply)[1]
+        state = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.random.get_rng_state(),
+        )
+        return product, state, Changes.count, Changes.mean.clone(), WEIGHT.grad
+
+    examined, plain = run("warn"), run("ignore")
+    assert entry_points._VERDICTS[function]
+    assert_close(examined, plain, rtol=0, atol=0)
+
+
+def test_a_step_after_the_first_costs_what_it_costs_without(monkeypatch):
+    """Counted: the torch operations, and what is applied, copied or walked."""
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    hvp(Cube.apply)
+    counts = []
+    monkeypatch.setattr(entry_points, "applied", None)
+    monkeypatch.setattr(entry_points, "examine", None)
+    for on_wrong in ("warn", "ignore"):
+        operations = []
+        with hog.second_order(on_wrong=on_wrong), Counted():
+            hvp(Cube.apply)
+        counts.append(operations)
+    assert counts[0] == counts[1]
+
+
+class NumberInMemory(Function):
+    """y = x^2, computed by NumPy in the memory of y, in float32 alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        y = torch.empty(x.shape, dtype=torch.float32)
+        y.numpy()[:] = x.detach().float().numpy() ** 2
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * g * x
+
+
+class NumberInMemoryCut(NumberInMemory):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * g * x.detach()
+
+
+def test_code_that_is_not_torchs_is_examined_in_its_own_dtype():
+    x = X.float()
+    assert told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), NumberInMemory.apply) == []
+    (text,) = told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), NumberInMemoryCut.apply)
+    assert "second derivative of NumberInMemoryCut is wrong" in text
