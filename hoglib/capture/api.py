@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.source_location import warn
+from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import no_autocast
 from hoglib.capture import backend as backends
 from hoglib.capture import signature
@@ -172,10 +173,14 @@ class Compiled:
             if len(self.signatures) >= MAX_GRAPHS:
                 self._warn_full(form, tensors)
                 return None
-            with examined_functions(self.name):
-                if self._before is not None:
+            if self._before is not None:
+                with examined_functions(self.name):
                     self._before()
+            with examined_functions(self.name) as met:
                 entry, lifted = capture(self, form, tensors)
+                if met is not None and met.only_traced:
+                    with preserve_random_state():
+                        self.on_tensors(form)(*tensors)
             self._graphs.by_signature.setdefault(form.key, []).append(entry)
         return entry, lifted
 

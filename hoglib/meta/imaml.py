@@ -126,7 +126,7 @@ class IMAML(Learner):
         return replace(super()._loop(params), strength=self.strength)
 
     @property
-    def _differentiates_once(self) -> bool:
+    def _takes_first_derivatives(self) -> bool:
         return False  # its linear solve takes products with the Hessian of the inner loss
 
     def _task_result(

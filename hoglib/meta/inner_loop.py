@@ -76,7 +76,7 @@ def inner_step(
         >>> params["w"].detach()
         tensor(0.2000)
     """
-    with examined_functions("inner_step", first_order=first_order):
+    with examined_functions("inner_step"):
         grads, _ = gradient(_without_notes(loss, batch), params, constant=first_order)
     return rule.update(params, grads, state)
 
@@ -146,7 +146,7 @@ def adapt(
     inner = InnerSteps(
         loss_at, lambda i, _: rule, lambda i: first_order or is_truncated(i, steps, truncate)
     )
-    with examined_functions("adapt", first_order=first_order):
+    with examined_functions("adapt"):
         return unroll(inner, steps, params, (batch, rest, modules), memory).params
 
 

@@ -183,7 +183,7 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         what = type(self).__name__
-        examined = examined_functions(what, first_order=self._differentiates_once)
+        examined = examined_functions(what, first_order=self._takes_first_derivatives)
         with examined, outside_inference_mode(), stand_ins_if(self.stand_ins):
             adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         return {**start.model, **adapted}
@@ -221,7 +221,7 @@ class Learner(nn.Module, ABC):
         wanted = torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        examined = examined_functions(what, first_order=self._differentiates_once)
+        examined = examined_functions(what, first_order=self._takes_first_derivatives)
         with examined, outside_inference_mode():
             start = pytree.map(Tensor.detach, own)
             tasks = clone_inference_tensors(tasks)
@@ -245,8 +245,8 @@ class Learner(nn.Module, ABC):
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
     @property
-    def _differentiates_once(self) -> bool:
-        """Whether its gradients need no second derivative."""
+    def _takes_first_derivatives(self) -> bool:
+        """Whether it takes no second derivatives."""
         return self._options.first_order
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:

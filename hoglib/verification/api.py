@@ -25,6 +25,7 @@ from hoglib.verification import (
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
 from hoglib.verification.derivatives import Derivatives
+from hoglib.verification.entry_points import no_examination
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import Report, Row
 from hoglib.verification.rounding import exact_products
@@ -119,6 +120,7 @@ def verify(
     arguments = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
     with (
         grad_enabled(),
+        no_examination(),
         keep_swapped(),
         exact_products(),
         preserve_random_state(),

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import torch_internals
+from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import watching_functions
 from hoglib._core.torch_modes import value_checks_on
@@ -36,34 +37,49 @@ _THREAD = threading.local()
 
 
 @contextmanager
-def examined_functions(caller: str, *, first_order: bool = False) -> Iterator[None]:
+def examined_functions(
+    caller: str, *, first_order: bool = False
+) -> Iterator["MetFunctions | None"]:
     """Examines the custom Functions of the user that are applied inside, and tells which are wrong.
 
     Within another one it does nothing: the outermost entry point tells.
 
     Args:
         caller: The entry point, as messages name it.
-        first_order: It takes first derivatives only, so that a wrong second one does no harm.
+        first_order: It takes first derivatives only, so that a wrong second one does no harm. Default:
+            by whether backward runs with a graph, which inside of torch.func is not known.
+    Yields:
+        The Functions that are met; None where nothing is examined.
     Raises:
         VerificationError: at the end, for a wrong Function, inside `second_order(on_wrong="raise")`.
     """
     action = on_wrong()
     if action == "ignore" or getattr(_THREAD, "examining", False) or not value_checks_on():
-        yield
+        yield None
         return
-    met = _Met()
+    met = MetFunctions()
     _THREAD.examining = True
     try:
         with watching_functions(met.see):
-            yield
-        for function, kinds in met.differentiated:
+            yield met
+        for (function, kinds), order in met.differentiated.items():
             verdict = _VERDICTS[function].get(kinds)
             if verdict is None:
                 verdict = _VERDICTS[function][kinds] = examine(met.applied[function, kinds])
-            if verdict.is_told and not (first_order and verdict.order == 2):
+            if verdict.is_told and verdict.order <= (1 if first_order else order):
                 _tell(caller, function, verdict, action)
     finally:
         _THREAD.examining = False
+
+
+@contextmanager
+def no_examination() -> Iterator[None]:
+    """Inside, entry points examine and tell nothing: for what judges Functions by itself."""
+    before, _THREAD.examining = getattr(_THREAD, "examining", False), True
+    try:
+        yield
+    finally:
+        _THREAD.examining = before
 
 
 def forget_verdicts() -> None:
@@ -78,21 +94,32 @@ def forget_told() -> None:
 
 
 @final
-class _Met:
+class MetFunctions:
     """The Functions that are applied within one entry point, but for those that are known to be right.
 
     applied: those without a verdict, by Function and kinds of arguments. differentiated: those whose
-    backward ran, or may have run.
+    backward ran, or may have run: once, or twice, if it ran with a graph.
     """
 
     def __init__(self) -> None:
         self.applied: dict[Met, Applied] = {}
-        self.differentiated: dict[Met, None] = {}
+        self.differentiated: dict[Met, int] = {}
+        self._traced: set[type[Function]] = set()
+
+    @property
+    def only_traced(self) -> bool:
+        """Whether a Function that is not known to be right was met only where tensors have no values."""
+        elsewhere = {function for function, _ in self.differentiated}
+        return any(
+            not (verdicts := _VERDICTS.get(function)) or any(v.is_told for v in verdicts.values())
+            for function in self._traced - elsewhere
+        )
 
     def see(self, function: type[Function], args: tuple[Any, ...]) -> Callable[[Any], None] | None:
         if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
             return None
         if torch_internals.tracing():
+            self._traced |= {function} if is_users(function) else set()
             return None
         if not _is_ours(torch_internals.running_function()):
             return None  # a part of another one's backward, which is examined as a whole
@@ -102,7 +129,7 @@ class _Met:
         in_forward_mode = torch_internals.forward_mode_active()
         met = function, (in_forward_mode, *map(_kind, args, by))
         verdict = _VERDICTS.setdefault(function, {}).get(met[1])
-        if (verdict is not None and not verdict.is_told) or met in self.differentiated:
+        if (verdict is not None and not verdict.is_told) or self.differentiated.get(met) == 2:
             return None
         if verdict is None and met not in self.applied:
             self.applied[met] = applied(function, args, by, in_forward_mode)
@@ -111,13 +138,15 @@ class _Met:
     def _note_backward(self, met: Met, result: Any) -> None:
         """Notes it as differentiated when its backward runs; in a transform, of which that is not
         known, at once."""
+        runs_again = inside_recomputation()  # in a later backward, with a graph
 
         def note(_: Any) -> None:
-            self.differentiated[met] = None
+            twice = runs_again or torch.is_grad_enabled()
+            self.differentiated[met] = max(1 + twice, self.differentiated.get(met, 1))
 
         for y in result if isinstance(result, tuple) else (result,):
             if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:
-                self.differentiated[met] = None
+                self.differentiated[met] = 2
             elif isinstance(y, Tensor) and y.grad_fn is not None:
                 y.grad_fn.register_prehook(note)
                 return

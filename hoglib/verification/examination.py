@@ -41,8 +41,8 @@ FIRST, SECOND = "first derivative", "second derivative"
 class Verdict(NamedTuple):
     """What an examination found.
 
-    status: "right", "wrong", "unknown" (nothing could be compared), or "not examined". order: that of the
-    derivative that is wrong.
+    status: "right", "wrong", "unknown" (nothing was compared), or "not examined". order: that of the
+    derivative that is wrong, or may be.
     """
 
     status: str
@@ -97,7 +97,7 @@ def examine(given: Applied) -> Verdict:
                 if found := accumulated():
                     verdict = Verdict("wrong", ACCUMULATES.format(name, found))
         except _NotExamined as reason:
-            verdict = Verdict("not examined", NOT_EXAMINED.format(name, reason))
+            verdict = Verdict("not examined", NOT_EXAMINED.format(name, reason), order=2)
         except Exception as error:  # it refuses copies of what it was given
             verdict = Verdict("unknown", format_error(error))
     return verdict

@@ -157,6 +157,11 @@ ENTRY_POINTS = {
     "compile": with_loss(
         lambda loss, p, v, b: hog.compile(lambda p: hog.hvp(loss, p, v, b)[1], backend="eager")(p)
     ),
+    "compile without check": with_loss(
+        lambda loss, p, v, b: hog.compile(
+            lambda p: hog.hvp(loss, p, v, b)[1], backend="eager", check=False
+        )(p)
+    ),
     "compiled_loss": with_loss(compiled_loss),
     "CurvatureMonitor": monitored,
 }  # fmt: skip
@@ -296,6 +301,14 @@ def test_what_does_not_enter_the_derivative_is_not_told():
     with torch.no_grad():
         assert told(lambda f: penalties.r1(Net(f), X), function) == []
     assert told(hvp, lambda x: x + function(x))
+
+
+def test_judges_tell_by_their_reports():
+    function = Detached.apply
+    products = lambda p: hog.hvp(lambda p: function(p).sum(), p, torch.ones_like(p), create_graph=True)[1]  # noqa: E731  # fmt: skip
+    assert told(lambda _: hog.verify(products, X), function) == []
+    assert told(lambda _: hog.audit(*problem(function)[:2], (X, Y)), function) == []
+    assert told(lambda _: products(X.clone().requires_grad_()), function)
 
 
 def test_inside_transforms():
