@@ -108,7 +108,7 @@ class MetFunctions:
 
     @property
     def only_traced(self) -> bool:
-        """Whether a Function that is not known to be right was met only where tensors have no values."""
+        """Whether a Function that is not known as right was met only where tensors have no values."""
         elsewhere = {function for function, _ in self.differentiated}
         return any(
             not (verdicts := _VERDICTS.get(function)) or any(v.is_told for v in verdicts.values())

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from math import isnan
 from time import perf_counter
 from typing import Any, NamedTuple, final
 
@@ -34,7 +35,7 @@ from hoglib.verification.rounding import exact_products
 from hoglib.verification.subject import Application, Subject, parameters
 
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
-EVALUATIONS = 24  # of a derivative by one tensor, at two points
+EVALUATIONS = 30  # of a derivative by one tensor
 FIRST, SECOND = "first derivative", "second derivative"
 
 
@@ -121,14 +122,21 @@ class _NotExamined(Exception):
 
 
 def _judged(app: Application, in_forward_mode: bool) -> Verdict:
+    plain, seconds = _trial(app)
+    if plain and seconds > SECONDS:
+        with suppress(Exception):  # its rows depend on one another in shape
+            fewer = _first_rows(app, SECONDS / seconds)
+            app, seconds = fewer, _trial(fewer)[1]
+    if seconds > 2 * SECONDS:
+        raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
+    several = seconds <= SECONDS
     inputs = [
         x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
     ]
-    subject = Subject(app.function, inputs, in_own_dtype=not _is_plain_torch(app))
+    subject = Subject(app.function, inputs, in_own_dtype=not plain)
     stop = subject.prepare()
     if stop is not None:
-        return Verdict("unknown", stop.text)
-    several = _is_affordable(subject)
+        raise _NotExamined(stop.text.rstrip("."))
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     with_jvp = in_forward_mode and function_rules.offers_jvp(app.function)
     found = _compared(subject, here, with_jvp)
@@ -162,7 +170,10 @@ def _compared(
         return Verdict("unknown")
     second = list(derivatives.higher_order(2))
     name = function.__qualname__
-    if wrong := _silent_failures(second, derivatives):
+    wrong = _silent_failures(second, derivatives)
+    if if_first_is_right and any(isnan(derivatives.found[row.name].got) for row in wrong):
+        return Verdict("unknown")
+    if wrong:
         rows = fix_hints.attribution_rows(subject, points[-1], derivatives.found)
         causes = [row.text for row in rows if row.status == "fail"][:2] or [wrong[0].text]
         advice = f"`hoglib.verify({name}, inputs)` shows all checks."
@@ -200,21 +211,36 @@ def _other_points(subject: Subject) -> Iterator[list[Tensor]]:
                 yield point
 
 
-def _is_affordable(subject: Subject) -> bool:
-    """Whether there is time for two points; raises if there is none for one."""
+def _trial(app: Application) -> tuple[bool, float]:
+    """Whether all that it runs are torch operations, and the seconds that an examination will take."""
     began = perf_counter()
-    leaves = [x.clone().requires_grad_() for x in subject.x]
-    values = subject.map(*leaves)
-    grads = calls.grad(values, leaves, list(map(torch.ones_like, values)), create_graph=True)
-    with_graph = [g for g in grads if g.requires_grad]
-    if with_graph:
-        torch.autograd.grad(
-            with_graph, leaves, list(map(torch.ones_like, with_graph)), allow_unused=True
-        )
-    seconds = (perf_counter() - began) * EVALUATIONS * (len(leaves) + 1)
-    if seconds > 2 * SECONDS:
-        raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
-    return seconds <= SECONDS
+    args = app.fresh()
+    leaves = [args[i].requires_grad_() for i in app.by]
+    for i, leaf in zip(app.by, leaves, strict=True):
+        args[i] = leaf.view_as(leaf)  # which may be changed in place
+    with _Operations() as operations:
+        outputs = app.function.apply(*args)
+        live = [y for y in function_rules.tensors(outputs) if y.requires_grad]
+        grads = calls.grad(live, leaves, list(map(torch.ones_like, live)), create_graph=True)
+        operations.returned((outputs, grads))
+    with suppress(
+        RuntimeError
+    ):  # it cannot be differentiated again, which the entry point raises too
+        calls.grad(grads, leaves, list(map(torch.ones_like, grads)))
+    if any(x.is_cuda for x in leaves):
+        torch.cuda.synchronize()
+    return operations.plain, (perf_counter() - began) * EVALUATIONS * (len(leaves) + 1)
+
+
+def _first_rows(app: Application, share: float) -> Application:
+    """The application to a share of the samples: the first rows of all tensors that have as many."""
+    count = len(app.args[app.by[0]])
+    rows = max(2, int(count * share))
+
+    def first(x: Tensor) -> Tensor:
+        return x[:rows].clone() if x.dim() and len(x) == count else x
+
+    return app._replace(args=pytree.map_tensors(first, app.args))
 
 
 @contextmanager
@@ -283,15 +309,6 @@ class _NoCommunication(TorchDispatchMode):
         if "c10d" in func.namespace:
             raise _NotExamined("it communicates between processes, and is not run again")
         return func(*args, **(kwargs or {}))
-
-
-def _is_plain_torch(app: Application) -> bool:
-    """Whether forward and backward are torch operations alone, which accept float64 numbers."""
-    with _Operations() as operations, torch.no_grad():
-        run = app.seeded()
-        operations.returned(run.outputs)
-        operations.returned(function_rules.backward(app.function, run.record, run.incoming()))
-    return operations.plain
 
 
 @final

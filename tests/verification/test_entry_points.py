@@ -4,6 +4,7 @@ ENTRY_POINTS x (WRONG, RIGHT of faults.py). All that is public is an entry point
 """
 
 import logging
+import time
 import warnings
 
 import pytest
@@ -355,6 +356,21 @@ def test_what_would_take_too_long_is_told(monkeypatch):
     (text,) = told(hvp, Slow.apply)
     assert "Slow was not examined: that would take some" in text
     assert told(hvp, Slow.apply) == []
+
+
+def test_of_many_rows_some_are_examined(monkeypatch):
+    class Rows(Cube):
+        @staticmethod
+        def forward(x):
+            seen.add(len(x))
+            time.sleep(2e-3 * len(x))
+            return x**3
+
+    seen = set()
+    monkeypatch.setattr(examination, "SECONDS", 1.0)
+    x = X.repeat(16, 1)
+    assert told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), Rows.apply) == []
+    assert min(seen) < max(seen) == 64
 
 
 def test_communication_is_not_run_again_and_told(tmp_path):
