@@ -123,6 +123,8 @@ class _NotExamined(Exception):
 
 def _judged(app: Application, in_forward_mode: bool) -> Verdict:
     plain, seconds = _trial(app)
+    if seconds > SECONDS:  # the first call may have imported, compiled or allocated something
+        seconds = _trial(app)[1]
     if plain and seconds > SECONDS:
         with suppress(Exception):  # its rows depend on one another in shape
             fewer = _first_rows(app, SECONDS / seconds)
