@@ -1,20 +1,21 @@
-"""Captures a function as a graph, and keeps the graphs of each function."""
+"""Captures a function as a graph, and keeps graphs as long as the object that they belong to."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from types import FunctionType, MethodType
-from typing import Any, Protocol, final
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.closures import ClosureWalker
+from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib.capture import backend as backends
 from hoglib.capture.check import check_equal
@@ -25,6 +26,7 @@ from hoglib.capture.trace import OutputSlot, Traced, is_random, trace
 from hoglib.errors import UnsupportedError
 
 CAPTURING = threading.RLock()
+MAX_KEPT = 32  # things that are kept for one object
 # Ambient state, because a function that is compared with its graph may call other compiled functions.
 _THREAD = threading.local()
 
@@ -66,7 +68,6 @@ class GraphEntry:
     leaves: list[Any] = field(repr=False)  # of the output; an OutputSlot in the place of a tensor
     structure: Any = field(repr=False)
     differentiable: list[bool] = field(repr=False)  # which tensors of the output require grad
-    backward: "Graphs" = field(repr=False)  # of the pullback
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # guards on symbolic shapes
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -137,20 +138,51 @@ class Graphs:
         return [one for found in list(self.by_signature.values()) for one in found]
 
 
-_GRAPHS: WeakKeyDictionary[Any, dict[Any, Graphs]] = WeakKeyDictionary()
+class Place(NamedTuple):
+    """Where graphs are kept: with which object, and which of its graphs they are."""
+
+    owner: Any
+    key: Hashable
+
+    @classmethod
+    def of(cls, fn: Any) -> "Place":
+        """That of a function; of a method it is its object, since a method is made at each access."""
+        return cls(fn.__self__, fn.__func__) if isinstance(fn, MethodType) else cls(fn, None)
 
 
-def graphs_of(fn: Any, options: Any) -> Graphs:
-    """The graphs of a function, kept as long as the function lives; of a method, as long as its
-    object."""
-    owner, key = (fn, options)
-    if isinstance(fn, MethodType):
-        owner, key = fn.__self__, (fn.__func__, options)
-    with CAPTURING:
+_KEPT: Any = WeakIdKeyDictionary()  # owner -> key -> what is kept
+_LOCK = threading.Lock()
+
+
+def kept(place: Place, make: Callable[[], Any], name: str) -> Any:
+    """What `make` returns: made once for a place, and kept as long as its owner lives.
+
+    It must not refer to the owner. name: that of the function, in messages.
+    """
+    with _LOCK:
         try:
-            return _GRAPHS.setdefault(owner, {}).setdefault(key, Graphs())
-        except TypeError:  # it has no weak reference, or no hash
-            return Graphs()
+            of_owner: dict[Hashable, Any] = _KEPT.setdefault(place.owner, {})
+            if place.key in of_owner:
+                return of_owner[place.key]
+        except TypeError:  # the owner has no weak references, or the key no hash
+            return make()
+        found = of_owner[place.key] = make()
+        full = len(of_owner) > MAX_KEPT
+        if full:
+            of_owner.pop(next(iter(of_owner)))
+    if full:
+        warn(
+            f"{name}: more than {MAX_KEPT} compiled versions of one function or object were made, and "
+            "the oldest was dropped. If a likelihood or a backend is created at each call, create it "
+            "once."
+        )
+    return found
+
+
+def graphs_of(owner: Any) -> list[GraphEntry]:
+    """All graphs that are kept for an object."""
+    found = list(_KEPT.get(owner, {}).values())
+    return [one for graphs in found if isinstance(graphs, Graphs) for one in graphs.all()]
 
 
 def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[int, int]]:
@@ -211,7 +243,6 @@ def capture(
             leaves=traced.leaves,
             structure=traced.structure,
             differentiable=traced.differentiable,
-            backward=Graphs(),
             holds=_shape_guards(traced.graph, own) if function.dynamic else _always,
         )
         if function.check:

@@ -21,7 +21,7 @@ from hoglib.capture.api import (
     rebuild,
     requiring_grad,
 )
-from hoglib.capture.capturing import GraphEntry, Graphs, runs_elsewhere
+from hoglib.capture.capturing import GraphEntry, Place, runs_elsewhere
 from hoglib.capture.refusals import refuse_outer_graph
 from hoglib.capture.trace import InputRef, tensors_of, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
@@ -83,31 +83,30 @@ class CompiledLoss:
         dynamic: Whether sizes are symbolic.
         check: Whether the first run of each graph is compared with ``fn`` and its gradient.
         name: The name of the loss in messages. Default: its qualified name.
-        graphs: Where graphs are kept: of the value, of the value with its gradient, and of the same
-            with ``create_graph``. Default: one place per function and options.
-        before: A function that is called before each capture.
+        place: Where graphs are kept. Default: with the function.
+        before: A function that is called with the arguments before each capture.
     Example:
         >>> hog.compiled_loss(nn.functional.mse_loss, backend="eager")
         hoglib.compiled_loss(mse_loss), 0 graphs
     """
 
     def __init__(
-        self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool, check: bool,
-        name: str | None = None, graphs: tuple[Graphs, Graphs, Graphs] | None = None,
-        before: Callable[[], None] | None = None,
+        self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool = False, check: bool = True,
+        name: str | None = None, place: Place | None = None,
+        before: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         validation.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or function_name(fn), fn.__doc__
         options: dict[str, Any] = {
             "backend": backend, "dynamic": dynamic, "check": check, "before": before,
         }  # fmt: skip
-        own = graphs or (None, None, None)
+        owner, key = place or Place.of(fn)
         both = f"{self.name} and its gradient"
-        self._value = Compiled(fn, name=self.name, graphs=own[0], **options)
+        self._value = Compiled(fn, name=self.name, place=place, **options)
         self._with_gradient, self._with_graph = (
             Compiled(
-                _Gradient(fn, self.name, create_graph), name=both, graphs=own[1 + create_graph],
-                **options,
+                _Gradient(fn, self.name, create_graph), name=both,
+                place=Place(owner, (key, "create_graph" if create_graph else "gradient")), **options,
             )
             for create_graph in (False, True)
         )  # fmt: skip
@@ -232,15 +231,6 @@ class _Gradient:
         if torch_internals.tracing():
             self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
         return [found[key] for key in self._reached if key in found]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Gradient) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.fn, self._name, self._create_graph
 
 
 def _without_aliases(grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
