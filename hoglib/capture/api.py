@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.source_location import warn
-from hoglib._core.torch_internals import no_autocast
+from hoglib._core.torch_internals import apply, no_autocast
 from hoglib.capture import backend as backends
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
@@ -147,7 +147,7 @@ class Compiled:
             return self.fn(*args, **kwargs)
         entry, lifted = found
         if torch.is_grad_enabled() and True in entry.differentiable:
-            outputs = list(GraphFunction.apply(self, entry, form, len(tensors), *tensors, *lifted))
+            outputs = list(apply(GraphFunction, self, entry, form, len(tensors), *tensors, *lifted))
         else:
             outputs = entry.execute(entry.graph_inputs(tensors, lifted))
         return entry.assemble(outputs)

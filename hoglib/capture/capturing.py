@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import perf_counter
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Protocol, final
@@ -22,7 +23,7 @@ from hoglib.capture.check import check_equal
 from hoglib.capture.guards import Guards, discard_traced_tensors
 from hoglib.capture.passes import simplify
 from hoglib.capture.signature import CallSignature
-from hoglib.capture.trace import OutputSlot, Traced, is_random, trace
+from hoglib.capture.trace import InputRef, OutputSlot, Traced, is_random, trace
 from hoglib.errors import UnsupportedError
 
 CAPTURING = threading.RLock()
@@ -32,7 +33,7 @@ _THREAD = threading.local()
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GraphEntry:
     """One graph of a compiled function: an entry of ``hog.compile(fn).signatures``.
 
@@ -69,6 +70,13 @@ class GraphEntry:
     structure: Any = field(repr=False)
     differentiable: list[bool] = field(repr=False)  # which tensors of the output require grad
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # guards on symbolic shapes
+    # Of a loss: the gradients that share memory with an input or another one, after the first run.
+    aliases: list[int] | None = field(default=None, repr=False)
+
+    @cached_property
+    def inputs_named(self) -> list[InputRef]:
+        """The inputs that the output names."""
+        return [x for x in self.leaves if type(x) is InputRef]
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
         """Runs the graph without recording it; autocast and stand-ins are part of it already.
@@ -97,7 +105,11 @@ class GraphEntry:
             The tensors; None if this is not the graph of such a call.
         """
         lifted = self.reached.resolve((fn, form.constants))
-        if lifted is None or shared_tensors(tensors, lifted) != self.shared:
+        if lifted is None:
+            return None
+        if (self.shared or not {*map(id, tensors)}.isdisjoint(map(id, lifted))) and (
+            shared_tensors(tensors, lifted) != self.shared
+        ):
             return None
         return lifted if self.holds(tensors) else None
 
