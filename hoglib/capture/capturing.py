@@ -271,8 +271,7 @@ def capture(
 def runs_elsewhere() -> bool:
     """Whether a call belongs to something that is transformed, traced or compared around it."""
     return (
-        torch.compiler.is_compiling()
-        or getattr(_THREAD, "eager", False)
+        getattr(_THREAD, "eager", False)
         or torch_internals.transforms_active()
         or torch_internals.forward_mode_active()
         or torch_internals.tracing()
