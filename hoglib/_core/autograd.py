@@ -17,7 +17,7 @@ from hoglib._core.gradient_graph import (
     check_custom_functions,
     graph_summary,
 )
-from hoglib._core.torch_internals import transforms_active
+from hoglib._core.torch_internals import apply, transforms_active
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError
 
@@ -215,9 +215,10 @@ def with_gradients(
     recompute: computes the gradients again. With it the first backward scales the known ones in place
     and returns them without a copy, so nothing else may hold them or share their memory.
     """
-    result: Tensor = _PrecomputedGradients.apply(
-        value, no_second_derivative, with_graph, recompute, list(grads), *tensors
-    )
+    result: Tensor = apply(
+        _PrecomputedGradients, value, no_second_derivative, with_graph, recompute, list(grads),
+        *tensors,
+    )  # fmt: skip
     return result
 
 
@@ -249,6 +250,6 @@ class _PrecomputedGradients(torch.autograd.Function):
             scaled = [grad * part for part in ctx.grads or ctx.recompute()]
         else:
             scaled, ctx.grads = ctx.grads or list(ctx.recompute()), None
-            if not (grad.device.type == "cpu" and grad == 1):
+            if not (grad.device.type == "cpu" and grad.item() == 1):
                 scaled = [part.mul_(grad) for part in scaled]
         return (None,) * 5 + tuple(scaled)

@@ -12,14 +12,12 @@ from enum import Enum
 from functools import lru_cache, partial
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, final
-from weakref import ref
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hoglib._core.source_location import is_user_file
-from hoglib.errors import NoSecondDerivative
 
 Step = Callable[[Any], Any]
 FOUND = (Tensor, nn.Module, torch.Generator)  # what a search through references is for
@@ -47,43 +45,13 @@ class Attributes:
         self.fields, self.if_read = fields, if_read
 
 
-@final
-class WeakFunction:
-    """A weak reference to a function, a module, or a bound method by its object."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        owner = lifetime_owner(fn)
-        self._name = None if owner is fn else fn.__func__.__name__  # type: ignore[attr-defined]
-        self._ref = ref(owner)
-
-    @property
-    def fn(self) -> Any:
-        """The function."""
-        found = self._ref()
-        if found is None:
-            raise NoSecondDerivative(
-                "backward of a compiled product: expected the function that was differentiated to "
-                "be alive, but it was deleted. Keep a reference to it until backward has run."
-            )
-        return found if self._name is None else getattr(found, self._name)
-
-
-def lifetime_owner(fn: Any) -> Any:
-    """The object whose lifetime is that of a function: of a bound method, which is made anew at each
-    access, its ``self``."""
-    owner = getattr(fn, "__self__", None)
-    func: Any = getattr(fn, "__func__", None)
-    bound = owner is not None and func is not None and not isinstance(owner, type)
-    return owner if bound and getattr(type(owner), func.__name__, None) is func else fn
-
-
 NEVER = {"__init__", "extra_repr", "reset_parameters", "__repr__"}
 IMPLICIT = {
     "__call__", "__wrapped__", "__iter__", "__getitem__", "__len__", "__getattr__", "forward",
     "_parameters", "_buffers", "_modules",
 }  # fmt: skip
-# Modules whose objects keep tensors of earlier calls; of these, only the function is followed.
-_KEEP_TENSORS = ("hoglib.capture.", "hoglib._core.references")
+# Its objects keep tensors of earlier calls; of these, only the function is followed.
+_KEEP_TENSORS = "hoglib.capture."
 _CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 _attributes = attrgetter("__dict__")
 

@@ -38,6 +38,27 @@ def unwrap(tensor: Any) -> Any:
     return tensor
 
 
+def apply(function: type[Function], *args: Any) -> Any:
+    """function.apply. Outside of transforms without its search for tensors that have left one, which
+    takes as long as to record the call."""
+    if transforms_active() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    direct: Any = super(Function, function)
+    return direct.apply(*args)
+
+
+def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the type, dtype, device, sizes, strides and requires_grad of these, in C++;
+    False also where only the state of the thread differs (autocast, inference mode)."""
+    guards: Any = torch._C._dynamo.guards
+    check: Callable[..., bool] = guards.TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(x.size()) for x in tensors],
+        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+    ).check
+    return check
+
+
 def forward_levels() -> int:
     """How many `torch.func.jvp` transforms are active around the caller."""
     stack = _functorch.get_interpreter_stack() or ()

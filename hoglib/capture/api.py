@@ -12,15 +12,16 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
-from hoglib._core.torch_internals import no_autocast
+from hoglib._core.torch_internals import apply, no_autocast
 from hoglib.capture import backend as backends
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
     CAPTURING,
     GraphEntry,
     Graphs,
+    Place,
     capture,
-    graphs_of,
+    kept,
     runs_elsewhere,
 )
 from hoglib.capture.signature import CallSignature
@@ -106,9 +107,9 @@ class Compiled:
         dynamic: Whether sizes are symbolic.
         check: Whether the first run of each graph is compared with ``fn``.
         name: The name of the function in messages. Default: its qualified name.
-        graphs: Where graphs are kept, for functions that are made anew at each call and compute the
-            same from what they reach. Default: one place per function and options.
-        before: A function that is called before each capture.
+        place: Where graphs are kept, for functions that are made anew at each call and compute the
+            same from what they reach. Default: with the function.
+        before: A function that is called with the arguments before each capture.
     Example:
         >>> square = hog.compile(lambda x: x.square(), backend="eager", name="square")
         >>> square(torch.tensor(3.0))
@@ -118,9 +119,9 @@ class Compiled:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, backend: Any, dynamic: bool, check: bool,
-        name: str | None = None, graphs: Graphs | None = None,
-        before: Callable[[], None] | None = None,
+        self, fn: Callable[..., Any], *, backend: Any, dynamic: bool = False, check: bool = True,
+        name: str | None = None, place: Place | None = None,
+        before: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         self.fn = validation.function("fn", fn)
         if not callable(backend):
@@ -129,7 +130,8 @@ class Compiled:
         self.dynamic = validation.flag("dynamic", dynamic)
         self.check = validation.flag("check", check)
         self.name = name or function_name(fn)
-        self._graphs = graphs_of(fn, (backend, dynamic, check)) if graphs is None else graphs
+        owner, key = place or Place.of(fn)
+        self._graphs = kept(Place(owner, (key, backend, dynamic, check)), Graphs, self.name)
         self._before = before
         self.__doc__ = fn.__doc__
 
@@ -147,7 +149,7 @@ class Compiled:
             return self.fn(*args, **kwargs)
         entry, lifted = found
         if torch.is_grad_enabled() and True in entry.differentiable:
-            outputs = list(GraphFunction.apply(self, entry, form, len(tensors), *tensors, *lifted))
+            outputs = list(apply(GraphFunction, self, entry, form, len(tensors), *tensors, *lifted))
         else:
             outputs = entry.execute(entry.graph_inputs(tensors, lifted))
         return entry.assemble(outputs)
@@ -174,8 +176,9 @@ class Compiled:
                 self._warn_full(form, tensors)
                 return None
             if self._before is not None:
+                args, kwargs = form.fill(tensors)
                 with examined_functions(self.name):
-                    self._before()
+                    self._before(*args, **kwargs)
             with examined_functions(self.name) as met:
                 entry, lifted = capture(self, form, tensors)
                 if met is not None and met.only_traced:
@@ -195,8 +198,7 @@ class Compiled:
         """
         return Compiled(
             Pullback(self.fn, entry, form.constants), backend=self.backend, dynamic=self.dynamic,
-            check=self.check, name=f"the backward of {self.name}",
-            graphs=entry.backward,
+            check=self.check, name=f"the backward of {self.name}", place=Place(entry, None),
         )  # fmt: skip
 
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
@@ -337,7 +339,7 @@ class Pullback:
 
 def trace_graph(fn: Callable[..., Any], *args: Any) -> GraphEntry:
     """The graph of a function for such a call, neither compiled nor kept."""
-    compiled = Compiled(fn, backend="eager", dynamic=False, check=False, graphs=Graphs())
+    compiled = Compiled(fn, backend="eager", check=False)
     return capture(compiled, *signature.parse_call(compiled.name, args, {}, False))[0]
 
 

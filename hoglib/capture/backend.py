@@ -36,7 +36,7 @@ from hoglib.capture.passes import (
     simplify,
     specialize_convolutions,
 )
-from hoglib.capture.product_passes import arrange, by_onednn, merge
+from hoglib.capture.product_passes import arrange, by_onednn, merge, turn_narrow
 from hoglib.errors import ArgumentTypeError
 
 Runnable = Callable[..., Any]
@@ -245,6 +245,7 @@ def _optimize(
     if dynamic:
         return module
     merge(module)
+    turn_narrow(module)
     module = channels_last(module, tensors)
     by_onednn(module, record)
     return module

@@ -1,36 +1,39 @@
-"""Captures a function as a graph, and keeps the graphs of each function."""
+"""Captures a function as a graph, and keeps graphs as long as the object that they belong to."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import perf_counter
 from types import FunctionType, MethodType
-from typing import Any, Protocol, final
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import outside_inference_mode
 from hoglib._core.closures import ClosureWalker
+from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib.capture import backend as backends
 from hoglib.capture.check import check_equal
 from hoglib.capture.guards import Guards, discard_traced_tensors
 from hoglib.capture.passes import simplify
 from hoglib.capture.signature import CallSignature
-from hoglib.capture.trace import OutputSlot, Traced, is_random, trace
+from hoglib.capture.trace import InputRef, OutputSlot, Traced, is_random, trace
 from hoglib.errors import UnsupportedError
 
 CAPTURING = threading.RLock()
+MAX_KEPT = 32  # things that are kept for one object
 # Ambient state, because a function that is compared with its graph may call other compiled functions.
 _THREAD = threading.local()
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GraphEntry:
     """One graph of a compiled function: an entry of ``hog.compile(fn).signatures``.
 
@@ -66,8 +69,14 @@ class GraphEntry:
     leaves: list[Any] = field(repr=False)  # of the output; an OutputSlot in the place of a tensor
     structure: Any = field(repr=False)
     differentiable: list[bool] = field(repr=False)  # which tensors of the output require grad
-    backward: "Graphs" = field(repr=False)  # of the pullback
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # guards on symbolic shapes
+    # Of a loss: the gradients that share memory with an input or another one, after the first run.
+    aliases: list[int] | None = field(default=None, repr=False)
+
+    @cached_property
+    def inputs_named(self) -> list[InputRef]:
+        """The inputs that the output names."""
+        return [x for x in self.leaves if type(x) is InputRef]
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
         """Runs the graph without recording it; autocast and stand-ins are part of it already.
@@ -96,7 +105,11 @@ class GraphEntry:
             The tensors; None if this is not the graph of such a call.
         """
         lifted = self.reached.resolve((fn, form.constants))
-        if lifted is None or shared_tensors(tensors, lifted) != self.shared:
+        if lifted is None:
+            return None
+        if (self.shared or not {*map(id, tensors)}.isdisjoint(map(id, lifted))) and (
+            shared_tensors(tensors, lifted) != self.shared
+        ):
             return None
         return lifted if self.holds(tensors) else None
 
@@ -137,20 +150,51 @@ class Graphs:
         return [one for found in list(self.by_signature.values()) for one in found]
 
 
-_GRAPHS: WeakKeyDictionary[Any, dict[Any, Graphs]] = WeakKeyDictionary()
+class Place(NamedTuple):
+    """Where graphs are kept: with which object, and which of its graphs they are."""
+
+    owner: Any
+    key: Hashable
+
+    @classmethod
+    def of(cls, fn: Any) -> "Place":
+        """That of a function; of a method it is its object, since a method is made at each access."""
+        return cls(fn.__self__, fn.__func__) if isinstance(fn, MethodType) else cls(fn, None)
 
 
-def graphs_of(fn: Any, options: Any) -> Graphs:
-    """The graphs of a function, kept as long as the function lives; of a method, as long as its
-    object."""
-    owner, key = (fn, options)
-    if isinstance(fn, MethodType):
-        owner, key = fn.__self__, (fn.__func__, options)
-    with CAPTURING:
+_KEPT: Any = WeakIdKeyDictionary()  # owner -> key -> what is kept
+_LOCK = threading.Lock()
+
+
+def kept(place: Place, make: Callable[[], Any], name: str) -> Any:
+    """What `make` returns: made once for a place, and kept as long as its owner lives.
+
+    It must not refer to the owner. name: that of the function, in messages.
+    """
+    with _LOCK:
         try:
-            return _GRAPHS.setdefault(owner, {}).setdefault(key, Graphs())
-        except TypeError:  # it has no weak reference, or no hash
-            return Graphs()
+            of_owner: dict[Hashable, Any] = _KEPT.setdefault(place.owner, {})
+            if place.key in of_owner:
+                return of_owner[place.key]
+        except TypeError:  # the owner has no weak references, or the key no hash
+            return make()
+        found = of_owner[place.key] = make()
+        full = len(of_owner) > MAX_KEPT
+        if full:
+            of_owner.pop(next(iter(of_owner)))
+    if full:
+        warn(
+            f"{name}: more than {MAX_KEPT} compiled versions of one function or object were made, and "
+            "the oldest was dropped. If a likelihood or a backend is created at each call, create it "
+            "once."
+        )
+    return found
+
+
+def graphs_of(owner: Any) -> list[GraphEntry]:
+    """All graphs that are kept for an object."""
+    found = list(_KEPT.get(owner, {}).values())
+    return [one for graphs in found if isinstance(graphs, Graphs) for one in graphs.all()]
 
 
 def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[int, int]]:
@@ -211,7 +255,6 @@ def capture(
             leaves=traced.leaves,
             structure=traced.structure,
             differentiable=traced.differentiable,
-            backward=Graphs(),
             holds=_shape_guards(traced.graph, own) if function.dynamic else _always,
         )
         if function.check:
@@ -228,8 +271,7 @@ def capture(
 def runs_elsewhere() -> bool:
     """Whether a call belongs to something that is transformed, traced or compared around it."""
     return (
-        torch.compiler.is_compiling()
-        or getattr(_THREAD, "eager", False)
+        getattr(_THREAD, "eager", False)
         or torch_internals.transforms_active()
         or torch_internals.forward_mode_active()
         or torch_internals.tracing()

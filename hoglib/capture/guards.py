@@ -22,9 +22,9 @@ from hoglib._core.references import Attributes, is_filled, stored_items
 from hoglib.capture import signature
 from hoglib.errors import NoSecondDerivative
 
-AGREES, ANY, MODULE, CODE, SIZED, TYPED = range(6)  # what a guard requires of a value on a path
-_hooks = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+ANY, AGREES, MODULE, CODE, SIZED, TYPED = range(6)  # what a guard requires of a value on a path
+_hooks_and_mode = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "training"
 )
 _GONE = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
@@ -54,12 +54,15 @@ class Guards:
                 self._steps.append((numbers[holder], step, number, *requirement))
         self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
         self._count = len(numbers)
-        self._places = [numbers.get(walk.places.get(id(x), -1)) for x in tensors]
-        self._constants = [
-            x if place is None else None for x, place in zip(tensors, self._places, strict=True)
-        ]
+        self._start: list[Any] = [None] * self._count  # to be filled; behind it the constants
+        self._places: list[int] = []
+        for x in tensors:
+            number = numbers.get(walk.places.get(id(x), -1), len(self._start))
+            self._start += [x] if number == len(self._start) else []
+            self._places.append(number)
         self._unreachable = [(ref(x), _mode(x)) for x in modules if id(x) not in walk.places]
         self.kinds: Final = [signature.tensor_key(x) for x in tensors]
+        self._all_match = torch_internals.tensor_check(tensors)
 
     def resolve(self, root: Any) -> list[Tensor] | None:
         """The tensors that the root reaches now; None if a guard fails."""
@@ -69,10 +72,9 @@ class Guards:
             return None
         if objects is None:
             return None
-        found: list[Any] = [
-            constant if place is None else objects[place]
-            for place, constant in zip(self._places, self._constants, strict=True)
-        ]
+        found = [objects[place] for place in self._places]
+        if self._all_match(*found):
+            return found
         for tensor, kind in zip(found, self.kinds, strict=True):
             if not isinstance(tensor, Tensor) or signature.tensor_key(tensor) != kind:
                 return None
@@ -85,7 +87,7 @@ class Guards:
         that the function reaches."""
         again = Guards(root, tensors, modules)
         for tensor, before, now in zip(tensors, self._places, again._places, strict=True):
-            if before is not None and now is None:
+            if before < self._count and now >= again._count:
                 raise NoSecondDerivative(
                     f"{what}: expected a function that does not replace the tensors that it reaches, "
                     f"got one that replaces {validation.describe(tensor)} by another tensor each time "
@@ -95,15 +97,13 @@ class Guards:
 
     def _follow(self, root: Any) -> list[Any] | None:
         """The objects on all paths; None if a guard fails."""
-        at: list[Any] = [None] * self._count
+        at = self._start.copy()
         at[0] = root
         for holder, step, place, requirement, expected in self._steps:
             value = step(at[holder])
-            if requirement == AGREES:
-                if value is not at[place]:
-                    return None
-            elif (
-                (requirement == MODULE and value is not expected())
+            if requirement and (
+                (requirement == AGREES and value is not at[place])
+                or (requirement == MODULE and value is not expected())
                 or (requirement == CODE and value.__code__ is not expected)
                 or (requirement == TYPED and type(value) is not expected)
                 or (requirement == SIZED and (type(value), stored_items(value)) != expected)
@@ -175,18 +175,28 @@ def _shortest_paths(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[E
 
 def _mode(module: nn.Module) -> int:
     """The mode of a module and the number of its hooks, as one number."""
-    fields = module.__dict__
-    if "training" not in fields:  # a scripted module
+    try:
+        before, after, back, first, training = _hooks_and_mode(module.__dict__)
+    except KeyError:  # a scripted module
         return int(module.training)
-    before, after, back, first = _hooks(fields)
-    hooks = (
-        len(before) + len(after) + len(back) + len(first) if before or after or back or first else 0
-    )
-    return 2 * hooks + fields["training"]
+    if before or after or back or first:
+        return 2 * (len(before) + len(after) + len(back) + len(first)) + int(training)
+    return int(training)
 
 
 def _same(value: Any, expected: Any) -> bool:
-    return type(value) is type(expected) and repr(value) == repr(expected) and value == expected
+    if value is expected:
+        return True
+    if type(value) is not type(expected):
+        return False
+    if isinstance(value, tuple):  # of a class that may have another length, or none
+        return stored_items(value) == stored_items(expected) and all(
+            map(_same, tuple.__iter__(value), tuple.__iter__(expected))
+        )
+    # repr distinguishes 0.0 from -0.0
+    return bool(value == expected) and (
+        not isinstance(value, float | complex) or repr(value) == repr(expected)
+    )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`hoglib.compiled_loss`: a loss whose value and gradient are computed together, by one graph."""
 
 from collections.abc import Callable
+from functools import cached_property
 from types import MethodType
 from typing import Any, final
 
@@ -21,7 +22,7 @@ from hoglib.capture.api import (
     rebuild,
     requiring_grad,
 )
-from hoglib.capture.capturing import GraphEntry, Graphs, runs_elsewhere
+from hoglib.capture.capturing import GraphEntry, Place, runs_elsewhere
 from hoglib.capture.refusals import refuse_outer_graph
 from hoglib.capture.trace import InputRef, tensors_of, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
@@ -83,34 +84,39 @@ class CompiledLoss:
         dynamic: Whether sizes are symbolic.
         check: Whether the first run of each graph is compared with ``fn`` and its gradient.
         name: The name of the loss in messages. Default: its qualified name.
-        graphs: Where graphs are kept: of the value, of the value with its gradient, and of the same
-            with ``create_graph``. Default: one place per function and options.
-        before: A function that is called before each capture.
+        place: Where graphs are kept. Default: with the function.
+        before: A function that is called with the arguments before each capture.
     Example:
         >>> hog.compiled_loss(nn.functional.mse_loss, backend="eager")
         hoglib.compiled_loss(mse_loss), 0 graphs
     """
 
     def __init__(
-        self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool, check: bool,
-        name: str | None = None, graphs: tuple[Graphs, Graphs, Graphs] | None = None,
-        before: Callable[[], None] | None = None,
+        self, fn: Callable[..., Tensor], *, backend: Any, dynamic: bool = False, check: bool = True,
+        name: str | None = None, place: Place | None = None,
+        before: Callable[..., Any] | None = None,
     ) -> None:  # fmt: skip
         validation.function("loss_fn", fn)
         self.fn, self.name, self.__doc__ = fn, name or function_name(fn), fn.__doc__
-        options: dict[str, Any] = {
+        self._place = place or Place.of(fn)
+        self._options: dict[str, Any] = {
             "backend": backend, "dynamic": dynamic, "check": check, "before": before,
         }  # fmt: skip
-        own = graphs or (None, None, None)
+        self._with_gradient = self._gradient(create_graph=False)
+
+    def _gradient(self, create_graph: bool) -> Compiled:
+        place = self._place._replace(key=(self._place.key, "gradient", create_graph))
         both = f"{self.name} and its gradient"
-        self._value = Compiled(fn, name=self.name, graphs=own[0], **options)
-        self._with_gradient, self._with_graph = (
-            Compiled(
-                _Gradient(fn, self.name, create_graph), name=both, graphs=own[1 + create_graph],
-                **options,
-            )
-            for create_graph in (False, True)
-        )  # fmt: skip
+        fn = _Gradient(self.fn, self.name, create_graph)
+        return Compiled(fn, name=both, place=place, **self._options)
+
+    @cached_property
+    def _with_graph(self) -> Compiled:
+        return self._gradient(create_graph=True)
+
+    @cached_property
+    def _value(self) -> Compiled:
+        return Compiled(self.fn, name=self.name, place=self._place, **self._options)
 
     @property
     def signatures(self) -> list[GraphEntry]:
@@ -134,25 +140,22 @@ class CompiledLoss:
             return value
         entry, lifted = found
         inputs = entry.graph_inputs(tensors, lifted)
+        value, *grads = entry.execute(inputs)
+        grads = self._without_aliases(entry, grads, inputs)
         versions = [x._version for x in inputs]
+        arguments = requiring_grad(tensors, [])
+        variables = [
+            arguments[of.where] if of.is_argument else lifted[of.where] for of in entry.inputs_named
+        ]
 
-        def compute() -> list[Tensor]:
+        def recompute() -> list[Tensor]:
             if versions != [x._version for x in inputs]:
                 raise NoSecondDerivative(
                     f"{self.name}: expected a second backward (retain_graph=True) before the tensors "
                     "that the loss was computed from change, got one that was changed in place. Call "
                     "backward before it changes."
                 )
-            value, *grads = entry.execute(inputs)
-            return [value, *_without_aliases(grads, inputs)]
-
-        value, *grads = compute()
-        arguments = requiring_grad(tensors, [])
-        variables = [
-            arguments[of.where] if of.is_argument else lifted[of.where]
-            for of in entry.leaves
-            if type(of) is InputRef
-        ]
+            return self._without_aliases(entry, entry.execute(inputs)[1:], inputs)
 
         def differentiable_gradients() -> list[Tensor]:
             check_unchanged(both, entry, form, tensors, lifted)
@@ -165,9 +168,21 @@ class CompiledLoss:
             return grads
 
         return with_gradients(
-            value, grads, variables, with_graph=differentiable_gradients,
-            recompute=lambda: compute()[1:],
-        )  # fmt: skip
+            value, grads, variables, with_graph=differentiable_gradients, recompute=recompute
+        )
+
+    def _without_aliases(
+        self, entry: GraphEntry, grads: list[Tensor], inputs: list[Tensor]
+    ) -> list[Tensor]:
+        """Gradients with memory of their own: a graph may return an input, or one tensor twice.
+
+        A graph does so in each call or in none, but for a backend of the user's.
+        """
+        if entry.aliases is None or callable(self._with_gradient.backend):
+            entry.aliases = _aliases(grads, inputs)
+        for i in entry.aliases:
+            grads[i] = grads[i].clone()
+        return grads
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """Binds like a function, so that a method can be compiled."""
@@ -233,22 +248,14 @@ class _Gradient:
             self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
         return [found[key] for key in self._reached if key in found]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Gradient) and self._key() == other._key()
 
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Any, ...]:
-        return self.fn, self._name, self._create_graph
-
-
-def _without_aliases(grads: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients with memory of their own: a graph may return an input, or one tensor twice."""
+def _aliases(grads: list[Tensor], inputs: list[Tensor]) -> list[int]:
+    """The gradients that share memory with an input or with a gradient before them."""
     known = {x.untyped_storage().data_ptr() for x in inputs}
     found = []
-    for grad in grads:
+    for i, grad in enumerate(grads):
         pointer = grad.untyped_storage().data_ptr()
-        found.append(grad.clone() if pointer in known else grad)
+        if pointer in known:
+            found.append(i)
         known.add(pointer)
     return found

@@ -8,156 +8,82 @@ at one point, the graph is evaluated partially: what does not depend on the vect
 as the graph of a gradient is kept between products in eager mode.
 """
 
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any, final
 
 import torch
 from torch import Tensor, fx
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core.autograd import Vector, grad_enabled
-from hoglib._core.references import WeakFunction, lifetime_owner
-from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_modes import value_checks_off
 from hoglib.capture import backend as backends
 from hoglib.capture.api import Compiled, function_name
+from hoglib.capture.capturing import Place
 from hoglib.capture.passes import VIEWS, functionalize, simplify
 from hoglib.curvature.linear_map import BoundLoss, CurvatureKind, LinearMap, ProductOptions
 from hoglib.stand_ins.mode import stand_ins_if
 
 Run = Callable[..., Any]
-
-MOST = 16  # compiled products that are kept for one function
-_PRODUCTS: Any = WeakIdKeyDictionary()  # the function, or the owner of a method -> its products
-_LOCK = threading.RLock()
+Product = tuple[Tensor, Vector, tuple[int, ...] | None]  # loss, M v, leaves the loss has no use for
 
 
 def compiled_linear_map(
     kind: CurvatureKind, loss: BoundLoss, leaves: Vector, options: ProductOptions, several: bool
 ) -> LinearMap:
     """The matrix of a loss at the leaves, as compiled graphs, for one vector or for `several`."""
-    partially = several and not options.create_graph
-    graphs = _graphs_of(kind, loss, len(leaves), options, partially)
-    at = CompiledLinearMap(graphs, loss, leaves, options.create_graph)
-    return LinearMap(at.apply, at.residuals.bytes, lambda: at.unused)
+    name = f"{options.caller} of {function_name(loss.func)}"
+    owner, key = Place.of(loss.func)
+    backend: Any = options.backend
+    if several and not options.create_graph:
+        backend = PartialEval(len(leaves), options.backend, name)
+    given = kind, loss.func, loss.structure, options
+    compiled = Compiled(
+        partial(_captured_product, *given), backend=backend, name=name,
+        place=Place(owner, (key, kind, options, loss.structure)), before=partial(_product, *given),
+    )  # fmt: skip
+    residuals, unused = Residuals(), None
 
-
-@final
-class CompiledLinearMap:
-    """A compiled product at one point."""
-
-    def __init__(
-        self, graphs: Compiled, loss: BoundLoss, leaves: Vector, create_graph: bool
-    ) -> None:
-        self._graphs, self._loss, self._create_graph = graphs, loss, create_graph
-        self._leaves = leaves
-        self.residuals = Residuals()
-
-    @property
-    def unused(self) -> tuple[int, ...] | None:
-        """The leaves that the loss does not depend on."""
-        product: Any = self._graphs.fn
-        found: tuple[int, ...] | None = product.unused
-        return found
-
-    def apply(self, vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        # new tensors: a tensor that is both vector and parameter would be one input of the graph
-        inputs = ([v.view_as(v) for v in vector], self._leaves, self._loss.args)
-        product: Any = self._graphs.fn
-        token = _CALL.set(_Call(lambda: product.eagerly(*inputs), self.residuals))
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        nonlocal unused
+        token = _RESIDUALS.set(residuals)
         try:
-            with torch.set_grad_enabled(self._create_graph):
-                value, found = self._graphs(*inputs)
+            with torch.set_grad_enabled(options.create_graph):
+                # new tensors: one that is both vector and parameter would be one input of the graph
+                fresh = [v.view_as(v) for v in vector]
+                value, product, unused = compiled(fresh, leaves, loss.args)
         finally:
-            _CALL.reset(token)
+            _RESIDUALS.reset(token)
             if not keep_graph:
-                self.residuals.clear()
-        if self._create_graph:
-            _keep_alive(self._loss.func, (value, *found))
-        return value, found
+                residuals.clear()
+        return value, product
+
+    return LinearMap(apply, residuals.bytes, lambda: unused)
 
 
-class _Call(NamedTuple):
-    """What belongs to one call of a compiled product, in addition to its arguments."""
-
-    eagerly: Callable[[], Any]  # the same product in eager mode, with all its checks of values
-    residuals: "Residuals"
-
-
-# Graphs are called with tensors only, through `Compiled`; the rest of a call goes through here.
-_CALL: ContextVar[_Call | None] = ContextVar("hoglib_compiled_product", default=None)
-
-
-def _run_eagerly() -> None:
-    call = _CALL.get()
-    if call is not None:
-        call.eagerly()
+def _product(
+    kind: CurvatureKind, func: Any, structure: Any, options: ProductOptions,
+    vector: Vector, leaves: Vector, args: Any,
+) -> Product:  # fmt: skip
+    """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss."""
+    with grad_enabled(), keep_swapped(), stand_ins_if(options.stand_ins):
+        loss = BoundLoss(func, structure, args)
+        # as for several vectors: in reverse mode, whose graphs are the smaller ones
+        point = kind.linearize(loss, leaves, options, True)
+        value, product = point.apply(vector, False)
+    if not options.create_graph:
+        value, product = value.detach(), [part.detach() for part in product]
+    return value, product, point.unused()
 
 
-def _graphs_of(
-    kind: CurvatureKind, loss: BoundLoss, count: int, options: ProductOptions, partially: bool
-) -> Compiled:
-    """The graphs of such a product of a function, which are made once."""
-    func, caller = loss.func, options.caller
-    method = getattr(func, "__func__", None)
-    key = (method, kind, options, loss.structure, partially)
-    with _LOCK:
-        products = _PRODUCTS.setdefault(lifetime_owner(func), {})
-        found: Compiled | None = products.get(key)
-        if found is None:
-            name = f"{caller} of {function_name(func)}"
-            backend: Any = options.backend
-            if partially:
-                backend = PartialEval(count, options.backend, name)
-            found = Compiled(
-                Product(kind, loss, options), dynamic=False, check=True, name=name,
-                before=_run_eagerly, backend=backend,
-            )  # fmt: skip
-            if len(products) >= MOST:
-                products.pop(next(iter(products)))
-                warn(
-                    f"{caller}(compile=True): {MOST} compiled products of a function are kept, and the "
-                    "oldest was dropped. If a likelihood is created at each call, create it once."
-                )
-            products[key] = found
-    return found
-
-
-@final
-class Product:
-    """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss: what is captured."""
-
-    def __init__(self, kind: CurvatureKind, loss: BoundLoss, options: ProductOptions) -> None:
-        self.weak = WeakFunction(loss.func)
-        self._kind, self._structure, self._options = kind, loss.structure, options
-        self.unused: tuple[int, ...] | None = None  # leaves, in the last run
-
-    def __call__(self, vector: Vector, leaves: Vector, args: Any) -> tuple[Tensor, Vector]:
-        with value_checks_off():
-            return self.eagerly(vector, leaves, args)
-
-    def eagerly(self, vector: Vector, leaves: Vector, args: Any) -> tuple[Tensor, Vector]:
-        """The product in eager mode, with the checks that look at values."""
-        with grad_enabled(), keep_swapped(), stand_ins_if(self._options.stand_ins):
-            loss = BoundLoss(self.weak.fn, self._structure, args)
-            # as for several vectors: in reverse mode, whose graphs are the smaller ones
-            point = self._kind.linearize(loss, leaves, self._options, True)
-            value, product = point.apply(vector, False)
-        self.unused = point.unused()
-        if self._options.create_graph:
-            return value, product
-        return value.detach(), [part.detach() for part in product]
-
-
-def _keep_alive(func: Any, outputs: tuple[Tensor, ...]) -> None:
-    """Hold func by the graph of the outputs: backward through a product runs func again."""
-    for x in outputs:
-        if x.grad_fn is not None:
-            metadata: Any = x.grad_fn.metadata
-            metadata["hoglib_func"] = func
+def _captured_product(*given: Any) -> Product:
+    """The product that is captured, after a run in eager mode with all checks of values."""
+    with value_checks_off():
+        return _product(*given)
 
 
 @final
@@ -168,13 +94,11 @@ class Residuals:
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
 
-    def of(self, inputs: list[Tensor]) -> list[Tensor] | None:
-        """The outputs for these same tensors, where they are kept."""
-        same = len(inputs) == len(self._inputs)
-        return self._outputs if same and all(map(_is, inputs, self._inputs)) else None
-
-    def keep(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        self._inputs, self._outputs = inputs, outputs
+    def of(self, inputs: list[Tensor], run_once: Run) -> list[Tensor]:
+        """The outputs for these same tensors."""
+        if len(inputs) != len(self._inputs) or not all(map(is_, inputs, self._inputs)):
+            self._inputs, self._outputs = inputs, list(run_once(*inputs))
+        return self._outputs
 
     def clear(self) -> None:
         self._inputs, self._outputs = [], []
@@ -188,22 +112,22 @@ class Residuals:
         return sum(size for pointer, size in sizes.items() if pointer not in inputs)
 
 
-def _is(a: Tensor, b: Tensor) -> bool:
-    return a is b
+# Those of the point of a call: a graph is called with tensors only.
+_RESIDUALS: ContextVar[Residuals] = ContextVar("hoglib_residuals")
 
 
 @final
+@dataclass(unsafe_hash=True)
 class PartialEval:
     """A backend of `hoglib.compile` for functions whose first `count` tensors are the vector."""
 
-    dynamic = False
-
-    def __init__(self, count: int, backend: str, name: str) -> None:
-        self._count, self.backend, self.name = count, backend, name
-        self.__qualname__ = f"{backend}, partially evaluated"
+    count: int
+    backend: str
+    name: str
+    dynamic: bool = False
 
     def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
-        count = self._count
+        count = self.count
         module = functionalize(module, inputs)
         simplify(module)
         constant, linear, is_constant = partial_eval(module, count)
@@ -214,13 +138,7 @@ class PartialEval:
         run_each = self._made(linear, [*inputs, *residuals])
 
         def run(*tensors: Tensor) -> list[Any]:
-            call, point = _CALL.get(), list(tensors[count:])
-            kept = None if call is None else call.residuals
-            found = None if kept is None else kept.of(point)
-            if found is None:
-                found = list(run_once(*point))
-                if kept is not None:
-                    kept.keep(point, found)
+            found = _RESIDUALS.get(Residuals()).of(list(tensors[count:]), run_once)
             split_at = sum(is_constant)
             constants = iter(found[:split_at])
             products = iter(run_each(*tensors, *found[split_at:]))

@@ -19,7 +19,7 @@ from torch import Tensor
 from hoglib._core import pytree, validation
 from hoglib._core.logger import LOGGER
 from hoglib.capture.api import Compiled, trace_graph
-from hoglib.capture.capturing import GraphEntry, Graphs
+from hoglib.capture.capturing import Place
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.module_loop import MetaParams, ModuleLoop
 from hoglib.meta.tasks import TaskResult, TaskRunner, loop_tasks, map_tasks
@@ -67,23 +67,12 @@ class Program(NamedTuple):
 
 @final
 class MetaCompiler:
-    """Compiles and runs the meta-gradient of one learner; a copy of it begins without graphs."""
+    """Compiles and runs the meta-gradient of one learner. Its graphs are kept with it, and a copy has
+    none."""
 
     def __init__(self) -> None:
-        self._graphs: dict[Any, Graphs] = {}
         self._differences: dict[str, str | None] = {}  # between the inner steps, by options
         self.chosen: str | None = None  # the mode, where it was left open
-
-    def __deepcopy__(self, memo: Any) -> "MetaCompiler":
-        return MetaCompiler()
-
-    def __reduce__(self) -> Any:
-        return MetaCompiler, ()
-
-    @property
-    def captured(self) -> list[GraphEntry]:
-        """The graphs that were captured so far."""
-        return [entry for graphs in self._graphs.values() for entry in graphs.all()]
 
     def runner(
         self, options: CompileOptions, loop: ModuleLoop, start: MetaParams, wanted: bool, name: str
@@ -133,8 +122,7 @@ class MetaCompiler:
         return self._differences[program.key]
 
     def _compiled(self, fn: Callable[..., Any], key: Any, name: str, backend: str) -> Compiled:
-        graphs = self._graphs.setdefault((key, backend), Graphs())
-        return Compiled(fn, backend=backend, dynamic=False, check=True, name=name, graphs=graphs)
+        return Compiled(fn, backend=backend, name=name, place=Place(self, key))
 
     def _by_step(
         self, program: Program, start: MetaParams, mapped: bool
@@ -286,10 +274,7 @@ def _step(
     def of_task(carry: Any, support: Any) -> Any:
         return loop.step(fixed, carry, count, support, constant)
 
-    with stand_ins_if(loop.options.stand_ins):
-        if not mapped:
-            return of_task(carry, support)
-        return torch.func.vmap(of_task, randomness="different")(carry, support)
+    return _of_tasks(loop, mapped, of_task, carry, support)
 
 
 def _pullback(
@@ -305,12 +290,8 @@ def _pullback(
         pullback: Any = torch.func.vjp(step, carry, fixed)[1]
         return pullback(cotangent)
 
-    with stand_ins_if(loop.options.stand_ins):
-        if not mapped:
-            return of_task(carry, support, cotangent)
-        mapping = torch.func.vmap(of_task, randomness="different")
-        back, of_fixed = mapping(carry, support, cotangent)
-        return back, pytree.map(lambda grad: grad.sum(0), of_fixed)
+    back, of_fixed = _of_tasks(loop, mapped, of_task, carry, support, cotangent)
+    return back, _total(mapped, of_fixed)
 
 
 def _last(
@@ -326,12 +307,18 @@ def _last(
         grads, value = torch.func.grad_and_value(outer, argnums=(0, 1))(carry, fixed)
         return (value, *grads)
 
+    value, back, of_fixed = _of_tasks(loop, mapped, of_task, carry, query)
+    return value, back, _total(mapped, of_fixed)
+
+
+def _of_tasks(loop: ModuleLoop, mapped: bool, of_task: Callable[..., Any], *given: Any) -> Any:
     with stand_ins_if(loop.options.stand_ins):
-        if not mapped:
-            return of_task(carry, query)
-        found: Any = torch.func.vmap(of_task, randomness="different")(carry, query)
-        value, back, of_fixed = found
-        return value, back, pytree.map(lambda grad: grad.sum(0), of_fixed)
+        return (torch.func.vmap(of_task, randomness="different") if mapped else of_task)(*given)
+
+
+def _total(mapped: bool, grads: Any) -> Any:
+    """The sum over tasks."""
+    return pytree.map(lambda grad: grad.sum(0), grads) if mapped else grads
 
 
 def _repeated(tensor: Tensor, tasks: int) -> Tensor:

@@ -4,82 +4,70 @@ Checks that look at values (gradient flow, finite differences, batch dependence)
 run before each capture. Random numbers of a generator are drawn before the graph runs, and are inputs.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from hoglib._core import pytree
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.state import preserve_random_state
 from hoglib.capture.api import Compiled
-from hoglib.capture.capturing import Graphs, runs_elsewhere
+from hoglib.capture.capturing import Place, kept, runs_elsewhere
 from hoglib.capture.loss import CompiledLoss
 from hoglib.capture.signature import parse_call
 from hoglib.penalties.critic_context import owner_of
 from hoglib.penalties.samples import random_like
 
-_GRAPHS_BY_OWNER: Any = WeakIdKeyDictionary()
-Term = Callable[..., Any]  # of tensors, and of the numbers that a generator drew
-
 
 def run_as_graph(
     name: str,
-    term: Term,
+    term: Callable[..., Any],
     args: tuple[Any, ...],
     backend: Any,
     generator: torch.Generator | None,
     with_gradients: bool,
-    check: "Callable[[RecordedDraws], bool]",
 ) -> Any:
-    """term(*args, numbers) by a graph; with_gradients: its gradients too, which backward returns.
+    """term(*args, draws) by a graph; with_gradients: its gradients too, which backward returns.
 
-    term: created for each call, with all that it depends on in its attributes. check: the same run,
-    eager and with its checks, which records what it draws; False if no gradient is needed.
+    term: created for each call, with all that it depends on in its attributes. draws: RecordedDraws in
+    an eager run with checks, then what the generator drew, in a run without; None in a plain run.
     """
-    owned = _GRAPHS_BY_OWNER.setdefault(owner_of(term.func), {})  # type: ignore[attr-defined]
-    known: OwnedGraphs = owned.setdefault((name, backend), OwnedGraphs())
-    signature, _ = parse_call(name, args, {}, dynamic=False)
-    checked = False
+    owner = owner_of(term.func)  # type: ignore[attr-defined]
+    signature, state, known = None, None, {}
+    if generator is not None:
+        signature, state = parse_call(name, args, {}, dynamic=False)[0].key, generator.get_state()
+        known = kept(Place(owner, (name, "draws")), dict, name)  # by signature
 
-    def check_once() -> None:
-        nonlocal checked
-        if checked:
-            return
-        checked = True
+    def check(*_: Any) -> None:
+        draws = RecordedDraws()
         with preserve_random_state(generator):
-            draws = RecordedDraws()
-            known.draws[signature.key] = draws.recorded if check(draws) else None
-        if known.draws[signature.key] is None:
+            found = pytree.leaves(term(*args, draws))
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in found):
             raise _NoGradientNeeded
+        if draws.recorded != known.get(signature, []):
+            known[signature] = draws.recorded
+            raise _OtherDraws
 
-    options: dict[str, Any] = {
-        "backend": backend, "dynamic": False, "check": True, "name": name,
-        "before": check_once,
-    }  # fmt: skip
+    def run(before: Callable[..., Any] | None) -> Any:
+        kind = CompiledLoss if with_gradients else Compiled
+        compiled = kind(term, backend=backend, name=name, place=Place(owner, name), before=before)
+        return compiled(*args, [draw.tensor(generator) for draw in known.get(signature, ())])
+
     try:
-        if known.draws.get(signature.key) is None:
-            check_once()
-        numbers = [
-            random_like(
-                torch.empty((), dtype=d.dtype, device=d.device), d.sampler, d.shape, generator
-            )
-            for d in known.draws[signature.key] or ()
-        ]
-        if with_gradients:
-            return CompiledLoss(term, graphs=known.graphs, **options)(*args, numbers)
-        return Compiled(term, graphs=known.graphs[0], **options)(*args, numbers)
-    except _NoGradientNeeded:
-        return term(*args, None)
+        return run(check)
+    except (_NoGradientNeeded, _OtherDraws) as reason:
+        again = type(reason)
+    if generator is not None and state is not None:
+        generator.set_state(state)
+    return run(None) if again is _OtherDraws else term(*args, None)
 
 
 def backend_of(compile: Any) -> Any:
     """The backend that the option `compile` names; None where nothing is compiled: without gradients,
     and where the call is part of an outer transform or capture."""
-    if not compile or not torch.is_grad_enabled():
-        return None
-    if runs_elsewhere():
+    if not compile or not torch.is_grad_enabled() or runs_elsewhere():
         return None
     return "inductor" if compile is True else compile
 
@@ -96,6 +84,10 @@ class Draw(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    def tensor(self, generator: torch.Generator | None) -> Tensor:
+        like = torch.empty((), dtype=self.dtype, device=self.device)
+        return random_like(like, self.sampler, self.shape, generator)
 
 
 @final
@@ -118,15 +110,9 @@ class RecordedDraws:
         return random_like(like, sampler, shape, generator)
 
 
-@final
-class OwnedGraphs:
-    """The graphs of the functions of one owner, and for each signature what it draws, or None if no
-    gradient was needed."""
-
-    def __init__(self) -> None:
-        self.graphs = Graphs(), Graphs(), Graphs()
-        self.draws: dict[Hashable, list[Draw] | None] = {}
-
-
 class _NoGradientNeeded(Exception):
     """Nothing that the value depends on requires grad."""
+
+
+class _OtherDraws(Exception):
+    """The generator draws other numbers than those that were known."""

@@ -78,9 +78,8 @@ def forces(
     if backend is None:
         return function(positions, args, checked.batch)
     found = run_as_graph(
-        "forces", function, (positions, args, checked.batch), backend, None, with_gradients=False,
-        check=lambda draws: _requires_grad(function(positions, args, checked.batch)),
-    )  # fmt: skip
+        "forces", function, (positions, args, checked.batch), backend, None, with_gradients=False
+    )
     energies, forces, *rest = found
     forces = pytree.map(lambda f: averaged("forces", f, leaves_of(f), energies), forces)
     return _result(energies, forces, *rest)
@@ -126,12 +125,10 @@ class Forces:
     def __init__(self, func: Callable[..., Any], hessian: bool, options: CheckedOptions) -> None:
         self.func, self.hessian, self.options = func, hessian, options
 
-    def __call__(
-        self, positions: Any, args: tuple[Any, ...], batch: Any, numbers: Any = None
-    ) -> Any:
-        """(E, F) or (E, F, H). numbers: given in a graph, where an eager run with checks came before;
+    def __call__(self, positions: Any, args: tuple[Any, ...], batch: Any, draws: Any = None) -> Any:
+        """(E, F) or (E, F, H). draws: a list in a graph, where an eager run with checks came before;
         no random numbers are drawn."""
-        with nullcontext() if numbers is None else value_checks_off():
+        with value_checks_off() if isinstance(draws, list) else nullcontext():
             return self._evaluate(positions, args, batch)
 
     def _evaluate(self, positions: Any, args: tuple[Any, ...], batch: Any) -> Any:
@@ -174,10 +171,6 @@ def _without_penalty_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
                 f"{name!r}, which is an option of penalties only. Leave it out."
             )
     return options
-
-
-def _requires_grad(found: tuple[Any, ...]) -> bool:
-    return any(x.requires_grad for x in pytree.leaves(found) if isinstance(x, Tensor))
 
 
 def _hessian(point: InputVJP, gradient: Vector, index: Any) -> Tensor | list[Tensor]:

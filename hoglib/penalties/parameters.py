@@ -85,9 +85,8 @@ def parameter_gradient(
     if backend is None:
         return norm(params, args)
     found = run_as_graph(
-        NAME, norm, (params, args), backend, None, with_gradients=not return_outputs,
-        check=lambda draws: _requires_grad(norm(params, args)),
-    )  # fmt: skip
+        NAME, norm, (params, args), backend, None, with_gradients=not return_outputs
+    )
     value, *outputs = found if return_outputs else (found,)
     value = averaged(NAME, value, pytree.leaves(params), outputs)
     return PenaltyWithOutputs(value, *outputs) if return_outputs else value
@@ -104,7 +103,7 @@ class GradientNorm:
         self.func, self.squared, self.autocast = func, squared, autocast
         self.stand_ins, self.return_outputs = stand_ins, return_outputs
 
-    def __call__(self, params: Any, args: tuple[Any, ...], numbers: Any = None) -> Any:
+    def __call__(self, params: Any, args: tuple[Any, ...], draws: Any = None) -> Any:
         """The norm, and f where it is returned; no random numbers are drawn."""
         leaves, structure = pytree.flatten(params)
         create_graph = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
@@ -143,10 +142,6 @@ class GradientNorm:
         elif not in_transform:
             norm, value = norm.detach(), value.detach()
         return PenaltyWithOutputs(norm, value) if self.return_outputs else norm
-
-
-def _requires_grad(found: Any) -> bool:
-    return any(x.requires_grad for x in pytree.leaves(found))
 
 
 def _gradient_in_transform(func: Callable[..., Tensor], leaves: Vector) -> tuple[Tensor, Vector]:

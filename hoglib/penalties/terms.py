@@ -70,13 +70,13 @@ class Terms:
         self.func, self.rule, self.options = func, rule, options
 
     def __call__(
-        self, x: Any, args: tuple[Any, ...], batch: Any, numbers: list[Tensor] | None
+        self, x: Any, args: tuple[Any, ...], batch: Any, draws: RecordedDraws | list[Tensor] | None
     ) -> Any:
-        """The value, and outputs where they are returned. numbers: those of the generator, drawn
-        before; an eager run with checks came before, too, so that checks of values are off."""
-        draws = None if numbers is None else RecordedDraws(numbers)
-        with nullcontext() if numbers is None else value_checks_off():
-            value, outputs, _ = self.evaluate(x, args, batch, draws)
+        """The value, and outputs where they are returned. A list of draws is given in a graph, where
+        an eager run with checks came before, so that checks of values are off."""
+        drawn = RecordedDraws(draws) if isinstance(draws, list) else draws
+        with value_checks_off() if isinstance(draws, list) else nullcontext():
+            value, outputs, _ = self.evaluate(x, args, batch, drawn)
         return (value, outputs) if self.options.return_outputs else value
 
     def evaluate(
@@ -110,7 +110,6 @@ def _as_graph(terms: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
     found = run_as_graph(
         options.name, terms, (x, args, batch), backend_of(options.compile), options.generator,
         with_gradients=options.reduction != "none" and not options.return_outputs,
-        check=lambda draws: terms.evaluate(x, args, batch, draws)[2].create_graph,
     )  # fmt: skip
     value, *outputs = found if options.return_outputs else (found,)
     value = averaged(options.name, value, leaves_of(value), outputs)

@@ -14,7 +14,7 @@ from hoglib._core import torch_internals
 from hoglib.capture import backend as backends
 from hoglib.capture import kernel_choice
 from hoglib.capture.kernel_choice import Product
-from hoglib.capture.product_passes import by_onednn
+from hoglib.capture.product_passes import by_onednn, turn_narrow
 from hoglib.cli.main import main
 
 pytestmark = [
@@ -288,6 +288,27 @@ def test_layouts(first, second):
     assert (product is not None) is ({first, second} <= {"rows", "columns", "part"})
     if product is not None:
         assert_close(torch.ops.hoglib.affine(x, y.t(), y[0].contiguous()), torch.addmm(y[0], x, y))
+
+
+# first and second factor, columns, and whether it is the product of few rows that is computed
+NARROW = [
+    ("columns", "rows", 2, True),
+    ("rows", "rows", 8, True),
+    ("columns", "columns", 3, True),
+    ("rows", "columns", 2, False),  # fast as it is
+    ("columns", "rows", 1, False),
+    ("columns", "rows", 9, False),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "columns", "turned"), NARROW)
+def test_a_product_of_few_columns_is_one_of_few_rows(first, second, columns, turned):
+    x, y = LAYOUTS[first](N, N), LAYOUTS[second](N, columns)
+    graph = traced(lambda x, y: torch.mm(x, y).view(-1) * 2, x, y)
+    turn_narrow(graph)
+    (product,) = graph.graph.find_nodes(op="call_function", target=aten.mm.default)
+    assert product.meta["val"].shape == ((columns, N) if turned else (N, columns))
+    assert_close(graph(x, y), torch.mm(x, y).view(-1) * 2)
 
 
 def ran(call) -> tuple[torch.Tensor, int]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from hoglib._core.closures import ALL, HELD, READ, ClosureWalker, Scope, held, refuse, refuse_hidden
 from hoglib._core.fingerprint import StateFingerprint
-from hoglib._core.references import Attributes, WeakFunction
+from hoglib._core.references import Attributes
 
 WEIGHT = torch.ones(3)
 SETTINGS = SimpleNamespace(weight=WEIGHT)
@@ -133,15 +133,6 @@ def test_unregistered_parameters_of_a_module() -> None:
         refuse_hidden("remat", layer)
     layer.parts = [torch.ones(3), layer.weight]  # type: ignore[assignment]
     refuse_hidden("remat", layer)
-
-
-def test_a_weak_function_keeps_the_object_of_a_method_alive_no_longer() -> None:
-    model = Model()
-    weak = WeakFunction(model.loss)
-    assert weak.fn.__self__ is model
-    del model
-    with pytest.raises(RuntimeError, match="deleted"):
-        _ = weak.fn
 
 
 def test_a_fingerprint_changes_with_what_the_loss_reads() -> None:

@@ -330,3 +330,25 @@ def test_a_watch_on_functions_may_stand_inside_of_another():
             Cube.apply(x)
         Cube.apply(x)
     assert (outer, inner) == ([Cube, Cube], [Cube])
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (torch.Tensor.clone, True),
+        (torch.Tensor.t, False),
+        (torch.Tensor.double, False),
+        (lambda w: w.clone().requires_grad_(), False),
+        (torch.nn.Parameter, False),
+    ],
+)
+def test_a_check_of_tensors_sees_all_but_values(change, same):
+    w = torch.ones(2, 2)
+    assert torch_internals.tensor_check([w, x])(change(w), x) is same
+
+
+def test_a_function_is_applied_in_and_outside_of_transforms():
+    y = torch.tensor(2.0, requires_grad=True)
+    torch_internals.apply(Cube, y).backward()
+    assert y.grad == 12
+    assert torch.func.vmap(lambda x: torch_internals.apply(Cube, x))(y[None]) == 8
