@@ -14,7 +14,9 @@ def found_by_each(function, folder, count=2):
     """function(rank, folder, found) in each of count processes, which fills the dict `found` with what
     JSON can hold; the dicts."""
     # A server imports once what takes seconds, and each process is a copy of it.
-    multiprocessing.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "hoglib"])
+    multiprocessing.set_forkserver_preload(
+        ["lightning.pytorch", "torch.distributed.fsdp", "hoglib"]
+    )
     multiprocessing.start_processes(
         _run, (function, folder, count), nprocs=count, start_method="forkserver"
     )

@@ -3,8 +3,15 @@ import torch
 
 
 @pytest.fixture
-def in_an_empty_folder(tmp_path, monkeypatch):
+def pictures():
+    """Pictures are drawn, which takes as long as the rest of a small run."""
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file: file.touch())
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -10,7 +10,15 @@ from torch.testing import assert_close
 from experiments.autoencoder import Race, reconstruction_error
 from experiments.tables.curvature import race_table
 from hoglib.curvature import NewtonCG
-from tests.experiments.command import COMMAND_LINE, ROOT, assert_refused, checkpoint, metrics, run
+from tests.experiments.command import (
+    COMMAND_LINE,
+    DRAWN,
+    ROOT,
+    assert_refused,
+    checkpoint,
+    metrics,
+    run,
+)
 
 SMOKE = ROOT / "configs/smoke/curvature/newton_cg.yaml"
 pytestmark = COMMAND_LINE
@@ -28,6 +36,7 @@ def untimed(rows):
     return [{k: v for k, v in row.items() if not k.startswith("seconds/")} for row in rows]
 
 
+@DRAWN
 def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
     fit()
     assert {p.name for p in folder().iterdir()} == {
@@ -128,6 +137,7 @@ def test_a_checkpoint_of_another_run_is_refused(args, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+@DRAWN
 def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(capsys):
     fit("--test_after_fit", "false")
     assert run("verify", "--config", SMOKE) == 0

@@ -16,6 +16,7 @@ from hoglib.curvature import hessian_spectrum
 from hoglib.lightning import Measurement
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -52,6 +53,7 @@ def test_losses():
     assert_close(cross_entropy(outputs, label), F.cross_entropy(outputs, label))
 
 
+@DRAWN
 def test_the_spectrum_of_linear_regression_is_that_of_its_inputs():
     """Without hidden layers H is X^T X / n, X with a column of ones, for each of ten outputs."""
     data = Digits(train=300, test=10, seed=0)
@@ -91,6 +93,7 @@ def gram(x):
     return x.T @ x / len(x)
 
 
+@DRAWN
 def test_a_fit_ends_with_table_picture_and_summary(capsys):
     fit()
     assert {p.name for p in folder().iterdir()} == {
@@ -196,6 +199,7 @@ def test_a_run_without_the_monitor_says_so(capsys):
     ],
     ids=" ".join,
 )
+@DRAWN
 def test_variants_end_with_their_picture(args):
     fit(*args)
     assert (folder() / PICTURE).stat().st_size > 5000

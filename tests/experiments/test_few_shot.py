@@ -18,6 +18,7 @@ from experiments.tables import few_shot as tables
 from experiments.tables.layout import mean_and_interval
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -77,6 +78,7 @@ def test_the_loss_of_prototypes_is_the_mean_over_tasks():
     assert_close(learner.loss(((x, y), (asked, label))), torch.stack(losses).mean())
 
 
+@DRAWN
 def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
     fit()
     assert {p.name for p in folder().iterdir()} == {
@@ -133,6 +135,7 @@ def test_twenty_ways_and_five_shots():
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("maml", marks=FULL), "prototypes"])
+@DRAWN
 def test_resume_is_bit_for_bit_the_uninterrupted_run(algorithm):
     how = ("--model.algorithm", algorithm)
     fit(*how, "--trainer.logger.save_dir", "whole")
@@ -170,6 +173,7 @@ def test_images_of_a_folder():
 
 
 @pytest.mark.parametrize("algorithm", ["maml", pytest.param("prototypes", marks=FULL)])
+@DRAWN
 def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(algorithm):
     how = ("--model.algorithm", algorithm, "--model.channels", "4")
     fit(*how, "--test_after_fit", "false")
@@ -264,6 +268,7 @@ def test_a_learner_in_words():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
+@DRAWN
 def test_the_picture_of_many_ways_is_drawn(channels, tmp_path):
     support, query = torch.rand(60, channels, 28, 28), torch.rand(80, channels, 28, 28)
     label = torch.arange(20).repeat_interleave(4)

@@ -13,6 +13,7 @@ from experiments.models.potential import Potential, move_atom, outermost
 from experiments.tables.forces import Errors, forces_table
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -156,6 +157,7 @@ def test_the_outermost_atom_is_moved_on_its_line():
     assert_close(path[1], torch.tensor([[0.0, 1, 0], [0, -1, 0], [5.0, 0, 0]]))
 
 
+@DRAWN
 def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
     fit()
     assert {p.name for p in folder().iterdir()} == {
@@ -187,6 +189,7 @@ def test_energies_are_learned_alike_with_and_without_the_other():
         assert same == (not name.startswith("potentials.both.network")), name
 
 
+@DRAWN
 def test_resume_is_bit_for_bit_the_uninterrupted_run():
     fit("--trainer.logger.save_dir", "whole")
     fit("--trainer.max_steps", "13", "--test_after_fit", "false")
@@ -226,6 +229,7 @@ def test_a_checkpoint_of_another_run_is_refused(args, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+@DRAWN
 def test_the_spectrum_is_drawn(capsys):
     fit("--test_after_fit", "false")
     assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0

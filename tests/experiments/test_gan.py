@@ -18,6 +18,7 @@ from experiments.gan import GAN
 from experiments.training.adversarial import describe_penalty, relativistic_loss, wasserstein_loss
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -51,6 +52,7 @@ def numbers(found):
     return {name: float(value) for name, value in found.items() if not isinstance(value, str)}
 
 
+@DRAWN
 def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
     fit()
     assert {p.name for p in folder().iterdir()} == {

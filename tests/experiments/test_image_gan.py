@@ -23,6 +23,7 @@ from experiments.plots.generators import save_grid, spaced_evenly
 from experiments.tables.generators import DigitsResult, digits_table
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -49,6 +50,7 @@ def shades(file):
         return torch.tensor(np.asarray(image))
 
 
+@DRAWN
 def test_a_fit_ends_with_table_picture_grids_and_checkpoint(capsys):
     fit()
     assert {p.name for p in folder().iterdir()} == {
@@ -143,6 +145,7 @@ def test_validation_draws_nothing_from_the_randomness_of_the_run():
     assert_close(often, seldom, rtol=0, atol=0, equal_nan=True)
 
 
+@DRAWN
 def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
     fit()
     table = (folder() / "table.txt").read_text()
@@ -159,6 +162,7 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
     assert not folder(1).exists()
 
 
+@DRAWN
 def test_spectrum_of_a_trained_critic(capsys):
     fit("--test_after_fit", "false")
     sizes = ("--k", "1", "--num_samples", "2", "--steps", "5")

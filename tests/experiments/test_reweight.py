@@ -17,6 +17,7 @@ from experiments.reweight import LABELS, Weighted, even_weights, learned_weights
 from experiments.tables.classifiers import Detection, detect_wrong_labels, reweighting_table
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -174,6 +175,7 @@ def test_wrong_labels_in_words():
     ]
 
 
+@DRAWN
 def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
     fit()
     assert {p.name for p in folder().iterdir()} == {
@@ -222,6 +224,7 @@ def test_all_networks_start_alike_and_none_depends_on_the_others():
         assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
+@DRAWN
 def test_resume_is_bit_for_bit_the_uninterrupted_run():
     fit("--trainer.logger.save_dir", "whole")
     # stop in the middle, beyond a checkpoint and a row of metrics.csv
@@ -320,6 +323,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(capsys
 
 
 @pytest.mark.parametrize("args", [("--data.noise", "0"), ("--data.batch", "1")], ids=" ".join)
+@DRAWN
 def test_a_run_without_examples_of_a_kind_ends_with_its_table(args):
     fit(*args)
     assert (folder() / "weights.png").exists()

@@ -14,6 +14,7 @@ from experiments.robust import Penalty, Robustness, choose_weights
 from experiments.tables.classifiers import Tried, robustness_table
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -129,6 +130,7 @@ def test_the_weight_is_chosen_on_the_validation_part(monkeypatch):
     assert {len(x) for _, x in judged} == {50}
 
 
+@DRAWN
 def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
     fit()
     assert {p.name for p in folder().iterdir()} == {
@@ -146,6 +148,7 @@ def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
     assert float(last["test/plain/PGD/0.2"]) < float(last["test/plain/PGD/0"])
 
 
+@DRAWN
 def test_resume_is_bit_for_bit_the_uninterrupted_run():
     fit("--trainer.logger.save_dir", "whole")
     fit("--trainer.max_steps", "13", "--test_after_fit", "false")
@@ -182,6 +185,7 @@ def test_a_checkpoint_of_another_run_is_refused(args, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+@DRAWN
 def test_without_penalties_there_is_the_plain_network_alone():
     fit("--model.weights", "{}")
     table = (folder() / "table.txt").read_text()
@@ -189,6 +193,7 @@ def test_without_penalties_there_is_the_plain_network_alone():
     assert "chosen" not in table
 
 
+@DRAWN
 def test_the_spectrum_is_drawn(capsys):
     fit("--test_after_fit", "false")
     assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0

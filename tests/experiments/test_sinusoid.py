@@ -20,6 +20,7 @@ from experiments.maml import JointRegression, MAMLRegression, errors_after
 from experiments.tables.few_shot import summarize_errors
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -43,6 +44,7 @@ def folder(name="sinusoid", version=0):
     return Path("runs/smoke/maml") / name / f"version_{version}"
 
 
+@DRAWN
 def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
     fit()
     where = folder()

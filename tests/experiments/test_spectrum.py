@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import hessian_spectrum
-from tests.experiments.command import COMMAND_LINE, ROOT, run
+from tests.experiments.command import COMMAND_LINE, DRAWN, ROOT, run
 
 MAML = ROOT / "configs/smoke/maml/sinusoid.yaml"
 GAN = ROOT / "configs/smoke/gan/mixture.yaml"
@@ -74,6 +74,7 @@ class TestCommand:
     pytestmark = COMMAND_LINE
 
     @pytest.mark.parametrize("config", [MAML, GAN], ids=["maml", "gan"])
+    @DRAWN
     def test_after_a_fit_it_is_in_the_folder_of_the_run(self, config, capsys):
         assert run("fit", "--config", config, "--test_after_fit", "false") == 0
         capsys.readouterr()

@@ -222,7 +222,9 @@ def test_index_reduce_has_the_values_and_gradients_of_torch(
 def test_by_index_is_right_in_all_modes(reduce: str, include_self: bool) -> None:
     """Products also where factors are 0."""
     source = with_zeros() if reduce == "prod" else normal(6, 3, seed=1)
-    orders = (1, 2, 3) if reduce == "prod" else (1, 2)  # the others are linear where they are smooth
+    orders = (
+        (1, 2, 3) if reduce == "prod" else (1, 2)
+    )  # the others are linear where they are smooth
     for function, places in ((hog.ops.index_reduce, INDEX), (hog.ops.scatter_reduce, PLACES)):
         hog.verify(
             lambda x, s, f=function, i=places: f(x, 0, i, s, reduce, include_self=include_self),

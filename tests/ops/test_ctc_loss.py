@@ -113,7 +113,9 @@ SMOOTH = {"padded": PADDED, "no steps or labels": (LABELS, (4, 0, 2), (2, 0, 0))
     ("name", "reduction"),
     all_but(
         # the paths are summed alike for all; a mean has factors of its own
-        lambda name, reduction: (name, reduction) in (("padded", "none"), ("no steps or labels", "mean")),
+        lambda name, reduction: (
+            (name, reduction) in (("padded", "none"), ("no steps or labels", "mean"))
+        ),
         [(name, reduction) for reduction in ("none", "mean", "sum") for name in SMOOTH],
     ),
 )

@@ -25,7 +25,9 @@ def regular(*shape: int, dtype: torch.dtype = F64) -> Tensor:
 def leibniz(A: Tensor) -> Tensor:
     """The determinant as a polynomial, which has all its derivatives everywhere."""
     orders = torch.tensor(list(itertools.permutations(range(A.shape[-1]))))
-    inversions = sum(orders[:, i] > orders[:, j] for i, j in itertools.combinations(range(A.shape[-1]), 2))
+    inversions = sum(
+        orders[:, i] > orders[:, j] for i, j in itertools.combinations(range(A.shape[-1]), 2)
+    )
     terms = (1 - 2 * (inversions % 2)).to(A.dtype)
     for i, columns in enumerate(orders.T):
         terms = terms * A[..., i, columns]
