@@ -79,14 +79,14 @@ def test_the_loss_of_prototypes_is_the_mean_over_tasks():
 
 
 @DRAWN
-def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
-    fit()
+def test_a_fit_ends_with_table_pictures_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "summary.json", "table.txt", "episode.png",
         "training_curve.png",
     }  # fmt: skip
     table = (folder() / "table.txt").read_text()
-    assert table in capsys.readouterr().out
+    assert table in printed
     assert "Accuracy on 20 held-out tasks, 5-way 1-shot, glyphs" in table
     (line,) = [line for line in table.splitlines() if "<- this run" in line]
     accuracy = float(metrics(folder())[-1]["test/accuracy"])
@@ -148,8 +148,8 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run(algorithm):
         assert (folder() / name).read_bytes() == (folder(root="whole") / name).read_bytes()
 
 
-def test_test_judges_the_checkpoint_with_its_own_number_of_steps():
-    fit()
+def test_test_judges_the_checkpoint_with_its_own_number_of_steps(trained):
+    trained(SMOKE)
     table = (folder() / "table.txt").read_text()
     (folder() / "table.txt").unlink()
     assert run("test", "--config", folder() / "config.yaml") == 0
@@ -210,8 +210,8 @@ def test_bad_input_is_one_paragraph_before_training(case, capsys):
     ],
     ids=["another network", "another inner loop"],
 )
-def test_a_checkpoint_of_another_learner_is_refused(args, message, capsys):
-    fit("--test_after_fit", "false")
+def test_a_checkpoint_of_another_learner_is_refused(trained, args, message, capsys):
+    trained(SMOKE)
     assert run("test", "--config", SMOKE, *args, "--ckpt_path", "last") == 2
     assert re.search(message, capsys.readouterr().err)
 

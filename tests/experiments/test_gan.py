@@ -53,13 +53,12 @@ def numbers(found):
 
 
 @DRAWN
-def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
-    fit()
+def test_a_fit_ends_with_table_pictures_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "points.png", "summary.json", "table.txt",
         "training_curve.png",
     }  # fmt: skip
-    printed = capsys.readouterr().out
     assert (folder() / "table.txt").read_text() in printed
     assert str(folder() / "points.png") in printed
     assert checkpoint(folder())["global_step"] == 40  # two optimizers

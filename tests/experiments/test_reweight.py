@@ -176,12 +176,11 @@ def test_wrong_labels_in_words():
 
 
 @DRAWN
-def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
-    fit()
+def test_a_fit_ends_with_table_picture_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "weights.png",
     }  # fmt: skip
-    printed = capsys.readouterr().out
     table = (folder() / "table.txt").read_text()
     assert table in printed
     assert all(label in table for label in LABELS.values())
@@ -225,8 +224,8 @@ def test_all_networks_start_alike_and_none_depends_on_the_others():
 
 
 @DRAWN
-def test_resume_is_bit_for_bit_the_uninterrupted_run():
-    fit("--trainer.logger.save_dir", "whole")
+def test_resume_is_bit_for_bit_the_uninterrupted_run(trained):
+    trained(SMOKE, into="whole")
     # stop in the middle, beyond a checkpoint and a row of metrics.csv
     fit("--trainer.max_steps", "15", "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == 10
@@ -275,8 +274,8 @@ OTHER = {
 
 
 @pytest.mark.parametrize("command", ["test", "fit"])
-def test_a_checkpoint_is_not_judged_on_what_it_was_trained_on(command, capsys):
-    fit("--seed_everything", "1", "--test_after_fit", "false")
+def test_a_checkpoint_is_not_judged_on_what_it_was_trained_on(trained, command, capsys):
+    trained(SMOKE, "--seed_everything", "1", "--test_after_fit", "false")
     for args, message in OTHER.values():
         assert run(command, "--config", SMOKE, *args, "--ckpt_path", "last") == 2
         error = capsys.readouterr().err

@@ -75,9 +75,8 @@ class TestCommand:
 
     @pytest.mark.parametrize("config", [MAML, GAN], ids=["maml", "gan"])
     @DRAWN
-    def test_after_a_fit_it_is_in_the_folder_of_the_run(self, config, capsys):
-        assert run("fit", "--config", config, "--test_after_fit", "false") == 0
-        capsys.readouterr()
+    def test_after_a_fit_it_is_in_the_folder_of_the_run(self, trained, config, capsys):
+        trained(config)
         small = ("--k", "2", "--num_samples", "2", "--steps", "8")
         assert run("spectrum", "--config", config, *small) == 0
         out = capsys.readouterr().out
@@ -93,8 +92,8 @@ class TestCommand:
         assert run("spectrum", "--config", MAML) == 2
         assert "expected a file, or a run folder with" in capsys.readouterr().err
 
-    def test_what_is_wrong_is_told(self, capsys):
-        assert run("fit", "--config", MAML, "--test_after_fit", "false") == 0
+    def test_what_is_wrong_is_told(self, trained, capsys):
+        trained(MAML)
         for option, value in (("--k", "0"), ("--num_samples", "0"), ("--steps", "0")):
             assert run("spectrum", "--config", MAML, option, value) == 2
             assert "expected" in capsys.readouterr().err
