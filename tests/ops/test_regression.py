@@ -115,7 +115,7 @@ def test_values_and_first_derivatives_are_those_of_torch(case: str, reduction: s
 
 # One case of each formula, with the options that have a part in it
 TO_THIRD_ORDER = (
-    "mse weighted", "huber", "weighted hinge", "hinge of several labels", "ignored and weighted",
+    "mse", "huber", "weighted hinge", "hinge of several labels", "ignored and weighted",
     "smoothed probabilities",
 )  # fmt: skip
 
