@@ -85,12 +85,14 @@ def test_solve_gives_what_torch_gives(name: str, dtype: torch.dtype) -> None:
     assert_close(*both)
 
 
+SHAPES = ("matrix", "vector", "batch of vectors", "from the right", "broadcast")
+
+
 # Complex numbers, which tell a transpose from an adjoint, with all shapes; a third order on either side
 @pytest.mark.parametrize(
     ("name", "dtype", "orders"),
     [
-        *((name, C128, (1, 2)) for name in ("matrix", "vector", "batch of vectors", "broadcast")),
-        ("from the right", C128, (1, 2)),
+        *((name, C128, (1, 2)) for name in SHAPES),
         ("batch of vectors", F64, (1, 2, 3)),
         ("from the right", F64, (1, 2, 3)),
     ],
