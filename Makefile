@@ -58,7 +58,7 @@ test: $(READY)
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports
-	@$(PY) -m pytest --numprocesses 2 --quiet $(CASES)
+	@$(PY) -m pytest --numprocesses 2 --dist worksteal --quiet $(CASES)
 
 test-full: CASES := -m ''
 test-full: test

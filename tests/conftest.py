@@ -1,6 +1,7 @@
 """Settings of every test: one torch thread, torch's own matrix products, and GPU tests skipped where
 there is no GPU."""
 
+import gc
 import os
 
 import pytest
@@ -19,6 +20,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks through the modules and the tests again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,23 @@ def gradient_by_differences(
     return result
 
 
+def slopes_by_differences(
+    function: Callable[[dict[str, Tensor]], Tensor],
+    params: dict[str, Tensor],
+    directions: dict[str, Tensor],
+    eps: float = 1e-5,
+) -> dict[str, Tensor]:
+    """d function(params + t v) / dt at 0 for each tensor alone, by central differences in float64."""
+    return {
+        name: (
+            function({**params, name: params[name] + eps * v})
+            - function({**params, name: params[name] - eps * v})
+        )
+        / (2 * eps)
+        for name, v in directions.items()
+    }
+
+
 def relative(a: Any, b: Any) -> float:
     """|a - b| / |b| over all leaves, in the Euclidean norm."""
     ours = torch.cat([x.detach().reshape(-1) for x in torch.utils._pytree.tree_leaves(a)])

@@ -13,7 +13,13 @@ from torch import multiprocessing
 def found_by_each(function, folder, count=2):
     """function(rank, folder, found) in each of count processes, which fills the dict `found` with what
     JSON can hold; the dicts."""
-    multiprocessing.spawn(_run, (function, folder, count), nprocs=count)
+    # A server imports once what takes seconds, and each process is a copy of it.
+    multiprocessing.set_forkserver_preload(
+        ["lightning.pytorch", "torch.distributed.fsdp", "hoglib"]
+    )
+    multiprocessing.start_processes(
+        _run, (function, folder, count), nprocs=count, start_method="forkserver"
+    )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 

@@ -1,6 +1,8 @@
 """Every Python block in README and docs runs, in order, in one namespace a page."""
 
+import logging
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,10 @@ def blocks(page: Path, language: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's, on torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")  # Lightning's advice
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
+    logger = logging.getLogger("hoglib")
+    request.addfinalizer(partial(logger.setLevel, logger.level))  # a page may set it
     namespace: dict = {}
     for number, code in enumerate(blocks(page, "python")):
         exec(compile(code, f"{page.name}, block {number + 1}", "exec"), namespace)

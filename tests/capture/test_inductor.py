@@ -13,6 +13,7 @@ import hoglib as hog
 from hoglib._core import cache as disk_cache
 from hoglib.capture import backend as backends
 from tests.capture.models import draw
+from tests.long_tail import FULL
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec")
 
@@ -360,7 +361,7 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=FULL)])
 def test_factors_in_the_options_of_sums_are_heeded(other_cache, dynamic):
     def fn(x, a, b):
         return [case(x, a, b) for case in SCALED.values()]

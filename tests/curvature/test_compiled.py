@@ -73,7 +73,7 @@ PAIRS = [(name, kind) for name in MODELS for kind in PRODUCTS]
 )
 def test_a_product_equals_the_eager_one(name, kind):
     product, modes = PRODUCTS[kind]
-    for mode in modes:
+    for mode in modes if name == "LayerNorm" else modes[1:]:  # "auto" is one of the others
         loss, params, batch = problem(name)
         run = partial(product, loss, params, mode=mode)
         for seed in (0, 1):  # the second is of the graph of the first
@@ -82,8 +82,13 @@ def test_a_product_equals_the_eager_one(name, kind):
         assert graphs(loss) == 1
 
 
-@pytest.mark.parametrize("kind", PRODUCTS)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    all_but(
+        lambda name, kind: kind == "Hessian" or name == "LayerNorm",
+        [(name, kind) for name in SOME for kind in PRODUCTS],
+    ),
+)
 def test_a_block_equals_the_eager_one(name, kind):
     product, _ = PRODUCTS[kind]
     loss, params, batch = problem(name)
@@ -129,11 +134,8 @@ def test_inductor(kind, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
     product, _ = PRODUCTS[kind]
     _, loss, params = small()
-    V = like(params, 2)
-    for v in (V, {name: p[..., 0] for name, p in V.items()}):
-        same(
-            product(loss, params, v, batch_of(), compile=True), product(loss, params, v, batch_of())
-        )
+    V = like(params, 2)  # one vector is the next test's
+    same(product(loss, params, V, batch_of(), compile=True), product(loss, params, V, batch_of()))
     assert "compil" in capfd.readouterr().err
     assert list(tmp_path.iterdir())
 
@@ -443,7 +445,8 @@ DATA = {
 @pytest.mark.parametrize(
     ("kind", "data"),
     all_but(
-        lambda kind, data: kind == "Hessian" or data == "one batch",
+        # what is shuffled comes in batches as of any loader
+        lambda kind, data: data == "one batch" or (kind == "Hessian" and data != "shuffled"),
         [(kind, data) for kind in OPERATORS for data in DATA],
     ),
 )

@@ -19,6 +19,8 @@ COMMAND_LINE = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
 ]
 
+DRAWN = pytest.mark.usefixtures("pictures")
+
 
 def run(*args):
     return main([str(arg) for arg in (*args, "--trainer.enable_progress_bar", "false")])

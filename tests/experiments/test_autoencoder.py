@@ -10,7 +10,15 @@ from torch.testing import assert_close
 from experiments.autoencoder import Race, reconstruction_error
 from experiments.tables.curvature import race_table
 from hoglib.curvature import NewtonCG
-from tests.experiments.command import COMMAND_LINE, ROOT, assert_refused, checkpoint, metrics, run
+from tests.experiments.command import (
+    COMMAND_LINE,
+    DRAWN,
+    ROOT,
+    assert_refused,
+    checkpoint,
+    metrics,
+    run,
+)
 
 SMOKE = ROOT / "configs/smoke/curvature/newton_cg.yaml"
 pytestmark = COMMAND_LINE
@@ -28,13 +36,14 @@ def untimed(rows):
     return [{k: v for k, v in row.items() if not k.startswith("seconds/")} for row in rows]
 
 
-def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_picture_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "race.png",
     }  # fmt: skip
     table = (folder() / "table.txt").read_text()
-    assert table in capsys.readouterr().out
+    assert table in printed
     assert checkpoint(folder())["global_step"] == 6
     rows = [row for row in metrics(folder()) if row["train/adam"]]
     assert [int(row["step"]) for row in rows] == [0, 1, 2, 3, 4, 5]
@@ -83,8 +92,8 @@ def test_the_error_is_that_of_pixels_from_0_to_1():
     assert_close(reconstruction_error(2 * x - 1, 2 * y - 1), expected)
 
 
-def test_resume_is_bit_for_bit_the_uninterrupted_run_but_for_the_time():
-    fit("--trainer.logger.save_dir", "whole")
+def test_resume_is_bit_for_bit_the_uninterrupted_run_but_for_the_time(trained):
+    trained(SMOKE, into="whole")
     fit("--trainer.max_steps", "3", "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == 2
     fit("--ckpt_path", "last")
@@ -101,8 +110,8 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run_but_for_the_time():
     assert len(seconds) == 6
 
 
-def test_test_judges_the_checkpoint_in_its_own_folder():
-    fit()
+def test_test_judges_the_checkpoint_in_its_own_folder(trained):
+    trained(SMOKE)
     table = (folder() / "table.txt").read_text()
     (folder() / "table.txt").unlink()
     (folder() / "race.png").unlink()
@@ -122,14 +131,15 @@ def test_test_judges_the_checkpoint_in_its_own_folder():
     ],
     ids=["damping", "data"],
 )
-def test_a_checkpoint_of_another_run_is_refused(args, message, capsys):
-    fit("--test_after_fit", "false")
+def test_a_checkpoint_of_another_run_is_refused(trained, args, message, capsys):
+    trained(SMOKE)
     assert run("test", "--config", SMOKE, *args, "--ckpt_path", "last") == 2
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(capsys):
-    fit("--test_after_fit", "false")
+@DRAWN
+def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(trained, capsys):
+    trained(SMOKE)
     assert run("verify", "--config", SMOKE) == 0
     assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0
     assert "largest" in capsys.readouterr().out

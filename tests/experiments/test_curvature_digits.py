@@ -16,6 +16,7 @@ from hoglib.curvature import hessian_spectrum
 from hoglib.lightning import Measurement
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -52,6 +53,7 @@ def test_losses():
     assert_close(cross_entropy(outputs, label), F.cross_entropy(outputs, label))
 
 
+@DRAWN
 def test_the_spectrum_of_linear_regression_is_that_of_its_inputs():
     """Without hidden layers H is X^T X / n, X with a column of ones, for each of ten outputs."""
     data = Digits(train=300, test=10, seed=0)
@@ -91,12 +93,12 @@ def gram(x):
     return x.T @ x / len(x)
 
 
-def test_a_fit_ends_with_table_picture_and_summary(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_picture_and_summary(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "summary.json", PICTURE,
     }  # fmt: skip
-    printed = capsys.readouterr().out
     table = (folder() / "table.txt").read_text()
     assert table in printed
     assert str(folder() / PICTURE) in printed
@@ -134,8 +136,9 @@ def test_the_largest_eigenvalue_stays_at_the_edge():
         assert value == pytest.approx(2 / 0.15, rel=0.15)
 
 
-def test_resume_is_bit_for_bit_the_uninterrupted_run():
-    fit("--trainer.logger.save_dir", "whole")
+@DRAWN
+def test_resume_is_bit_for_bit_the_uninterrupted_run(trained):
+    trained(SMOKE, into="whole")
     # stop in the middle, beyond a checkpoint and rows of metrics.csv
     fit("--trainer.max_steps", "17", "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == 10
@@ -149,13 +152,14 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run():
         assert_close(one, other, rtol=0, atol=0)
 
 
-def test_a_fit_with_the_monitor_is_the_fit_without_it():
-    fit("--test_after_fit", "false")
+def test_a_fit_with_the_monitor_is_the_fit_without_it(trained):
+    trained(SMOKE)
     fit("--test_after_fit", "false", "--trainer.callbacks", "null")
     ours, theirs = (checkpoint(folder(v)) for v in (0, 1))
     assert_close(ours["state_dict"], theirs["state_dict"], rtol=0, atol=0)
 
 
+@DRAWN
 def test_test_draws_it_all_again(capsys):
     fit("--seed_everything", "1")
     config = folder() / "config.yaml"
@@ -168,8 +172,8 @@ def test_test_draws_it_all_again(capsys):
     assert not folder(1).exists()
 
 
-def test_spectrum_and_verify(capsys):
-    fit("--test_after_fit", "false")
+def test_spectrum_and_verify(trained, capsys):
+    trained(SMOKE)
     assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0
     numbers = json.loads((folder() / "spectrum.json").read_text())
     (found,) = numbers.values()
@@ -196,6 +200,7 @@ def test_a_run_without_the_monitor_says_so(capsys):
     ],
     ids=" ".join,
 )
+@DRAWN
 def test_variants_end_with_their_picture(args):
     fit(*args)
     assert (folder() / PICTURE).stat().st_size > 5000
@@ -218,8 +223,8 @@ def test_bad_input_is_one_paragraph(case, capsys):
     assert_refused(SMOKE, *BAD[case], capsys)
 
 
-def test_a_checkpoint_of_another_rate_is_refused(capsys):
-    fit("--test_after_fit", "false")
+def test_a_checkpoint_of_another_rate_is_refused(trained, capsys):
+    trained(SMOKE)
     for command in ("fit", "test"):
         args = ("--model.lr", "0.05", "--ckpt_path", "last")
         assert run(command, "--config", SMOKE, *args) == 2

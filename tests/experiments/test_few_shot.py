@@ -18,6 +18,7 @@ from experiments.tables import few_shot as tables
 from experiments.tables.layout import mean_and_interval
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -77,14 +78,15 @@ def test_the_loss_of_prototypes_is_the_mean_over_tasks():
     assert_close(learner.loss(((x, y), (asked, label))), torch.stack(losses).mean())
 
 
-def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_pictures_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "summary.json", "table.txt", "episode.png",
         "training_curve.png",
     }  # fmt: skip
     table = (folder() / "table.txt").read_text()
-    assert table in capsys.readouterr().out
+    assert table in printed
     assert "Accuracy on 20 held-out tasks, 5-way 1-shot, glyphs" in table
     (line,) = [line for line in table.splitlines() if "<- this run" in line]
     accuracy = float(metrics(folder())[-1]["test/accuracy"])
@@ -133,6 +135,7 @@ def test_twenty_ways_and_five_shots():
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("maml", marks=FULL), "prototypes"])
+@DRAWN
 def test_resume_is_bit_for_bit_the_uninterrupted_run(algorithm):
     how = ("--model.algorithm", algorithm)
     fit(*how, "--trainer.logger.save_dir", "whole")
@@ -145,8 +148,8 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run(algorithm):
         assert (folder() / name).read_bytes() == (folder(root="whole") / name).read_bytes()
 
 
-def test_test_judges_the_checkpoint_with_its_own_number_of_steps():
-    fit()
+def test_test_judges_the_checkpoint_with_its_own_number_of_steps(trained):
+    trained(SMOKE)
     table = (folder() / "table.txt").read_text()
     (folder() / "table.txt").unlink()
     assert run("test", "--config", folder() / "config.yaml") == 0
@@ -170,6 +173,7 @@ def test_images_of_a_folder():
 
 
 @pytest.mark.parametrize("algorithm", ["maml", pytest.param("prototypes", marks=FULL)])
+@DRAWN
 def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(algorithm):
     how = ("--model.algorithm", algorithm, "--model.channels", "4")
     fit(*how, "--test_after_fit", "false")
@@ -206,8 +210,8 @@ def test_bad_input_is_one_paragraph_before_training(case, capsys):
     ],
     ids=["another network", "another inner loop"],
 )
-def test_a_checkpoint_of_another_learner_is_refused(args, message, capsys):
-    fit("--test_after_fit", "false")
+def test_a_checkpoint_of_another_learner_is_refused(trained, args, message, capsys):
+    trained(SMOKE)
     assert run("test", "--config", SMOKE, *args, "--ckpt_path", "last") == 2
     assert re.search(message, capsys.readouterr().err)
 
@@ -264,6 +268,7 @@ def test_a_learner_in_words():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
+@DRAWN
 def test_the_picture_of_many_ways_is_drawn(channels, tmp_path):
     support, query = torch.rand(60, channels, 28, 28), torch.rand(80, channels, 28, 28)
     label = torch.arange(20).repeat_interleave(4)

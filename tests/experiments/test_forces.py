@@ -13,6 +13,7 @@ from experiments.models.potential import Potential, move_atom, outermost
 from experiments.tables.forces import Errors, forces_table
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -156,13 +157,14 @@ def test_the_outermost_atom_is_moved_on_its_line():
     assert_close(path[1], torch.tensor([[0.0, 1, 0], [0, -1, 0], [5.0, 0, 0]]))
 
 
-def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_picture_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "forces.png",
     }  # fmt: skip
     table = (folder() / "table.txt").read_text()
-    assert table in capsys.readouterr().out
+    assert table in printed
     assert checkpoint(folder())["global_step"] == 20
     rows = metrics(folder())
     assert [int(row["step"]) for row in rows if row["train/both"]] == [4, 9, 14, 19]
@@ -187,8 +189,9 @@ def test_energies_are_learned_alike_with_and_without_the_other():
         assert same == (not name.startswith("potentials.both.network")), name
 
 
-def test_resume_is_bit_for_bit_the_uninterrupted_run():
-    fit("--trainer.logger.save_dir", "whole")
+@DRAWN
+def test_resume_is_bit_for_bit_the_uninterrupted_run(trained):
+    trained(SMOKE, into="whole")
     fit("--trainer.max_steps", "13", "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == 10
     fit("--ckpt_path", "last")
@@ -198,8 +201,8 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run():
         assert (folder() / name).read_bytes() == (folder(root="whole") / name).read_bytes()
 
 
-def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
-    fit()
+def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(trained, capsys):
+    trained(SMOKE)
     table = (folder() / "table.txt").read_text()
     (folder() / "table.txt").unlink()
     config = folder() / "config.yaml"
@@ -220,14 +223,15 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
     ],
     ids=["weight", "data"],
 )
-def test_a_checkpoint_of_another_run_is_refused(args, message, capsys):
-    fit("--test_after_fit", "false")
+def test_a_checkpoint_of_another_run_is_refused(trained, args, message, capsys):
+    trained(SMOKE)
     assert run("test", "--config", SMOKE, *args, "--ckpt_path", "last") == 2
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_the_spectrum_is_drawn(capsys):
-    fit("--test_after_fit", "false")
+@DRAWN
+def test_the_spectrum_is_drawn(trained, capsys):
+    trained(SMOKE)
     assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0
     assert "largest" in capsys.readouterr().out
 

@@ -18,6 +18,7 @@ from experiments.gan import GAN
 from experiments.training.adversarial import describe_penalty, relativistic_loss, wasserstein_loss
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -51,13 +52,13 @@ def numbers(found):
     return {name: float(value) for name, value in found.items() if not isinstance(value, str)}
 
 
-def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_pictures_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "points.png", "summary.json", "table.txt",
         "training_curve.png",
     }  # fmt: skip
-    printed = capsys.readouterr().out
     assert (folder() / "table.txt").read_text() in printed
     assert str(folder() / "points.png") in printed
     assert checkpoint(folder())["global_step"] == 40  # two optimizers

@@ -23,6 +23,7 @@ from experiments.plots.generators import save_grid, spaced_evenly
 from experiments.tables.generators import DigitsResult, digits_table
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -49,12 +50,12 @@ def shades(file):
         return torch.tensor(np.asarray(image))
 
 
-def test_a_fit_ends_with_table_picture_grids_and_checkpoint(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_picture_grids_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "digits.png", "grids", "last.ckpt", "metrics.csv", "summary.json", "table.txt",
     }  # fmt: skip
-    printed = capsys.readouterr().out
     assert (folder() / "table.txt").read_text() in printed
     assert str(folder() / "digits.png") in printed
     assert list(saved_grids(folder())) == [4, 8, 12, 16]
@@ -143,8 +144,9 @@ def test_validation_draws_nothing_from_the_randomness_of_the_run():
     assert_close(often, seldom, rtol=0, atol=0, equal_nan=True)
 
 
-def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
-    fit()
+@DRAWN
+def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(trained, capsys):
+    trained(SMOKE)
     table = (folder() / "table.txt").read_text()
     expected = [r for r in metrics(folder()) if r["val/frechet"]][-1]
     for name in ("table.txt", "digits.png"):
@@ -159,16 +161,17 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
     assert not folder(1).exists()
 
 
-def test_spectrum_of_a_trained_critic(capsys):
-    fit("--test_after_fit", "false")
+@DRAWN
+def test_spectrum_of_a_trained_critic(trained, capsys):
+    trained(SMOKE)
     sizes = ("--k", "1", "--num_samples", "2", "--steps", "5")
     assert run("spectrum", "--config", SMOKE, *sizes) == 0
     assert "Hessian of ImageGAN.second_order_problem" in capsys.readouterr().out
     assert (folder() / "spectrum.png").exists()
 
 
-def test_a_run_is_not_gone_on_from_or_judged_under_another_name(capsys):
-    fit("--test_after_fit", "false")
+def test_a_run_is_not_gone_on_from_or_judged_under_another_name(trained, capsys):
+    trained(SMOKE)
     for args in (
         ("test", "--model.channels", "8"),
         ("fit", "--model.channels", "8", "--ckpt_path", "last"),
@@ -178,8 +181,8 @@ def test_a_run_is_not_gone_on_from_or_judged_under_another_name(capsys):
         assert "config.yaml that lies beside" in capsys.readouterr().err
 
 
-def test_runs_of_other_penalties_stand_in_one_table_and_those_of_points_do_not():
-    fit()
+def test_runs_of_other_penalties_stand_in_one_table_and_those_of_points_do_not(trained):
+    trained(SMOKE)
     assert run("fit", "--config", ROOT / "configs/smoke/gan/mixture.yaml") == 0
     fit("--model.penalty", "null")
     lines = (folder(1) / "table.txt").read_text().splitlines()

@@ -17,6 +17,7 @@ from experiments.reweight import LABELS, Weighted, even_weights, learned_weights
 from experiments.tables.classifiers import Detection, detect_wrong_labels, reweighting_table
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -174,12 +175,12 @@ def test_wrong_labels_in_words():
     ]
 
 
-def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_picture_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "weights.png",
     }  # fmt: skip
-    printed = capsys.readouterr().out
     table = (folder() / "table.txt").read_text()
     assert table in printed
     assert all(label in table for label in LABELS.values())
@@ -222,8 +223,9 @@ def test_all_networks_start_alike_and_none_depends_on_the_others():
         assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
-def test_resume_is_bit_for_bit_the_uninterrupted_run():
-    fit("--trainer.logger.save_dir", "whole")
+@DRAWN
+def test_resume_is_bit_for_bit_the_uninterrupted_run(trained):
+    trained(SMOKE, into="whole")
     # stop in the middle, beyond a checkpoint and a row of metrics.csv
     fit("--trainer.max_steps", "15", "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == 10
@@ -272,8 +274,8 @@ OTHER = {
 
 
 @pytest.mark.parametrize("command", ["test", "fit"])
-def test_a_checkpoint_is_not_judged_on_what_it_was_trained_on(command, capsys):
-    fit("--seed_everything", "1", "--test_after_fit", "false")
+def test_a_checkpoint_is_not_judged_on_what_it_was_trained_on(trained, command, capsys):
+    trained(SMOKE, "--seed_everything", "1", "--test_after_fit", "false")
     for args, message in OTHER.values():
         assert run(command, "--config", SMOKE, *args, "--ckpt_path", "last") == 2
         error = capsys.readouterr().err
@@ -320,6 +322,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(capsys
 
 
 @pytest.mark.parametrize("args", [("--data.noise", "0"), ("--data.batch", "1")], ids=" ".join)
+@DRAWN
 def test_a_run_without_examples_of_a_kind_ends_with_its_table(args):
     fit(*args)
     assert (folder() / "weights.png").exists()

@@ -14,6 +14,7 @@ from experiments.robust import Penalty, Robustness, choose_weights
 from experiments.tables.classifiers import Tried, robustness_table
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -129,13 +130,14 @@ def test_the_weight_is_chosen_on_the_validation_part(monkeypatch):
     assert {len(x) for _, x in judged} == {50}
 
 
-def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_picture_and_checkpoint(trained):
+    printed = trained(SMOKE)
     assert {p.name for p in folder().iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "robust.png",
     }  # fmt: skip
     table = (folder() / "table.txt").read_text()
-    assert table in capsys.readouterr().out
+    assert table in printed
     assert checkpoint(folder())["global_step"] == 20
     rows = metrics(folder())
     assert [int(row["step"]) for row in rows if row["train/plain"]] == [4, 9, 14, 19]
@@ -146,8 +148,9 @@ def test_a_fit_ends_with_table_picture_and_checkpoint(capsys):
     assert float(last["test/plain/PGD/0.2"]) < float(last["test/plain/PGD/0"])
 
 
-def test_resume_is_bit_for_bit_the_uninterrupted_run():
-    fit("--trainer.logger.save_dir", "whole")
+@DRAWN
+def test_resume_is_bit_for_bit_the_uninterrupted_run(trained):
+    trained(SMOKE, into="whole")
     fit("--trainer.max_steps", "13", "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == 10
     fit("--ckpt_path", "last")
@@ -157,8 +160,8 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run():
         assert (folder() / name).read_bytes() == (folder(root="whole") / name).read_bytes()
 
 
-def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
-    fit()
+def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(trained, capsys):
+    trained(SMOKE)
     table = (folder() / "table.txt").read_text()
     (folder() / "table.txt").unlink()
     config = folder() / "config.yaml"
@@ -176,12 +179,13 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
     ],
     ids=["weights", "validation part"],
 )
-def test_a_checkpoint_of_another_run_is_refused(args, message, capsys):
-    fit("--test_after_fit", "false")
+def test_a_checkpoint_of_another_run_is_refused(trained, args, message, capsys):
+    trained(SMOKE)
     assert run("test", "--config", SMOKE, *args, "--ckpt_path", "last") == 2
     assert re.search(message, capsys.readouterr().err)
 
 
+@DRAWN
 def test_without_penalties_there_is_the_plain_network_alone():
     fit("--model.weights", "{}")
     table = (folder() / "table.txt").read_text()
@@ -189,8 +193,9 @@ def test_without_penalties_there_is_the_plain_network_alone():
     assert "chosen" not in table
 
 
-def test_the_spectrum_is_drawn(capsys):
-    fit("--test_after_fit", "false")
+@DRAWN
+def test_the_spectrum_is_drawn(trained, capsys):
+    trained(SMOKE)
     assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0
     assert "largest" in capsys.readouterr().out
 

@@ -20,6 +20,7 @@ from experiments.maml import JointRegression, MAMLRegression, errors_after
 from experiments.tables.few_shot import summarize_errors
 from tests.experiments.command import (
     COMMAND_LINE,
+    DRAWN,
     ROOT,
     assert_refused,
     assert_same_run,
@@ -43,13 +44,13 @@ def folder(name="sinusoid", version=0):
     return Path("runs/smoke/maml") / name / f"version_{version}"
 
 
-def test_a_fit_ends_with_table_pictures_and_checkpoint(capsys):
-    fit()
+@DRAWN
+def test_a_fit_ends_with_table_pictures_and_checkpoint(trained):
+    printed = trained(SMOKE)
     where = folder()
     assert {p.name for p in where.iterdir()} == {
         "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "tasks.png", "training_curve.png",
     }  # fmt: skip
-    printed = capsys.readouterr().out
     assert (where / "table.txt").read_text() in printed
     assert str(where / "tasks.png") in printed
     assert checkpoint(where)["global_step"] == 20
@@ -83,8 +84,8 @@ def test_the_folder_of_all_runs(options, expected):
     assert Path(expected, "smoke/maml/sinusoid/version_0/config.yaml").exists()
 
 
-def test_resume_is_bit_for_bit_the_uninterrupted_run():
-    fit(SMOKE, "--trainer.logger.save_dir", "whole")
+def test_resume_is_bit_for_bit_the_uninterrupted_run(trained):
+    trained(SMOKE, into="whole")
     # stop in the middle by a limit on steps, at a checkpoint that was taken at 10
     fit(SMOKE, "--trainer.max_steps", "10", "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == 10
@@ -93,8 +94,8 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run():
     assert_same_run(folder(), Path("whole/smoke/maml/sinusoid/version_0"))
 
 
-def test_resume_drops_the_rows_of_a_run_that_went_further_than_its_checkpoint():
-    fit(SMOKE, "--trainer.logger.save_dir", "whole")
+def test_resume_drops_the_rows_of_a_run_that_went_further_than_its_checkpoint(trained):
+    trained(SMOKE, into="whole")
     fit(SMOKE, "--trainer.max_steps", "15", "--test_after_fit", "false")  # checkpoint at 10
     assert checkpoint(folder())["global_step"] == 10
     fit(SMOKE, "--ckpt_path", folder() / "last.ckpt")
@@ -111,8 +112,8 @@ def test_the_same_seed_is_the_same_run_and_another_is_not():
     assert metrics(folder())[0]["train/loss"] != metrics(folder(version=2))[0]["train/loss"]
 
 
-def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
-    fit()
+def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(trained, capsys):
+    trained(SMOKE)
     table, config = ((folder() / name).read_bytes() for name in ("table.txt", "config.yaml"))
     (folder() / "table.txt").unlink()
     capsys.readouterr()
@@ -127,17 +128,11 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(capsys):
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on():
-    long = [
-        "--data.iterations",
-        "200",
-        "--trainer.val_check_interval",
-        "50",
-        "--checkpoint_every",
-        "100",
-    ]
+    long = ["--data.iterations", "200", "--trainer.val_check_interval", "50"]
+    long += ["--test_after_fit", "false"]
     command = [sys.executable, "-m", "experiments", "fit", "--config", str(SMOKE), *long]
     process = subprocess.Popen(
-        [*command, "--trainer.enable_progress_bar", "false"],
+        [*command, "--checkpoint_every", "100", "--trainer.enable_progress_bar", "false"],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 60
@@ -151,8 +146,11 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on():
     stopped = checkpoint(folder())["global_step"]
     assert 0 < stopped < 200
     assert f"--ckpt_path {folder() / 'last.ckpt'}" in printed
-    fit(SMOKE, *long, "--ckpt_path", "last")
-    fit(SMOKE, *long, "--trainer.logger.save_dir", "whole")
+    end = min(stopped // 10 * 10 + 20, 200)
+    some = [*long, "--checkpoint_every", "10", "--trainer.max_steps", end]
+    fit(SMOKE, *some, "--ckpt_path", "last")
+    fit(SMOKE, *some, "--trainer.logger.save_dir", "whole")
+    assert checkpoint(folder())["global_step"] == end
     assert_same_run(folder(), Path("whole/smoke/maml/sinusoid/version_0"))
 
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.curvature import hessian_spectrum
-from tests.experiments.command import COMMAND_LINE, ROOT, run
+from tests.experiments.command import COMMAND_LINE, DRAWN, ROOT, run
 
 MAML = ROOT / "configs/smoke/maml/sinusoid.yaml"
 GAN = ROOT / "configs/smoke/gan/mixture.yaml"
@@ -74,9 +74,9 @@ class TestCommand:
     pytestmark = COMMAND_LINE
 
     @pytest.mark.parametrize("config", [MAML, GAN], ids=["maml", "gan"])
-    def test_after_a_fit_it_is_in_the_folder_of_the_run(self, config, capsys):
-        assert run("fit", "--config", config, "--test_after_fit", "false") == 0
-        capsys.readouterr()
+    @DRAWN
+    def test_after_a_fit_it_is_in_the_folder_of_the_run(self, trained, config, capsys):
+        trained(config)
         small = ("--k", "2", "--num_samples", "2", "--steps", "8")
         assert run("spectrum", "--config", config, *small) == 0
         out = capsys.readouterr().out
@@ -92,8 +92,8 @@ class TestCommand:
         assert run("spectrum", "--config", MAML) == 2
         assert "expected a file, or a run folder with" in capsys.readouterr().err
 
-    def test_what_is_wrong_is_told(self, capsys):
-        assert run("fit", "--config", MAML, "--test_after_fit", "false") == 0
+    def test_what_is_wrong_is_told(self, trained, capsys):
+        trained(MAML)
         for option, value in (("--k", "0"), ("--num_samples", "0"), ("--steps", "0")):
             assert run("spectrum", "--config", MAML, option, value) == 2
             assert "expected" in capsys.readouterr().err

@@ -123,8 +123,8 @@ def test_the_seed_is_that_of_the_config(capsys):
     assert outs[2]["reports"] != outs[0]["reports"]
 
 
-def test_a_run_by_its_own_config_and_at_its_checkpoint(capsys, monkeypatch):
-    assert run("fit", "--config", MAML) == 0
+def test_a_run_by_its_own_config_and_at_its_checkpoint(trained, monkeypatch):
+    trained(MAML)
     folder = Path("runs/smoke/maml/sinusoid/version_0")
     before = sorted(Path().rglob("*"))
     seen = []

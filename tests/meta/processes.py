@@ -95,7 +95,7 @@ CASES = {
     "uneven": (5, {}),
     "uneven, remat, looped": (5, {"memory": "remat", "over_tasks": "loop"}),
     "Reptile": (5, {"kind": hog.meta.Reptile}),
-    "IMAML": (5, {"kind": hog.meta.IMAML, "inner_steps": 30, "strength": 4.0}),
+    "IMAML": (5, {"kind": hog.meta.IMAML, "inner_steps": 10, "strength": 4.0}),
 }
 
 
@@ -134,4 +134,5 @@ def too_few():
 
 def everything():
     found = {name: plainly(*case) for name, case in CASES.items()}
-    return found | {f"Lightning, {name}": by_lightning(*case) for name, case in CASES.items()}
+    kinds = ("uneven", "Reptile", "IMAML")  # what else a case has is the same in a fit
+    return found | {f"Lightning, {name}": by_lightning(*CASES[name]) for name in kinds}

@@ -84,7 +84,7 @@ def test_segments_are_right_in_all_modes(reduce: str, name: str) -> None:
     hog.verify(
         lambda x: hog.ops.segment_reduce(x, reduce, initial=1.5, **SEGMENTS[name]),
         data,
-        orders=(1, 2, 3),
+        orders=(1, 2, 3) if reduce == "prod" else (1, 2),
         modes=MODES,
     ).raise_if_failed()
 
@@ -222,18 +222,16 @@ def test_index_reduce_has_the_values_and_gradients_of_torch(
 def test_by_index_is_right_in_all_modes(reduce: str, include_self: bool) -> None:
     """Products also where factors are 0."""
     source = with_zeros() if reduce == "prod" else normal(6, 3, seed=1)
-    hog.verify(
-        lambda x, s: hog.ops.index_reduce(x, 0, INDEX, s, reduce, include_self=include_self),
-        (normal(4, 3), source),
-        orders=(1, 2, 3),
-        modes=MODES,
-    ).raise_if_failed()
-    hog.verify(
-        lambda x, s: hog.ops.scatter_reduce(x, 0, PLACES, s, reduce, include_self=include_self),
-        (normal(4, 3), source),
-        orders=(1, 2, 3),
-        modes=MODES,
-    ).raise_if_failed()
+    orders = (
+        (1, 2, 3) if reduce == "prod" else (1, 2)
+    )  # the others are linear where they are smooth
+    for function, places in ((hog.ops.index_reduce, INDEX), (hog.ops.scatter_reduce, PLACES)):
+        hog.verify(
+            lambda x, s, f=function, i=places: f(x, 0, i, s, reduce, include_self=include_self),
+            (normal(4, 3), source),
+            orders=orders,
+            modes=MODES,
+        ).raise_if_failed()
 
 
 def test_the_hessian_of_torchs_products_is_wrong_and_this_one_is_right() -> None:

@@ -83,7 +83,10 @@ def test_derivatives_agree_with_finite_differences(name: str) -> None:
     ours, _, inputs = made(name)
     inputs = requiring_grad(inputs)
     assert gradcheck(ours, inputs, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(ours, inputs, check_fwd_over_rev=True, check_batched_grad=True)
+    # along random directions: each element is compared with torch's convolution below
+    assert gradgradcheck(
+        ours, inputs, check_fwd_over_rev=True, check_batched_grad=True, fast_mode=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,9 +270,15 @@ def test_dtypes(dtype: torch.dtype) -> None:
 def test_complex_numbers(name: str) -> None:
     ours, torchs, inputs = made(name)
     turned = requiring_grad(tuple(torch.complex(t, t.flip(0)) for t in inputs))
-    torch.testing.assert_close(ours(*turned), torchs(*turned))
-    assert gradcheck(ours, turned, check_forward_ad=True)
-    assert gradgradcheck(ours, turned, check_fwd_over_rev=True)
+    found = []
+    for conv in (ours, torchs):
+        y = conv(*turned)
+        first = torch.autograd.grad(y.sin().abs().sum(), turned, create_graph=True)
+        second = torch.autograd.grad(sum(g.sin().abs().sum() for g in first), turned)
+        found.append((y, first, second))
+    torch.testing.assert_close(*found)
+    assert gradcheck(ours, turned, check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(ours, turned, check_fwd_over_rev=True, fast_mode=True)
 
 
 def test_autocast_is_that_of_torch() -> None:

@@ -112,7 +112,10 @@ SMOOTH = {"padded": PADDED, "no steps or labels": (LABELS, (4, 0, 2), (2, 0, 0))
 @pytest.mark.parametrize(
     ("name", "reduction"),
     all_but(
-        lambda name, reduction: name == "padded" or reduction == "mean",
+        # the paths are summed alike for all; a mean has factors of its own
+        lambda name, reduction: (
+            (name, reduction) in (("padded", "none"), ("no steps or labels", "mean"))
+        ),
         [(name, reduction) for reduction in ("none", "mean", "sum") for name in SMOOTH],
     ),
 )
@@ -121,7 +124,8 @@ def test_derivatives_in_every_mode(name: str, reduction: str) -> None:
         return ops.ctc_loss(log_softmax(x), *SMOOTH[name], reduction=reduction)
 
     modes = ("rr", "fr", "rf", "ff")
-    report = hog.verify(loss, scores(6, 3, 5), orders=(1, 2, 3), modes=modes)
+    orders = (1, 2, 3) if name == "padded" else (1, 2)
+    report = hog.verify(loss, scores(6, 3, 5), orders=orders, modes=modes)
     assert report.ok, report
 
 

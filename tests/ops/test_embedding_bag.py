@@ -103,11 +103,12 @@ def test_a_last_offset_before_the_end_ends_the_last_bag() -> None:
 @each_option
 @pytest.mark.parametrize("name", ["rows", "offsets"])
 def test_right_in_all_modes(name: str, options: Any) -> None:
+    """To the second order: of what is linear, the third has nothing to lose."""
     input, bags = BAGS[name]
     hog.verify(
         lambda w: hog.ops.embedding_bag(input, w, **bags, **options),
         table(),
-        orders=(1, 2, 3),
+        orders=(1, 2),
         modes=("rr", "fr", "rf", "ff"),
     ).raise_if_failed()
 

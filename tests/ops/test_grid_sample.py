@@ -93,6 +93,7 @@ IN_SHORT = [
     ("nearest", "border", False),
     ("bicubic", "reflection", True),
 ]
+TO_THIRD_ORDER = [("bilinear", "zeros", False), ("bicubic", "zeros", True)]
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,10 @@ def test_derivatives_in_every_mode(options: tuple[str, str, bool]) -> None:
     def sampled(input: Tensor, grid: Tensor) -> Tensor:
         return ops.grid_sample(input, grid, *options)
 
+    # what follows the second is torch's own, of one operation after the other
     report = hog.verify(
         sampled, (normal(1, 2, 3, 4), 0.7 * normal(1, 2, 2, 2)),
-        orders=(1, 2, 3), modes=("rr", "fr", "rf", "ff"),
+        orders=(1, 2, 3) if options in TO_THIRD_ORDER else (1, 2), modes=("rr", "fr", "rf", "ff"),
     )  # fmt: skip
     assert report.ok, report
 

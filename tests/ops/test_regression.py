@@ -113,11 +113,19 @@ def test_values_and_first_derivatives_are_those_of_torch(case: str, reduction: s
     assert_close((tangent * value.cos()).sum(), slope)
 
 
+# One case of each formula, with the options that have a part in it
+TO_THIRD_ORDER = (
+    "mse", "huber", "weighted hinge", "hinge of several labels", "ignored and weighted",
+    "smoothed probabilities",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_second_derivatives_in_every_mode(case: str) -> None:
+def test_derivatives_in_every_mode(case: str) -> None:
     pair, make, options = CASES[case]
     call, tensors = fixed(PAIRS[pair][0], make(), reduction="sum", **options)
-    report = hog.verify(lambda *t: call(*t).sin(), tuple(tensors), orders=(1, 2, 3), modes=MODES)
+    orders = (1, 2, 3) if case in TO_THIRD_ORDER else (1, 2)
+    report = hog.verify(lambda *t: call(*t).sin(), tuple(tensors), orders=orders, modes=MODES)
     assert report.ok, str(report)
 
 

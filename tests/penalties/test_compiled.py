@@ -129,7 +129,7 @@ def gradients(critic, value):
     )
 
 
-def train(critic, penalty, steps=3, **options):
+def train(critic, penalty, steps=2, **options):
     """Values and gradients of some steps, each at other parameters."""
     found = []
     for _ in range(steps):

@@ -16,7 +16,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("info", CATALOGUE, ids=[info.name for info in CATALOGUE])
 def test_the_op_is_right(info):
-    for sample in info.samples[:2]:
+    """With one sample: differences for all of them are a matter of the ops' own tests."""
+    for sample in info.samples[:1]:
         inputs = sample.make(torch.float64, torch.Generator().manual_seed(0))
         surrogate = "first derivative" in info.skips or getattr(info.op, "surrogate", False)
 
