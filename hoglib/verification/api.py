@@ -1,7 +1,7 @@
 """`hog.verify`: runs all checks of one function, and reports the cause of a failure first."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +24,7 @@ from hoglib.verification import (
 )
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
+from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import Report, Row
@@ -192,7 +193,7 @@ def _rows(
         yield from comparison.reference_rows(
             subject, reference, points, surrogate=options.surrogate
         )
-    contract_rows = list(_contract_rows(subject, options))
+    contract_rows = list(_contract_rows(subject, options, derivatives.found))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     for row in _circumstance_rows(subject, points[-1], options):
@@ -205,9 +206,10 @@ def _rows(
 def _notes(subject: Subject) -> Iterator[Row]:
     """How the inputs were treated, where that is not obvious."""
     if subject.refused:
+        how = "not the precision that it computes in" if subject.computes_narrow else "refused"
         yield Row(
-            "dtype: float64", "skip", None,
-            f"refused ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
+            "dtype: float64", "warn" if subject.computes_narrow else "skip", None,
+            f"{how} ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
         )  # fmt: skip
     if subject.call.symmetric:
         names = ", ".join(subject.call.names[j] for j in sorted(subject.call.symmetric))
@@ -226,9 +228,11 @@ def _notes(subject: Subject) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _contract_rows(subject: Subject, options: Options) -> Iterator[Row]:
+def _contract_rows(
+    subject: Subject, options: Options, found: Mapping[str, Discrepancy]
+) -> Iterator[Row]:
     """The contract of each Function that is applied."""
-    yield side_effects.constants_row(subject)
+    yield side_effects.constants_row(subject, found)
     several = len(subject.applications) > 1
     for app in subject.applications:
         for row in contract.check(app, surrogate=options.surrogate):
@@ -249,7 +253,7 @@ def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> I
         lambda: circumstances.deterministic(base, options),
         lambda: circumstances.state(base),
         lambda: _subset_rows(base),
-        lambda: circumstances.outputs_alone(base),
+        lambda: circumstances.outputs_alone(base, options),
         lambda: variants.layouts(base),
         lambda: variants.dtypes(base),
         lambda: transforms.rows(subject, points, base.u, options),

@@ -72,6 +72,21 @@ def grad(
     return list(torch.autograd.grad(values, inputs, factors, materialize_grads=True, **options))
 
 
+def watched_gradient(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients, with a graph, of the sum of the outputs by leaves that nobody else has.
+
+    A mode sees what backward calls: it handles torch.autograd.grad, and is off inside of it.
+    """
+    live = [y for y in outputs if y.requires_grad]
+    ones = list(map(torch.ones_like, live))
+    if live:
+        torch.autograd.backward(live, ones, inputs=list(leaves), create_graph=True)
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    for x in leaves:
+        x.grad = None  # with a graph, it would refer to itself
+    return grads
+
+
 def tangent(function: TensorMap, count: int) -> TensorMap:
     """(x, t) -> J(x) t, in forward mode."""
 

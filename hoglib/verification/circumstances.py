@@ -306,9 +306,12 @@ def _choose_subsets(count: int) -> list[tuple[int, ...]]:
     return [*dict.fromkeys([*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]])]
 
 
-def outputs_alone(base: Baseline) -> Row:
+def outputs_alone(base: Baseline, options: Options) -> Row:
     """Gradients of outputs that are undefined: of all of them, or of all but one."""
     name = "outputs: undefined gradients"
+    if options.surrogate:
+        text = "declared a surrogate, whose gradient may ignore the incoming one."
+        return Row(name, "skip", None, text)
     if not base.subject.functions:
         return Row(name, "skip", None, "no custom Function is in it.")
 
