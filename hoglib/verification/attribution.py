@@ -26,7 +26,7 @@ from hoglib._core.finite_differences import difference_quotient, steps
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable, watching_functions
 from hoglib.verification import function_rules
-from hoglib.verification.call import same
+from hoglib.verification.call import same, seed_all
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
 from hoglib.verification.subject import Application, application
 
@@ -91,7 +91,7 @@ class _Attribution:
 
     def _run(self, h: float) -> Run:
         """A forward at x + h v."""
-        torch.manual_seed(0)
+        seed_all()
         args = self._app.fresh()
         for i, v in self._v.items():
             args[i] = args[i] + h * v
@@ -107,7 +107,7 @@ class _Attribution:
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
         """The floating-point results of backward, or of jvp, for what is on the context."""
-        torch.manual_seed(0)
+        seed_all()
         context = Context(record, in_jvp=self._in_jvp)
         returned = function_rules.as_tuple(self._rule(context, *incoming))
         if self._in_jvp:

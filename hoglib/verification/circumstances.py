@@ -204,14 +204,16 @@ def deterministic(base: Baseline, options: Options) -> Row:
     if off > options.nondet_tol:
         text = (
             f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
-            "(nondeterministic). backward draws random numbers, or sums in no fixed order. Draw random "
+            "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or "
+            "sums in no fixed order. Its derivatives were judged with the same draws each time. Draw random "
             "numbers in forward and save them, or set nondet_tol."
         )
         return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:
         return Row(
             name, "warn", off,
-            "forward draws random numbers; it was checked with the same ones each time.",
+            "forward draws random numbers (torch's, NumPy's or random's); it was checked with the same "
+            "ones each time.",
         )  # fmt: skip
     return Row(name, "pass", off)
 

@@ -16,6 +16,8 @@ from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line
 from hoglib.verification import function_rules
+from hoglib.verification.accumulation import accumulates
+from hoglib.verification.call import seed_all
 from hoglib.verification.function_rules import Run, kind_of
 from hoglib.verification.report import Row
 from hoglib.verification.side_effects import device, in_place
@@ -46,7 +48,7 @@ UNSUMMED = (
 def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     """The contract of one Function, from running it as plain functions."""
     rows = [_setup_context(app.function)]
-    checks: list[Callable[[Application], list[Row]]] = [gradients, in_place, _context]
+    checks: list[Callable[[Application], list[Row]]] = [gradients, in_place, accumulates, _context]
     checks += [] if surrogate else [linear]
     checks += [_needs_input_grad, device]
     problems = []
@@ -191,7 +193,7 @@ def linear(app: Application) -> list[Row]:
     grads = run.incoming()
 
     def returned(factor: float) -> list[Tensor]:
-        torch.manual_seed(0)
+        seed_all()
         scaled = [None if g is None else factor * g for g in grads]
         found = function_rules.backward(app.function, app.seeded().record, scaled)
         return [g for g in found if is_float(g)]

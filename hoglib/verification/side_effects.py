@@ -15,7 +15,7 @@ from hoglib._core import pytree, source_location
 from hoglib._core.element_differences import max_abs
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import same
+from hoglib.verification.call import same, seed_all
 from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.function_rules import kind_of
 from hoglib.verification.report import Row
@@ -31,7 +31,7 @@ class Mutation(NamedTuple):
 
 
 def in_place(app: Application) -> list[Row]:
-    torch.manual_seed(0)
+    seed_all()
     args = app.fresh()
     inputs = Snapshot({app.name(i): x for i, x in enumerate(args)})
     with InPlaceWatch() as watch:
@@ -141,7 +141,7 @@ LEAST = 1e-5  # differences may be off by that much
 
 def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
     """forward, backward and jvp as plain functions, each under a watch."""
-    torch.manual_seed(0)
+    seed_all()
     args = app.fresh()
     with torch.no_grad():
         with watch:

@@ -40,7 +40,7 @@ class Application(NamedTuple):
 
     def seeded(self) -> function_rules.Run:
         """A run on copies of the arguments, the same each time."""
-        torch.manual_seed(0)
+        calls.seed_all()
         return self.run(self.fresh())
 
     def name(self, i: int) -> str:
@@ -257,7 +257,7 @@ class Subject:
         gradient = calls.gradient(self.map, len(self.x))
 
         def drawn(seed: int) -> tuple[list[Tensor], list[Tensor]]:
-            torch.manual_seed(seed)
+            calls.seed_all(seed)
             values = self.map(*self.x)
             try:
                 grads = gradient(*self.x, *(torch.ones_like(y) for y in values))
@@ -272,9 +272,9 @@ class Subject:
         if self.draws and not _same(self.map(*self.x), self.map(*self.x)):
             return Row(
                 "deterministic", "fail", None,
-                "two calls with the same seed of torch give different values (hidden nondeterminism), "
-                "so nothing can be compared. Does it count its calls, or draw numbers from NumPy or "
-                "random? Pass random numbers as inputs.",
+                "two calls with the same seeds of torch, NumPy and random give other values (hidden "
+                "nondeterminism), so nothing can be compared. Does it count its calls, or draw from a "
+                "generator of its own? Pass random numbers as inputs.",
             )  # fmt: skip
         again = self._again()
         return Row("deterministic", "fail", None, again) if again else None
@@ -285,7 +285,7 @@ class Subject:
         values = self.map(*leaves)
 
         def once() -> list[Tensor]:
-            torch.manual_seed(0)
+            calls.seed_all()
             grads = calls.grad(
                 values, leaves, list(map(torch.ones_like, values)), retain_graph=True
             )
@@ -309,7 +309,7 @@ class Subject:
         why = (
             f"backward changes {', '.join(sorted(changed))}, which it must not do."
             if changed
-            else "it draws numbers from NumPy or random, counts its calls, or frees what it reads."
+            else "it draws from a generator of its own, counts its calls, or frees what it reads."
         )
         return (
             f"a second backward pass through the same graph {did}: {why} Nothing can be compared."
