@@ -9,7 +9,7 @@ that ran without.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core import pytree, source_location
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine
-from hoglib._core.torch_internals import Applying
+from hoglib._core.torch_internals import Applying, watching_constructors
 
 # Calls whose result does not depend on the values of their arguments.
 VALUE_INDEPENDENT = (
@@ -37,6 +37,7 @@ INNER = "torch.autograd.grad without create_graph=True"
 # Calls that return the values of a tensor without its graph: the method -> what users write.
 ALIASES = {
     "data": ".data", "detach": ".detach()", "tensor": "torch.tensor()", "new_tensor": ".new_tensor()",
+    "Variable": "Variable()", "Parameter": "nn.Parameter()",
 }  # fmt: skip
 
 
@@ -89,6 +90,15 @@ class DetachmentWatch(TorchFunctionMode):
         """The places found so far, each once."""
         return list(self._seen.values())
 
+    def __enter__(self) -> Self:
+        self._constructors = watching_constructors(self.__torch_function__)
+        self._constructors.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._constructors.__exit__(*error)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.applying.depth:
@@ -122,7 +132,7 @@ class DetachmentWatch(TorchFunctionMode):
     def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
         """The result of a call, after noting whether it lost the graph of the arguments."""
         outputs = [y for y in pytree.leaves(result) if is_float(y)]
-        without = [y for y in outputs if not y.requires_grad]
+        without = [y for y in outputs if not y.requires_grad or name == "Parameter"]
         # of torch's fallback for kernels without a derivative
         raw = [y for y in outputs if y.grad_fn and "NotImplemented" in y.grad_fn.name()]
         if not without and not raw:

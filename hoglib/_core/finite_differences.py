@@ -49,7 +49,7 @@ STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
     "element, short": {torch.float64: (1e-7, 1e-8, 1e-9), torch.float32: ()},
     # The attribution to what a Function saved. Its terms are compared with their sum, coarsely, and
     # away from kinks: one step is enough.
-    "slot": {torch.float64: (1e-5,), torch.float32: (1e-5,)},
+    "slot": {torch.float64: (1e-5,), torch.float32: (3e-3,)},
     # `audit` of whole models, in units of the size of each parameter tensor. They are tried in this
     # order until a product agrees. The first is right for most models; a model with many ReLUs needs a
     # shorter one, which crosses no kink, and a loss whose terms cancel a longer one.

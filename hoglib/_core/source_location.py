@@ -24,7 +24,7 @@ _DEFINES_FUNCTIONS = tuple(
         "_core/recomputation.py", "_core/torch_errors.py",
     )
 )  # fmt: skip
-_MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__")
+_MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor")
 _MAX_QUOTED = 100  # characters of a line
 
 

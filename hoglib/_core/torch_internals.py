@@ -10,7 +10,7 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
@@ -147,7 +147,51 @@ def _runs_users_code_again(function: Any) -> bool:
     return function.__module__.startswith("hoglib.") and getattr(function, "runs_user_code", True)
 
 
+def engine_gradients(
+    outputs: Sequence[Tensor], weights: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad with a graph, which no mode handles: so modes see what backward calls."""
+    run = torch.autograd.graph._engine_run_backward
+    found: tuple[Tensor | None, ...] = run(
+        tuple(outputs), tuple(weights), True, True, tuple(inputs), allow_unreachable=True,
+        accumulate_grad=False,
+    )  # fmt: skip
+    return found
+
+
 _WATCHES: list[Callable[..., Any]] = []
+
+# `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
+_CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
+_CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
+
+
+@contextmanager
+def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
+    """Calls handle(make, types, args, kwargs) instead of `Variable(...)` and `nn.Parameter(...)`, which
+    no mode of torch sees. `make` is what they do without it, under their names."""
+
+    def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            return type.__call__(cls, *args, **kwargs)
+
+        make.__name__ = cls.__name__
+        watches = [
+            watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == threading.get_ident()
+        ]
+        return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
+
+    entry = (threading.get_ident(), handle)
+    _CONSTRUCTOR_WATCHES.append(entry)
+    for kind in _CONSTRUCTORS:
+        setattr(kind, "__call__", _constructor)  # noqa: B010
+    try:
+        yield
+    finally:
+        _CONSTRUCTOR_WATCHES.remove(entry)
+        if not _CONSTRUCTOR_WATCHES:
+            for kind in _CONSTRUCTORS:
+                delattr(kind, "__call__")
 
 
 @cache

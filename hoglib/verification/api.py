@@ -1,7 +1,7 @@
 """`hog.verify`: runs all checks of one function, and reports the cause of a failure first."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.source_location import format_error
+from hoglib._core.source_location import error_line, format_error
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib.errors import HoglibError
@@ -22,14 +22,18 @@ from hoglib.verification import (
     transforms,
     variants,
 )
+from hoglib.verification.accumulation import preserved_grads
 from hoglib.verification.call import name_of
 from hoglib.verification.circumstances import Baseline
+from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
-from hoglib.verification.report import Report, Row
+from hoglib.verification.report import ORDINALS, Report, Row
 from hoglib.verification.rounding import exact_products
 from hoglib.verification.subject import Subject
+
+FIRST = "first derivative: reverse"
 
 
 def verify(
@@ -124,6 +128,7 @@ def verify(
         keep_swapped(),
         exact_products(),
         preserve_random_state(),
+        preserved_grads(fn, *arguments),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # the checks do what torch warns of, on purpose
@@ -165,7 +170,10 @@ def _rows(
     subject: Subject, reference: Callable[..., Any] | None, options: Options
 ) -> Iterator[Row]:
     """The rows of all checks, in order."""
-    stop = subject.prepare()
+    try:
+        stop = subject.prepare()
+    except Exception as error:
+        stop = Row(FIRST, "warn", None, not_judged("its derivatives", error))
     if stop is not None:
         yield stop
         for app in subject.applications:  # a broken contract may be the cause
@@ -176,25 +184,28 @@ def _rows(
     derivatives = Derivatives(subject, points, options)
     if options.surrogate:
         yield Row(
-            "first derivative: reverse", "skip", None,
+            FIRST, "skip", None,
             "declared a surrogate: it differs from the derivative on purpose.",
         )  # fmt: skip
     elif 1 in options.orders:
-        yield from derivatives.first_order()
+        yield from _guarded(FIRST, "warn", derivatives.first_order())
     for order in (2, 3):
         if order in options.orders:
-            yield from derivatives.higher_order(order)
-    yield from fix_hints.attribution_rows(subject, points[-1], derivatives.found)
-    first = derivatives.found.get("first derivative: reverse")
+            name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
+            yield from _guarded(name, "warn", derivatives.higher_order(order))
+    found = derivatives.found
+    rows = fix_hints.attribution_rows(subject, points[-1], found)
+    yield from _guarded("attribution", "skip", rows)
+    first = found.get(FIRST)
     if first is not None and first.wrong:
-        yield from fix_hints.forward_rows(subject, points[-1])
+        rows = fix_hints.forward_rows(subject, points[-1])
+        yield from _guarded("attribution", "skip", rows)
         if not options.surrogate:
-            yield from fix_hints.value_rows(subject)
+            yield from _guarded("attribution", "skip", fix_hints.value_rows(subject))
     if reference is not None:
-        yield from comparison.reference_rows(
-            subject, reference, points, surrogate=options.surrogate
-        )
-    contract_rows = list(_contract_rows(subject, options))
+        rows = comparison.reference_rows(subject, reference, points, surrogate=options.surrogate)
+        yield from _guarded(comparison.VALUE, "warn", rows)
+    contract_rows = list(_guarded("contract", "skip", _contract_rows(subject, options, found)))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     for row in _circumstance_rows(subject, points[-1], options):
@@ -207,9 +218,10 @@ def _rows(
 def _notes(subject: Subject) -> Iterator[Row]:
     """How the inputs were treated, where that is not obvious."""
     if subject.refused:
+        how = "not the precision that it computes in" if subject.computes_narrow else "refused"
         yield Row(
-            "dtype: float64", "skip", None,
-            f"refused ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
+            "dtype: float64", "warn" if subject.computes_narrow else "skip", None,
+            f"{how} ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
         )  # fmt: skip
     if subject.call.symmetric:
         names = ", ".join(subject.call.names[j] for j in sorted(subject.call.symmetric))
@@ -228,9 +240,11 @@ def _notes(subject: Subject) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _contract_rows(subject: Subject, options: Options) -> Iterator[Row]:
+def _contract_rows(
+    subject: Subject, options: Options, found: Mapping[str, Discrepancy]
+) -> Iterator[Row]:
     """The contract of each Function that is applied."""
-    yield side_effects.constants_row(subject)
+    yield side_effects.constants_row(subject, found)
     several = len(subject.applications) > 1
     for app in subject.applications:
         for row in contract.check(app, surrogate=options.surrogate):
@@ -251,7 +265,7 @@ def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> I
         lambda: circumstances.deterministic(base, options),
         lambda: circumstances.state(base),
         lambda: _subset_rows(base),
-        lambda: circumstances.outputs_alone(base),
+        lambda: circumstances.outputs_alone(base, options),
         lambda: variants.layouts(base),
         lambda: variants.dtypes(base),
         lambda: transforms.rows(subject, points, base.u, options),
@@ -264,6 +278,22 @@ def _circumstance_rows(subject: Subject, x: list[Tensor], options: Options) -> I
             yield from [found] if isinstance(found, Row) else list(found)
         except Exception as error:  # other rows name the cause
             yield Row("circumstances", "skip", None, f"not compared: {format_error(error)}")
+
+
+def _guarded(name: str, status: str, rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows; one that says what was not judged, if the checks themselves raise."""
+    try:
+        yield from rows
+    except HoglibError:
+        raise
+    except Exception as error:
+        yield Row(name, status, None, not_judged("what follows from there", error))
+
+
+def not_judged(what: str, error: Exception) -> str:
+    """What to say where a check raises, of which the function may not be the cause."""
+    line = error_line(error)
+    return f"not judged: {what}." + (f" A run of it ended at {line}." if line else "")
 
 
 def _subset_rows(base: Baseline) -> Iterator[Row]:

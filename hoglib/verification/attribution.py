@@ -26,11 +26,12 @@ from hoglib._core.finite_differences import difference_quotient, steps
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable, watching_functions
 from hoglib.verification import function_rules
+from hoglib.verification.call import same, seed_all
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
 from hoglib.verification.subject import Application, application
 
-(STEP,) = steps("slot", torch.float64)
-LOST = 1e-5  # of the whole term: less is rounding
+LOST = {torch.float64: 1e-5}  # of the whole term: less is rounding
+LOST_NARROW = 0.03  # the same in other dtypes
 WORTH_SAYING = 1e-3  # of what is lost
 DRAWS = 4
 
@@ -48,6 +49,15 @@ class Diagnosis(NamedTuple):
     inner: list[Application]  # Functions that backward applies
     only_backward: bool = False  # a jvp, and nothing was saved for it
     kept: bool = True  # anything on the context
+
+
+def step_of(tensors: Iterable[Any]) -> float:
+    """The step of the differences, for the narrowest dtype."""
+    return max((steps("slot", _real(x.dtype))[0] for x in tensors if is_float(x)), default=1e-5)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def diagnose(app: Application, moves: Moves | None = None, *, in_jvp: bool = False) -> Diagnosis:
@@ -70,6 +80,9 @@ class _Attribution:
         self._v = moves or {
             i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
+        self._step = step_of(app.args[i] for i in app.by)
+        narrow = any(_real(app.args[i].dtype) != torch.float64 for i in app.by)
+        self._least = LOST_NARROW if narrow else LOST[torch.float64]
         self._inner: list[Application] = []
         base = self._run(0.0)
         self._arguments = self._incoming(base)
@@ -78,7 +91,7 @@ class _Attribution:
 
     def _run(self, h: float) -> Run:
         """A forward at x + h v."""
-        torch.manual_seed(0)
+        seed_all()
         args = self._app.fresh()
         for i, v in self._v.items():
             args[i] = args[i] + h * v
@@ -94,7 +107,7 @@ class _Attribution:
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
         """The floating-point results of backward, or of jvp, for what is on the context."""
-        torch.manual_seed(0)
+        seed_all()
         context = Context(record, in_jvp=self._in_jvp)
         returned = function_rules.as_tuple(self._rule(context, *incoming))
         if self._in_jvp:
@@ -106,10 +119,20 @@ class _Attribution:
 
     def _results_with_moved(self, labels: Sequence[str], h: float) -> list[Tensor]:
         """The results of backward with some slots taken from a run at x + h v."""
-        record = self._run(0.0).record
-        slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, self._run(h).record))
+        record, other = (self._as_saved(self._run(at)) for at in (0.0, h))
+        slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, other))
         slots |= {label: moved[label] for label in labels}
-        return self._results(record.with_slots(slots, in_jvp=self._in_jvp), self._arguments)
+        with torch.no_grad():
+            return self._results(record.with_slots(slots, in_jvp=self._in_jvp), self._arguments)
+
+    def _as_saved(self, run: Run) -> Record:
+        """The record, with inputs and outputs that require grad, as autograd gives them to backward."""
+        own = [run.inputs[i] for i in self._app.by]
+        for x in (*own, *(y for y in run.outputs if not run.record.is_silent(y))):
+            with suppress(RuntimeError):
+                if is_float(x):
+                    x.requires_grad_()
+        return run.record
 
     def _terms(self, labels: Sequence[str]) -> dict[str, list[Tensor]]:
         """The term of each slot, by central differences.
@@ -118,7 +141,12 @@ class _Attribution:
         are moved together, and get equal shares of the term.
         """
         terms, alone = {}, []
+        above, below = (
+            self._run(h).record.slots(in_jvp=self._in_jvp) for h in (self._step, -self._step)
+        )
         for label in labels:
+            if _is_same(above.get(label), below.get(label)):
+                continue
             try:
                 terms[label] = self._term([label])
             except Exception:
@@ -130,10 +158,10 @@ class _Attribution:
 
     def _term(self, labels: Sequence[str]) -> list[Tensor]:
         above, below = (
-            self._results_with_moved(labels, STEP),
-            self._results_with_moved(labels, -STEP),
+            self._results_with_moved(labels, self._step),
+            self._results_with_moved(labels, -self._step),
         )
-        return [slope.detach() for slope in difference_quotient(above, below, STEP)]
+        return [slope.detach() for slope in difference_quotient(above, below, self._step)]
 
     # What autograd sees of it.
 
@@ -141,7 +169,7 @@ class _Attribution:
         self, watch: DetachmentWatch
     ) -> tuple[list[Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
         """The results of backward with their graph; each slot's leaves, and how they move along v."""
-        run, ends = self._run(0.0), (self._run(STEP), self._run(-STEP))
+        run, ends = self._run(0.0), (self._run(self._step), self._run(-self._step))
         slots = run.record.slots(in_jvp=self._in_jvp)
         moved = [end.record.slots(in_jvp=self._in_jvp) for end in ends]
         owned = {id(t) for t in (*run.inputs, *run.outputs) if not run.record.is_silent(t)}
@@ -154,7 +182,7 @@ class _Attribution:
                 if is_float(leaf) and id(leaf) in owned:
                     above, below = (f[n] for f in ends_flat)
                     flat[n] = leaf.detach().clone().requires_grad_()
-                    move = ((above - below) / (2 * STEP)).detach()
+                    move = ((above - below) / (2 * self._step)).detach()
                     leaves.setdefault(label, []).append((flat[n], move))
             held[label] = pytree.unflatten(flat, structure)
         record = run.record.with_slots(held, in_jvp=self._in_jvp)
@@ -205,10 +233,11 @@ class _Attribution:
             incoming = list(self._arguments)
             g = incoming[k]
             assert g is not None
-            incoming[k] = g + sign * STEP * direction
-            return self._results(self._run(0.0).record, incoming)
+            incoming[k] = g + sign * self._step * direction
+            with torch.no_grad():
+                return self._results(self._as_saved(self._run(0.0)), incoming)
 
-        return [slope.detach() for slope in difference_quotient(at(1.0), at(-1.0), STEP)]
+        return [slope.detach() for slope in difference_quotient(at(1.0), at(-1.0), self._step)]
 
     def _terms_by_autograd(
         self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]
@@ -247,10 +276,14 @@ class _Attribution:
             )
         size = max(whole, 1e-300)
         total = sum(lost.values())
-        if total <= LOST * size:
+        if total <= self._least * size:
             return Diagnosis(0.0, [], [], self._once, None, inner)
         detached = self._harmful_detachments(watch.detached, total, size)
-        slots = [slot for slot in self._describe_slots() if lost.get(slot.label, 0.0) > LOST * size]
+        slots = [
+            slot
+            for slot in self._describe_slots()
+            if lost.get(slot.label, 0.0) > self._least * size
+        ]
         for slot in slots:
             slot.lost = lost[slot.label]
             slot.share = slot.lost / total
@@ -277,12 +310,12 @@ class _Attribution:
         guilty = []
         for cut in repairable:
             without = self._lost_after_repair([other for other in repairable if other is not cut])
-            if without > least + max(0.01 * total, LOST * size):
+            if without > least + max(0.01 * total, self._least * size):
                 guilty.append(cut)
         others = [one for one in detached if not one.repairable]
-        if others and least > LOST * size:
+        if others and least > self._least * size:
             guilty += others
-        return guilty or (detached if self._lost_after_repair([]) > LOST * size else [])
+        return guilty or (detached if self._lost_after_repair([]) > self._least * size else [])
 
     def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:
         """What slots with a graph still lose if some detached gradients are repaired."""
@@ -310,6 +343,13 @@ class _Attribution:
                 name = self._argument_name(k)
                 slots.append(Slot(name, "gradient", name))
         return slots
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether a slot does not move: the same tensor or number at both ends."""
+    if isinstance(a, Tensor):
+        return same(a, b)
+    return a is None or (isinstance(a, bool | int | float | str | torch.dtype) and a == b)
 
 
 def _dot(w: list[Tensor], term: list[Tensor]) -> float:

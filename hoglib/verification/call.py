@@ -1,5 +1,7 @@
 """One call of a function as a map between lists of real tensors, and the derivatives of such maps."""
 
+import random
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import isbuiltin
@@ -15,7 +17,7 @@ from hoglib._core.element_differences import TensorMap
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
-from hoglib._core.torch_internals import transforms_active
+from hoglib._core.torch_internals import engine_gradients, transforms_active
 
 
 def fresh(value: Any) -> Any:
@@ -23,6 +25,14 @@ def fresh(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.clone_state() if isinstance(value, torch.Generator) else value
+
+
+def seed_all(seed: int = 0) -> None:
+    """Seed the global generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
 
 
 def same(a: Tensor, b: Any) -> bool:
@@ -70,6 +80,16 @@ def grad(
         return [torch.zeros_like(x) for x in inputs]
     values, factors = zip(*live, strict=True)
     return list(torch.autograd.grad(values, inputs, factors, materialize_grads=True, **options))
+
+
+def watched_gradient(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients, with a graph, of the sum of the outputs, where a mode sees what backward calls: it
+    handles torch.autograd.grad itself, and is off inside of it."""
+    live = [y for y in outputs if y.requires_grad]
+    if not live:
+        return [torch.zeros_like(x) for x in leaves]
+    grads = engine_gradients(live, list(map(torch.ones_like, live)), leaves)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
 
 
 def tangent(function: TensorMap, count: int) -> TensorMap:
@@ -206,7 +226,7 @@ class Call:
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
         """All leaves of what fn returns for these variables, rearranged by `before`."""
         if self.reseed:
-            torch.manual_seed(0)
+            seed_all()
         values = [fresh(x) for x in self._values]
         variables_in = zip(self.positions, variables, self.complex_variables, strict=True)
         for j, (slot, x, parts) in enumerate(variables_in):
@@ -290,9 +310,13 @@ def _is_function_class(value: Any) -> bool:
 
 
 def _copy(value: Any, dtype: torch.dtype | None) -> Any:
-    if dtype is None or not is_float(value):
+    """A copy with memory of its own; contiguous, which code that reads memory directly may rely on:
+    other layouts are tried later, by checks of their own."""
+    if not is_float(value):
         return fresh(value)
-    return value.detach().to(dtype.to_complex() if value.is_complex() else dtype).clone()
+    wanted = value.dtype if dtype is None else dtype.to_complex() if value.is_complex() else dtype
+    layout = torch.contiguous_format if value.layout is torch.strided else torch.preserve_format
+    return value.detach().to(wanted, copy=True).clone(memory_format=layout)
 
 
 def real(value: Tensor) -> Tensor:

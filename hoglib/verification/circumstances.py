@@ -204,14 +204,16 @@ def deterministic(base: Baseline, options: Options) -> Row:
     if off > options.nondet_tol:
         text = (
             f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
-            "(nondeterministic). backward draws random numbers, or sums in no fixed order. Draw random "
+            "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or "
+            "sums in no fixed order. Its derivatives were judged with the same draws each time. Draw random "
             "numbers in forward and save them, or set nondet_tol."
         )
         return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:
         return Row(
             name, "warn", off,
-            "forward draws random numbers; it was checked with the same ones each time.",
+            "forward draws random numbers (torch's, NumPy's or random's); it was checked with the same "
+            "ones each time.",
         )  # fmt: skip
     return Row(name, "pass", off)
 
@@ -306,9 +308,12 @@ def _choose_subsets(count: int) -> list[tuple[int, ...]]:
     return [*dict.fromkeys([*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]])]
 
 
-def outputs_alone(base: Baseline) -> Row:
+def outputs_alone(base: Baseline, options: Options) -> Row:
     """Gradients of outputs that are undefined: of all of them, or of all but one."""
     name = "outputs: undefined gradients"
+    if options.surrogate:
+        text = "declared a surrogate, whose gradient may ignore the incoming one."
+        return Row(name, "skip", None, text)
     if not base.subject.functions:
         return Row(name, "skip", None, "no custom Function is in it.")
 

@@ -140,6 +140,12 @@ def in_forward(
             numbers = (float(t.reshape(-1)[worst]) for t in (off, value, one.values[i]))
             distance, got, expected = numbers
             share = distance / (max(one.size(i) + one.floors[i], abs(got)) or 1.0)
+            if _is_drowned(
+                one, i, max(one.size(i), max_abs(value)), TRUST * max_abs(one.errors[i])
+            ):
+                concluded.discard(one.column)
+                found.problem = found.problem or DROWNED
+                continue
             where = f", element {worst}" if off.numel() > 1 else ""
             wrong = not bool((off <= allowed).all())
             found.note(at, i, one.column, where, wrong, share, got, expected)
@@ -166,7 +172,6 @@ def in_reverse(
             if bool((w[~known] != 0).any()):
                 found.problem = found.problem or one.problem
                 continue
-            concluded.add(one.column)
             terms = torch.where(known, w * one.values[i], 0.0)
             errors = torch.where(known, w.abs() * one.errors[i], 0.0)
             expected = float(terms.sum())
@@ -174,6 +179,7 @@ def in_reverse(
             got = float((grads[one.column] * one.v).sum())
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
+                concluded.add(one.column)
                 continue
             reach = float(w.abs().sum())
             allowed = (
@@ -183,12 +189,29 @@ def in_reverse(
                 + one.floors[i] * reach
             )
             off = abs(got - expected)
+            if _is_drowned(one, i, max(scale, abs(got)), TRUST * float(errors.sum()), reach):
+                found.problem = found.problem or DROWNED
+                continue
+            concluded.add(one.column)
             size = max(scale + one.floors[i] * reach, abs(got)) or 1.0
             share = off / size if off == off else float("inf")
             where = ", along random directions"
             found.note(at, i, one.column, where, not off <= allowed, share, got, expected)
     found.unknown = {one.column for one in at.slopes} - concluded
     return found
+
+
+DROWNED = "their noise exceeds the derivative"
+
+
+def _is_drowned(one: Slope, i: int, number: float, noise: float, reach: float = 1.0) -> bool:
+    """Whether the noise of a difference exceeds the number, so that any number would do.
+
+    Noise that is small beside the values is none to speak of: there the derivative is zero.
+    """
+    eps = torch.finfo(one.values[i].dtype).eps
+    natural = reach * one.floors[i] / (4 * eps**0.5)  # of the size of the values
+    return number <= noise and noise > max(1e-3, 50 * eps) * natural
 
 
 def wrong_elements(

@@ -30,8 +30,12 @@ from hoglib.verification.comparison import (
 from hoglib.verification.options import Options
 from hoglib.verification.report import MODES, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
+from hoglib.verification.surrogates import what_it_looks_like
 
-DECLARE = "If that is on purpose, as in a straight-through gradient, pass surrogate=True."
+DECLARE = (
+    "If that is on purpose, as in a straight-through gradient, pass surrogate=True, or set "
+    "`surrogate = True` on the class."
+)
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
 
@@ -102,7 +106,7 @@ class Derivatives:
                 at_inputs = (subject.map, subject.x, found.row, found.column)
                 with suppress(Exception):  # a description that fails must not hide the row
                     words.append(wrong_elements(*at_inputs, subject.random))
-                words.append(DECLARE)
+                words.append(what_it_looks_like(subject, found.column) or DECLARE)
             row = row._replace(text=" ".join(filter(None, words)))
         yield row
         if self._wants("f"):

@@ -1,6 +1,7 @@
 """From a wrong second derivative to the rows of a report that name the cause, and say how to fix it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -12,7 +13,7 @@ from hoglib._core import pytree, source_location
 from hoglib._core.detachment import DetachedGradient, DetachmentWatch
 from hoglib._core.element_differences import element_scales, random_like
 from hoglib._core.pytree import is_float
-from hoglib._core.source_location import format_error
+from hoglib._core.source_location import error_line, format_error
 from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import attribution, function_rules
 from hoglib.verification import call as calls
@@ -57,6 +58,14 @@ def attribution_rows(
     raises = found.get("first derivative: reverse", Discrepancy()).raised is not None
     over_forward = [name for name in wrong if name.endswith("over-forward")]
     named = False
+    raised = {
+        in_jvp: any(
+            one.raised is not None
+            for name, one in found.items()
+            if name.endswith("over-forward" if in_jvp else "reverse-over-reverse")
+        )
+        for in_jvp in (False, True)
+    }
     for app, moves in apps:
         for in_jvp in (False, True):
             if in_jvp and (not over_forward or not function_rules.offers_jvp(app.function)):
@@ -65,9 +74,15 @@ def attribution_rows(
                 continue
             several = len(apps) > 1
             for row in _of(
-                app, moves, in_jvp, several=several, right_once=right_once, raises=raises
+                app,
+                moves,
+                in_jvp,
+                several=several,
+                right_once=right_once,
+                raises=raises,
+                raised=raised[in_jvp],
             ):
-                named = True
+                named |= row.status == "fail"
                 yield row
     if not named and right_once:
         yield from culprit_rows(subject, x, wrong)
@@ -128,19 +143,24 @@ def _applications_in_motion(
         point = [(y + h * d).requires_grad_() for y, d in zip(x, v, strict=True)]
         return applications(lambda: subject.map(*point))
 
-    here, above, below = at(0.0), at(attribution.STEP), at(-attribution.STEP)
+    step = attribution.step_of(x)
+    here, above, below = at(0.0), at(step), at(-step)
     if not len(here) == len(above) == len(below):
         return [(app, None) for app in here]
     ends = zip(here, above, below, strict=True)
     return [
         (
             app,
-            {i: (p.args[i] - m.args[i]) / (2 * attribution.STEP) for i in app.by}
-            if p.by == m.by == app.by
+            {i: (p.args[i] - m.args[i]) / (2 * step) for i in app.by}
+            if p.by == m.by == app.by and _same_shapes(p, m)
             else None,
         )
         for app, p, m in ends
     ]
+
+
+def _same_shapes(p: Application, m: Application) -> bool:
+    return all(p.args[i].shape == m.args[i].shape for i in p.by)
 
 
 def _of(
@@ -151,15 +171,16 @@ def _of(
     several: bool,
     right_once: bool,
     raises: bool = False,
+    raised: bool = True,
 ) -> Iterator[Row]:
+    """raised: whether autograd raises in the mode in question, too."""
     function = app.function.__name__
     rule = "jvp" if in_jvp else "backward"
     prefix = f"{function}: " if several else ""
     try:
         found = attribution.diagnose(app, moves, in_jvp=in_jvp)
     except Exception as error:
-        text = f"{rule} was not run as a plain function: {format_error(error)}."
-        yield Row(f"{prefix}attribution", "skip", None, text)
+        yield from _not_attributed(prefix, function, rule, app, [], error)
         return
     if found.once:
         text = (
@@ -172,6 +193,10 @@ def _of(
             else " Without it the second derivative is right."
         )
         yield Row(f"{prefix}detached: @once_differentiable", "fail", None, text)
+    if found.error is not None and not (found.once or raised or raises):
+        seen = [] if several else found.detached
+        yield from _not_attributed(prefix, function, rule, app, seen, found.error)
+        return
     if found.error is not None:
         yield raised_row(prefix, function, rule, found, always=raises and not in_jvp)
         return
@@ -195,6 +220,45 @@ def _of(
             f"directly, or read what forward stored on the class or in a global? "
             f"{FIXES['kernel']}",
         )  # fmt: skip
+
+
+def _not_attributed(
+    prefix: str,
+    function: str,
+    rule: str,
+    app: Application,
+    seen: Sequence[DetachedGradient],
+    error: Exception,
+) -> Iterator[Row]:
+    """The rows where the probe raises and autograd does not: where backward leaves the graph, as seen
+    under autograd, and what was not judged."""
+    for cut in _together(seen or _cuts_under_autograd(app) if rule == "backward" else seen):
+        shown = "; ".join(map(str, cut[:3]))
+        text = f"{function}.{rule} leaves the graph by {shown}. {_fix(cut[0])}"
+        yield Row(f"{prefix}detached: {title(cut[0])}", "fail", None, text)
+    line = error_line(error)
+    at = f" (it raises at {line})" if line else ""
+    text = (
+        f"not judged: which saved tensor loses the second derivative. {rule} does not run as a plain "
+        f"function, outside of autograd{at}."
+    )
+    yield Row(f"{prefix}attribution", "skip", None, text)
+
+
+def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
+    watch = DetachmentWatch()
+
+    def ignore(function: type[Function], args: tuple[Any, ...]) -> None: ...
+
+    with suppress(Exception):
+        args = [
+            x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
+        ]
+        values = [y for y in pytree.leaves(app.function.apply(*args)) if is_float(y)]
+        leaves = [args[i] for i in app.by]
+        with watching_functions(ignore) as watch.applying, watch:
+            calls.watched_gradient(values, leaves)
+    return [cut for cut in watch.detached if cut.place]  # others are of the probe itself
 
 
 def _together(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
@@ -247,9 +311,12 @@ def detached_row(
     shown = "; ".join(map(str, detached[:3])) + (
         f"; and {len(detached) - 3} more" if len(detached) > 3 else ""
     )
-    kind = "escape" if detached[0].then else detached[0].kind
-    text = f"{function}.{rule} leaves the graph by {shown}.{share} {FIXES[kind]}"
+    text = f"{function}.{rule} leaves the graph by {shown}.{share} {_fix(detached[0])}"
     return Row(name, "fail", lost or None, text)
+
+
+def _fix(cut: DetachedGradient) -> str:
+    return FIXES["escape" if cut.then else cut.kind]
 
 
 def called(slot: Slot) -> str:

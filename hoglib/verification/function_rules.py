@@ -7,9 +7,10 @@ they show it.
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -20,18 +21,13 @@ from torch.autograd.function import FunctionCtx
 from hoglib._core import pytree, source_location
 from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
-from hoglib._core.source_location import SourceLine, is_user_code
+from hoglib._core.source_location import is_user_code
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification.call import same
+from hoglib.verification.containers import exchanged, opened, steps_to
+from hoglib.verification.saved_expressions import Noted, SavedAt
 
 SAVED = "ctx.saved_tensors"
-
-
-class Noted(NamedTuple):
-    """Where something was put on a context, and what the code there calls it."""
-
-    place: SourceLine | None
-    name: str
 
 
 @final
@@ -46,24 +42,51 @@ class Record:
     silent: tuple[Any, ...] = ()  # outputs marked non-differentiable
     materialize: bool = True
     attributes: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, SavedAt] = field(
+        default_factory=dict
+    )  # by attribute; saved tensors by SAVED
     notes: dict[str, Noted] = field(default_factory=dict)
 
-    def slots(self, *, in_jvp: bool = False) -> dict[str, Any]:
+    def held(self, *, in_jvp: bool = False) -> dict[str, Any]:
         """Everything backward, or jvp, may read, by how it is written."""
         saved = self.for_forward if in_jvp else self.saved
-        slots = {f"{SAVED}[{k}]": value for k, value in enumerate(saved)}
-        return slots | {f"ctx.{name}": value for name, value in self.attributes.items()}
+        held = {f"{SAVED}[{k}]": value for k, value in enumerate(saved)}
+        return held | {f"ctx.{name}": value for name, value in self.attributes.items()}
+
+    def slots(self, *, in_jvp: bool = False) -> dict[str, Any]:
+        """The same, with the members of containers instead of these."""
+        slots: dict[str, Any] = {}
+        for label, value in self.held(in_jvp=in_jvp).items():
+            slots |= opened(label, value)
+        return slots
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
         """The same with other values in the slots."""
-        saved = tuple(value for label, value in slots.items() if label.startswith(SAVED))
-        rest = {
-            label.removeprefix("ctx."): value
-            for label, value in slots.items()
-            if not label.startswith(SAVED)
+        held = {
+            label: exchanged(label, value, slots)
+            for label, value in self.held(in_jvp=in_jvp).items()
         }
+        saved = tuple(value for label, value in held.items() if label.startswith(SAVED))
+        rest = {name: held[f"ctx.{name}"] for name in self.attributes}
         changed: dict[str, Any] = {"for_forward" if in_jvp else "saved": saved}
         return replace(self, attributes=rest, **changed)
+
+    def describe(self) -> None:
+        """Note what the code calls each slot, as long as its variables are there."""
+        for k, value in enumerate(self.saved or self.for_forward):
+            self._describe(f"{SAVED}[{k}]", value, k, SAVED)
+        for name, value in self.attributes.items():
+            self._describe(f"ctx.{name}", value, 0, name)
+        for at in self.written.values():
+            at.forget()
+
+    def _describe(self, label: str, value: Any, position: int, written: str) -> None:
+        at = self.written.get(written)
+        if at is None:
+            return
+        self.notes[label] = at.noted(value, position, ())
+        for member, part in opened(label, value).items():
+            self.notes[member] = at.noted(part, position, steps_to(label, value, member) or ())
 
     def noted(self, label: str) -> Noted:
         return self.notes.get(label, Noted(None, ""))
@@ -74,19 +97,26 @@ class Record:
 
 @final
 class Context(FunctionCtx):
-    """Replaces autograd's context. All its attributes are the Function's, none its own."""
+    """Replaces autograd's context. What is in its `__dict__` is the Function's, and nothing else."""
+
+    __slots__ = ("_hoglib_in_jvp", "_hoglib_record")
+    # what the node of autograd's graph has, which is a context too
+    next_functions: tuple[Any, ...] = ()
+    metadata: Mapping[Any, Any] = MappingProxyType({})
 
     def __init__(self, record: Record, *, in_jvp: bool = False) -> None:
-        self.__dict__[_RECORD] = record
-        self.__dict__[_IN_JVP] = in_jvp
+        object.__setattr__(self, "_hoglib_record", record)
+        object.__setattr__(self, "_hoglib_in_jvp", in_jvp)
+        object.__setattr__(self, "__dict__", record.attributes)
 
     def save_for_backward(self, *tensors: Any) -> None:
         _of(self).saved = tensors
-        _note_all(self, tensors)
+        _note(self, SAVED, "save_for_backward")
 
     def save_for_forward(self, *tensors: Any) -> None:
         _of(self).for_forward = tensors
-        _note_all(self, tensors)
+        if SAVED not in _of(self).written:
+            _note(self, SAVED, "save_for_forward")
 
     def mark_dirty(self, *tensors: Any) -> None:
         _of(self).dirty = tensors
@@ -97,53 +127,50 @@ class Context(FunctionCtx):
     def set_materialize_grads(self, value: bool) -> None:
         _of(self).materialize = value
 
+    def name(self) -> str:
+        return "Backward"
+
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
         return _of(self).needed
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        return _of(self).for_forward if self.__dict__[_IN_JVP] else _of(self).saved
+        in_jvp: bool = object.__getattribute__(self, "_hoglib_in_jvp")
+        return _of(self).for_forward if in_jvp else _of(self).saved
 
     saved_variables = saved_for_forward = saved_tensors
 
     def __setattr__(self, name: str, value: Any) -> None:
+        setter = _SETTERS.get(name)
+        if setter is not None:  # attributes by which autograd's context takes the same
+            setattr(_of(self), setter, tuple(value) if setter != "materialize" else value)
+            return
         _of(self).attributes[name] = value
-        _of(self).notes[f"ctx.{name}"] = _note(value)
+        _note(self, name, name)
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return _of(self).attributes[name]
-        except KeyError:
-            raise AttributeError(f"ctx has no attribute {name!r}") from None
-
-    def __delattr__(self, name: str) -> None:
-        _of(self).attributes.pop(name, None)
+        raise AttributeError(f"ctx has no attribute {name!r}")
 
 
-_RECORD, _IN_JVP = "_hoglib_record", "_hoglib_in_jvp"
+_SETTERS = {
+    "to_save": "saved", "dirty_tensors": "dirty", "non_differentiable": "silent",
+    "materialize_grads": "materialize",
+}  # fmt: skip
 
 
 def _of(context: Context) -> Record:
-    record: Record = context.__dict__[_RECORD]
+    record: Record = object.__getattribute__(context, "_hoglib_record")
     return record
 
 
-def _note_all(context: Context, tensors: Sequence[Any]) -> None:
-    for k, tensor in enumerate(tensors):
-        _of(context).notes[f"{SAVED}[{k}]"] = _note(tensor)
-
-
-def _note(value: Any) -> Noted:
-    """The line of user code that saves a value, and the name of the local variable there."""
+def _note(context: Context, written: str, target: str) -> None:
+    """The line of user code that saves."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    if not is_user_code(frame.f_code.co_filename):
-        return Noted(None, "")
-    names = [name for name, local in frame.f_locals.items() if local is value and name != "ctx"]
-    place = SourceLine(frame.f_code.co_filename, frame.f_lineno)
-    return Noted(place, names[0] if names and value is not None else "")
+    if is_user_code(frame.f_code.co_filename):
+        _of(context).written[written] = SavedAt(frame, target)
 
 
 class Run(NamedTuple):
@@ -180,6 +207,7 @@ def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool
             args = bound.args
             output = function.forward(*args)
             function.setup_context(context, tuple(args), output)
+    record.describe()
     return Run(tuple(args), as_tuple(output), record)
 
 
@@ -202,7 +230,7 @@ def changed_by_backward(app: Any) -> list[str]:
 def _state(record: Record, function: type[Function]) -> dict[str, Any]:
     """What is on the context and on the class, by label, in a form that can be compared later."""
     own = {f"{function.__name__}.{n}": v for n, v in vars(function).items() if n[:2] != "__"}
-    held = record.slots() | {label: v for label, v in own.items() if not callable(v)}
+    held = record.held() | {label: v for label, v in own.items() if not callable(v)}
     return {
         label: (id(value), value._version) if isinstance(value, Tensor) else repr(value)
         for label, value in held.items()

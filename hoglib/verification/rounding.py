@@ -59,7 +59,8 @@ class PrecisionWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         given = [x for x in pytree.leaves((args, kwargs)) if is_float(x)]
-        results = [y for y in pytree.leaves(result) if is_float(y)]
+        written = args[0] if name == "__setitem__" else result
+        results = [y for y in pytree.leaves(written) if is_float(y)]
         if name.startswith(RANDOM):
             self._drawn += results
         elif not given or any(self._is_made(x) for x in given):

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import pytree, validation
+from hoglib._core import pytree
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import Call, custom_functions, fresh, is_part, real
+from hoglib.verification.call import Call, custom_functions, fresh, is_part
+from hoglib.verification.precision import call_for
 from hoglib.verification.report import Row
-from hoglib.verification.rounding import DOUBLE, PrecisionWatch
 
 
 class Application(NamedTuple):
@@ -40,7 +40,7 @@ class Application(NamedTuple):
 
     def seeded(self) -> function_rules.Run:
         """A run on copies of the arguments, the same each time."""
-        torch.manual_seed(0)
+        calls.seed_all()
         return self.run(self.fresh())
 
     def name(self, i: int) -> str:
@@ -150,65 +150,6 @@ CONSTANTS = (
 )  # fmt: skip
 
 
-def given_double(inputs: Sequence[Any]) -> bool:
-    """Whether any tensor came in double precision."""
-    leaves = pytree.leaves(tuple(inputs))
-    return any(isinstance(x, Tensor) and x.dtype in DOUBLE for x in leaves)
-
-
-def make_call(fn: Any, inputs: Sequence[Any], in_own_dtype: bool) -> tuple[Call, str]:
-    """The call in float64, or in its own dtypes with the reason; raises its error if neither runs."""
-    call = Call(fn, inputs, None if in_own_dtype else torch.float64)
-    validation.something_to_differentiate_by(call.names, call.point)
-    if in_own_dtype:
-        _try(call)
-        return call, "it runs code that is not torch's"
-    try:
-        _try(call)
-    except Exception as error:
-        own = Call(fn, inputs, None)
-        if all(x.dtype == torch.float64 for x in own.point):
-            raise
-        try:
-            _try(own)
-        except Exception:
-            raise error from None
-        return own, f"{type(error).__name__}: {error}".splitlines()[0]
-    return _as_it_computes(call, fn, inputs)
-
-
-def _as_it_computes(call: Call, fn: Any, inputs: Sequence[Any]) -> tuple[Call, str]:
-    """The call in float32 and the reason, if forward converts its inputs to float32 and the result
-    back."""
-    if given_double(inputs):
-        return call, ""
-    watch = PrecisionWatch()
-    narrow = Call(fn, inputs, torch.float32)
-    narrow.clone = call.clone
-    try:
-        with watch:
-            call.leaves(*call.point)
-        if "float32" not in watch.cast:
-            return call, ""
-        outputs = [(c.dtype, c.leaves(*c.point)) for c in (call, narrow)]
-    except Exception:  # reported by the derivative checks
-        return call, ""
-    if any(y.dtype != dtype for dtype, leaves in outputs for y in leaves if is_float(y)):
-        return call, ""
-    return narrow, f"it computes in float32: {watch.cast}"
-
-
-def _try(call: Call) -> None:
-    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf."""
-    try:
-        call.run_with_grad()
-    except RuntimeError as error:
-        if "in-place" not in str(error):
-            raise
-        call.clone = True
-        call.run_with_grad()
-
-
 def constants_of(call: Call, names: Sequence[str]) -> list[int]:
     """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
     values
@@ -217,8 +158,8 @@ def constants_of(call: Call, names: Sequence[str]) -> list[int]:
     variables = [x.clone().requires_grad_() for x in call.point]
     try:
         found = [y for y in call.leaves(*variables) if is_float(y) and y.requires_grad]
-        total = torch.stack([real(y).sum() for y in found]).sum()
-        grads = torch.autograd.grad(total, variables, allow_unused=True)
+        ones = list(map(torch.ones_like, found))
+        grads = torch.autograd.grad(found, variables, ones, allow_unused=True)
     except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
@@ -248,12 +189,17 @@ def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
 
 @final
 class Subject:
-    """A call in float64, or in its own dtype if it refuses that, with what it is made of."""
+    """A call in float64, or in its own dtype if it refuses that, with what it is made of.
+
+    refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
+    whatever it is given.
+    """
 
     def __init__(self, fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> None:
         self.fn, self.inputs = fn, list(inputs)
-        self.given_double = given_double(inputs)
-        self.call, self.refused = make_call(fn, inputs, in_own_dtype)
+        self.call, self.refused, self.computes_narrow = call_for(
+            fn, inputs, in_own_dtype=in_own_dtype
+        )
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
         function = as_function(fn)
@@ -311,7 +257,7 @@ class Subject:
         gradient = calls.gradient(self.map, len(self.x))
 
         def drawn(seed: int) -> tuple[list[Tensor], list[Tensor]]:
-            torch.manual_seed(seed)
+            calls.seed_all(seed)
             values = self.map(*self.x)
             try:
                 grads = gradient(*self.x, *(torch.ones_like(y) for y in values))
@@ -326,9 +272,9 @@ class Subject:
         if self.draws and not _same(self.map(*self.x), self.map(*self.x)):
             return Row(
                 "deterministic", "fail", None,
-                "two calls with the same seed of torch give different values (hidden nondeterminism), "
-                "so nothing can be compared. Does it count its calls, or draw numbers from NumPy or "
-                "random? Pass random numbers as inputs.",
+                "two calls with the same seeds of torch, NumPy and random give other values (hidden "
+                "nondeterminism), so nothing can be compared. Does it count its calls, or draw from a "
+                "generator of its own? Pass random numbers as inputs.",
             )  # fmt: skip
         again = self._again()
         return Row("deterministic", "fail", None, again) if again else None
@@ -339,7 +285,7 @@ class Subject:
         values = self.map(*leaves)
 
         def once() -> list[Tensor]:
-            torch.manual_seed(0)
+            calls.seed_all()
             grads = calls.grad(
                 values, leaves, list(map(torch.ones_like, values)), retain_graph=True
             )
@@ -363,7 +309,7 @@ class Subject:
         why = (
             f"backward changes {', '.join(sorted(changed))}, which it must not do."
             if changed
-            else "it draws numbers from NumPy or random, counts its calls, or frees what it reads."
+            else "it draws from a generator of its own, counts its calls, or frees what it reads."
         )
         return (
             f"a second backward pass through the same graph {did}: {why} Nothing can be compared."

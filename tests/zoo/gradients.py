@@ -397,7 +397,7 @@ EXHIBITS = [
     Exhibit("a short cut for a frozen input", wrong=NeuronShortcut, right=Neuron, inputs=normal((3, 4), (3, 4)), says=(".detach()",)),
     Exhibit("a jvp that disagrees with the backward", wrong=MulForward, right=Mul, inputs=normal((3, 4), (3, 4)), says=("jvp",)),
     Exhibit("a gradient of the wrong shape", wrong=SumRowsUnexpanded, right=SumRows, inputs=normal((3, 4)), says=("shape",)),
-    Exhibit("no sum over broadcast dims", wrong=BiasAddNoSum, right=BiasAdd, inputs=normal((3, 4), (4,)), says=("sum",)),
+    Exhibit("no sum over broadcast dims", wrong=BiasAddNoSum, right=BiasAdd, inputs=normal((3, 4), (4,)), says=("broadcast dimensions",), verdict="warn"),
     Exhibit("a sum over the wrong dims", wrong=ChannelScaleWrongSum, right=ChannelScale, inputs=normal((2, 3, 3), (3,)), says=("input",)),
     Exhibit("a wrong sign", wrong=SubSign, right=Sub, inputs=normal((3, 4), (3, 4)), says=("sign",)),
     Exhibit("a wrong sign in a second derivative by hand", wrong=SoftplusSecondSign, right=Softplus, inputs=normal((3, 4)), says=("sign",)),

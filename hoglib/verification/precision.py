@@ -1,0 +1,147 @@
+"""In which dtype a function is judged: float64, unless it refuses that, or works in float32 anyway."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib._core import validation
+from hoglib._core.element_differences import element_scales, max_abs, random_like
+from hoglib._core.pytree import is_float
+from hoglib._core.source_location import format_error
+from hoglib.verification import call as calls
+from hoglib.verification.call import Call
+from hoglib.verification.rounding import PrecisionWatch
+
+SPACING = 6e-8  # of float32 numbers, relative to their size
+POINTS = 6
+# Noise of float64 numbers is far less; noise of more is none of float32's, but a step of the function.
+NOISE = (2e-9, 1e-4)
+
+
+class Chosen(NamedTuple):
+    """A call, and why it is not in float64."""
+
+    call: Call
+    refused: str = ""
+    computes_narrow: bool = False  # it works in float32, whatever it is given
+
+
+def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> Chosen:
+    """The call in float64; in its own dtypes if only these get as far as a second derivative; in
+    float32 if it computes in float32 anyway. Raises its error if it does not run at all.
+
+    Args:
+        fn: What `verify` takes.
+        inputs: Its arguments.
+        in_own_dtype: Whether to leave the dtypes as they are, because it runs code that is not torch's.
+    """
+    call = Call(fn, inputs, None if in_own_dtype else torch.float64)
+    validation.something_to_differentiate_by(call.names, call.point)
+    if in_own_dtype:
+        _run(call)
+        return Chosen(call, "it runs code that is not torch's")
+    reached, error = _reached(call)
+    if error is not None and any(x.dtype != torch.float64 for x in Call(fn, inputs, None).point):
+        own = Call(fn, inputs, None)
+        if _reached(own)[0] > reached:
+            return Chosen(own, format_error(error))
+    if error is not None:
+        if reached == 0:
+            raise error
+        return Chosen(call)
+    watch = PrecisionWatch()
+    with watch:
+        _reached(call)
+    met = watch.rounded or watch.met or watch.foreign
+    if not (met and _is_noisy(call)):
+        return Chosen(call)
+    narrow = Call(fn, inputs, torch.float32)
+    narrow.clone = call.clone
+    if _reached(narrow)[0] < reached:
+        return Chosen(call)
+    given_double = any(x.dtype == torch.float64 for x in Call(fn, inputs, None).point)
+    if given_double and not _agree(call, narrow):
+        return Chosen(call)  # a cast that copies, which it does in float64 only, cuts its graph
+    return Chosen(narrow, f"it computes in float32: {met}", computes_narrow=True)
+
+
+def _reached(call: Call) -> tuple[int, Exception | None]:
+    """How far it gets: 0 it does not run, 1 forward, 2 first derivative, 3 second; and its error."""
+    reached = 0
+    try:
+        _run(call)
+        reached = 1
+        leaves, values = _fresh_run(call)
+        grads = calls.watched_gradient(values, leaves)
+        reached = 2
+        calls.grad(grads, leaves, list(map(torch.ones_like, grads)))
+    except Exception as error:
+        return reached, error
+    return 3, None
+
+
+def _agree(wide: Call, narrow: Call) -> bool:
+    """Whether the second derivatives are the same, but for digits."""
+    found = []
+    for call in (wide, narrow):
+        leaves, values = _fresh_run(call)
+        grads = calls.grad(values, leaves, list(map(torch.ones_like, values)), create_graph=True)
+        random = torch.Generator().manual_seed(11)
+        found.append(calls.grad(grads, leaves, [random_like(g, random) for g in grads]))
+    pairs = zip(*found, strict=True)
+    return all(max_abs(a - b) <= 0.03 * max(max_abs(a), max_abs(b)) + 1e-6 for a, b in pairs)
+
+
+def _fresh_run(call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    leaves = [x.clone().requires_grad_() for x in call.point]
+    values = [calls.real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
+    return leaves, values
+
+
+def _run(call: Call) -> list[Any]:
+    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf."""
+    try:
+        return call.run_with_grad()
+    except RuntimeError as error:
+        if "in-place" not in str(error):
+            raise
+        call.clone = True
+        return call.run_with_grad()
+
+
+def _is_noisy(call: Call) -> bool:
+    """Whether values or gradients move in steps of float32's size, where float64 numbers move smoothly.
+
+    Along a line of points, less than a digit of float32 apart, second differences of a smooth function
+    are rounding. They grow fourfold with twice the distance; those of a staircase do not.
+    """
+    random = torch.Generator().manual_seed(7)
+    v = [random_like(x, random) * element_scales(x) * SPACING for x in call.point]
+    before, call.reseed = call.reseed, True
+    try:
+        ends = [_numbers(call, k, v) for k in range(1, POINTS)]
+    except Exception:  # reported by the derivative checks
+        return False
+    finally:
+        call.reseed = before
+    for line in zip(*ends, strict=True):
+        size = max(map(max_abs, line)) or 1.0
+        near, far = _bend(line, 1) / size, _bend(line, 2) / size
+        if NOISE[0] < near < NOISE[1] and far < 2.5 * near:
+            return True
+    return False
+
+
+def _bend(line: Sequence[Tensor], stride: int) -> float:
+    triples = zip(line, line[stride:], line[2 * stride :], strict=False)
+    return max(max_abs(a - 2 * b + c) for a, b, c in triples)
+
+
+def _numbers(call: Call, k: int, v: Sequence[Tensor]) -> list[Tensor]:
+    """Values and gradients at the point k of the line, in float64."""
+    leaves = [(x + k * d).requires_grad_() for x, d in zip(call.point, v, strict=True)]
+    values = [calls.real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
+    grads = calls.grad(values, leaves, list(map(torch.ones_like, values)))
+    return [t.detach().double() for t in (*values, *grads)]
