@@ -5,7 +5,7 @@ import json as json_format
 import platform
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
 from hoglib.capture import kernel_choice
+from hoglib.cli.isolation import Check, Work, found_in_child
 from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
 from hoglib.drawing.picture import graph as draw_graph
@@ -31,7 +32,7 @@ WIDTH = 100
 def verify(
     target: str, inputs: Sequence[str], *, json: bool, verbose: bool, seed: int,
     reference: str | None, orders: Sequence[int] | None, modes: Sequence[str] | None,
-    surrogate: bool, full: bool, compile: bool,
+    surrogate: bool, full: bool, compile: bool, time_limit: float,
 ) -> int:  # fmt: skip
     """`hoglib verify`: Functions of a module or a file, with inputs from the command line or their
     own."""
@@ -42,32 +43,54 @@ def verify(
         try:
             targets, without_samples = functions(target, inputs)
             if reference is not None:
-                options["reference"] = object_of(reference, "--reference")
+                object_of(reference, "--reference")
         except HoglibError as error:
             print_error(error)
             return NOT_RUN
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(targets) == 1)
-        for one in targets:
-            _verify(one, outcomes, options)
+        arguments = (target, tuple(inputs), reference, options)
+        if time_limit > 0:
+            work = Work(_checks, arguments, seed)
+            for found in found_in_child(work, [one.name for one in targets], time_limit):
+                outcomes.take(found, "verifying")
+        else:
+            for name, checks in _checks(*arguments):
+                _verify(name, checks, outcomes)
     names = ", ".join(without_samples)
     note = f", {len(without_samples)} without {SAMPLES}() ({names})" if names else ""
     return outcomes.conclude(note, without_samples=without_samples)
 
 
-def _verify(target: Target, outcomes: Outcomes, options: dict[str, Any]) -> None:
-    """Each sample of one Function."""
+def _verify(name: str, checks: Callable[[], Iterator[Check]], outcomes: Outcomes) -> None:
+    """Each sample of one Function, in this process."""
     torch.manual_seed(outcomes.seed)
     try:
-        samples = target.inputs()
+        made = list(checks())
     except (Exception, SystemExit) as error:
-        outcomes.fail(target.name, f"its inputs could not be made: {error_text(error)}")
+        outcomes.fail(name, f"its inputs could not be made: {error_text(error)}")
         return
+    for label, check in made:
+        outcomes.judge(label, "verifying", check)
+
+
+def _checks(
+    target: str, inputs: Sequence[str], reference: str | None, options: dict[str, Any]
+) -> list[tuple[str, Callable[[], Iterator[Check]]]]:
+    """The targets by name, and the checks of each, by label."""
+    if reference is not None:
+        options = options | {"reference": object_of(reference, "--reference")}
+    return [(one.name, partial(_samples, one, options)) for one in functions(target, inputs)[0]]
+
+
+def _samples(target: Target, options: dict[str, Any]) -> Iterator[Check]:
+    """A check of each sample of one Function."""
+    samples = target.inputs()
     several = isinstance(samples, list) and all(isinstance(s, tuple) for s in samples) and samples
     if "reference" not in options:
         options = options | _own_reference(target.fn)
     for i, sample in enumerate(samples if several else [samples]):
         label = f"{target.name}[{i}]" if several and len(samples) > 1 else target.name
-        outcomes.judge(label, "verifying", partial(verify_function, target.fn, sample, **options))
+        yield label, partial(verify_function, target.fn, sample, **options)
 
 
 def _own_reference(fn: Any) -> dict[str, Any]:

@@ -18,6 +18,9 @@ Verify the derivatives of custom Functions, to second order, in every mode that 
   hoglib verify package.module:Function --input "randn(3, 4)" --input "rand(4) + 1"
   hoglib verify path/to/file.py                every Function in it with a static sample_inputs()
 
+A Function runs in a child process: one that ends it, or does not return within --time-limit, is
+reported as not run.
+
 An input is a Python expression over torch's functions. sample_inputs() returns the arguments as a
 tuple, or a list of such tuples. A Function may have a static reference() of plain torch operations, and
 `surrogate = True` if its gradient differs from the derivative on purpose.
@@ -120,6 +123,10 @@ def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--full", action="store_true", help="check every element instead of random directions")
     add("--compile", action="store_true", help="check under torch.compile too")
+    add(
+        "--time-limit", type=float, default=60.0, metavar="SECONDS",
+        help="for one check, in a process of its own (default: 60); 0: in this process, without one",
+    )  # fmt: skip
     _add_common_arguments(parser, "inputs are")
 
 

@@ -13,6 +13,7 @@ import torch
 
 from hoglib._core.source_location import error_text
 from hoglib._version import __version__
+from hoglib.cli.isolation import Found
 from hoglib.verification.report import Report
 
 RIGHT, WRONG, NOT_RUN = 0, 1, 2
@@ -43,12 +44,26 @@ class Outcomes:
             self.fail(label, error_text(error))
             return
         _show_progress("")
+        self._add(label, report)
+
+    def _add(self, label: str, report: Report) -> None:
         report.name = label
         self.reports.append(report)
         if not self.as_json:
             width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
             text = report.text(table=self.show_tables or not report.ok, width=width)
             print(text + "\n", flush=True)
+
+    def take(self, found: Found, doing: str) -> None:
+        """The same for what was found in another process."""
+        if found.is_begin:
+            _show_progress(f"{doing} {found.label} ...")
+            return
+        _show_progress("")
+        if found.report is None:
+            self.fail(found.label, found.why)
+        else:
+            self._add(found.label, found.report)
 
     def fail(self, label: str, why: str) -> None:
         """Note what could not be run."""

@@ -28,6 +28,7 @@ from hoglib.verification.circumstances import Baseline
 from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.entry_points import no_examination
+from hoglib.verification.held_modules import lifted
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import ORDINALS, Report, Row
 from hoglib.verification.rounding import exact_products
@@ -141,6 +142,10 @@ def _report(
 ) -> Report:
     """The report of all checks, with the causes of failures first."""
     name = name_of(fn)
+    told = []
+    if (module := lifted(fn, inputs)) is not None:
+        fn, inputs, row = module
+        told.append(row)
     try:
         subject = Subject(fn, inputs)
     except HoglibError:
@@ -149,7 +154,8 @@ def _report(
         return Report(name, [Row("runs", "fail", None, _why_not_run(error))])
     rows = list(_rows(subject, reference, options.in_dtype(subject.dtype)))
     culprits = [row for row in rows if fix_hints.is_culprit(row)]
-    return Report(name, [*culprits, *(row for row in rows if not fix_hints.is_culprit(row))])
+    others = (row for row in rows if not fix_hints.is_culprit(row))
+    return Report(name, [*culprits, *told, *others])
 
 
 def _why_not_run(error: Exception) -> str:

@@ -315,8 +315,9 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
     if not is_float(value):
         return fresh(value)
     wanted = value.dtype if dtype is None else dtype.to_complex() if value.is_complex() else dtype
-    layout = torch.contiguous_format if value.layout is torch.strided else torch.preserve_format
-    return value.detach().to(wanted, copy=True).clone(memory_format=layout)
+    copy = value.detach().to(wanted)
+    strided = copy.layout is torch.strided
+    return copy.clone(memory_format=torch.contiguous_format) if strided else copy.clone()
 
 
 def real(value: Tensor) -> Tensor:

@@ -205,8 +205,8 @@ def deterministic(base: Baseline, options: Options) -> Row:
         text = (
             f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
             "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or "
-            "sums in no fixed order. Its derivatives were judged with the same draws each time. Draw random "
-            "numbers in forward and save them, or set nondet_tol."
+            "sums in no fixed order. Its derivatives were judged with the same draws each time. Draw "
+            "random numbers in forward and save them, or set nondet_tol."
         )
         return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:

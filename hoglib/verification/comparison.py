@@ -140,9 +140,8 @@ def in_forward(
             numbers = (float(t.reshape(-1)[worst]) for t in (off, value, one.values[i]))
             distance, got, expected = numbers
             share = distance / (max(one.size(i) + one.floors[i], abs(got)) or 1.0)
-            if _is_drowned(
-                one, i, max(one.size(i), max_abs(value)), TRUST * max_abs(one.errors[i])
-            ):
+            noise = TRUST * max_abs(torch.where(known, one.errors[i], 0.0))
+            if _is_drowned(one, i, max_abs(value), one.size(i), float(off.max()), noise):
                 concluded.discard(one.column)
                 found.problem = found.problem or DROWNED
                 continue
@@ -189,7 +188,7 @@ def in_reverse(
                 + one.floors[i] * reach
             )
             off = abs(got - expected)
-            if _is_drowned(one, i, max(scale, abs(got)), TRUST * float(errors.sum()), reach):
+            if _is_drowned(one, i, abs(got), scale, off, TRUST * float(errors.sum()), reach):
                 found.problem = found.problem or DROWNED
                 continue
             concluded.add(one.column)
@@ -204,14 +203,21 @@ def in_reverse(
 DROWNED = "their noise exceeds the derivative"
 
 
-def _is_drowned(one: Slope, i: int, number: float, noise: float, reach: float = 1.0) -> bool:
+def _is_drowned(
+    one: Slope, i: int, got: float, expected: float, off: float, noise: float, reach: float = 1.0
+) -> bool:
     """Whether the noise of a difference exceeds the number, so that any number would do.
 
-    Noise that is small beside the values is none to speak of: there the derivative is zero.
+    Noise that is small beside the values is none to speak of where both numbers are zero by it; nor
+    where they agree.
     """
     eps = torch.finfo(one.values[i].dtype).eps
     natural = reach * one.floors[i] / (4 * eps**0.5)  # of the size of the values
-    return number <= noise and noise > max(1e-3, 50 * eps) * natural
+    number = max(got, expected)
+    if number <= noise and noise > max(1e-3, 50 * eps) * natural:
+        return True
+    some = got > 100 * eps * natural
+    return some and number <= noise + reach * one.floors[i] and off > 0.5 * number
 
 
 def wrong_elements(

@@ -1,8 +1,11 @@
 """`hoglib verify`: targets, exit status, JSON."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,7 +108,7 @@ class OnlyThere(Good):
 
 
 def run(capsys, *args):
-    status = main(["verify", *args])
+    status = main(["verify", *args, "--time-limit", "0"])  # in this process, which is faster
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -277,3 +280,60 @@ def test_a_full_disk(write):
     assert done.returncode == 2
     assert "could not be written" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+KILLS = """
+
+class Kills(Good):
+    @staticmethod
+    def forward(ctx, x):
+        import ctypes
+
+        ctypes.string_at(0)
+
+
+class Sleeps(Good):
+    @staticmethod
+    def forward(ctx, x):
+        import time
+
+        time.sleep(1000)
+
+
+class Last(Good):
+    pass
+"""
+
+
+def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capsys):
+    path = write(GOOD, KILLS)
+    status = main(["verify", path, "--time-limit", "15"])
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert "Kills: it ended the process by SIG" in err
+    assert "Sleeps: it did not return within 15 seconds" in err
+    assert out.rstrip().endswith("2 right, 2 not run (Kills, Sleeps)")
+
+
+def test_an_interrupt_ends_both_processes(write, tmp_path):
+    begun = tmp_path / "pid"
+    marked = (
+        f'__import__("pathlib").Path({str(begun)!r}).write_text(str(__import__("os").getpid()))'
+    )
+    path = Path(
+        write(GOOD, KILLS.replace("time.sleep(1000)", f"{marked}\n        time.sleep(1000)"))
+    )
+    command = [sys.executable, "-m", "hoglib", "verify", f"{path.resolve()}:Sleeps"]
+    parent = subprocess.Popen(
+        command, cwd=Path(__file__).parents[2], start_new_session=True, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child = int(begun.read_text())
+    os.kill(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=30)
+    assert parent.returncode == 130
+    assert b"Traceback" not in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)

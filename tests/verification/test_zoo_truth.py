@@ -481,7 +481,18 @@ def refuses_layouts(function, inputs):
     return False
 
 
+def loses_digits(function, inputs):
+    """Does the oracle, which is good to 1e-9, see what digits of float32 lose, or a gradient that
+    autograd has to sum?"""
+    return bool(symptoms(function, inputs))
+
+
 COSTS = {
+    "no sum over broadcast dims": loses_digits,
+    "a float32 constant in float64 maths": loses_digits,
+    "a gradient in float32": loses_digits,
+    "a forward in float32": loses_digits,
+    "an output in the default dtype": loses_digits,
     "the input viewed as contiguous": refuses_layouts,
     "no setup_context": has_no_setup_context,
     "needs_input_grad ignored": works_for_nothing,

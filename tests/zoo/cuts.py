@@ -1,7 +1,8 @@
 """Backwards that leave the graph: their result is right and has no derivative."""
 
+import numpy as np
 import torch
-from torch.autograd import Function
+from torch.autograd import Function, Variable
 from torch.autograd.function import once_differentiable
 
 from tests.zoo.exhibit import Exhibit, normal, positive
@@ -31,6 +32,25 @@ class CubeData(Cube):
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         return 3 * x.data * x.data * g
+
+
+class CubeVariable(Cube):
+    """y = x^3, but the backward wraps x, as code from before torch 0.4 does."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * Variable(x) ** 2 * g
+
+
+class CubeAsArray(Cube):
+    """y = x^3, but the slope is computed from an array of NumPy."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        a = np.asarray(x.detach())
+        return g * torch.from_numpy(3 * a * a)
 
 
 class CubeNoGrad(Cube):
@@ -287,6 +307,8 @@ class LogOnce(Log):
 
 EXHIBITS = [
     Exhibit(".data in backward", wrong=CubeData, right=Cube, inputs=normal((3, 4)), says=(".data",)),
+    Exhibit("Variable() in backward", wrong=CubeVariable, right=Cube, inputs=normal((3, 4)), says=("variable()", "cuts.py:")),
+    Exhibit("np.asarray in backward", wrong=CubeAsArray, right=Cube, inputs=normal((3, 4)), says=("then numpy", "cuts.py:")),
     Exhibit(".detach() in backward", wrong=GaussianDetached, right=Gaussian, inputs=normal((3, 4)), says=(".detach()",)),
     Exhibit("the gradient detached in backward", wrong=LogGradientDetached, right=Log, inputs=positive((3, 4)), says=(".detach()",)),
     Exhibit(".item() in backward", wrong=ScaleItem, right=Scale, inputs=normal((3, 4), ()), says=(".item()",)),

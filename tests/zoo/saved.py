@@ -53,6 +53,21 @@ class SwishListOnCtx(Function):
         return g * (s + x * s * (1 - s))
 
 
+class SwishNestedOnCtx(Function):
+    """y = x s(x), but s hides in a tuple in a dict on ctx, beside x."""
+
+    @staticmethod
+    def forward(ctx, x):
+        s = torch.sigmoid(x)
+        ctx.cache = {"kept": (x, s), "count": 2}
+        return x * s
+
+    @staticmethod
+    def backward(ctx, g):
+        x, s = ctx.cache["kept"]
+        return g * (s + x * s * (1 - s))
+
+
 class SwishNew(Function):
     """y = x s(x), in the new style: saves x alone."""
 
@@ -292,6 +307,7 @@ class ScaleByFloat(Function):
 EXHIBITS = [
     Exhibit("an intermediate kept on ctx", wrong=SwishSigmoidOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.s",)),
     Exhibit("an intermediate in a list on ctx", wrong=SwishListOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.cache",)),
+    Exhibit("an intermediate in a tuple in a dict on ctx", wrong=SwishNestedOnCtx, right=Swish, inputs=normal((3, 4)), says=("saved: ctx.cache['kept'][1]", "`s`")),
     Exhibit("an intermediate in save_for_backward", wrong=RMSNormSavesScale, right=RMSNorm, inputs=normal((3, 4)), says=("saved_tensors[1]",)),
     Exhibit("an intermediate computed in setup_context", wrong=SwishSavesSigmoid, right=SwishNew, inputs=normal((3, 4)), says=("saved_tensors[1]",)),
     Exhibit("a copy of the output saved", wrong=TanhSavesClone, right=Tanh, inputs=normal((3, 4)), says=("saved_tensors[0]",)),

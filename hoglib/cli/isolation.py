@@ -1,0 +1,129 @@
+"""Runs the checks of a command in a child process, which may die, or never return.
+
+The child judges the Functions in turn and sends what it found. One at which it dies, or that takes too
+long, is reported, and another child goes on behind it.
+"""
+
+import contextlib
+import io
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, final
+
+import torch
+
+from hoglib._core.source_location import error_text
+from hoglib.verification.report import Report
+
+START = 300.0  # seconds for a child to import torch and the user's file
+
+
+class Found(NamedTuple):
+    """What is known of one check: that it began, its report, or why there is none."""
+
+    place: int  # of the target in their order
+    label: str
+    report: Report | None = None
+    why: str = ""
+
+    @property
+    def is_begin(self) -> bool:
+        return self.report is None and not self.why
+
+
+Check = tuple[str, Callable[[], Report]]
+
+
+@final
+@dataclass(frozen=True)
+class Work:
+    """What a child does: `make(*arguments)` gives, for each target, its name and its checks."""
+
+    make: Callable[..., list[tuple[str, Callable[[], Iterator[Check]]]]]
+    arguments: tuple[Any, ...]
+    seed: int
+
+
+def found_in_child(work: Work, names: list[str], limit: float) -> Iterator[Found]:
+    """What is found of each target, with at most `limit` seconds for a check.
+
+    Args:
+        work: What to do. It is pickled.
+        names: Of the targets.
+        limit: In seconds.
+    """
+    start = 0
+    while start < len(names):
+        at = Found(start, names[start])
+        for found in _of_one_child(work, at, limit):
+            at = found
+            yield found
+        start = at.place + 1
+
+
+def _of_one_child(work: Work, at: Found, limit: float) -> Iterator[Found]:
+    """Until all targets are done, or the child is."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(theirs, work, at.place), daemon=True)
+    child.start()
+    theirs.close()
+    allowed = START
+    try:
+        while True:
+            if not ours.poll(allowed):
+                yield at._replace(report=None, why=f"it did not return within {limit:g} seconds.")
+                return
+            try:
+                found: Found | None = ours.recv()
+            except EOFError:
+                child.join()
+                yield at._replace(report=None, why=_ended(child.exitcode))
+                return
+            if found is None:
+                return
+            at, allowed = found, limit
+            yield found
+    finally:  # also at Ctrl-C
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(-code).name
+            return f"it ended the process by {name}: does it write memory that is not its own?"
+    return f"it ended the process with exit status {code}."
+
+
+def _run(to: Connection, work: Work, start: int) -> None:
+    """The child: sends what it finds, and None at the end."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent tells of an interrupt
+    with contextlib.redirect_stdout(io.StringIO()):
+        targets = work.make(*work.arguments)
+        for place, (name, checks) in enumerate(targets):
+            if place < start:
+                continue
+            to.send(Found(place, name))
+            torch.manual_seed(work.seed)
+            try:
+                for label, check in checks():
+                    to.send(Found(place, label))
+                    torch.manual_seed(work.seed)
+                    to.send(_checked(place, label, check))
+            except (Exception, SystemExit) as error:
+                why = f"its inputs could not be made: {error_text(error)}"
+                to.send(Found(place, name, why=why))
+    to.send(None)
+
+
+def _checked(place: int, label: str, check: Callable[[], Report]) -> Found:
+    try:
+        return Found(place, label, check())
+    except (Exception, SystemExit) as error:
+        return Found(place, label, why=error_text(error))
