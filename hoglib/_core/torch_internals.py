@@ -239,7 +239,9 @@ def outside_transforms(
 def _is_differentiated(x: Tensor) -> bool:
     if x.requires_grad or _functorch.is_gradtrackingtensor(x):
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    if forward_ad._current_level < 0 or x.layout is not torch.strided:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _first_sample(x: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import clone_inference_tensors
-from hoglib._core.element_differences import TensorMap
+from hoglib._core.element_differences import TensorMap, max_abs
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
@@ -21,10 +21,13 @@ from hoglib._core.torch_internals import engine_gradients, transforms_active
 
 
 def fresh(value: Any) -> Any:
-    """A copy of what a run may change: a tensor's values, the state of a random generator."""
+    """A copy of what a run may change: a tensor's values, the state of a random generator, the items of
+    a container."""
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return value.clone_state() if isinstance(value, torch.Generator) else value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    return pytree.map(fresh, value) if isinstance(value, list | tuple | dict) else value
 
 
 def seed_all(seed: int = 0) -> None:
@@ -67,6 +70,22 @@ def gradient(function: TensorMap, count: int, wanted: Sequence[int] | None = Non
         ]
         by = [inputs[j] for j in wanted]
         return grad(function(*inputs), by, given[count:], create_graph=True)
+
+    return map_
+
+
+def gradient_of_composition(
+    function: TensorMap, values: Sequence[Tensor], weights: Sequence[Tensor]
+) -> TensorMap:
+    """x -> J(x)^T u(y) with u = w (1 + y / s): the gradient of sum w (y + y^2 / 2s), a function of the
+    outputs y. values: the outputs at some point; s is their size, so that both parts count."""
+    sizes = [max_abs(y) or 1.0 for y in values]
+
+    def map_(*given: Tensor) -> list[Tensor]:
+        inputs = [x if x.requires_grad else x.view_as(x).requires_grad_() for x in given]
+        outputs = function(*inputs)
+        triples = zip(weights, outputs, sizes, strict=True)
+        return grad(outputs, inputs, [w * (1 + y / s) for w, y, s in triples], create_graph=True)
 
     return map_
 

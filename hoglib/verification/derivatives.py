@@ -32,6 +32,11 @@ from hoglib.verification.report import MODES, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
 from hoglib.verification.surrogates import what_it_looks_like
 
+COMPOSED = (
+    "That is with an incoming gradient that depends on the inputs, as in a network; with another "
+    "one it is right. Does backward differentiate by saved tensors which the incoming gradient was "
+    "computed from, too? Differentiate by views of them, `x.view_as(x)`."
+)
 DECLARE = (
     "If that is on purpose, as in a straight-through gradient, pass surrogate=True, or set "
     "`surrogate = True` on the class."
@@ -155,9 +160,27 @@ class Derivatives:
                 return self._not_there(name, error)
             self.found[name] = Discrepancy(wrong="it raised", raised=error)
             return self._judged(name, self.found[name])
-        if mode.key == "rr":
-            return self._reverse_row(name, at)
-        return self._forward_row(name, at, mode.key)
+        if mode.key != "rr":
+            return self._forward_row(name, at, mode.key)
+        row = self._reverse_row(name, at)
+        return row if order > 2 or row.status != "pass" else self._in_composition(row)
+
+    def _in_composition(self, row: Row) -> Row:
+        """The row, unless the second derivative is wrong where the incoming gradient depends on the
+        inputs, as it does in a network."""
+        subject, x = self._subject, self._points[-1]
+        rows = [f"the gradient by {name}" for name in subject.names]
+        try:
+            values = subject.map(*x)
+            f = calls.gradient_of_composition(subject.map, values, self._like(values))
+            found = self._both([self._target(Stage(f, x, rows, subject.names))], "r")
+        except Exception:  # with a gradient that does not depend on the inputs it is right
+            return row
+        if not found.wrong or found.raised is not None:
+            return row
+        self.found[row.name] = found
+        judged = self._judged(row.name, found)
+        return judged._replace(text=f"{judged.text} {COMPOSED}")
 
     def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [random_like(x, self._subject.random) for x in tensors]

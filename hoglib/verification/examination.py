@@ -28,7 +28,7 @@ from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
 from hoglib.verification import fix_hints, function_rules
-from hoglib.verification.derivatives import DECLARE, Derivatives
+from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.options import Bounds, Options
 from hoglib.verification.report import MODES, Row
 from hoglib.verification.rounding import exact_products
@@ -99,8 +99,9 @@ def examine(given: Applied) -> Verdict:
                     verdict = Verdict("wrong", ACCUMULATES.format(name, found))
         except _NotExamined as reason:
             verdict = Verdict("not examined", NOT_EXAMINED.format(name, reason), order=2)
-        except Exception as error:  # it refuses copies of what it was given
-            verdict = Verdict("unknown", format_error(error))
+        except Exception as error:  # it refuses copies of what it was given, or other values
+            text = NOT_EXAMINED.format(name, f"it raised {format_error(error)}")
+            verdict = Verdict("not examined", text, order=2)
     return verdict
 
 
@@ -111,9 +112,6 @@ NOT_EXAMINED = (
 ACCUMULATES = (
     "the backward of {0} accumulates into .grad of {1}, which no derivative with a graph passes "
     "through. Pass these tensors to `apply`, and return their gradients."
-)
-SURROGATE = (
-    "If that is on purpose, as in a straight-through estimator, set `surrogate = True` on it."
 )
 
 
@@ -172,7 +170,8 @@ def _compared(
         return Verdict("unknown")
     second = list(derivatives.higher_order(2))
     name = function.__qualname__
-    wrong = _silent_failures(second, derivatives)
+    wrong_first = _silent_failures(first, derivatives, function)
+    wrong = _silent_failures(second, derivatives, function)
     if if_first_is_right and any(isnan(derivatives.found[row.name].got) for row in wrong):
         return Verdict("unknown")
     if wrong:
@@ -180,10 +179,10 @@ def _compared(
         causes = [row.text for row in rows if row.status == "fail"][:2] or [wrong[0].text]
         advice = f"`hoglib.verify({name}, inputs)` shows all checks."
         text = f"the second derivative of {name} is wrong. {' '.join(causes)} {advice}"
-        return Verdict("wrong", text, order=2 if not _silent_failures(first, derivatives) else 1)
-    if (wrong := _silent_failures(first, derivatives)) and not _stops_gradient(subject):
-        text = wrong[0].text.replace(DECLARE, "").rstrip()
-        return Verdict("wrong", f"the first derivative of {name} is wrong: {text} {SURROGATE}")
+        return Verdict("wrong", text, order=1 if wrong_first else 2)
+    if wrong_first and not _stops_gradient(subject):
+        text = f"the first derivative of {name} is wrong: {wrong_first[0].text}"
+        return Verdict("wrong", text)
     return Verdict("right" if any(row.status == "pass" for row in second) else "unknown")
 
 
@@ -194,9 +193,16 @@ def _stops_gradient(subject: Subject) -> bool:
     return not any(bool(g.any()) for g in grads)
 
 
-def _silent_failures(rows: list[Row], derivatives: Derivatives) -> list[Row]:
-    """The rows that failed, but for those of what raises, which an entry point raises too."""
+def _silent_failures(
+    rows: list[Row], derivatives: Derivatives, function: type[Function]
+) -> list[Row]:
+    """The rows that failed, but for those of what raises at every entry point.
+
+    A once-differentiable backward does not: `autograd.grad(allow_unused=True)` returns None for it.
+    """
     failed = [row for row in rows if row.status == "fail"]
+    if torch_internals.is_once_differentiable(function):
+        return failed
     return [row for row in failed if derivatives.found[row.name].raised is None]
 
 

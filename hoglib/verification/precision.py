@@ -143,5 +143,6 @@ def _numbers(call: Call, k: int, v: Sequence[Tensor]) -> list[Tensor]:
     """Values and gradients at the point k of the line, in float64."""
     leaves = [(x + k * d).requires_grad_() for x, d in zip(call.point, v, strict=True)]
     values = [calls.real(y) for y in call.leaves(*leaves) if is_float(y) and y.requires_grad]
-    grads = calls.grad(values, leaves, list(map(torch.ones_like, values)))
+    random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
+    grads = calls.grad(values, leaves, [random_like(y, random) for y in values])
     return [t.detach().double() for t in (*values, *grads)]
