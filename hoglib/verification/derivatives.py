@@ -163,7 +163,11 @@ class Derivatives:
         if mode.key != "rr":
             return self._forward_row(name, at, mode.key)
         row = self._reverse_row(name, at)
-        return row if order > 2 or row.status != "pass" else self._in_composition(row)
+        first = self.found.get("first derivative: reverse")
+        derivative = not self._options.surrogate and not (first is not None and first.wrong)
+        if order == 2 and row.status == "pass" and derivative:
+            return self._in_composition(row)
+        return row
 
     def _in_composition(self, row: Row) -> Row:
         """The row, unless the second derivative is wrong where the incoming gradient depends on the

@@ -5,7 +5,7 @@ that it was applied to and near them.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from math import isnan
@@ -28,7 +28,9 @@ from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
 from hoglib.verification import fix_hints, function_rules
+from hoglib.verification.accumulation import ACCUMULATES, preserved_grads
 from hoglib.verification.derivatives import Derivatives
+from hoglib.verification.held_modules import Lifted, lifted
 from hoglib.verification.options import Bounds, Options
 from hoglib.verification.report import MODES, Row
 from hoglib.verification.rounding import exact_products
@@ -61,6 +63,7 @@ class Applied:
     """An application, and the circumstances in which it ran."""
 
     app: Application
+    by_module: Lifted | None  # if it got a module and its parameters
     in_forward_mode: bool  # its jvp is used too
     autocast: AutocastState
     stand_ins: bool
@@ -75,7 +78,13 @@ def applied(
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     app = Application(function, copies, wanted, parameters(function, len(args)))
     tensors = [x for x in pytree.leaves(args) if isinstance(x, Tensor)]
-    return Applied(app, in_forward_mode, AutocastState(tensors), active())
+    by_module = lifted(function, args)
+    if by_module is not None:
+        inputs = pytree.map_tensors(
+            lambda x: x.detach().clone().requires_grad_(x.requires_grad), by_module.inputs
+        )
+        by_module = by_module._replace(inputs=inputs)
+    return Applied(app, by_module, in_forward_mode, AutocastState(tensors), active())
 
 
 def examine(given: Applied) -> Verdict:
@@ -94,9 +103,10 @@ def examine(given: Applied) -> Verdict:
             stack.enter_context(context)
         try:
             with _preserved(app) as accumulated:
-                verdict = _judged(app, given.in_forward_mode)
+                verdict = _judged(given)
                 if found := accumulated():
-                    verdict = Verdict("wrong", ACCUMULATES.format(name, found))
+                    text = f"{name} is wrong: {ACCUMULATES.format(', '.join(found[:3]))}"
+                    verdict = Verdict("wrong", text)
         except _NotExamined as reason:
             verdict = Verdict("not examined", NOT_EXAMINED.format(name, reason), order=2)
         except Exception as error:  # it refuses copies of what it was given, or other values
@@ -109,17 +119,37 @@ NOT_EXAMINED = (
     "{0} was not examined: {1}. Whether its second derivative is right is not known. "
     "`hoglib.verify({0}, inputs)` checks it."
 )
-ACCUMULATES = (
-    "the backward of {0} accumulates into .grad of {1}, which no derivative with a graph passes "
-    "through. Pass these tensors to `apply`, and return their gradients."
-)
 
 
 class _NotExamined(Exception):
     """The reason why a Function is not run again."""
 
 
-def _judged(app: Application, in_forward_mode: bool) -> Verdict:
+def _judged(given: Applied) -> Verdict:
+    app = given.app
+    if given.by_module is not None:
+        fn, inputs, _ = given.by_module
+        subject, several = Subject(fn, inputs), True
+    else:
+        subject, several = _subject(app)
+    stop = subject.prepare()
+    if stop is not None:
+        raise _NotExamined(stop.text.rstrip("."))
+    here = [subject.x, subject.perturbed_point()] if several else [subject.x]
+    function = app.function
+    with_jvp = given.in_forward_mode and function_rules.offers_jvp(function)
+    found = _compared(function, subject, here, with_jvp)
+    if found.status != "right" or not several:
+        return found
+    for x in _other_points(subject):  # values that may take another branch of backward
+        elsewhere = _compared(function, subject, [x], with_jvp, if_first_is_right=True)
+        if elsewhere.status == "wrong":
+            return elsewhere
+    return found
+
+
+def _subject(app: Application) -> tuple[Subject, bool]:
+    """What is compared, and whether there is time for several points; raises if there is for none."""
     plain, seconds = _trial(app)
     if seconds > SECONDS:  # the first call may have imported, compiled or allocated something
         seconds = _trial(app)[1]
@@ -129,35 +159,21 @@ def _judged(app: Application, in_forward_mode: bool) -> Verdict:
             app, seconds = fewer, _trial(fewer)[1]
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
-    several = seconds <= SECONDS
     inputs = [
         x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
     ]
-    subject = Subject(app.function, inputs, in_own_dtype=not plain)
-    stop = subject.prepare()
-    if stop is not None:
-        raise _NotExamined(stop.text.rstrip("."))
-    here = [subject.x, subject.perturbed_point()] if several else [subject.x]
-    with_jvp = in_forward_mode and function_rules.offers_jvp(app.function)
-    found = _compared(subject, here, with_jvp)
-    if found.status != "right" or not several:
-        return found
-    for x in _other_points(subject):  # values that may take another branch of backward
-        elsewhere = _compared(subject, [x], with_jvp, if_first_is_right=True)
-        if elsewhere.status == "wrong":
-            return elsewhere
-    return found
+    return Subject(app.function, inputs, in_own_dtype=not plain), seconds <= SECONDS
 
 
 def _compared(
-    subject: Subject, points: list[list[Tensor]], with_jvp: bool, *, if_first_is_right: bool = False
-) -> Verdict:
+    function: type[Function], subject: Subject, points: list[list[Tensor]], with_jvp: bool, *,
+    if_first_is_right: bool = False,
+) -> Verdict:  # fmt: skip
     """The verdict on the derivatives at some points.
 
     if_first_is_right: at points that the user did not pass, where a first derivative that is wrong says
     nothing: they may be outside of the domain.
     """
-    function = subject.applications[0].function
     modes = ("rr", "fr") if with_jvp else ("rr",)
     options = Options(
         orders=(1, 2), modes=tuple(MODES[key] for key in modes),
@@ -252,8 +268,8 @@ def _first_rows(app: Application, share: float) -> Application:
 
 
 @contextmanager
-def _preserved(app: Application) -> Iterator[Any]:
-    """Restores what the Function reaches besides its arguments. Yields a function that names those
+def _preserved(app: Application) -> Iterator[Callable[[], list[str]]]:
+    """Restores what the Function reaches besides its arguments. Yields a function that describes the
     tensors whose .grad was changed."""
     function = app.function
     classes = function.__mro__[: function.__mro__.index(Function)]
@@ -263,42 +279,19 @@ def _preserved(app: Application) -> Iterator[Any]:
     walk = ClosureWalker((*rules, held), READ)
     found = [walk.objects[i] for i in walk.found]
     modules = [x for x in found if isinstance(x, nn.Module)]
-    tensors = [x for x in found if isinstance(x, Tensor)]
     generators = [x for x in found if isinstance(x, torch.Generator)]
-    trained = {id(p): p for m in modules for p in m.parameters()} | {
-        id(x): x for x in tensors if x.is_leaf and x.requires_grad
-    }
-    grads = {
-        key: (x.grad, None if x.grad is None else x.grad.clone()) for key, x in trained.items()
-    }
-    values = [(x, x.detach().clone()) for x in tensors if not x.is_inference()]
-
-    def accumulated() -> str:
-        shapes = [
-            f"a tensor of shape {tuple(x.shape)}"
-            for key, x in trained.items()
-            if not _is_same(x.grad, *grads[key])
-        ]
-        return ", ".join(shapes[:3])
-
-    with StateGuard(modules, generators):
+    tensors = [x for x in found if isinstance(x, Tensor) and not x.is_inference()]
+    values = [(x, x.detach().clone()) for x in tensors]
+    with StateGuard(modules, generators), preserved_grads(function, *app.args) as changed:
         try:
-            yield accumulated
+            yield changed
         finally:
             for x, value in values:
                 if not torch.equal(x.detach(), value):
                     x.data.copy_(value)
-            for key, x in trained.items():
-                x.grad, before = grads[key]
-                if x.grad is not None and before is not None:
-                    x.grad.data.copy_(before)
             for c, k, v in own:
                 if vars(c).get(k) is not v:
                     setattr(c, k, v)
-
-
-def _is_same(grad: Tensor | None, before: Tensor | None, value: Tensor | None) -> bool:
-    return grad is before and (grad is None or value is None or torch.equal(grad, value))
 
 
 # What it runs
