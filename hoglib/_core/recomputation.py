@@ -132,6 +132,7 @@ class _Recompute(torch.autograd.Function):
     """Runs a function of tensors and saves its inputs; its backward runs the vjp by this Function."""
 
     generate_vmap_rule = True
+    recomputes = True
 
     @staticmethod
     def forward(run: Callable[..., Tensors], *inputs: Tensor | None) -> Tensors:

@@ -114,16 +114,16 @@ def watching_functions(
     seen: Callable[[type[Function], tuple[Any, ...]], Callable[[Any], None] | None],
 ) -> Iterator[Applying]:
     """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
-    that was bound before; not for those that another one's forward applies (unless that one is
-    hoglib's, and only runs the user's code again), nor in other threads. If that returns a function, it
-    is called with the result of the application.
+    that was bound before; not for those that another one's forward applies (unless it `recomputes`
+    what the user wrote), nor in other threads. If that returns a function, it is called with the result
+    of the application.
 
     May stand inside of another one, and in several threads at once.
     """
     applying, here = Applying(), threading.get_ident()
 
     def apply(function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        if threading.get_ident() != here or _runs_users_code_again(function):
+        if threading.get_ident() != here or getattr(function, "recomputes", False):
             return run()
         applying.depth += 1
         try:
@@ -141,10 +141,6 @@ def watching_functions(
         yield applying
     finally:
         _WATCHES.remove(apply)
-
-
-def _runs_users_code_again(function: Any) -> bool:
-    return function.__module__.startswith("hoglib.") and getattr(function, "runs_user_code", True)
 
 
 def engine_gradients(

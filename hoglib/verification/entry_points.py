@@ -124,7 +124,7 @@ class MetFunctions:
         if not _is_ours(torch_internals.running_function()):
             return None  # a part of another one's backward, which is examined as a whole
         function, args, by = torch_internals.outside_transforms(function, args)
-        if not any(by) or not is_users(function):
+        if not any(by) or _is_ours(function) or not is_users(function):
             return None
         in_forward_mode = torch_internals.forward_mode_active()
         met = function, (in_forward_mode, *map(_kind, args, by))

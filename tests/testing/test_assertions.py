@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import hoglib as hog
 from hoglib.testing import assert_double_differentiable
 from tests.functions import (
     ClassicCube,
@@ -247,6 +248,21 @@ def test_right_functions_pass(case):
     assert_double_differentiable(function, inputs, **options)
 
 
+DIGITS = {
+    "a float32 constant in forward": (RoundedForward, "dtype: constants", "`mul` got a float32 tensor of shape ()"),
+    "a float32 constant in backward": (RoundedBackward, "dtype: constants", "`mul` got a float32 tensor of shape ()"),
+    "computed in float32": (lambda t: t.float().sin().double(), "dtype: float64", "`float` rounded float64 numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIGITS)
+def test_functions_that_lose_digits_are_warned_of(case):
+    function, name, text = DIGITS[case]
+    report = hog.verify(function, x).raise_if_failed()
+    assert report[name].status == "warn"
+    assert text in report[name].text
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_right_functions_pass_where_gradients_are_off(mode):
     with mode():
@@ -277,9 +293,6 @@ WRONG = {
     "right only at zero": (ZeroGradient, torch.zeros(2), {}, "first derivative: reverse", "by inputs[0] (`x`)"),
     "a batch computed otherwise": (WrongBatch, x, {}, "vmap", "differs from a loop"),
     "a batch dimension lost": (LosesBatchDimension, square, {}, "vmap", "over inputs[0] (`x`) has shape"),
-    "a float32 constant in forward": (RoundedForward, x, {}, "dtype: constants", "`mul` got a float32 tensor of shape ()"),
-    "a float32 constant in backward": (RoundedBackward, x, {}, "dtype: constants", "`mul` got a float32 tensor of shape ()"),
-    "computed in float32": (lambda t: t.float().sin().double(), x, {}, "dtype: constants", "`float` rounded float64 numbers"),
     "a constant": (lambda t: torch.ones(3), x, {}, "first derivative: reverse", "no output with elements requires grad"),
     "no elements": (lambda t: t[2:], x, {}, "first derivative: reverse", "no output with elements requires grad"),
     "no forward rule": (lambda t: torch.cdist(t, t + 1).exp(), square, {}, "second derivative: reverse-over-reverse", "not implemented"),
