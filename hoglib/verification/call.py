@@ -78,8 +78,9 @@ def gradient_of_composition(
     function: TensorMap, values: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> TensorMap:
     """x -> J(x)^T u(y) with u = w (1 + y / s): the gradient of sum w (y + y^2 / 2s), a function of the
-    outputs y. values: the outputs at some point; s is their size, so that both parts count."""
-    sizes = [max_abs(y) or 1.0 for y in values]
+    outputs y. values: the outputs at some point; s is twice their size, so that both parts count, and u
+    is nowhere zero."""
+    sizes = [2 * max_abs(y) or 1.0 for y in values]
 
     def map_(*given: Tensor) -> list[Tensor]:
         inputs = [x if x.requires_grad else x.view_as(x).requires_grad_() for x in given]

@@ -452,8 +452,7 @@ LeakyIntegrator = differentiated(lambda x, d: scan(d.sigmoid().expand_as(x), x))
 GatedCell = differentiated(
     lambda h, x: torch.sigmoid(x) * h + (1 - torch.sigmoid(x)) * torch.tanh(x * h)
 )
-# not by torch.logcumsumexp, whose second derivative is wrong where the incoming gradient depends on x
-LogCumulative = differentiated(lambda x: (x - x.detach().amax(0)).exp().cumsum(0).log() + x.detach().amax(0))  # fmt: skip
+LogCumulative = differentiated(lambda x: x.logcumsumexp(0))
 
 # --- other kinds ------------------------------------------------------------------------------------
 
