@@ -26,6 +26,7 @@ from hoglib.verification.options import Bounds
 from hoglib.verification.report import MODES, Mode, Row
 from hoglib.verification.subject import Application, Subject, applications, one_triangle
 
+UNSEEN = "detached: unseen"  # a part is lost, and no call and no slot is known to lose it
 ONCE = (
     "Remove the decorator, which runs backward without a graph, and compute backward by differentiable "
     "torch operations."
@@ -214,7 +215,7 @@ def _of(
         what = ", ".join(called(s) for s in unseen)
         lost = sum(s.share for s in unseen)
         yield Row(
-            f"{prefix}detached: unseen", "fail", lost,
+            f"{prefix}{UNSEEN}", "fail", lost,
             f"{function}.{rule} loses {percent(lost)} of the missing second-order term, that of "
             f"{what}, and ctx shows no reason. Does it call a kernel of another library, write memory "
             f"directly, or read what forward stored on the class or in a global? "
