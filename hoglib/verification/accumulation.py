@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from hoglib._core.closures import READ, ClosureWalker
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import function_rules
 from hoglib.verification.report import Row
@@ -41,16 +42,17 @@ def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
     rules: Any = fn
     if function is not None:
         rules = (function.forward, backward_rule(function), function.setup_context)
-    walk = ClosureWalker((rules, [x for x in held if not isinstance(x, Tensor)]), READ)
+    walk = ClosureWalker((rules, [x for x in held if not isinstance(x, Tensor)]), STATE)
     reached = [walk.objects[i] for i in walk.found]
     named: dict[int, tuple[str, Tensor]] = {
         id(p): (f"the parameter {name} of a {type(m).__name__}", p)
         for m in reached
         if isinstance(m, nn.Module)
         for name, p in m.named_parameters()
+        if not is_lazy(p)
     }
     for x in reached:
-        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad:
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
             named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
     before = {
         key: (x.grad, None if x.grad is None else x.grad.detach().clone())

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.closures import READ, ClosureWalker
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
@@ -279,11 +280,11 @@ def _preserved(app: Application) -> Iterator[Callable[[], list[str]]]:
     own = [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
     rules = function.forward, torch_internals.backward_rule(function), function.setup_context
     held = [x for x in app.args if not isinstance(x, Tensor)] + [v for *_, v in own]
-    walk = ClosureWalker((*rules, held), READ)
+    walk = ClosureWalker((*rules, held), STATE)
     found = [walk.objects[i] for i in walk.found]
     modules = [x for x in found if isinstance(x, nn.Module)]
     generators = [x for x in found if isinstance(x, torch.Generator)]
-    tensors = [x for x in found if isinstance(x, Tensor) and not x.is_inference()]
+    tensors = [x for x in found if isinstance(x, Tensor) and not (is_lazy(x) or x.is_inference())]
     values = [(x, x.detach().clone()) for x in tensors]
     with StateGuard(modules, generators), preserved_grads(function, *app.args) as changed:
         try:

@@ -325,8 +325,9 @@ def test_an_interrupt_ends_both_processes(write, tmp_path):
     )
     command = [sys.executable, "-m", "hoglib", "verify", f"{path.resolve()}:Sleeps"]
     parent = subprocess.Popen(
-        command, cwd=Path(__file__).parents[2], start_new_session=True, stderr=subprocess.PIPE
-    )
+        command, cwd=Path(__file__).parents[2], start_new_session=True, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
