@@ -193,4 +193,5 @@ def uses_only_metadata(name: str, args: Any) -> bool:
 
 
 def _short(func: Any) -> str:
-    return str(getattr(func, "__name__", func)).removeprefix("aten.")
+    name = str(getattr(func, "__name__", func)).removeprefix("aten.")
+    return f".{name_of_call(func)}" if name == "__get__" else name

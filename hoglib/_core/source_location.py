@@ -2,9 +2,11 @@
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import warnings
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
@@ -25,6 +27,7 @@ _DEFINES_FUNCTIONS = tuple(
     )
 )  # fmt: skip
 _MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor")
+_ENTRY = re.compile(r'File "(.+)", line (\d+)')
 _MAX_QUOTED = 100  # characters of a line
 
 
@@ -109,6 +112,17 @@ def _innermost(frame: FrameType | None) -> SourceLine | None:
         if is_user_code(file):
             return SourceLine(file, frame.f_lineno)
         frame = frame.f_back
+    return None
+
+
+def innermost_line(stack: Sequence[str]) -> SourceLine | None:
+    """The same for a stack as `traceback.format_stack` gives it."""
+    for entry in reversed(stack):
+        found = _ENTRY.search(entry)
+        if found is None or _is_machinery(found[1]):
+            return None
+        if is_user_code(found[1]):
+            return SourceLine(found[1], int(found[2]))
     return None
 
 

@@ -378,7 +378,8 @@ def sequence_number(node: Any = None) -> int:
 
 @contextmanager
 def record_backward_origins() -> Iterator[None]:
-    """Nodes made inside know by which node's backward; torch's anomaly mode notes it."""
+    """Nodes made inside know by which node's backward, and by which lines of code; torch's anomaly mode
+    notes it."""
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         yield
 
@@ -386,6 +387,11 @@ def record_backward_origins() -> Iterator[None]:
 def made_by(node: Any) -> Any:
     """The node in whose backward a node was made; None for one of a forward."""
     return node.metadata.get("parent_")
+
+
+def made_at(node: Any) -> list[str]:
+    """The stack that made a node, as `traceback.format_stack` gives it."""
+    return list(node.metadata.get("traceback_", ()))
 
 
 def running_function() -> type[Function] | None:

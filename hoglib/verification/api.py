@@ -185,6 +185,7 @@ def _rows(
         for app in subject.applications:  # a broken contract may be the cause
             yield from contract.check(app, surrogate=True)
         return
+    yield from subject.told
     yield from _notes(subject)
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
@@ -229,8 +230,8 @@ def _notes(subject: Subject) -> Iterator[Row]:
             "dtype: float64", "warn" if subject.computes_narrow else "skip", None,
             f"{how} ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
         )  # fmt: skip
-    if subject.call.symmetric:
-        names = ", ".join(subject.call.names[j] for j in sorted(subject.call.symmetric))
+    if subject.call.projections:
+        names = ", ".join(subject.call.names[j] for j in sorted(subject.call.projections))
         yield Row(
             "first derivative: asymmetric directions", "skip", None,
             f"{names} is symmetric, and the function reads one triangle only, or refuses a matrix that "

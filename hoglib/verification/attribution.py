@@ -172,7 +172,8 @@ class _Attribution:
         run, ends = self._run(0.0), (self._run(self._step), self._run(-self._step))
         slots = run.record.slots(in_jvp=self._in_jvp)
         moved = [end.record.slots(in_jvp=self._in_jvp) for end in ends]
-        owned = {id(t) for t in (*run.inputs, *run.outputs) if not run.record.is_silent(t)}
+        own = (*(run.inputs[i] for i in self._app.by), *run.outputs)
+        owned = {id(t) for t in own if not run.record.is_silent(t)}
         leaves: dict[str, list[tuple[Tensor, Tensor]]] = {}
         held = {}
         for label, value in slots.items():

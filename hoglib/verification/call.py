@@ -2,9 +2,10 @@
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import isbuiltin
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
@@ -91,6 +92,15 @@ def gradient_of_composition(
     return map_
 
 
+def stacked(function: TensorMap, values: Sequence[Tensor]) -> Iterator[TensorMap]:
+    """The function, where the gradients of its outputs, if they are several of one shape, are parts of
+    one tensor, along each dimension."""
+    if len(values) < 2 or len({y.shape for y in values}) > 1:
+        return
+    for dim in range(values[0].dim() + 1):
+        yield lambda *x, dim=dim: list(torch.stack(function(*x), dim).unbind(dim))
+
+
 def grad(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], **options: Any
 ) -> list[Tensor]:
@@ -136,11 +146,16 @@ def vjps(
     function: TensorMap,
     x: Sequence[Tensor],
     covectors: Sequence[tuple[int, Tensor]],
+    *,
+    graphs_serve_once: bool = False,
 ) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
-    The graph is kept from one covector to the next, unless the function allows one backward pass only.
+    The graph is kept from one covector to the next, unless the function allows one backward pass only,
+    or says nothing and must have a new one each time.
     """
+    if graphs_serve_once and len(covectors) > 1:
+        return [vjps(function, x, [one])[0] for one in covectors]
 
     def forward() -> tuple[list[Tensor], list[Tensor]]:
         leaves = [y.detach().clone().requires_grad_() for y in x]
@@ -199,13 +214,13 @@ class Call:
     point: the values of the variables. names: what messages call them. num_inputs: how many of them
     come from the inputs. positions: their positions among the leaves of the inputs and the module's
     state. reseed: whether each call draws the same random numbers. clone: whether fn gets copies,
-    because it changes its inputs and declares that. symmetric: the variables that are symmetrised
-    before fn gets them, because fn reads one triangle only.
+    because it changes its inputs and declares that. projections: of the variables whose structure is
+    kept (a symmetric matrix stays symmetric), each applied before fn gets the variable.
     """
 
     reseed = False
     clone = False
-    symmetric: frozenset[int] = frozenset()
+    projections: Mapping[int, Arrange] = MappingProxyType({})
 
     def __init__(
         self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = torch.float64
@@ -240,7 +255,7 @@ class Call:
         self.complex_variables = [self._values[i].is_complex() for i in self.positions]
 
     def with_settings_of(self, other: "Call") -> "Call":
-        self.reseed, self.clone, self.symmetric = other.reseed, other.clone, other.symmetric
+        self.reseed, self.clone, self.projections = other.reseed, other.clone, other.projections
         return self
 
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
@@ -251,7 +266,7 @@ class Call:
         variables_in = zip(self.positions, variables, self.complex_variables, strict=True)
         for j, (slot, x, parts) in enumerate(variables_in):
             value = torch.complex(*x.unbind(-1)) if parts else x
-            value = (value + value.mH) / 2 if j in self.symmetric else value
+            value = self.projections[j](value) if j in self.projections else value
             value = value if before is None else before(value)
             if not (value.requires_grad or transforms_active()):
                 value = value.view_as(value)  # fn may take a gradient itself

@@ -5,6 +5,7 @@ if the circumstances make a difference.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -14,6 +15,7 @@ from torch.autograd import Function
 from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
+from hoglib.verification.nan_origin import nan_operation
 from hoglib.verification.options import Options
 from hoglib.verification.report import Row
 from hoglib.verification.subject import Subject
@@ -127,7 +129,8 @@ def finite(base: Baseline) -> Row:
     for (which, _, advice), tensors, known in zip(NAN, derivatives, labels, strict=True):
         for label, t in zip(known, tensors, strict=False):
             if bool(t.isnan().any()):
-                text = f"{which.format(label)} is NaN at the inputs. {advice}"
+                origin = _nan_origin(base, base.x, None) if tensors is grads else ""
+                text = f"{which.format(label)} is NaN at the inputs{origin}. {advice}"
                 return Row(name, "fail", None, text)
     for (_, what, _), tensors in zip(NAN, derivatives, strict=True):
         if any(bool(t.isinf().any()) for t in tensors):
@@ -144,6 +147,14 @@ def finite(base: Baseline) -> Row:
             "or rounded in forward?"
         )
     return Row(name, "warn", most, text) if text else Row(name, "pass")
+
+
+def _nan_origin(base: Baseline, x: Sequence[Tensor], w: Sequence[Tensor] | None) -> str:
+    """Where a first derivative becomes NaN, or with w a second one; "" where that is not known."""
+    with suppress(Exception):
+        origin = nan_operation(base.f, x, base.u, w)
+        return f"; NaN arises in {origin}" if origin else ""
+    return ""
 
 
 def extremes(base: Baseline) -> Row:
@@ -166,7 +177,9 @@ def extremes(base: Baseline) -> Row:
         except Exception:  # a function may refuse such inputs
             continue
         if found:
-            bad.append(f"the {found} is NaN at {what}, where the value is finite")
+            w = base.w if found == "second derivative" else None
+            origin = _nan_origin(base, x, w)
+            bad.append(f"the {found} is NaN at {what}, where the value is finite{origin}")
     if bad:
         return Row(name, "warn", None, "; ".join(bad) + ".")
     return Row(name, "pass")

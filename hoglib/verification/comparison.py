@@ -153,15 +153,16 @@ def in_forward(
 
 
 def in_reverse(
-    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False
-) -> Discrepancy:
+    at: Target, bounds: Bounds, random: torch.Generator, *, full: bool = False,
+    graphs_serve_once: bool = False,
+) -> Discrepancy:  # fmt: skip
     """<J^T w, v> for each direction v and a few covectors w."""
     found = Discrepancy()
     covectors = [
-        (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, random, full)
+        (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, bounds, random, full)
     ]
     try:
-        pulled = calls.vjps(at.map, at.x, covectors)
+        pulled = calls.vjps(at.map, at.x, covectors, graphs_serve_once=graphs_serve_once)
     except Exception as error:
         return _raised(error, at, -1)
     concluded = set()
@@ -175,20 +176,20 @@ def in_reverse(
             errors = torch.where(known, w.abs() * one.errors[i], 0.0)
             expected = float(terms.sum())
             scale = float(terms.square().sum().sqrt())  # size of a sum of terms with random signs
-            got = float((grads[one.column] * one.v).sum())
+            grad = grads[one.column]
+            got = float((grad * one.v).sum())
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
                 concluded.add(one.column)
                 continue
-            reach = float(w.abs().sum())
-            allowed = (
-                bounds.rtol * scale
-                + bounds.atol * min(1.0, one.size(i)) * reach
-                + TRUST * float(errors.sum())
-                + one.floors[i] * reach
-            )
+            reach, noise = _random_sum(w), TRUST * _random_sum(errors)
+            rounding = noise + one.floors[i] * reach
+            allowed = rounding
+            if bool(grad.any()):  # an exact zero was not rounded
+                rounding += bounds.atol * min(1.0, one.size(i)) * reach
+                allowed = rounding + bounds.rtol * scale
             off = abs(got - expected)
-            if _is_drowned(one, i, abs(got), scale, off, TRUST * float(errors.sum()), reach):
+            if _is_drowned(one, i, abs(got), scale, off, noise, reach, rounding):
                 found.problem = found.problem or DROWNED
                 continue
             concluded.add(one.column)
@@ -203,9 +204,15 @@ def in_reverse(
 DROWNED = "their noise exceeds the derivative"
 
 
+def _random_sum(terms: Tensor) -> float:
+    """A bound of the sum of terms with random signs: of all, or three standard deviations."""
+    return min(float(terms.abs().sum()), 3.0 * float(terms.norm()))
+
+
 def _is_drowned(
-    one: Slope, i: int, got: float, expected: float, off: float, noise: float, reach: float = 1.0
-) -> bool:
+    one: Slope, i: int, got: float, expected: float, off: float, noise: float, reach: float = 1.0,
+    rounding: float | None = None,
+) -> bool:  # fmt: skip
     """Whether the noise of a difference exceeds the number, so that any number would do.
 
     Noise that is small beside the values is none to speak of where both numbers are zero by it; nor
@@ -217,7 +224,8 @@ def _is_drowned(
     if number <= noise and noise > max(1e-3, 50 * eps) * natural:
         return True
     some = got > 100 * eps * natural
-    return some and number <= noise + reach * one.floors[i] and off > 0.5 * number
+    least = noise + reach * one.floors[i] if rounding is None else rounding
+    return some and number <= least and off > 0.5 * number
 
 
 def wrong_elements(
@@ -245,9 +253,10 @@ def wrong_elements(
 
 
 def _covectors(
-    slopes: Sequence[Slope], i: int, random: torch.Generator, full: bool
+    slopes: Sequence[Slope], i: int, bounds: Bounds, random: torch.Generator, full: bool
 ) -> list[Tensor]:
-    """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere."""
+    """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere, but
+    for elements below the tolerance."""
     if not slopes:
         return []
     like = slopes[0].values[i]
@@ -262,7 +271,7 @@ def _covectors(
     if full:
         eye = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
-    share = 1.0 / (sizes + 1e-3 * (max_abs(sizes) or 1.0))
+    share = 1.0 / (sizes + max(1e-3, bounds.atol) * (max_abs(sizes) or 1.0))
     share = torch.where(known, share / share.max(), 0.0)
     return [random_like(like, random) * share for _ in range(DRAWS)]
 

@@ -27,6 +27,7 @@ from hoglib.verification.comparison import (
     target,
     wrong_elements,
 )
+from hoglib.verification.nan_origin import nan_operation
 from hoglib.verification.options import Options
 from hoglib.verification.report import MODES, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
@@ -36,6 +37,10 @@ COMPOSED = (
     "That is with an incoming gradient that depends on the inputs, as in a network; with another "
     "one it is right. Does backward differentiate by saved tensors which the incoming gradient was "
     "computed from, too? Differentiate by views of them, `x.view_as(x)`."
+)
+IN_PARTS = (
+    "That is with incoming gradients that are parts of one tensor, as those of outputs that are "
+    "stacked; with others it is right. Does backward read the memory around them (as_strided)?"
 )
 DECLARE = (
     "If that is on purpose, as in a straight-through gradient, pass surrogate=True, or set "
@@ -163,6 +168,8 @@ class Derivatives:
         if mode.key != "rr":
             return self._forward_row(name, at, mode.key)
         row = self._reverse_row(name, at)
+        if order == 2 and self.found[name].got != self.found[name].got:
+            row = row._replace(text=f"{row.text}{self._nan_origin()}")
         first = self.found.get("first derivative: reverse")
         derivative = not self._options.surrogate and not (first is not None and first.wrong)
         if order == 2 and row.status == "pass" and derivative:
@@ -171,20 +178,35 @@ class Derivatives:
 
     def _in_composition(self, row: Row) -> Row:
         """The row, unless the second derivative is wrong where the incoming gradient depends on the
-        inputs, as it does in a network."""
+        inputs, as it does in a network, or where those of several outputs are parts of one tensor."""
         subject, x = self._subject, self._points[-1]
         rows = [f"the gradient by {name}" for name in subject.names]
         try:
             values = subject.map(*x)
-            f = calls.gradient_of_composition(subject.map, values, self._like(values))
-            found = self._both([self._target(Stage(f, x, rows, subject.names))], "r")
+            weights = self._like(values)
+            maps = [
+                (subject.map, COMPOSED),
+                *((f, IN_PARTS) for f in calls.stacked(subject.map, values)),
+            ]
+            for map_, where in maps:
+                f = calls.gradient_of_composition(map_, values, weights)
+                found = self._both([self._target(Stage(f, x, rows, subject.names))], "r")
+                if found.wrong and found.raised is None:
+                    self.found[row.name] = found
+                    judged = self._judged(row.name, found)
+                    return judged._replace(text=f"{judged.text} {where}")
         except Exception:  # with a gradient that does not depend on the inputs it is right
             return row
-        if not found.wrong or found.raised is not None:
-            return row
-        self.found[row.name] = found
-        judged = self._judged(row.name, found)
-        return judged._replace(text=f"{judged.text} {COMPOSED}")
+        return row
+
+    def _nan_origin(self) -> str:
+        """Where a second derivative becomes NaN, at the first point where it does."""
+        f = self._subject.map
+        for x in self._points:
+            with suppress(Exception):  # the row stands without a line
+                if origin := nan_operation(f, x, self._like(f(*x)), self._like(x)):
+                    return f" NaN arises in {origin}."
+        return ""
 
     def _like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [random_like(x, self._subject.random) for x in tensors]
@@ -210,9 +232,11 @@ class Derivatives:
 
     def _compared(self, at: Target, key: str) -> Discrepancy:
         if key[0] == "r":
+            subject, options = self._subject, self._options
             return in_reverse(
-                at, self._options.bounds, self._subject.random, full=self._options.full
-            )
+                at, options.bounds, subject.random, full=options.full,
+                graphs_serve_once=subject.graphs_serve_once,
+            )  # fmt: skip
         return in_forward(at, self._options.bounds, calls.func_jvp if key == "ff" else calls.jvp)
 
     def _reverse_row(self, name: str, at: Sequence[Target]) -> Row:

@@ -438,7 +438,7 @@ def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterato
 def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
     try:
         call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
-        call.reseed, call.symmetric = True, one_triangle(call)
+        call.reseed, call.projections = True, one_triangle(call)
         which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
         random = torch.Generator().manual_seed(5)
         f, x = call.map(which), call.point

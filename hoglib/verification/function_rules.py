@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from inspect import isfunction
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
@@ -241,6 +242,15 @@ def jvp(
     function: type[Function], record: Record, tangents: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
     return as_tuple(function.jvp(Context(record, in_jvp=True), *tangents))
+
+
+MEMORY = frozenset({"storage", "untyped_storage", "data_ptr", "resize_", "set_"})
+
+
+def handles_memory(function: type[Function]) -> bool:
+    """Whether forward or backward handles the memory of tensors itself (`x.storage().resize_(0)`)."""
+    rules = map(inspect.unwrap, (function.forward, backward_rule(function)))
+    return any(MEMORY.intersection(rule.__code__.co_names) for rule in rules if isfunction(rule))
 
 
 def is_classic(function: type[Function]) -> bool:

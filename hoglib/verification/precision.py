@@ -54,7 +54,7 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
     watch = PrecisionWatch()
     with watch:
         _reached(call)
-    met = watch.rounded or watch.met or watch.foreign
+    met = watch.rounded or watch.met or watch.foreign or _returned_narrow(call)
     if not (met and _is_noisy(call)):
         return Chosen(call)
     narrow = Call(fn, inputs, torch.float32)
@@ -65,6 +65,13 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
     if given_double and not _agree(call, narrow):
         return Chosen(call)  # a cast that copies, which it does in float64 only, cuts its graph
     return Chosen(narrow, f"it computes in float32: {met}", computes_narrow=True)
+
+
+def _returned_narrow(call: Call) -> str:
+    """What it returns in less than float64; "" if nothing."""
+    outputs = [y for y in call.run_with_grad() if is_float(y) and y.requires_grad]
+    narrow = [y for y in map(calls.real, outputs) if y.dtype != torch.float64]
+    return f"it returned {validation.describe(narrow[0])} for float64 inputs" if narrow else ""
 
 
 def _reached(call: Call) -> tuple[int, Exception | None]:

@@ -181,6 +181,14 @@ class Report:
             return f"{self.name}: NOT RUN."
         if self.ok and not self.judged:
             return f"{self.name}: NOT JUDGED. None of its derivatives could be compared."
+        unknown = [
+            row.name for row in checks if " derivative: " in row.name and row.status == "warn"
+        ]
+        if self.ok and unknown:
+            return (
+                f"{self.name}: NOT JUDGED in full. Nothing is wrong by {checked} checks, but not all "
+                f"of this could be compared: {', '.join(unknown)}."
+            )
         if self.ok:
             known = len(self.warnings)
             also = f", with {known} warning{'s' * (known > 1)}" if known else ""

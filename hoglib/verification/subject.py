@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import pytree
+from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import Call, custom_functions, fresh, is_part
+from hoglib.verification.call import Arrange, Call, custom_functions, fresh, is_part
 from hoglib.verification.precision import call_for
 from hoglib.verification.report import Row
 
@@ -105,15 +106,43 @@ def _kind(value: Any) -> Any:
     return repr(value) if not pytree.leaves(value) else type(value)
 
 
-def one_triangle(call: Call) -> frozenset[int]:
+def _symmetrized(x: Tensor) -> Tensor:
+    return (x + x.mH) / 2
+
+
+def _diagonal(x: Tensor) -> Tensor:
+    return torch.diag_embed(torch.diagonal(x, dim1=-2, dim2=-1))
+
+
+STRUCTURES: tuple[Arrange, ...] = (_diagonal, torch.tril, torch.triu, _symmetrized)
+
+
+def structures(call: Call) -> dict[int, Arrange]:
+    """The variables that are diagonal, triangular or symmetric (Hermitian) matrices, each with the
+    projection that keeps its structure.
+
+    A Function that is given such matrices only may be right along these alone: it computes with the
+    square root of a diagonal matrix element by element, or assumes that a matrix is its transpose.
+    """
+    found: dict[int, Arrange] = {}
+    for j in range(len(call.point)):
+        x = call.value(j)
+        if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and bool(x.any()):
+            rounding = 100 * torch.finfo(x.dtype).eps * max_abs(x)
+            kept = (p for p in STRUCTURES if max_abs(x - p(x)) <= rounding)
+            projection = next(kept, None)
+            found |= {} if projection is None else {j: projection}
+    return found
+
+
+def one_triangle(call: Call) -> dict[int, Arrange]:
     """The variables that are symmetric (Hermitian) matrices of which the function reads one triangle
-    only,
-    or which it refuses if they are not symmetric.
+    only, or which it refuses if they are not symmetric, each with its projection.
 
     The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
     over both, others leave it where it was read. Along symmetric matrices all conventions agree.
     """
-    found = set()
+    found: dict[int, Arrange] = {}
     for j in range(len(call.point)):
         x = call.value(j)
         if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
@@ -125,8 +154,8 @@ def one_triangle(call: Call) -> frozenset[int]:
             near = [_values(call, j, x + part) for part in (small.tril(-1), small.triu(1))]
             symmetric_only = near == [None, None] and _values(call, j, x + small + small.mH)
             if unread or symmetric_only:
-                found.add(j)
-    return frozenset(found)
+                found[j] = _symmetrized
+    return found
 
 
 def _values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
@@ -192,8 +221,12 @@ class Subject:
     """A call in float64, or in its own dtype if it refuses that, with what it is made of.
 
     refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
-    whatever it is given.
+    whatever it is given. graphs_serve_once: whether a second backward pass through a graph is wrong,
+    and through a new one right. told: failed rows of `prepare` that leave something to compare.
     """
+
+    graphs_serve_once = False
+    told: Sequence[Row] = ()
 
     def __init__(self, fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> None:
         self.fn, self.inputs = fn, list(inputs)
@@ -212,7 +245,7 @@ class Subject:
             self.call = Call(fn, self.inputs, self.call.dtype)
             self.call.clone = clone
         named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
-        self.call.symmetric = one_triangle(self.call)
+        self.call.projections = one_triangle(self.call)
         self.names = [named.get(name, name) for name in self.call.names]
         self.num_parameters = len(self.names) - self.call.num_inputs
         self.x = self.call.point
@@ -277,26 +310,32 @@ class Subject:
                 "generator of its own? Pass random numbers as inputs.",
             )  # fmt: skip
         again = self._again()
+        if again and self.graphs_serve_once:
+            self.told = [Row("deterministic", "fail", None, again)]
+            return None
         return Row("deterministic", "fail", None, again) if again else None
 
     def _again(self) -> str:
         """What is wrong with a second backward pass through the same graph, with the same seed."""
-        leaves = [x.clone().requires_grad_() for x in self.x]
-        values = self.map(*leaves)
 
-        def once() -> list[Tensor]:
+        def graph() -> tuple[list[Tensor], list[Tensor]]:
+            leaves = [x.clone().requires_grad_() for x in self.x]
+            return self.map(*leaves), leaves
+
+        def once(values: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
             calls.seed_all()
             grads = calls.grad(
                 values, leaves, list(map(torch.ones_like, values)), retain_graph=True
             )
             return [g.detach().clone() for g in grads]
 
+        kept = graph()
         try:
-            first = once()
+            first = once(*kept)
         except Exception:  # reported by the derivative checks
             return ""
         try:
-            second, did = once(), "gives a different gradient"
+            second, did = once(*kept), "gives a different gradient"
         except RuntimeError:  # a graph that allows one pass only says so
             return ""
         except Exception as error:
@@ -309,11 +348,12 @@ class Subject:
         why = (
             f"backward changes {', '.join(sorted(changed))}, which it must not do."
             if changed
-            else "it draws from a generator of its own, counts its calls, or frees what it reads."
+            else "it draws from a generator of its own, counts its calls, adds to .grad of what it "
+            "saved, or frees what it reads."
         )
-        return (
-            f"a second backward pass through the same graph {did}: {why} Nothing can be compared."
-        )
+        self.graphs_serve_once = _same(first, once(*graph()), 1e-6)
+        end = "" if self.graphs_serve_once else " Nothing can be compared."
+        return f"a second backward pass through the same graph {did}: {why}{end}"
 
     def perturbed_point(self) -> list[Tensor]:
         """A point near the inputs, without zeros; the inputs themselves if fn is not defined there."""

@@ -10,6 +10,7 @@ from hoglib._core.source_location import format_error
 from hoglib.verification import call as calls
 from hoglib.verification.call import Arrange, Call
 from hoglib.verification.circumstances import DRAWS, REFUSED, Baseline
+from hoglib.verification.function_rules import handles_memory
 from hoglib.verification.options import Options
 from hoglib.verification.report import Row
 
@@ -17,13 +18,19 @@ LAYOUT = (
     "Assume nothing about strides: use reshape instead of view, and call .contiguous() before code "
     "that reads memory directly."
 )
+MEMORY = (
+    "{} handles the memory of tensors itself (storage, resize_, set_), which may end the process with "
+    "other layouts."
+)
 
 
 def layouts(base: Baseline) -> Iterator[Row]:
     """The same numbers in another memory layout; inputs without elements, and without dimensions."""
-    if base.subject.draws:
+    handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
+    reason = DRAWS if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
+    if reason:
         for name in ("layout: non-contiguous inputs", "layout: stride-0 inputs"):
-            yield Row(name, "skip", None, DRAWS)
+            yield Row(name, "skip", None, reason)
     else:
         yield _with_layout(base, "layout: non-contiguous inputs", strided, None)
         yield _stride_zero_inputs(base)
@@ -81,7 +88,7 @@ def _stride_zero_gradients(base: Baseline) -> Row:
 
 def _zero_size(base: Baseline) -> Row:
     batch = base.x[0].shape[0] if base.x[0].dim() else None
-    x = [y[:0] if y.dim() and y.shape[0] == batch else y for y in base.x]
+    x = [y[:0].clone() if y.dim() and y.shape[0] == batch else y for y in base.x]
     reason = "its inputs have no dimensions." if batch is None else ""
     return _of_another_shape(base, "layout: zero size", "elements", x, reason)
 

@@ -7,6 +7,7 @@ import logging
 import time
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -477,3 +478,113 @@ def test_code_that_is_not_torchs_is_examined_in_its_own_dtype():
     assert told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), NumberInMemory.apply) == []
     (text,) = told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), NumberInMemoryCut.apply)
     assert "second derivative of NumberInMemoryCut is wrong" in text
+
+
+def given(function, prepare):
+    """The second order of a Function of a matrix that is made of a [3, 3] tensor."""
+    a = torch.tensor([[1.2, 0.3, -0.4], [0.5, 1.6, 0.2], [-0.1, 0.7, 2.1]], dtype=F64)
+    return lambda: hog.hvp(lambda b: function(prepare(b)).sin().sum(), a, torch.ones_like(a))
+
+
+class SquareOfSymmetric(Function):
+    """A A, whose derivative is written for a symmetric A."""
+
+    @staticmethod
+    def forward(ctx, a):
+        ctx.save_for_backward(a)
+        return a @ a
+
+    @staticmethod
+    def backward(ctx, g):
+        (a,) = ctx.saved_tensors
+        return g @ a + a @ g
+
+
+class RootOfDiagonal(Function):
+    """The square root of a diagonal matrix, element by element."""
+
+    @staticmethod
+    def forward(ctx, d):
+        root = d.sqrt()
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx, g):
+        (root,) = ctx.saved_tensors
+        return torch.diag_embed(g.diagonal() / (2 * root.diagonal()))
+
+
+class FromTriangle(Function):
+    """L L^T, with the gradient of a triangle for a triangle."""
+
+    @staticmethod
+    def forward(ctx, factor):
+        ctx.save_for_backward(factor)
+        return factor @ factor.mT
+
+    @staticmethod
+    def backward(ctx, g):
+        (factor,) = ctx.saved_tensors
+        return ((g + g.mT) @ factor).tril()
+
+
+STRUCTURED = {
+    "symmetric": (SquareOfSymmetric, lambda b: b @ b.mT),
+    "diagonal": (RootOfDiagonal, lambda b: torch.diag_embed(b.diagonal())),
+    "triangular": (FromTriangle, torch.tril),
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURED)
+def test_a_matrix_keeps_its_structure(structure):
+    function, prepare = STRUCTURED[structure]
+    assert told(lambda f: given(f, prepare)(), function.apply) == []
+    entry_points.forget_verdicts()
+    assert told(lambda f: given(f, lambda b: b + 1)(), function.apply)
+
+
+class Columns(Function):
+    """The columns of a matrix. Where the memory of their gradients is that of a matrix, backward returns
+    it, and its graph has the first of them only."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.unbind(1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        first = grads[0]
+        here = [g.data_ptr() - first.data_ptr() for g in grads]
+        step = here[1] // first.element_size()
+        if here == [k * step * first.element_size() for k in range(len(grads))] and step > 0:
+            return first.as_strided((len(first), len(grads)), (first.stride(0), step))
+        return torch.stack(grads, 1)
+
+
+def test_incoming_gradients_may_be_parts_of_one_tensor():
+    def columns(x):
+        return torch.stack(Columns.apply(x), 1).sin()
+
+    (text,) = told(lambda f: hog.hvp(lambda x: f(x).sum(), X, X), columns)
+    assert "incoming gradients that are parts of one tensor" in text
+
+
+class Scales(Function):
+    """sum_j c_j sin x_j in NumPy, by float32 numbers, where the c_j differ by orders of magnitude."""
+
+    @staticmethod
+    def forward(ctx, x):
+        c, x = np.array([1.0, 1e-2, 1e-4], "f"), x.detach().numpy().astype("f")
+        ctx.kept = torch.from_numpy(c * np.cos(x))
+        return torch.from_numpy(c * np.sin(x)).sum(1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g[:, None] * ctx.kept
+
+
+def test_what_is_exactly_zero_was_not_rounded():
+    x = X.float()
+    (text,) = told(lambda f: hog.hvp(lambda p: f(p).square().sum(), x, x), Scales.apply)
+    assert "second derivative of Scales is wrong" in text

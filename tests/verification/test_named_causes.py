@@ -221,3 +221,62 @@ def test_noise_above_the_derivative_is_not_judged():
     report = hog.verify(Far, x)
     assert report["first derivative: reverse"].status == "warn"
     assert not report.judged
+
+
+def test_a_graph_that_serves_once_is_judged():
+    class Changes(Function):
+        """The logarithm of a softplus; backward changes what it saved."""
+
+        @staticmethod
+        def forward(ctx, x, weight):
+            p = x.sigmoid()
+            ctx.kept = p, weight
+            return -(1 - p).log() * weight
+
+        @staticmethod
+        def backward(ctx, g):
+            p, weight = ctx.kept
+            return p.mul_(weight).mul_(g.detach()) + 0 * g, None
+
+    class Accumulates(Function):
+        """x^3 by a leaf that is kept, to whose .grad each backward adds."""
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.leaf = x.detach().requires_grad_()
+            return x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            with torch.enable_grad():
+                (ctx.leaf**3).backward(g)
+            return ctx.leaf.grad
+
+    report = hog.verify(Changes, (x.requires_grad_(), torch.rand(3)))
+    assert report["deterministic"].status == "fail"
+    assert report["saved: ctx.kept[0]"].status == "fail"
+    assert report["first derivative: reverse"].status == "pass"
+    report = hog.verify(Accumulates, x)
+    assert "adds to .grad of what it saved" in report["deterministic"].text
+    assert "`.grad`, which has no derivative" in str(report).replace("\n      ", " ")
+    x.requires_grad_(False)
+
+
+def test_memory_is_not_rearranged_for_what_handles_it():
+    class Frees(Function):
+        """A copy is freed in backward, and filled again."""
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.data, x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            data, x = ctx.saved_tensors
+            data.untyped_storage().resize_(data.numel() * data.element_size())
+            return g * x.cos()
+
+    report = hog.verify(Frees, x)
+    assert report.ok
+    assert "handles the memory" in report["layout: stride-0 inputs"].text

@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import Function
 
 import hoglib as hog
+from hoglib import verification
 from hoglib.verification.rounding import exact_products
 from tests.functions import Cube
 
@@ -270,7 +271,28 @@ def test_nan():
             (x,) = ctx.saved_tensors
             return g * x / x.norm()
 
-    assert "NaN at zeros" in hog.verify(Norm, x)["finite: extreme inputs"].text
+    text = hog.verify(Norm, x)["finite: extreme inputs"].text
+    assert "NaN at zeros" in text
+    assert "NaN arises in Norm.backward" in text
+
+    class Clipped(Function):
+        """x^3 where it is positive; the root of a zero is infinite in the second derivative only."""
+
+        @staticmethod
+        def forward(ctx, x):
+            y = x.clamp(min=0) ** 1.5
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, g):
+            (y,) = ctx.saved_tensors
+            root = y.pow(1 / 3)
+            return 1.5 * g * torch.where(y > 0, root, 0.0)
+
+    text = hog.verify(Clipped, x)["second derivative: reverse-over-reverse"].text
+    assert "NaN arises in the derivative of" in text
+    assert "`root = y.pow(1 / 3)`" in text
 
 
 def test_masks_and_targets_are_taken_for_constants():
@@ -414,6 +436,16 @@ def test_wrong_arguments_raise(case):
 
 
 # The report.
+
+
+def test_a_derivative_that_was_not_compared_is_not_called_right():
+    rows = [
+        verification.Row(f"{order} derivative: reverse", "pass", 0.0)
+        for order in ("first", "second")
+    ]
+    assert "f: right" in str(verification.Report("f", rows))
+    rows[1] = rows[1]._replace(status="warn", text="nothing could be compared")
+    assert str(verification.Report("f", rows)).startswith("f: NOT JUDGED in full.")
 
 
 def test_the_report():
