@@ -183,10 +183,9 @@ def in_reverse(
                 concluded.add(one.column)
                 continue
             reach, noise = _random_sum(w), TRUST * _random_sum(errors)
-            rounding = noise + one.floors[i] * reach
-            allowed = rounding
+            rounding = allowed = noise
             if bool(grad.any()):  # an exact zero was not rounded
-                rounding += bounds.atol * min(1.0, one.size(i)) * reach
+                rounding += (bounds.atol * min(1.0, one.size(i)) + one.floors[i]) * reach
                 allowed = rounding + bounds.rtol * scale
             off = abs(got - expected)
             if _is_drowned(one, i, abs(got), scale, off, noise, reach, rounding):

@@ -45,8 +45,9 @@ FIRST, SECOND = "first derivative", "second derivative"
 class Verdict(NamedTuple):
     """What an examination found.
 
-    status: "right", "wrong", "unknown" (nothing was compared), or "not examined". order: that of the
-    derivative that is wrong, or may be.
+    status: "right", "wrong", "not examined" (in full), or "unknown" (it raises, which the entry point
+    does too, or the point was none of the user's). order: that of the derivative that is wrong, or may
+    be.
     """
 
     status: str
@@ -109,17 +110,18 @@ def examine(given: Applied) -> Verdict:
                     text = f"{name} is wrong: {ACCUMULATES.format(', '.join(found[:3]))}"
                     verdict = Verdict("wrong", text)
         except _NotExamined as reason:
-            verdict = Verdict("not examined", NOT_EXAMINED.format(name, reason), order=2)
+            verdict = _not_examined(name, str(reason))
         except Exception as error:  # it refuses copies of what it was given, or other values
-            text = NOT_EXAMINED.format(name, f"it raised {format_error(error)}")
-            verdict = Verdict("not examined", text, order=2)
+            verdict = _not_examined(name, f"it raised {format_error(error)}")
     return verdict
 
 
-NOT_EXAMINED = (
-    "{0} was not examined: {1}. Whether its second derivative is right is not known. "
-    "`hoglib.verify({0}, inputs)` checks it."
-)
+def _not_examined(name: str, reason: str, extent: str = "") -> Verdict:
+    text = (
+        f"{name} was not examined{extent}: {reason}. Whether its second derivative is right is not "
+        f"known. `hoglib.verify({name}, inputs)` checks it."
+    )
+    return Verdict("not examined", text, order=2)
 
 
 class _NotExamined(Exception):
@@ -208,6 +210,9 @@ def _compared(
     if wrong_first and not _stops_gradient(subject):
         text = f"the first derivative of {name} is wrong: {wrong_first[0].text}"
         return Verdict("wrong", text)
+    unclear = [row.text.rstrip(".") for row in second if row.status == "warn"]
+    if unclear and not if_first_is_right:
+        return _not_examined(name, unclear[0], " in full")
     return Verdict("right" if any(row.status == "pass" for row in second) else "unknown")
 
 

@@ -588,3 +588,22 @@ def test_what_is_exactly_zero_was_not_rounded():
     x = X.float()
     (text,) = told(lambda f: hog.hvp(lambda p: f(p).square().sum(), x, x), Scales.apply)
     assert "second derivative of Scales is wrong" in text
+
+
+class Oscillates(Function):
+    """sin(1e13 x), which no difference resolves."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (1e13 * x).sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * 1e13 * (1e13 * x).cos()
+
+
+def test_what_cannot_be_compared_is_told():
+    (text,) = told(lambda f: hog.hvp(lambda p: f(p).sum(), X, X), Oscillates.apply)
+    assert "Oscillates was not examined in full" in text
