@@ -29,7 +29,7 @@ from hoglib.verification.comparison import (
 )
 from hoglib.verification.nan_origin import nan_operation
 from hoglib.verification.options import Options
-from hoglib.verification.report import MODES, ORDINALS, Mode, Row
+from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Mode, Row
 from hoglib.verification.subject import Subject
 from hoglib.verification.surrogates import what_it_looks_like
 
@@ -272,17 +272,17 @@ class Derivatives:
         why = f" ({found.problem})" if found.problem else ""
         if found.unknown and not found.checked:
             text = (
-                f"nothing could be compared: forward refuses points near the inputs{why}. Verify "
+                f"{NOT_COMPARED}: forward refuses points near the inputs{why}. Verify "
                 "it after a map into its domain, such as `lambda A: F.apply((A + A.T) / 2)`."
                 if "Error: " in found.problem
-                else f"nothing could be compared: finite differences do not converge{why}. Do the "
+                else f"{NOT_COMPARED}: finite differences do not converge{why}. Do the "
                 "inputs lie on a kink, at the edge of the domain, or are they too large?"
             )
             return Row(name, "warn", None, text)
         if unknown:
             return Row(
                 name, "warn", found.error,
-                f"by {unknown} nothing could be compared: finite differences do not converge{why}. Is "
+                f"by {unknown} {NOT_COMPARED}: finite differences do not converge{why}. Is "
                 "it a kink, or the edge of the domain? If one is a constant, such as a mask or a "
                 "target, set requires_grad on the others.",
             )  # fmt: skip

@@ -181,9 +181,7 @@ class Report:
             return f"{self.name}: NOT RUN."
         if self.ok and not self.judged:
             return f"{self.name}: NOT JUDGED. None of its derivatives could be compared."
-        unknown = [
-            row.name for row in checks if " derivative: " in row.name and row.status == "warn"
-        ]
+        unknown = [row.name for row in checks if NOT_COMPARED in row.text and row.status == "warn"]
         if self.ok and unknown:
             return (
                 f"{self.name}: NOT JUDGED in full. Nothing is wrong by {checked} checks, but not all "
@@ -253,6 +251,7 @@ class Mode(NamedTuple):
         return self.key[1]
 
 
+NOT_COMPARED = "nothing could be compared"
 MODES = {
     key: Mode(key, title)
     for key, title in {
