@@ -33,7 +33,10 @@ def fresh(value: Any) -> Any:
 
 def seed_all(seed: int = 0) -> None:
     """Seed the global generators of torch, Python and NumPy."""
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # where there is no other device, torch.manual_seed notes three stacks for later
+        torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed)
