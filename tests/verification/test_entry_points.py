@@ -607,3 +607,27 @@ class Oscillates(Function):
 def test_what_cannot_be_compared_is_told():
     (text,) = told(lambda f: hog.hvp(lambda p: f(p).sum(), X, X), Oscillates.apply)
     assert "Oscillates was not examined in full" in text
+
+
+class DropsLarge(Function):
+    """The identity, whose gradient is zero where the incoming one is large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.where(g.abs() > 0.01, 0.0, g)
+
+
+class Stops(DropsLarge):
+    @staticmethod
+    def backward(ctx, g):
+        return torch.zeros_like(g)
+
+
+def test_a_gradient_that_is_zero_for_some_incoming_gradients_is_no_stop_gradient():
+    (text,) = told(lambda f: hog.hvp(lambda p: f(p).square().sum(), X, X), DropsLarge.apply)
+    assert "first derivative of DropsLarge is wrong" in text
+    assert told(lambda f: hog.hvp(lambda p: (f(p) * p).sum(), X, X), Stops.apply) == []
