@@ -31,7 +31,8 @@ from hoglib.verification.subject import is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
 Met = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
-_TOLD: WeakKeyDictionary[type[Function], set[str]] = WeakKeyDictionary()  # the entry points
+# The entry points, and what they told.
+_TOLD: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
 # Ambient, because entry points call one another, also from within the user's function.
 _THREAD = threading.local()
 
@@ -64,8 +65,9 @@ def examined_functions(
             yield met
         for (function, kinds), order in met.differentiated.items():
             verdict = _VERDICTS[function].get(kinds)
-            if verdict is None:
-                verdict = _VERDICTS[function][kinds] = examine(met.applied[function, kinds])
+            if verdict is None or verdict.left:
+                verdict = _examined(met.applied[function, kinds], verdict)
+                _VERDICTS[function][kinds] = verdict
             if verdict.is_told and verdict.order <= (1 if first_order else order):
                 _tell(caller, function, verdict, action)
     finally:
@@ -124,14 +126,16 @@ class MetFunctions:
         if not _is_ours(torch_internals.running_function()):
             return None  # a part of another one's backward, which is examined as a whole
         function, args, by = torch_internals.outside_transforms(function, args)
-        if not any(by) or _is_ours(function) or not is_users(function):
+        if _is_ours(function) or not is_users(function):
             return None
+        if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
+            return None  # its derivative has no elements
         in_forward_mode = torch_internals.forward_mode_active()
         met = function, (in_forward_mode, *map(_kind, args, by))
         verdict = _VERDICTS.setdefault(function, {}).get(met[1])
         if (verdict is not None and not verdict.is_told) or self.differentiated.get(met) == 2:
             return None
-        if verdict is None and met not in self.applied:
+        if (verdict is None or verdict.left) and met not in self.applied:
             self.applied[met] = applied(function, args, by, in_forward_mode)
         return partial(self._note_backward, met)
 
@@ -152,6 +156,14 @@ class MetFunctions:
                 return
 
 
+def _examined(given: Applied, before: Verdict | None) -> Verdict:
+    """The verdict; before: one at other values, which were no good."""
+    verdict = examine(given)
+    if before is not None and verdict.left:
+        return verdict._replace(left=before.left - 1)
+    return verdict
+
+
 def _is_ours(function: type[Function] | None) -> bool:
     return function is None or function.__module__.startswith(("hoglib.", "torch."))
 
@@ -169,6 +181,6 @@ def _tell(caller: str, function: type[Function], verdict: Verdict, action: str) 
     if action == "raise":
         raise VerificationError(text)
     told = _TOLD.setdefault(function, set())
-    if caller not in told:
-        told.add(caller)
+    if (caller, verdict.status) not in told:
+        told.add((caller, verdict.status))
         warn(text)

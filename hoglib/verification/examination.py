@@ -38,6 +38,7 @@ from hoglib.verification.rounding import exact_products
 from hoglib.verification.subject import Application, Subject, parameters, structures
 
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
+OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
 FIRST, SECOND = "first derivative", "second derivative"
 
@@ -47,12 +48,13 @@ class Verdict(NamedTuple):
 
     status: "right", "wrong", "not examined" (in full), or "unknown" (it raises, which the entry point
     does too, or the point was none of the user's). order: that of the derivative that is wrong, or may
-    be.
+    be. left: how many examinations may follow, at other values, because these were no good.
     """
 
     status: str
     text: str = ""
     order: int = 1
+    left: int = 0
 
     @property
     def is_told(self) -> bool:
@@ -210,9 +212,9 @@ def _compared(
     if wrong_first and not _stops_gradient(subject):
         text = f"the first derivative of {name} is wrong: {wrong_first[0].text}"
         return Verdict("wrong", text)
-    unclear = [row.text.rstrip(".") for row in second if row.status == "warn"]
+    unclear = [row.text.split(". ")[0] for row in second if row.status == "warn"]
     if unclear and not if_first_is_right:
-        return _not_examined(name, unclear[0], " in full")
+        return _not_examined(name, unclear[0], " in full")._replace(left=OTHER_VALUES)
     return Verdict("right" if any(row.status == "pass" for row in second) else "unknown")
 
 
@@ -260,7 +262,7 @@ def _trial(app: Application) -> tuple[bool, float]:
     args = app.fresh()
     leaves = [args[i].requires_grad_() for i in app.by]
     for i, leaf in zip(app.by, leaves, strict=True):
-        args[i] = leaf.view_as(leaf)  # which may be changed in place
+        args[i] = leaf.clone()  # which may be changed in place
     with _Operations() as operations:
         outputs = app.function.apply(*args)
         live = [y for y in function_rules.tensors(outputs) if y.requires_grad]

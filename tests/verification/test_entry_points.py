@@ -631,3 +631,34 @@ def test_a_gradient_that_is_zero_for_some_incoming_gradients_is_no_stop_gradient
     (text,) = told(lambda f: hog.hvp(lambda p: f(p).square().sum(), X, X), DropsLarge.apply)
     assert "first derivative of DropsLarge is wrong" in text
     assert told(lambda f: hog.hvp(lambda p: (f(p) * p).sum(), X, X), Stops.apply) == []
+
+
+def test_values_that_are_no_good_are_not_the_last_word(monkeypatch):
+    class Cut(Detached):
+        pass
+
+    examined = []
+    examine = entry_points.examine
+    monkeypatch.setattr(entry_points, "examine", lambda a: examined.append(a) or examine(a))
+
+    def at(scale, function=Cut):
+        return told(lambda f: hog.hvp(lambda p: (f(p * scale) * p).sum(), X, X), function.apply)
+
+    (text,) = at(float("nan"))
+    assert "not examined in full" in text
+    assert at(float("nan")) == []  # told once
+    (text,) = at(1.0)
+    assert "second derivative of" in text
+    for _ in range(3):
+        at(float("nan"), Cube)
+    assert len(examined) == 3 + 3  # of Cut; of Cube, whose values were never good
+    at(float("nan"), Cube)
+    assert len(examined) == 6
+
+
+def test_a_derivative_without_elements_is_not_examined():
+    class Cut(Detached):
+        pass
+
+    assert told(lambda f: hog.hvp(lambda p: f(p[:0]).sum() + p.sum(), X, X), Cut.apply) == []
+    assert told(lambda f: hog.hvp(lambda p: f(p).sum(), X, X), Cut.apply)
