@@ -10,7 +10,7 @@ import pytest
 from hoglib.cli.main import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -19,7 +19,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's, on torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")  # Lightning's advice
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
     monkeypatch.chdir(tmp_path)
     logger = logging.getLogger("hoglib")
@@ -29,7 +29,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
         exec(compile(code, f"{page.name}, block {number + 1}", "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_links_and_pictures_of_a_page_are_there(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
