@@ -1,16 +1,19 @@
 """Docstrings for the site: what its parser does not know, in the parser's own words.
 
 Roles such as `` :func:`name` ``, and names of hoglib in backticks, become links to the API reference. A
-section starts after a blank line, and ``Example:`` is ``Examples:``, whose ``>>>`` lines become code.
+section starts after a blank line; ``Example:`` becomes ``Examples:``, whose ``>>>`` lines are code; the
+sections that the parser does not know become prose.
 """
 
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import griffe
 
 ROLE = re.compile(r":(?:func|class|meth):`~?([\w.]+)()`")
+PROSE = re.compile(r"^(Shape|References):\n((?:    .*\n?|\n)+)", re.M)
 HEADING = re.compile(r"^[A-Z][a-z]+:$", re.M)
 CODE = re.compile(r"(?<![`\[])`(hoglib(?:\.\w+)+)((?:\(\))?)`(?!`)")
 
@@ -47,4 +50,5 @@ def _rewrite(text: str, public: dict[str, str]) -> str:
 
     text = CODE.sub(link, ROLE.sub(link, text))
     text = re.sub(r"^Example:$", "Examples:", text, flags=re.M)
+    text = PROSE.sub(lambda m: f"**{m[1]}:**\n\n{textwrap.dedent(m[2])}", text)
     return HEADING.sub(r"\n\g<0>", text)

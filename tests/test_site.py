@@ -87,7 +87,7 @@ def test_the_reference_has_every_public_name_once():
 
 def versions(row):
     first, last = ("{}.{}".format(*v) if v else "" for v in (row.since, row.until))
-    return f"{first} to {last}" if last else f"{first} and later"
+    return f"{first} to {last}" if last else f"from {first}"
 
 
 def test_the_table_of_torchs_wrong_derivatives_is_that_of_the_stand_ins():
