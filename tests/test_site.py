@@ -100,3 +100,10 @@ def test_the_table_of_torchs_wrong_derivatives_is_that_of_the_stand_ins():
         ]  # fmt: skip
         assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in text
     assert len(re.findall(r"^\| `", text, re.M)) == len(STAND_INS)
+
+
+def test_the_names_that_pages_mention_exist():
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    for page in pages:
+        for name in re.findall(r"`(?:hog|hoglib)((?:\.\w+)+)", page.read_text()):
+            assert pkgutil.resolve_name(f"hoglib{name}") is not None, (page.name, name)
