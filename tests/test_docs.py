@@ -36,14 +36,15 @@ def test_the_links_and_pictures_of_a_page_are_there(page):
 
 
 def test_the_commands_of_the_readme_are_those_of_the_makefile_and_the_configs():
-    text = "\n".join(blocks(ROOT / "README.md", "sh"))
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
-    for target in re.findall(r"make (\w+)", text):
-        assert target in targets
-    configs = re.findall(r"--config (\S+)", text)
-    assert configs
+    text = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    commands = re.findall(r"^make ([\w-]+)$|`make ([\w-]+)`", text, re.M)
+    assert {a or b for a, b in commands} <= targets
+    assert "`.venv/bin/python -m experiments fit --config configs/CONFIG.yaml`" in text
+    configs = re.findall(r"^\| [^|`]*`([\w/]+)` \|", text, re.M)
+    assert len(configs) > 4
     for config in configs:
-        assert (ROOT / config).exists()
+        assert (ROOT / "configs" / f"{config}.yaml").exists()
 
 
 def as_said(text: str) -> str:
