@@ -31,8 +31,17 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_links_and_pictures_of_a_page_are_there(page):
-    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+    for target in re.findall(r"\]\((?!http)([^)#]+)", re.sub(r"`[^`\n]+`", "", page.read_text())):
         assert (page.parent / target).exists(), target
+
+
+REFERENCES = ("errors.md", "ops.md", "benchmark-details.md")  # and what reference/ has
+
+
+def test_a_page_that_is_no_reference_is_short():
+    for page in PAGES:
+        if page.name not in REFERENCES and page.parent.name != "reference":
+            assert len(page.read_text().split()) <= 2000, page.name
 
 
 def test_the_commands_of_the_readme_are_those_of_the_makefile_and_the_configs():
