@@ -2,6 +2,8 @@
 
 import logging
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -10,23 +12,59 @@ import pytest
 from hoglib.cli.main import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+NEEDS = {"hugging-face.md": "transformers", "lora.md": "peft"}  # no other test needs them
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.S | re.M)
 
 
+def write_files(page: Path) -> list[str]:
+    """Write the blocks that begin with the name of a file to the working directory; their modules."""
+    code = {
+        named[1]: block
+        for block in blocks(page, "python")
+        if (named := re.match(r"# (\w+)\.py\n", block))
+    }
+    for module, block in code.items():
+        Path(f"{module}.py").write_text(block)
+    return list(code)
+
+
+def as_said(text: str) -> str:
+    """Without what may differ by rounding or by the line's width: spaces, and the digits of numbers, but
+    for the name of a module, such as 2.norm."""
+    return re.sub(r"-?\b\d+(\.\d+)?(e[+-]\d+)?(?!\.[a-z])", "#", " ".join(text.split()))
+
+
+def assert_shown(expected: list[str], printed: str) -> None:
+    """Each part of the texts, between ellipses, is in what was printed."""
+    for part in [part for text in expected for part in text.split("…")]:
+        assert as_said(part) in as_said(printed)
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's, on torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")  # Lightning's advice
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft 0.21 calls it
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request, capsys):
+    if page.name in NEEDS:
+        pytest.importorskip(NEEDS[page.name])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in write_files(page):
+        request.addfinalizer(partial(sys.modules.pop, module, None))
     logger = logging.getLogger("hoglib")
     request.addfinalizer(partial(logger.setLevel, logger.level))  # a page may set it
     namespace: dict = {}
     for number, code in enumerate(blocks(page, "python")):
         exec(compile(code, f"{page.name}, block {number + 1}", "exec"), namespace)
+    if page.parent.name == "how-to":
+        assert_shown(blocks(page, "text"), capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -56,25 +94,31 @@ def test_the_commands_of_the_readme_are_those_of_the_makefile_and_the_configs():
         assert (ROOT / "configs" / f"{config}.yaml").exists()
 
 
-def as_said(text: str) -> str:
-    """Without what may differ by rounding or by the line's width: spaces, and the digits of numbers, but
-    for the name of a module, such as 2.norm."""
-    return re.sub(r"-?\b\d+(\.\d+)?(e[+-]\d+)?(?!\.[a-z])", "#", " ".join(text.split()))
-
-
-@pytest.mark.parametrize(("name", "commands"), [("verify.md", 4), ("audit.md", 2)])
+@pytest.mark.parametrize(
+    ("name", "commands"), [("verify.md", 4), ("audit.md", 2), ("how-to/verify-in-ci.md", 2)]
+)
 def test_the_messages_of_a_page_are_those_that_come(name, commands, tmp_path, monkeypatch, capsys):
-    page = ROOT / "docs" / name
+    page = DOCS / name
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    for code in blocks(page, "python"):
-        if named := re.match(r"# (\w+\.py)\n", code):
-            Path(named[1]).write_text(code)
+    write_files(page)
     shown = re.findall(r"^```console\n\$ hoglib (.*?)\n(.*?)^```$", page.read_text(), re.S | re.M)
     assert len(shown) == commands
     for command, expected in shown:
         status = main(command.split())
-        said = as_said(capsys.readouterr().out)
         assert status == int("WRONG" in expected), command
-        for part in expected.split("…"):
-            assert as_said(part) in said, (command, part)
+        assert_shown([expected], capsys.readouterr().out)
+
+
+def test_a_failed_test_of_a_function_looks_as_the_page_says(tmp_path, monkeypatch):
+    page = DOCS / "how-to" / "verify-in-ci.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    write_files(page)
+    ((options, expected),) = re.findall(
+        r"^```console\n\$ pytest (.*?)\n(.*?)^```$", page.read_text(), re.S | re.M
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert_shown([expected], result.stdout)
