@@ -49,7 +49,7 @@ def test_it_compiles(capsys):
 
 
 def double(function):
-    """The function, with a second result (or its only one) that is twice as large."""
+    """The function, whose result, or the second of two, is twice as large."""
 
     def wrong(*args, **kwargs):
         found = function(*args, **kwargs)
@@ -76,11 +76,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_broken_is_named(name, capsys, monkeypatch):
-    monkeypatch.setattr(
-        self_test, "cpp_compiler", lambda: "c++"
-    )  # replaced by a broken one, or skipped
-    if name != "compiled Hessian-vector product":
-        monkeypatch.setattr(self_test, "cpp_compiler", lambda: None)
+    compiler = "c++" if name.startswith("compiled") else None  # no other check compiles
+    monkeypatch.setattr(self_test, "cpp_compiler", lambda: compiler)
     where, attribute, wrong = BROKEN[name]
     monkeypatch.setattr(where, attribute, wrong)
     status, found = outcomes(capsys)
