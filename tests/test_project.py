@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hoglib as hog
+from hoglib._core import torch_version
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -262,6 +263,12 @@ def test_constraints_pin_every_package_that_an_install_brings():
     }  # fmt: skip
     assert missing == set()
     assert pinned["torch"] == "2.13.0"
+
+
+def test_the_oldest_torch_is_that_of_the_requirement():
+    oldest = ".".join(map(str, torch_version.OLDEST))
+    (torch,) = PYPROJECT["project"]["dependencies"]
+    assert torch.startswith(f"torch>={oldest},")
 
 
 def test_each_bound_has_a_reason():
