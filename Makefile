@@ -7,7 +7,7 @@ WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-full test test-full clean
+.PHONY: help run gan smoke bench bench-full test test-full docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,8 @@ help:
 	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
 	@echo "make test   lint, format check, types, tests"
 	@echo "make test-full  the same with all cases of each test; twice as long"
+	@echo "make docs   the documentation site, in build/site; a broken link or reference is an error"
+	@echo "make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes"
 	@echo "make clean  remove the environment and caches (runs/ stays)"
 
 $(READY): pyproject.toml constraints.txt
@@ -25,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv (once; one to three minutes)"
 	@$(PYTHON) -m venv .venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools
-	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[experiments,dev]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[experiments,dev,docs]'
 	@touch $@
 
 run: $(READY)
@@ -62,6 +64,13 @@ test: $(READY)
 
 test-full: CASES := -m ''
 test-full: test
+
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo "build/site/index.html"
+
+docs-serve: $(READY)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --strict
 
 clean:
 	rm -rf .venv build dist hoglib.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,9 @@
 """hoglib: second-order training for PyTorch that one can trust."""
 
+# isort: off
+from hoglib._core import torch_version as _torch_version  # noqa: F401 (refuses an old one)
+
+# isort: on
 from hoglib import capture, curvature, errors, meta, nn, ops, penalties, testing
 from hoglib._version import __version__
 from hoglib.auditing import audit

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hoglib as hog
+from hoglib._core import torch_version
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -264,6 +265,12 @@ def test_constraints_pin_every_package_that_an_install_brings():
     assert pinned["torch"] == "2.13.0"
 
 
+def test_the_oldest_torch_is_that_of_the_requirement():
+    oldest = ".".join(map(str, torch_version.OLDEST))
+    (torch,) = PYPROJECT["project"]["dependencies"]
+    assert torch.startswith(f"torch>={oldest},")
+
+
 def test_each_bound_has_a_reason():
     text = (ROOT / "pyproject.toml").read_text()
     for line in text.splitlines():
@@ -325,8 +332,12 @@ def test_no_file_names_the_machine_it_was_written_on():
             assert not pattern.search(path.read_bytes().decode(errors="ignore")), name
 
 
-def test_the_readme_names_all_that_stands_at_the_top_of_the_package():
-    known = (ROOT / "README.md").read_text().partition("## Find it")[2]
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_a_page_names_all_that_stands_at_the_top_of_the_package():
+    known = (ROOT / "docs" / "code.md").read_text()
     plumbing = {"__init__.py", "__main__.py", "_version.py", "py.typed", "__pycache__"}
     for path in (ROOT / "hoglib").iterdir():
         assert path.name in plumbing or re.search(rf"hoglib/{path.name}\b", known), path.name

@@ -1,17 +1,19 @@
 """hoglib.ops.remat beside torch.utils.checkpoint and plain autograd: peak memory and time.
 
-    python -m experiments.benchmarks.remat [--smoke] [--device cuda]
+    python -m experiments.benchmarks.remat [--network transformer] [--smoke] [--device cuda]
 
-The network is a residual MLP, h <- h + V gelu(U h + u) + v in each layer, and each layer is
-rematerialized. First order is the gradient of the mean square output by all parameters; second order
-is a Hessian-vector product, reverse over reverse. Repeats are interleaved, times are medians, peak
-memory counts the tensors that are alive at once beyond parameters and data. One thread.
+The network is a residual MLP, h <- h + V gelu(U h + u) + v in each layer, or torch's transformer
+encoder, and each layer is rematerialized. First order is the gradient of the mean square output by all
+parameters; second order is a Hessian-vector product, reverse over reverse; "forward" is that product,
+forward over reverse. Repeats are interleaved, times are medians, peak memory counts the tensors that
+are alive at once beyond parameters and data. One thread.
 """
 
 import argparse
 import platform
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -20,21 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import hoglib
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import remat
-
-Forward = Callable[[Tensor], Tensor]
 
 
 class Sizes(NamedTuple):
     layers: int
     width: int
-    batch: int
+    batch: tuple[int, ...]  # all dimensions of the input but the width
     repeats: int
-
-
-FULL = Sizes(layers=24, width=256, batch=512, repeats=5)
-SMOKE = Sizes(layers=3, width=16, batch=8, repeats=1)
 
 
 class Layer(nn.Module):
@@ -47,37 +44,58 @@ class Layer(nn.Module):
         return out
 
 
-def methods(layers: nn.ModuleList) -> dict[str, Forward]:
-    recomputed = [remat(layer) for layer in layers]
-
-    def plain(h: Tensor) -> Tensor:
-        for layer in layers:
-            h = layer(h)
-        return h
-
-    def by_checkpoint(h: Tensor) -> Tensor:
-        for layer in layers:
-            h = checkpoint(layer, h, use_reentrant=False)
-        return h
-
-    def by_remat(h: Tensor) -> Tensor:
-        for layer in recomputed:
-            h = layer(h)
-        return h
-
-    return {"plain": plain, "torch checkpoint": by_checkpoint, "hoglib remat": by_remat}
+def encoder(width: int) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        width, 4, 4 * width, dropout=0.0, activation="gelu", batch_first=True
+    )
 
 
-def first_order(forward: Forward, params: list[Tensor], x: Tensor) -> Sequence[Tensor]:
-    return torch.autograd.grad(forward(x).square().mean(), params)
+LAYERS: dict[str, Callable[[int], nn.Module]] = {"mlp": Layer, "transformer": encoder}
+FULL = {
+    "mlp": Sizes(layers=24, width=256, batch=(512,), repeats=5),
+    "transformer": Sizes(layers=8, width=64, batch=(8, 64), repeats=5),
+}
+SMOKE = {
+    "mlp": Sizes(layers=3, width=16, batch=(8,), repeats=1),
+    "transformer": Sizes(layers=2, width=8, batch=(2, 4), repeats=1),
+}
+METHODS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": lambda layer, h: layer(h),
+    "torch checkpoint": lambda layer, h: checkpoint(layer, h, use_reentrant=False),
+    "hoglib remat": lambda layer, h: remat(layer)(h),
+}
 
 
-def second_order(forward: Forward, params: list[Tensor], x: Tensor) -> Sequence[Tensor]:
-    gradient = torch.autograd.grad(forward(x).square().mean(), params, create_graph=True)
-    return torch.autograd.grad(gradient, params, [torch.ones_like(p) for p in params])
+class Network(nn.Module):
+    def __init__(self, layers: nn.ModuleList, method: str) -> None:
+        super().__init__()
+        self.layers, self.apply_layer = layers, METHODS[method]
+
+    def forward(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = self.apply_layer(layer, h)
+        return h.square().mean()
 
 
-ORDERS = {"first": first_order, "second": second_order}
+def first_order(network: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    return torch.autograd.grad(network(x), list(network.parameters()))
+
+
+def second_order(network: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    params = list(network.parameters())
+    with hoglib.second_order():
+        gradient = torch.autograd.grad(network(x), params, create_graph=True)
+        return torch.autograd.grad(gradient, params, [torch.ones_like(p) for p in params])
+
+
+def forward_over_reverse(network: nn.Module, x: Tensor) -> Sequence[Tensor]:
+    params = hoglib.trainable_params(network)
+    v = {name: torch.ones_like(p) for name, p in params.items()}
+    loss = hoglib.functional_loss(network, lambda output, x: output)
+    return list(hoglib.hvp(loss, params, v, x, mode="forward-over-reverse")[1].values())
+
+
+ORDERS = {"first": first_order, "second": second_order, "forward": forward_over_reverse}
 
 
 class Row(NamedTuple):
@@ -88,16 +106,16 @@ class Row(NamedTuple):
     error: float  # of the result, relative to plain autograd
 
 
-def measure(sizes: Sizes, device: torch.device) -> list[Row]:
+def measure(network: str, sizes: Sizes, device: torch.device) -> list[Row]:
     torch.manual_seed(0)
-    layers = nn.ModuleList(Layer(sizes.width) for _ in range(sizes.layers)).to(device)
-    x = torch.randn(sizes.batch, sizes.width, device=device)
-    params = list(layers.parameters())
+    layers = nn.ModuleList(LAYERS[network](sizes.width) for _ in range(sizes.layers)).to(device)
+    x = torch.randn(*sizes.batch, sizes.width, device=device)
     rows = []
     for order, derivative in ORDERS.items():
         runs = {
-            name: lambda forward=forward, derivative=derivative: derivative(forward, params, x)
-            for name, forward in methods(layers).items()
+            method: partial(derivative, Network(layers, method), x)
+            for method in METHODS
+            if not (order == "forward" and method == "torch checkpoint")  # torch.func refuses it
         }
         results = {name: _flat(run()) for name, run in runs.items()}
         peaks = {name: peak_bytes(run, device) for name, run in runs.items()}
@@ -139,21 +157,23 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--network", default="mlp", choices=LAYERS)
     parser.add_argument("--smoke", action="store_true", help="a tiny network, in seconds")
     parser.add_argument("--device", default="cpu", type=torch.device)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sizes = SMOKE if options.smoke else FULL
+    sizes = (SMOKE if options.smoke else FULL)[options.network]
     where = (
         torch.cuda.get_device_name(options.device)
         if options.device.type == "cuda"
         else platform.processor() or platform.machine()
     )
     print(
-        f"{sizes.layers} layers of width {sizes.width}, batch {sizes.batch}, float32; medians of "
-        f"{sizes.repeats}, interleaved; torch {torch.__version__}, {where}, one thread"
+        f"{options.network}: {sizes.layers} layers of width {sizes.width}, batch {sizes.batch}, "
+        f"float32; medians of {sizes.repeats}, interleaved; torch {torch.__version__}, {where}, "
+        "one thread"
     )
-    print(table(measure(sizes, options.device)))
+    print(table(measure(options.network, sizes, options.device)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ from experiments.logs import RunLogger
 from hoglib.errors import HoglibError
 from hoglib.lightning import RNGState
 
+DESCRIPTION = (
+    "Runs the experiments. `python -m experiments list` lists the configs with the minutes each "
+    "takes; `python -m experiments fit --config configs/maml/sinusoid.yaml` trains one into runs/; "
+    "`test` in place of `fit` tests it. `fit --help` lists the options."
+)
 CANNOT_WRITE = (ENOSPC, EDQUOT, EACCES, EROFS, ENOENT, ENOTDIR)
 
 
@@ -41,6 +46,7 @@ def main(args: list[str] | None = None) -> int:
             args=args,
             trainer_class=Trainer,
             parser_class=Parser,
+            parser_kwargs={"description": DESCRIPTION},
             save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,

@@ -17,6 +17,7 @@ One module for one question:
     source_location       which line of the user's code it is
     torch_modes           which modes the caller runs in
     torch_internals       torch's private API
+    torch_version         which torch it is, and whether it is new enough
 
 The others are smaller, or serve the kernels: norms, tolerances, torch_errors, mixed_precision,
 running_statistics, cache, logger.

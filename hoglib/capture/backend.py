@@ -192,7 +192,7 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
 
 def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: str) -> Runnable:
     on_cpu = all(x.device.type == "cpu" for x in tensors)
-    if on_cpu and not has_cpp_compiler():
+    if on_cpu and cpp_compiler() is None:
         raise NoCompilerError("no C++ compiler was found: install g++ or clang++, or set CXX")
     from torch._inductor import standalone_compile
     from torch._inductor.utils import fresh_cache
@@ -251,12 +251,14 @@ def _optimize(
     return module
 
 
-def has_cpp_compiler() -> bool:
+def cpp_compiler() -> str | None:
+    """The path of the C++ compiler that torch's compiler calls; None if there is none."""
     import torch._inductor.config as config
 
     named = config.cpp.cxx
     candidates = named if isinstance(named, list | tuple) else [named]
-    return any(name is not None and shutil.which(str(name)) for name in candidates)
+    found = (shutil.which(str(name)) for name in candidates if name is not None)
+    return next(filter(None, found), None)
 
 
 @contextmanager

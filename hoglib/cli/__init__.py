@@ -1,1 +1,1 @@
-"""The command `hoglib`: verify, audit, graph, ops, env."""
+"""The command `hoglib`: verify, audit, graph, ops, env, check."""

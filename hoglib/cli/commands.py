@@ -1,4 +1,4 @@
-"""The commands: verify, audit, graph, ops, env. Each prints, and returns the exit status."""
+"""The commands: verify, audit, graph, ops, env, check. Each prints, and returns the exit status."""
 
 import contextlib
 import json as json_format
@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from hoglib._core import torch_internals
+from hoglib._core.cache import cache_dir
 from hoglib._core.source_location import error_text
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
 from hoglib.capture import kernel_choice
+from hoglib.capture.backend import cpp_compiler
+from hoglib.cli import self_test
 from hoglib.cli.isolation import Check, Work, found_in_child
 from hoglib.cli.outcomes import NOT_RUN, RIGHT, WRONG, Outcomes, print_error, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
@@ -174,48 +177,92 @@ def env(*, json: bool) -> int:
     except ArgumentValueError as error:  # an environment variable with a wrong value
         print_error(error)
         return NOT_RUN
-    print(json_format.dumps(facts, indent=2) if json else _environment_text(facts))
+    facts["stand_ins"] = [
+        {
+            "name": row.name,
+            "lacks": row.lacks,
+            "modes": list(row.modes),
+            "replaced": bool(row.replaces),
+            "instead": row.instead,
+            "issue": row.issue,
+        }
+        for row in stand_in_table()
+    ]
+    if json:
+        print(json_format.dumps(facts, indent=2))
+    else:
+        print(f"{_environment_text(facts)}\n{_stand_ins_text(facts['stand_ins'])}")
     return RIGHT
+
+
+def check(*, json: bool) -> int:
+    """`hoglib check`: the environment, and whether second derivatives are right in it."""
+    try:
+        facts = _environment()
+    except ArgumentValueError as error:
+        print_error(error)
+        return NOT_RUN
+    if not json:
+        print(_environment_text(facts) + "\n", flush=True)
+    outcomes = []
+    for outcome in self_test.run():
+        outcomes.append(outcome)
+        if not json:
+            print(f"  {outcome.status:7}  {outcome.seconds:5.1f} s  {outcome.name}", flush=True)
+            if outcome.why:
+                print(textwrap.indent(outcome.why.strip(), " " * 20))
+    wrong = [outcome.name for outcome in outcomes if outcome.status == "WRONG"]
+    if json:
+        checks = [outcome._asdict() for outcome in outcomes]
+        print(json_format.dumps({**facts, "ok": not wrong, "checks": checks}, indent=2))
+    else:
+        seconds = sum(outcome.seconds for outcome in outcomes)
+        said = (
+            f"{len(wrong)} of {len(outcomes)} checks failed"
+            if wrong
+            else "The installation is fine"
+        )
+        print(f"\n{said} ({seconds:.0f} s).")
+    return WRONG if wrong else RIGHT
 
 
 def _environment() -> dict[str, Any]:
     return {
         "hoglib": __version__,
         "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "threads": torch.get_num_threads(),
+        "compiler": cpp_compiler(),
+        "cache": str(cache_dir()),
         "matrix_products": {
             "switch": kernel_choice.switch(),
             "onednn": torch_internals.onednn_available(),
         },
-        "stand_ins": [
-            {
-                "name": row.name,
-                "lacks": row.lacks,
-                "modes": list(row.modes),
-                "replaced": bool(row.replaces),
-                "instead": row.instead,
-                "issue": row.issue,
-            }
-            for row in stand_in_table()
-        ],
     }
 
 
 def _environment_text(facts: dict[str, Any]) -> str:
     cuda = f"CUDA {facts['cuda']}, {', '.join(facts['devices'])}" if facts["devices"] else "no GPU"
     lines = [
-        f"hoglib {facts['hoglib']}, Python {facts['python']}, torch {facts['torch']}, {cuda}, "
-        f"{facts['threads']} threads",
+        f"hoglib {facts['hoglib']}, Python {facts['python']}, torch {facts['torch']}, "
+        f"{facts['platform']}, {cuda}, {facts['threads']} threads",
+        f"C++ compiler: {facts['compiler'] or 'none; graphs run without being compiled'}",
+        f"Compiled graphs: {facts['cache']}",
         *textwrap.wrap(_matrix_products_text(facts["matrix_products"]), WIDTH),
     ]
+    return "\n".join(lines)
+
+
+def _stand_ins_text(stand_ins: list[dict[str, Any]]) -> str:
+    lines = []
     for title, replaced in (
         ("Inside hoglib.second_order() these torch calls are replaced by stand-ins:", True),
         ("These have no second derivative and no stand-in; there a call of one raises:", False),
     ):
-        table = [row for row in facts["stand_ins"] if row["replaced"] == replaced]
+        table = [row for row in stand_ins if row["replaced"] == replaced]
         if table:
             lines += ["", title, ""]
             width = max(len(row["name"]) for row in table)

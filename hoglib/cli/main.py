@@ -6,17 +6,29 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hoglib._version import __version__
 from hoglib.cli import commands
 
 DESCRIPTION = """\
 Checks of second derivatives: verify a custom Function, audit a model's loss, draw the graph of a
-gradient; list hoglib's ops, and what this installation runs on.
+gradient; list hoglib's ops; check this installation.
+"""
+EXAMPLES = """\
+examples:
+  hoglib check                                  is this installation fine?
+  hoglib verify file.py                         its Functions that have sample_inputs()
+  hoglib verify file.py:MyFunction --input "randn(3, 4)"
+  hoglib audit file.py                          its functions named second_order_problem...
+  hoglib graph file.py:fn --input "randn(3)" -o fn.svg
+
+Each command has its own help: hoglib verify --help
 """
 VERIFY = """\
 Verify the derivatives of custom Functions, to second order, in every mode that they support.
 
   hoglib verify package.module:Function --input "randn(3, 4)" --input "rand(4) + 1"
   hoglib verify path/to/file.py                every Function in it with a static sample_inputs()
+  hoglib verify path/to/file.py:Function --reference path/to/file.py:plain --modes rr,fr
 
 A Function runs in a child process: one that ends it, or does not return within --time-limit, is
 reported as not run.
@@ -32,6 +44,7 @@ Audit the second derivatives of a whole model's loss, and name the modules at fa
 
   hoglib audit package.module:factory
   hoglib audit path/to/file.py                 every function in it named second_order_problem...
+  hoglib audit path/to/file.py --routes rr,fr --stand-ins
 
 A factory is a function without arguments that returns (loss, params, batch), a list of such tuples,
 or a dict of them by name. loss(params, batch) is a scalar; hoglib.functional_loss makes one.
@@ -42,10 +55,34 @@ GRAPH = """\
 Draw the graph that a second derivative goes through; faults are marked, and printed on stderr.
 
   hoglib graph package.module:fn --input "randn(3)" -o picture.svg
+  hoglib graph path/to/file.py:fn --input "randn(3)" --order 1 --no-saved
 
 .svg, .png and .pdf need graphviz's program `dot`; .dot and .gv, and stdout without -o, do not.
 
 Exit status: 0 drawn, 2 it could not be drawn.
+"""
+OPS = """\
+List the ops of hoglib.ops, each compared with its plain torch reference while the table is made.
+
+  hoglib ops
+  hoglib ops --markdown > ops.md
+
+Exit status: 0 every op is right, 1 an op differs from its reference.
+"""
+ENV = """\
+List versions, devices, and the torch calls that have stand-ins.
+
+  hoglib env
+  hoglib env --json
+"""
+CHECK = """\
+Is this installation fine? Prints versions, devices, the C++ compiler and the directory of compiled
+graphs, and compares second derivatives with closed forms and finite differences, in about ten seconds.
+
+  hoglib check
+  hoglib check --json
+
+Exit status: 0 it is fine, 1 a check failed, 2 the checks could not be run.
 """
 
 
@@ -84,24 +121,29 @@ def _discard_stdout() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hoglib", description=DESCRIPTION)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="hoglib", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=raw
+    )
+    parser.add_argument("--version", action="version", version=f"hoglib {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, summary: str, description: str = "") -> argparse.ArgumentParser:
+    def command(name: str, summary: str, description: str) -> argparse.ArgumentParser:
         return subparsers.add_parser(
-            name, help=summary, description=description or summary,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+            name, help=summary, description=description, formatter_class=raw
+        )
 
     _add_verify_arguments(command("verify", "verify the derivatives of custom Functions", VERIFY))
     _add_audit_arguments(command("audit", "audit the second derivatives of a model's loss", AUDIT))
     _add_graph_arguments(
         command("graph", "draw the graph of a function's gradient, with the faults in it", GRAPH)
     )
-    ops = command("ops", "list the ops, each compared with its plain torch reference")
+    ops = command("ops", "list the ops, each compared with its plain torch reference", OPS)
     ops.add_argument("--markdown", action="store_true", help="as the table of docs/ops.md")
-    env = command("env", "list versions, devices, and the torch calls that have stand-ins")
+    env = command("env", "list versions, devices, and the torch calls that have stand-ins", ENV)
     env.add_argument("--json", action="store_true", help="print JSON")
+    check = command("check", "is this installation fine? ten seconds", CHECK)
+    check.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

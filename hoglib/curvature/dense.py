@@ -74,7 +74,7 @@ def hessian(
         NoSecondDerivative: when the value does not depend on params, or its gradient lost its graph.
         UnsupportedError: where torch has no derivative of an operation.
     Shape:
-        - H[a][b]: that of params[a] followed by that of params[b]
+        - ``H[a][b]``: that of ``params[a]`` followed by that of ``params[b]``
     Example:
         >>> hog.hessian(lambda p: p[0] ** 2 * p[1], torch.tensor([1.0, 2.0]))
         tensor([[4., 2.],
@@ -137,8 +137,8 @@ def ggn(
             second derivative, or a wrong one.
         progress: Show a bar that counts products (needs tqdm).
     Returns:
-        G: for params a dict, a dict of dicts; G[a][b] has the shape of params[a] followed by that of
-        params[b].
+        G: for params a dict, a dict of dicts; ``G[a][b]`` has the shape of ``params[a]`` followed by
+        that of ``params[b]``.
     Raises:
         ArgumentTypeError: for a loss without ``outputs`` and ``criterion``, and for params of the wrong
             kind.

@@ -46,7 +46,7 @@ def parameter_gradient(
 
     Args:
         func: f, called as func(params, *args); it returns a scalar, such as a
-        :func:`hoglib.functional_loss`.
+            :func:`hoglib.functional_loss`.
         params: Any tree of floating-point tensors; those of `trainable_params(model)` are the
             model's own, so that backward reaches them.
         *args: Further arguments of func, such as a batch.

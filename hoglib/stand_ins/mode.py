@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from hoglib._core import pytree, validation
 from hoglib._core.running_statistics import frozen_running_statistics, running_statistics_frozen
-from hoglib._core.torch_internals import checkpoint_frame
+from hoglib._core.torch_internals import checkpoint_frame, function_mode
 from hoglib._core.torch_modes import StandInMode
 from hoglib.errors import UnsupportedError
 from hoglib.stand_ins.table import STAND_INS, StandIn
@@ -242,5 +242,7 @@ class _Inside:
         self._function, self._frozen = function, running_statistics_frozen()
 
     def __call__(self, *args: Any) -> None:
-        with second_order(), frozen_running_statistics() if self._frozen else nullcontext():
+        mode = _ACTIVE.get()  # suspended while a backward runs that seems to need no stand-ins
+        again = second_order() if mode is None or function_mode(StandInMode) else mode
+        with again, frozen_running_statistics() if self._frozen else nullcontext():
             self._function(*args)

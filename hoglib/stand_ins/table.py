@@ -12,18 +12,8 @@ import torch
 
 from hoglib._core.mixed_precision import autocast_on
 from hoglib._core.torch_internals import native_kernels
+from hoglib._core.torch_version import TORCH_VERSION, Version
 from hoglib.ops import replacements
-
-Version = tuple[int, int]
-
-
-def parse_version(text: str) -> Version:
-    """Major and minor of a version such as "2.13.0+cpu"."""
-    major, minor, *_ = text.split("+")[0].split(".")
-    return int(major), int(minor)
-
-
-TORCH_VERSION = parse_version(torch.__version__)
 
 
 class StandIn(NamedTuple):

@@ -12,10 +12,8 @@ from hoglib._core.pytree import is_float
 from hoglib._core.state import preserve_settings
 
 _BACKENDS: Any = torch.backends  # its members are made at run time
-_PRECISIONS: tuple[Any, ...] = (
+_OPERATORS: tuple[Any, ...] = (
     _BACKENDS.cuda.matmul,
-    _BACKENDS.cudnn.conv,
-    _BACKENDS.cudnn.rnn,
     _BACKENDS.mkldnn.matmul,
     _BACKENDS.mkldnn.conv,
     _BACKENDS.mkldnn.rnn,
@@ -25,11 +23,22 @@ _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precis
 
 def exact_products() -> AbstractContextManager[None]:
     """Inside, float32 matrix products and convolutions are computed in float32, not in TF32 or less."""
-    settings: list[tuple[Any, str, Any]] = [
-        (backend, "fp32_precision", "ieee") for backend in _PRECISIONS
-    ]
+    settings: list[tuple[Any, str, Any]] = [(_BACKENDS, "fp32_precision", "ieee")]
+    settings += [(backend, "fp32_precision", "ieee") for backend in _OPERATORS]
+    settings += _cudnn()
     settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
     return preserve_settings(settings)
+
+
+def _cudnn() -> list[tuple[Any, str, Any]]:
+    """By the older setting, as some code reads it (`with cudnn.flags(allow_tf32=...)`), which raises
+    where the newer ones were set by operator."""
+    cudnn = _BACKENDS.cudnn
+    try:
+        bool(cudnn.allow_tf32)
+    except RuntimeError:
+        return [(backend, "fp32_precision", "ieee") for backend in (cudnn.conv, cudnn.rnn)]
+    return [(cudnn, "allow_tf32", False)]
 
 
 DOUBLE = (torch.float64, torch.complex128)

@@ -1,26 +1,36 @@
 """The benchmark of remat runs, and what it counts is right."""
 
+import pytest
 import torch
 
 from experiments.benchmarks.memory import peak_bytes
-from experiments.benchmarks.remat import Sizes, main, measure
+from experiments.benchmarks.remat import LAYERS, Sizes, main, measure
 
 CPU = torch.device("cpu")
 
 
-def test_the_smoke_run_prints_a_row_for_each_method_and_order(capsys):
-    main(["--smoke"])
+@pytest.mark.parametrize("network", LAYERS)
+def test_the_smoke_run_prints_a_row_for_each_method_and_order(network, capsys):
+    main(["--smoke", "--network", network])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 6
-    assert [line.split()[0] for line in lines[2:]] == ["first"] * 3 + ["second"] * 3
+    orders = ["first"] * 3 + ["second"] * 3 + ["forward"] * 2
+    assert [line.split()[0] for line in lines[2:]] == orders
 
 
-def test_results_agree_and_remat_needs_the_least_memory():
-    rows = measure(Sizes(layers=12, width=8, batch=64, repeats=1), CPU)
+@pytest.mark.parametrize(
+    ("network", "sizes"),
+    {
+        "mlp": Sizes(layers=12, width=8, batch=(64,), repeats=1),
+        "transformer": Sizes(layers=6, width=8, batch=(4, 16), repeats=1),
+    }.items(),
+)
+def test_results_agree_and_remat_needs_the_least_memory_but_in_forward_mode(network, sizes):
+    rows = measure(network, sizes, CPU)
     assert all(row.error < 1e-5 for row in rows)
+    peak = {(row.order, row.method): row.mebibytes for row in rows}
     for order in ("first", "second"):
-        plain, _, ours = (row.mebibytes for row in rows if row.order == order)
-        assert ours < 0.6 * plain
+        assert peak[order, "hoglib remat"] < 0.6 * peak[order, "plain"]
+    assert peak["forward", "hoglib remat"] >= 0.99 * peak["forward", "plain"]
 
 
 def test_peak_memory_counts_what_is_alive_at_once():

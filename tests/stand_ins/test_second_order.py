@@ -278,3 +278,20 @@ def test_what_torch_has_wrong_through_norms_is_right_inside(name):
     assert sum(float((found[key] * v[key]).sum()) for key in v) == pytest.approx(expected, rel=1e-6)
     right = hog.hessian(lambda p: task(p, batches[0]), params)
     torch.testing.assert_close(whole, right)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True)],
+    ids=["norm", "attention"],
+)
+def test_a_product_through_a_checkpoint_recomputes_with_stand_ins(layer):
+    def run(x):
+        return (
+            layer(x) if isinstance(layer, nn.LayerNorm) else layer(x, x, x, need_weights=False)[0]
+        )
+
+    x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    expected = hog.hvp(lambda x: run(x).pow(3).sum(), x, v)
+    found = hog.hvp(lambda x: checkpoint(run, x, use_reentrant=False).pow(3).sum(), x, v)
+    torch.testing.assert_close(found, expected)

@@ -390,6 +390,21 @@ def test_nothing_of_the_caller_is_changed():
     assert all(p.grad is None and p.requires_grad for p in module.parameters())
 
 
+def test_settings_can_be_read_inside():
+    class Reads(Cube):
+        @staticmethod
+        def backward(ctx, g):
+            flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+            assert not any(flags)  # reading them raises where those by operator contradict them
+            return Cube.backward(ctx, g)
+
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
+    assert hog.verify(Reads, x).ok
+    assert (
+        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.conv.fp32_precision
+    ) == before  # fmt: skip
+
+
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_reduced_precision_is_off_inside_and_back_afterwards(precision):
     torch.set_float32_matmul_precision(precision)

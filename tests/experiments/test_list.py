@@ -1,0 +1,46 @@
+"""`python -m experiments list`: every config, its minutes and what it shows, without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.configs import configs
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml"))
+SMOKE = [path for path in FILES if "smoke" in path.parts]
+
+
+def test_it_lists_every_config():
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'lightning')); from experiments.__main__ import main; "
+    command = [sys.executable, "-c", code + "sys.exit(main(['list']))"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(maxsplit=2) for line in done.stdout.splitlines() if ".yaml  " in line]
+    assert [path for path, *_ in rows] == [str(path) for path in FILES if path not in SMOKE]
+    assert all(float(minutes) > 0 and shows for _, minutes, shows in rows)
+    assert max(map(len, done.stdout.splitlines())) <= 125
+
+
+@pytest.mark.parametrize("config", configs(), ids=lambda config: str(config.path))
+def test_the_command_of_a_config_names_it(config):
+    command = (ROOT / config.path).read_text().splitlines()[2]
+    assert command == f"#   python -m experiments fit --config {config.path}"
+
+
+@pytest.mark.parametrize("path", SMOKE, ids=str)
+def test_a_smoke_config_is_that_of_a_run(path):
+    run = path.relative_to("configs/smoke")
+    assert (ROOT / "configs" / run).exists()
+    assert (ROOT / path).read_text().startswith(f"# {run} in seconds")
+
+
+@pytest.mark.parametrize(
+    "head", ["# What it shows.\n# some minutes\n", "what: 1\n# 2 minutes on one core:\n"]
+)
+def test_a_config_that_does_not_say_it_is_refused(head, tmp_path):
+    (tmp_path / "new.yaml").write_text(head)
+    with pytest.raises(ValueError, match=r"new.yaml: expected `# what it shows`"):
+        configs(tmp_path)

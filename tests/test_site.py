@@ -1,0 +1,109 @@
+"""The documentation site: it builds without a warning, loads nothing from elsewhere, and its reference names every
+public name once."""
+
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import hoglib as hog
+from hoglib.stand_ins.table import STAND_INS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PUBLIC = [
+    "hoglib", "hoglib.capture", "hoglib.curvature", "hoglib.errors", "hoglib.functional", "hoglib.lightning",
+    "hoglib.meta", "hoglib.nn", "hoglib.ops", "hoglib.penalties", "hoglib.stand_ins", "hoglib.testing",
+    "hoglib.verification",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if find_spec("mkdocstrings_handlers") is None or find_spec("material") is None:
+        pytest.skip("needs the packages of the group `docs`")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_it_builds_and_each_page_has_its_place(site):
+    for page in DOCS.rglob("*.md"):
+        assert (site / page.relative_to(DOCS).with_suffix(".html")).exists()
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    loads = re.compile(
+        r"<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^>]*>"
+    )
+    for page in site.rglob("*.html"):
+        assert not loads.search(page.read_text()), page.name
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), (
+            sheet.name
+        )
+
+
+def test_no_docstring_shows_its_markup(site):
+    for page in (site / "reference").glob("*.html"):
+        text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", page.read_text(), flags=re.S)
+        assert not re.search(
+            r":(func|class|meth|attr):|&gt;&gt;&gt;|^(Args|Returns|Raises):$", text, re.M
+        ), page
+
+
+def identity(path):
+    return id(pkgutil.resolve_name(path))
+
+
+def test_the_reference_has_every_public_name_once():
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    entries = [identity(path) for path in re.findall(r"^::: (hoglib\.\S+)", text, re.M)]
+    paths = [
+        f"{module}.{name}" for module in PUBLIC for name in pkgutil.resolve_name(module).__all__
+    ]
+    wanted = {identity(path): path for path in [*PUBLIC[1:], *paths]}
+    times = {path: entries.count(value) for value, path in wanted.items()}
+    assert {path: count for path, count in times.items() if count != 1} == {}
+    assert set(entries) <= set(wanted)
+    top = re.findall(
+        r"^\| \[`(?:hoglib\.)?(\w+)", (DOCS / "reference" / "index.md").read_text(), re.M
+    )
+    assert sorted(top) == sorted(hog.__all__)
+
+
+def versions(row):
+    first, last = ("{}.{}".format(*v) if v else "" for v in (row.since, row.until))
+    return f"{first} to {last}" if last else f"from {first}"
+
+
+def test_the_table_of_torchs_wrong_derivatives_is_that_of_the_stand_ins():
+    text = (DOCS / "reference" / "torch-versions.md").read_text()
+    for row in STAND_INS:
+        issue = f"#{row.issue}" if row.issue else ""
+        stand_in = "yes" if row.replaces else "raises"
+        cells = [
+            f"`{row.name}`", row.lacks, ", ".join(row.modes), versions(row), row.device, stand_in, issue
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in text
+    assert len(re.findall(r"^\| `", text, re.M)) == len(STAND_INS)
+
+
+def test_the_names_that_pages_mention_exist():
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    for page in pages:
+        for name in re.findall(r"`(?:hog|hoglib)((?:\.\w+)+)", page.read_text()):
+            assert pkgutil.resolve_name(f"hoglib{name}") is not None, (page.name, name)
