@@ -144,7 +144,7 @@ def _judged(given: Applied) -> Verdict:
     function = app.function
     with_jvp = given.in_forward_mode and function_rules.offers_jvp(function)
     found = _compared(function, subject, here, with_jvp)
-    if found.status == "wrong" and (projections := structures(subject.call)):
+    if found.is_told and (projections := structures(subject.call)):
         subject.call.projections = projections
         subject.find_outputs()
         within = _compared(function, subject, here, with_jvp)
