@@ -114,6 +114,8 @@ def test_a_failed_test_of_a_function_looks_as_the_page_says(tmp_path, monkeypatc
     page = DOCS / "how-to" / "verify-in-ci.md"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    for changes_the_summary in ("PYTEST_ADDOPTS", "CI", "BUILD_NUMBER"):
+        monkeypatch.delenv(changes_the_summary, raising=False)
     write_files(page)
     ((options, expected),) = re.findall(
         r"^```console\n\$ pytest (.*?)\n(.*?)^```$", page.read_text(), re.S | re.M
