@@ -1,4 +1,4 @@
-"""Every Python block in README and docs runs, in order, in one namespace a page."""
+"""Every Python block in the pages at the top and in docs runs, in order, in one namespace a page."""
 
 import logging
 import re
@@ -10,7 +10,8 @@ import pytest
 from hoglib.cli.main import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
