@@ -1,4 +1,4 @@
-"""Every Python block in README and docs runs, in order, in one namespace a page."""
+"""Every Python block in the pages at the top and in docs runs, in order, in one namespace a page."""
 
 import logging
 import re
@@ -13,7 +13,8 @@ from hoglib.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted(DOCS.rglob("*.md"))]
 NEEDS = {"hugging-face.md": "transformers", "lora.md": "peft"}  # no other test needs them
 
 
