@@ -21,6 +21,7 @@ from hoglib.curvature import (
 )
 from hoglib.drawing import Graph, graph
 from hoglib.functional import functional_loss, trainable_params
+from hoglib.language_models import language_model_loss
 from hoglib.meta import MAML
 from hoglib.penalties import GradientPenalty
 from hoglib.stand_ins import second_order
@@ -49,6 +50,7 @@ __all__ = [
     "graph",
     "hessian",
     "hvp",
+    "language_model_loss",
     "laplacian",
     "meta",
     "nn",

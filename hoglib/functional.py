@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,10 @@ Forward = Callable[[nn.Module, Any], Any]
 
 
 def functional_loss(
-    model: nn.Module, criterion: Criterion, *, forward: Forward | None = None
+    model: nn.Module,
+    criterion: "Criterion | FunctionalLoss | None" = None,
+    *,
+    forward: Forward | None = None,
 ) -> "FunctionalLoss":
     r"""The loss of an unmodified module as a pure function of parameters and a batch of any kind.
 
@@ -39,6 +43,20 @@ def functional_loss(
     passed to the model unchanged. Anything else is a tensor, a dict, a dataclass, a graph, or any other
     object. The outputs may be anything that the criterion takes.
 
+    Without a criterion the model computes its own loss, as those of transformers do when they are given
+    labels:
+
+        batch                              outputs
+        mapping (BatchEncoding too)        model(**batch)
+        tuple or list                      model(*batch)
+        anything else                      model(batch)
+        anything, with forward=f           f(model, batch)
+
+    and the loss is ``outputs["loss"]``, ``outputs.loss``, the first of a tuple, or the outputs,
+    whichever there is. The Hessian is that of this loss. Gauss-Newton and Fisher matrices need outputs
+    and criterion apart: :func:`language_model_loss`, or a criterion and
+    ``forward=lambda model, batch: model(...).logits``.
+
     `params` is a dict by qualified name, as :func:`trainable_params` returns it; for parameters that
     are not in it the model's own values are used. The model is called in the mode it is in (train or
     eval) and is not changed.
@@ -46,10 +64,11 @@ def functional_loss(
     Args:
         model: The module, used as it is.
         criterion: A function or module (outputs, targets) -> scalar; with `forward`, or for a batch
-            that is no tuple or list, (outputs, batch) -> scalar.
+            that is no tuple or list, (outputs, batch) -> scalar. A :class:`FunctionalLoss` of the model
+            is returned as it is. Default: none, the model computes its own loss.
         forward: How the model is called on a batch, a function (model, batch) -> outputs:
             `lambda model, batch: model(**batch)`, several calls, or calls of its parts
-            (`model.encoder(x)`). Default: as in the table above.
+            (`model.encoder(x)`). Default: as in the tables above.
     Returns:
         A :class:`FunctionalLoss`, to be called as `loss(params, batch)`. Its parts are
         `loss.outputs(params, batch)` and `loss.criterion(outputs, batch)`; `loss.double()` is the same
@@ -58,8 +77,8 @@ def functional_loss(
         ArgumentTypeError: if the model is no module or the criterion or forward no function; when the
             loss is called, if the model does not take the batch's arguments.
         ArgumentValueError: when the loss is called, if the criterion's value is not a scalar, if the
-            batch is a tuple or list of fewer than two, or if it is on another device than the
-            parameters.
+            batch is a tuple or list of fewer than two, if it is on another device than the
+            parameters, or if there is no criterion and the model returned no loss.
     Example:
         >>> model = nn.Linear(2, 1)
         >>> loss = hog.functional_loss(model, F.mse_loss)
@@ -67,10 +86,17 @@ def functional_loss(
         >>> loss(params, (torch.ones(4, 2), torch.zeros(4, 1)))
         tensor(4.)
     """
-    return FunctionalLoss(model, criterion, forward)
+    if not isinstance(criterion, FunctionalLoss):
+        return FunctionalLoss(model, criterion, forward)
+    if criterion.model is not model or forward is not None:
+        raise ArgumentValueError(
+            "criterion: expected a functional loss of this model, and no forward=, got "
+            + ("one of another model." if criterion.model is not model else "both.")
+        )
+    return criterion
 
 
-def trainable_params(model: nn.Module) -> Params:
+def trainable_params(model: nn.Module, *patterns: str) -> Params:
     """The parameters of a model that require grad, by qualified name.
 
     They are the parameters themselves, not copies. A parameter that the model uses in two places (tied
@@ -78,14 +104,19 @@ def trainable_params(model: nn.Module) -> Params:
 
     Args:
         model: The module.
+        patterns: Of the whole name, with ``*``, ``?`` and ``[...]`` as in `fnmatch`: those that match
+            one of them, ``"*lora_*"``, ``"head.weight"``. Default: all.
     Returns:
         A dict from names to parameters.
     Raises:
-        ArgumentTypeError: if the model is not an `nn.Module`.
-        ArgumentValueError: if the model has no parameter that requires grad.
+        ArgumentTypeError: if the model is not an `nn.Module`, or a pattern not a string.
+        ArgumentValueError: if the model has no parameter that requires grad, or none of them matches a
+            pattern.
     Example:
         >>> {name: tuple(p.shape) for name, p in hog.trainable_params(nn.Linear(2, 3)).items()}
         {'weight': (3, 2), 'bias': (3,)}
+        >>> list(hog.trainable_params(nn.Linear(2, 3), "b*"))
+        ['bias']
     """
     _check_module(model)
     params: Params = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -99,7 +130,37 @@ def trainable_params(model: nn.Module) -> Params:
                 else "(it has no parameters). Pass the module that holds the weights."
             )
         )
-    return params
+    if not patterns:
+        return params
+    for pattern in patterns:
+        _check_pattern(model, pattern, params)
+    return {
+        name: p for name, p in params.items() if any(fnmatchcase(name, one) for one in patterns)
+    }
+
+
+def _check_pattern(model: nn.Module, pattern: Any, params: Params) -> None:
+    """Raise unless a trainable parameter matches."""
+    if not isinstance(pattern, str):
+        raise ArgumentTypeError(
+            f"patterns: expected strings such as '*lora_*', got {validation.describe(pattern)}."
+        )
+    if any(fnmatchcase(name, pattern) for name in params):
+        return
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    others = [name for name in names if fnmatchcase(name, pattern)]
+    if others:
+        advice = (
+            f"{others[0]!r} matches, and is frozen, or another name of a shared parameter; call "
+            "requires_grad_(True) on it, or use its first name."
+        )
+    else:
+        close = get_close_matches(pattern, names, n=1, cutoff=0.4) or names[:1]
+        advice = f"a name is for instance {close[0]!r}; * stands for any part of a name."
+    raise ArgumentValueError(
+        f"patterns: expected one that a trainable parameter of {type(model).__name__} matches, got "
+        f"{pattern!r}: {advice}"
+    )
 
 
 class FunctionalLoss:
@@ -109,10 +170,12 @@ class FunctionalLoss:
 
     Args:
         model: The module, used as it is.
-        criterion: A function or module (outputs, targets) -> scalar.
+        criterion: A function or module (outputs, targets) -> scalar. Default: none, the model computes
+            its own loss.
         forward: How the model is called on a batch, (model, batch) -> outputs. The criterion is then
             given (outputs, batch). Default: `model(*inputs)` for a batch (*inputs, targets), and
-            `model(batch)` for one that is no tuple or list.
+            `model(batch)` for one that is no tuple or list; without a criterion `model(**batch)`,
+            `model(*batch)` or `model(batch)`.
     Example:
         >>> model = nn.Linear(2, 1)
         >>> loss = hog.functional_loss(model, F.mse_loss)
@@ -123,11 +186,14 @@ class FunctionalLoss:
     """
 
     def __init__(
-        self, model: nn.Module, criterion: Criterion, forward: Forward | None = None
+        self,
+        model: nn.Module,
+        criterion: Criterion | None = None,
+        forward: Forward | None = None,
     ) -> None:
         _check_module(model)
         self.model = model
-        self._criterion = check_instance("criterion", criterion)
+        self._criterion = None if criterion is None else check_instance("criterion", criterion)
         self._forward = None if forward is None else check_instance("forward", forward)
         reason = None if forward is None else _binding_error(forward, (model, None))
         if reason is not None:
@@ -173,6 +239,8 @@ class FunctionalLoss:
         Returns:
             A scalar.
         """
+        if self._criterion is None:
+            return _own_loss(self.model, outputs)
         targets = self.targets(batch)
         with _translate_device_errors(batch, outputs):
             if self._dtype is not None and isinstance(self._criterion, nn.Module):
@@ -232,17 +300,26 @@ class FunctionalLoss:
         Args:
             batch: The batch.
         Returns:
-            The last element of a tuple or list; the whole batch otherwise, and with `forward`.
+            The last element of a tuple or list; the whole batch otherwise, with `forward`, and without
+            a criterion.
         """
-        return batch if self._forward is not None else _targets_of(batch)
+        whole = self._forward is not None or self._criterion is None
+        return batch if whole else _targets_of(batch)
 
     @property
-    def user_criterion(self) -> Criterion:
-        """The criterion that was passed to :func:`functional_loss`."""
+    def separates_outputs(self) -> bool:
+        """Whether outputs and criterion are apart, as Gauss-Newton and Fisher matrices need."""
+        return self._criterion is not None
+
+    @property
+    def user_criterion(self) -> Criterion | None:
+        """The criterion that was passed to :func:`functional_loss`, or None."""
         return self._criterion
 
     def __repr__(self) -> str:
-        parts = [type(self.model).__name__, _name(self._criterion)]
+        parts = [type(self.model).__name__]
+        if self._criterion is not None:
+            parts.append(_name(self._criterion))
         if self._forward is not None:
             parts.append(f"forward={_name(self._forward)}")
         return f"functional_loss({', '.join(parts)})" + (".double()" if self._dtype else "")
@@ -253,9 +330,11 @@ class FunctionalLoss:
         with _translate_device_errors(batch, reference), eagerly(self._compiled):
             if self._forward is not None:
                 return self._forward(self.model, batch)
-            args = _inputs_of(batch)
-            with _translate_call_errors(self.model, args, batch):
-                return self.model(*args)
+            args, keywords = (
+                _whole_batch(batch) if self._criterion is None else (_inputs_of(batch), {})
+            )
+            with _translate_call_errors(self.model, args, keywords, batch):
+                return self.model(*args, **keywords)
 
     def _swapped(self, params: Params) -> AbstractContextManager[None]:
         """A context in which the model has these parameters."""
@@ -321,6 +400,41 @@ def _targets_of(batch: Any) -> Any:
     return batch[-1] if _is_sequence(batch) else batch
 
 
+def _whole_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model that computes its own loss."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _own_loss(model: nn.Module, outputs: Any) -> Tensor:
+    """The loss among the outputs of a model that computes it."""
+    what = type(model).__name__
+    advice = (
+        "Pass the labels in the batch, or a criterion: "
+        "`functional_loss(model, criterion, forward=lambda model, batch: model(...).logits)`."
+    )
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        found = outputs["loss"]
+    elif hasattr(outputs, "loss"):
+        found = outputs.loss
+    elif isinstance(outputs, tuple | list) and outputs:
+        found = outputs[0]
+    else:
+        found = outputs
+    if found is None or isinstance(found, Mapping):
+        got = "None" if found is None else f"{type(found).__name__} with {', '.join(found)}"
+        raise ArgumentValueError(f"{what}: expected a loss among the outputs, got {got}. {advice}")
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ArgumentValueError(
+            f"{what}: expected a loss that is a scalar among the outputs, got "
+            f"{validation.describe(found)}. {advice}"
+        )
+    return validation.scalar(f"{what}(batch).loss", found)
+
+
 def _is_sequence(batch: Any) -> bool:
     """Whether a batch consists of inputs and targets."""
     if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence):
@@ -335,7 +449,9 @@ def _is_sequence(batch: Any) -> bool:
 
 
 @contextmanager
-def _translate_call_errors(model: nn.Module, args: tuple[Any, ...], batch: Any) -> Iterator[None]:
+def _translate_call_errors(
+    model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: Any
+) -> Iterator[None]:
     """Inside, a TypeError about the arguments of the model becomes one that says how to call it.
 
     Only if the arguments do not bind and forward was never entered: other TypeErrors are the model's.
@@ -343,27 +459,30 @@ def _translate_call_errors(model: nn.Module, args: tuple[Any, ...], batch: Any) 
     try:
         yield
     except TypeError as error:
-        reason = _binding_error(model.forward, args)
+        reason = _binding_error(model.forward, args, keywords)
         if reason is None or _was_entered(model.forward, error.__traceback__):
             raise
         signature = ", ".join(inspect.signature(model.forward).parameters)
-        passed = ", ".join(map(_describe, args))
+        given = (*args, *keywords.values())
+        passed = ", ".join([*map(_describe, args), *keywords])
         raise ArgumentTypeError(
             f"model: expected the arguments of {type(model).__name__}.forward({signature}), got "
-            f"{len(args)} from the batch: {passed} ({reason}). Say how the model is called: "
+            f"{len(given)} from the batch: {passed} ({reason}). Say how the model is called: "
             f"`functional_loss(model, criterion, forward={_forward_hint(args, batch)})`. The criterion "
             "then gets (outputs, batch)."
         ) from error
 
 
-def _binding_error(function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
-    """Why a function cannot be called with these positional arguments; None if it can."""
+def _binding_error(
+    function: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any] | None = None
+) -> str | None:
+    """Why a function cannot be called with these arguments; None if it can."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have none
         return None
     try:
-        signature.bind(*args)
+        signature.bind(*args, **keywords or {})
     except TypeError as error:
         return str(error)
     return None
@@ -388,7 +507,9 @@ def _forward_hint(args: tuple[Any, ...], batch: Any) -> str:
     """A `forward` that may be what the user needs."""
     whole = len(args) == 1 and args[0] is batch
     part = "batch" if whole else "batch[0]"
-    if len(args) > 1:
+    if not args:
+        call = "**{name: batch[name] for name in ...}"
+    elif len(args) > 1:
         call = part
     elif isinstance(args[0], Mapping):
         call = f"**{part}"

@@ -38,6 +38,12 @@ def unwrap(tensor: Any) -> Any:
     return tensor
 
 
+def is_batched(tensor: Any) -> bool:
+    """Whether a tensor stands for the samples of `torch.autograd.grad(is_grads_batched=True)`, whose
+    vmap is not one of the transforms of torch.func."""
+    return bool(_functorch.is_legacy_batchedtensor(tensor))
+
+
 def apply(function: type[Function], *args: Any) -> Any:
     """function.apply. Outside of transforms without its search for tensors that have left one, which
     takes as long as to record the call."""

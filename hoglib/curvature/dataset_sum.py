@@ -99,9 +99,8 @@ class DatasetSum:
         self._loss, self._space, self._options = loss, space, options
         self._processes, self._bar, self._name, self._seed = processes, bar, name, seed
         self._mean = options.reduction == "mean"
-        self._batches = Batches(
-            data, space.device, options.batch_size, options.micro_batch, processes
-        )
+        batch_size = options.batch_size or getattr(loss, "batch_size", None)
+        self._batches = Batches(data, space.device, batch_size, options.micro_batch, processes)
         # the weight of the only batch cancels
         self._at_once = self._batches.single and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)

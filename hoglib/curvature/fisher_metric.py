@@ -27,7 +27,12 @@ from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature import distributions
 from hoglib.curvature import likelihood as likelihoods
-from hoglib.curvature.gauss_newton import CompositeLoss, MetricProduct, OutputMetric
+from hoglib.curvature.gauss_newton import (
+    CompositeLoss,
+    MetricProduct,
+    OutputMetric,
+    without_a_graph,
+)
 from hoglib.curvature.likelihood import Likelihood, Weight
 from hoglib.curvature.linear_map import ProductOptions
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
@@ -75,9 +80,29 @@ class FisherMetric(OutputMetric):
                 "inside; use a loop instead of vmap, or use ggn_vp: for most criteria the exact Fisher "
                 "matrix is the Gauss-Newton matrix."
             )
+        closed_form = getattr(composite.loss, "fisher", None)
+        if closed_form is not None:
+            self._check_closed_form(options)
+            random = self.random_numbers(outputs[0].device)
+            values = composite.with_values(outputs)
+            own = closed_form(values, composite.batch, self.kind, self.num_samples, random)
+            return without_a_graph(own)
         values = composite.with_values([y.detach() for y in outputs])
         product = fisher_metric(self, composite.loss, values, composite.batch)
         return lambda u, keep_graph: product(u)
+
+    def _check_closed_form(self, options: ProductOptions) -> None:
+        """Raise for options that a loss with a Fisher matrix of its own does not have."""
+        if self.likelihood not in (None, "categorical"):
+            raise ArgumentValueError(
+                f"{options.caller}: expected likelihood=None or 'categorical' for a language model, "
+                f"got {validation.describe(self.likelihood)}."
+            )
+        if self.reduction != "mean":
+            raise ArgumentValueError(
+                f"{options.caller}: expected reduction='mean', that of language_model_loss, got "
+                f"{self.reduction!r}."
+            )
 
     def seeded(self) -> "FisherMetric":
         """The metric with a seed, drawn by the generator: the same samples at each product."""

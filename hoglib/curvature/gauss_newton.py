@@ -40,8 +40,18 @@ from hoglib.curvature.linear_map import (
     ProductOptions,
     no_forward_mode,
 )
-from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
 
+APART = (
+    "For a model that returns its loss write `hoglib.functional_loss(model, criterion, "
+    "forward=lambda model, batch: model(...).logits)`, or for a language model "
+    "`hoglib.language_model_loss(model)`."
+)
 MetricProduct = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
 
 
@@ -66,6 +76,16 @@ class OutputMetric(ABC):
         return self
 
 
+def without_a_graph(product: Callable[[Vector], Vector]) -> MetricProduct:
+    """A product that is given in closed form, under no_grad."""
+
+    def apply(u: Vector, keep_graph: bool) -> Vector:
+        with torch.no_grad():
+            return product(u)
+
+    return apply
+
+
 @final
 @dataclass(frozen=True)
 class CriterionHessian(OutputMetric):
@@ -74,12 +94,24 @@ class CriterionHessian(OutputMetric):
     def at(
         self, composite: "CompositeLoss", outputs: Vector, mode: str, options: ProductOptions
     ) -> MetricProduct:
+        closed_form = getattr(composite.loss, "gauss_newton", None)
+        if closed_form is not None:  # the loss has the product in closed form
+            product = closed_form(composite.with_values(outputs), composite.batch)
+            if options.create_graph or torch_internals.transforms_active():
+                return lambda u, keep_graph: product(u)
+            return without_a_graph(product)
         if mode == DIFFERENCES:
             gradient = finite_differences.gradient_function(composite.criterion)
             return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
         inside = torch_internals.transforms_active()
         linearize = forward_over_reverse if inside else reverse_over_reverse
         hessian = linearize(composite.criterion, outputs, options)
+        if hessian.is_zero():
+            raise ArgumentValueError(
+                f"{options.caller}: expected a criterion that is not linear in the model's outputs, "
+                "got one whose gradient does not depend on them, so that the matrix is zero. "
+                + APART
+            )
         return lambda u, keep_graph: hessian.apply(u, keep_graph)[1]
 
 
@@ -136,6 +168,11 @@ class GaussNewtonKind(CurvatureKind):
                     "with .outputs(params, batch) and .criterion(outputs, batch), because the model's "
                     f"outputs are needed by themselves; got {validation.describe(loss)}."
                 )
+        if not getattr(loss, "separates_outputs", True):
+            raise ArgumentValueError(
+                "loss: expected outputs and criterion apart, got a model that computes its own loss. "
+                + APART
+            )
         return loss
 
 

@@ -70,7 +70,10 @@ def reverse_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
     def unused() -> tuple[int, ...]:
         return tuple(i for i, g in enumerate(gradient) if g is None)
 
-    return LinearMap(apply, held_bytes, unused)
+    def is_zero() -> bool:
+        return not any(g is not None and g.requires_grad for g in gradient)
+
+    return LinearMap(apply, held_bytes, unused, is_zero)
 
 
 def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:

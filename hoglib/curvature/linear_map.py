@@ -52,6 +52,10 @@ def _unknown() -> None:
     return None
 
 
+def _no() -> bool:
+    return False
+
+
 class LinearMap(NamedTuple):
     """A matrix at one point, known by its products with vectors.
 
@@ -64,6 +68,8 @@ class LinearMap(NamedTuple):
     held_bytes: Callable[[], int] = _no_bytes
     # the leaves that the loss does not depend on; None where that is not known
     unused: Callable[[], tuple[int, ...] | None] = _unknown
+    # whether it is known to be zero, because the gradient does not depend on the leaves
+    is_zero: Callable[[], bool] = _no
 
 
 class CurvatureKind(ABC):

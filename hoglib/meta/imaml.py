@@ -37,7 +37,9 @@ class IMAML(Learner):
 
     Args:
         model: Any nn.Module. It is called with other parameters and never changed.
-        criterion: The outer loss L, ``criterion(outputs, targets)``, a scalar.
+        criterion: The outer loss L, ``criterion(outputs, targets)``, a scalar; or a functional loss of
+            the model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its
+            own loss.
         strength: The strength of the proximal term, greater than 0. Typical values are 0.5 to 5.
         inner_lr: The learning rate of the inner loop.
         inner_steps: The number of inner steps.
@@ -80,7 +82,7 @@ class IMAML(Learner):
     def __init__(
         self,
         model: nn.Module,
-        criterion: Criterion,
+        criterion: Criterion | None,
         *,
         strength: float = 2.0,
         inner_lr: float = 0.01,

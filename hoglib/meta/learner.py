@@ -14,7 +14,6 @@ from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.functional import (
-    Criterion,
     Forward,
     FunctionalLoss,
     check_instance,
@@ -93,7 +92,8 @@ class Learner(nn.Module, ABC):
 
     Args:
         model: The module, which is called with other parameters and never changed.
-        criterion: The outer loss, ``criterion(outputs, targets)``.
+        criterion: The outer loss, ``criterion(outputs, targets)``, or a functional loss of the model,
+            such as `hoglib.language_model_loss(model)`; None if the model computes its own loss.
         options: The checked options of the inner loop.
         rule: The update rule: a name, a function of the learning rate, or an object with init and
             update.
@@ -115,8 +115,8 @@ class Learner(nn.Module, ABC):
     stand_ins = Option[bool]("_options")
 
     def __init__(
-        self, model: nn.Module, criterion: Criterion, options: LoopOptions, *, rule: Any,
-        inner_loss: Criterion | None, forward: Forward | None, over_tasks: str = "loop",
+        self, model: nn.Module, criterion: Any, options: LoopOptions, *, rule: Any,
+        inner_loss: Any, forward: Forward | None, over_tasks: str = "loop",
     ) -> None:  # fmt: skip
         super().__init__()
         functional_loss(model, criterion, forward=forward)
@@ -311,7 +311,7 @@ class Learner(nn.Module, ABC):
             return self.objective
         return self._functional_loss("inner", self.inner_loss)
 
-    def _functional_loss(self, which: str, criterion: Criterion) -> FunctionalLoss:
+    def _functional_loss(self, which: str, criterion: Any) -> FunctionalLoss:
         known = self._losses.get(which)
         if known is None or known.model is not self.model or known.user_criterion is not criterion:
             known = functional_loss(self.model, criterion, forward=self._forward)

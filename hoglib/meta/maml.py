@@ -36,8 +36,9 @@ class MAML(Learner):
 
     Args:
         model: Any nn.Module. It is called with other parameters and never changed.
-        criterion: The outer loss L, ``criterion(outputs, targets)``, a scalar. Batches go into the
-            model as `hoglib.functional_loss` describes.
+        criterion: The outer loss L, ``criterion(outputs, targets)``, a scalar; or a functional loss of
+            the model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its
+            own loss. Batches go into the model as `hoglib.functional_loss` describes.
         inner_lr: The learning rate of the inner loop; with learn_lr, where the learned rates start.
         inner_steps: The number of inner steps.
         first_order: Treat the inner gradients as constants (FOMAML).
@@ -114,7 +115,7 @@ class MAML(Learner):
     def __init__(
         self,
         model: nn.Module,
-        criterion: Criterion,
+        criterion: Criterion | None,
         *,
         inner_lr: float = 0.01,
         inner_steps: int = 1,

@@ -29,7 +29,8 @@ class Reptile(Learner):
 
     Args:
         model: Any nn.Module. It is called with other parameters and never changed.
-        criterion: The loss, ``criterion(outputs, targets)``, a scalar.
+        criterion: The loss, ``criterion(outputs, targets)``, a scalar; or a functional loss of the
+            model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its own.
         inner_lr: The learning rate of the inner loop.
         inner_steps: The number of inner steps.
         rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
@@ -65,7 +66,7 @@ class Reptile(Learner):
     def __init__(
         self,
         model: nn.Module,
-        criterion: Criterion,
+        criterion: Criterion | None,
         *,
         inner_lr: float = 0.01,
         inner_steps: int = 5,

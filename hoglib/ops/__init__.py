@@ -4,7 +4,7 @@ from hoglib._core.recomputation import remat
 from hoglib.ops._attention import scaled_dot_product_attention
 from hoglib.ops._batch_norm import batch_norm, instance_norm
 from hoglib.ops._conv import conv1d, conv2d, conv3d
-from hoglib.ops._cross_entropy import linear_cross_entropy, softmax_cross_entropy
+from hoglib.ops._cross_entropy import softmax_cross_entropy
 from hoglib.ops._ctc_loss import ctc_loss
 from hoglib.ops._define import define
 from hoglib.ops._determinants import det, logdet, slogdet
@@ -23,6 +23,7 @@ from hoglib.ops._grid_sample import grid_sample
 from hoglib.ops._indexing import index_reduce, scatter_reduce, segment_reduce
 from hoglib.ops._layer_norm import layer_norm
 from hoglib.ops._linear import linear, linear_act
+from hoglib.ops._linear_cross_entropy import linear_cross_entropy
 from hoglib.ops._losses import (
     huber_loss,
     mse_loss,

@@ -1,0 +1,511 @@
+"""The loss of a language model without its logits: the features before the head, and the head."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from hoglib._core import torch_internals, validation
+from hoglib._core.state import preserve_random_state
+from hoglib._core.swap import Params
+from hoglib._core.torch_modes import value_checks_on
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.functional import Forward, FunctionalLoss, check_instance
+from hoglib.ops._linear_cross_entropy import (
+    chunk_size_of,
+    gauss_newton_product,
+    row_gradients,
+    row_losses,
+    row_tangents,
+)
+
+__all__ = ["language_model_loss"]
+
+Vector = Sequence[Tensor]
+Product = Callable[[Vector], list[Tensor]]
+
+
+class Features(NamedTuple):
+    """What the loss is computed from: logits are ``hidden @ weight.mT + bias``."""
+
+    hidden: Tensor  # [B, T, D], the positions that have a label
+    weight: Tensor  # [V, D], of the head
+    bias: Tensor | None
+
+
+def language_model_loss(
+    model: nn.Module,
+    *,
+    shift: bool | None = None,
+    body: Forward | None = None,
+    head: str | nn.Module | None = None,
+    chunk_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> "LanguageModelLoss":
+    r"""The cross-entropy of a language model as a function of parameters and a batch.
+
+        z_t = W h_t + b        loss = 1/T sum_t (log sum_c exp(z_tc) - z_t,y(t))
+
+    with h the features before the head, W and b the head's weight and bias, and the sum over the T
+    labels of the batch that are not ``ignore_index``: the loss that models of transformers return.
+    The logits z exist for ``chunk_size`` rows at a time, in the loss, its gradient, and in products
+    with Hessian, Gauss-Newton and Fisher matrices, which hold two tensors [chunk_size, V] beside what
+    the body of the model holds and tensors of the size of W.
+
+    The model is run as it is up to its head, also with tied weights, adapters (LoRA) and gradient
+    checkpointing. The first call compares the logits that it makes of two positions with those of
+    features and head, because some models change them afterwards.
+
+    A batch is a mapping of the model's keyword arguments with "labels" (BatchEncoding too); a tuple
+    (input_ids, labels); or, where labels are shifted, a mapping without labels or a tensor of token
+    indices: the labels are then the tokens, without those whose attention_mask is 0. Operators weight
+    batches by the number of labels that count.
+
+    Args:
+        model: A causal, masked or sequence-to-sequence language model of transformers, also inside
+            peft; or any module that has a linear head.
+        shift: Whether the label of a position is the next token: features of all but the last position
+            meet labels of all but the first. Default: by the name of a class of transformers, True for
+            causal models.
+        body: The features [B, T, D], a function (model, batch) -> features. Default: what the head
+            is given when the model is called on the batch.
+        head: The linear layer, or its name in the model. Default: ``model.get_output_embeddings()``.
+        chunk_size: The rows of the logits that exist at once. Default: as many as have four million
+            logits.
+        ignore_index: The label of positions that do not count. Default: -100.
+        label_smoothing: From 0 to 1. Default: 0.
+    Returns:
+        A :class:`~hoglib.functional.FunctionalLoss`, for products, operators, penalties and, in the
+        place of a criterion, for meta-learning.
+    Raises:
+        ArgumentTypeError: if the model is no module, the head no linear layer, or the body no function.
+        ArgumentValueError: if the model has no head, or it is not known whether labels are shifted;
+            when the loss is called, if labels are missing or do not fit the features, or if the model
+            changes its logits after the head.
+    References:
+        Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, ICLR 2025 (logits that
+        never exist as a whole, for the first derivative).
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+        >>> loss = hog.language_model_loss(model, head="1", shift=True)
+        >>> params, tokens = hog.trainable_params(model), torch.tensor([[0, 1, 2]])
+        >>> value, product = hog.ggn_vp(loss, params, tokens, params)
+        >>> torch.allclose(value, F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:]))
+        True
+    """
+    return LanguageModelLoss(
+        model, shift=shift, body=body, head=head, chunk_size=chunk_size,
+        ignore_index=ignore_index, label_smoothing=label_smoothing,
+    )  # fmt: skip
+
+
+@final
+class LanguageModelLoss(FunctionalLoss):
+    """The cross-entropy of a language model; :func:`language_model_loss` makes it and describes it.
+
+    Args:
+        model: The language model.
+        shift: Whether the label of a position is the next token.
+        body: The features, of the model and a batch.
+        head: The linear layer, or its name.
+        chunk_size: The rows of the logits that exist at once.
+        ignore_index: The label of positions that do not count.
+        label_smoothing: From 0 to 1.
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
+        >>> loss = hog.language_model_loss(model, head="1", shift=True)
+        >>> loss.batch_size(torch.tensor([[0, 1, 2]]))
+        2
+    """
+
+    def __init__(
+        self, model: nn.Module, *, shift: bool | None, body: Forward | None,
+        head: str | nn.Module | None, chunk_size: int | None, ignore_index: int,
+        label_smoothing: float,
+    ) -> None:  # fmt: skip
+        super().__init__(model, None, None if body is None else check_instance("body", body))
+        self._head = _name_of_head(model, head)
+        self._shift = _shifts(model) if shift is None else validation.flag("shift", shift)
+        if chunk_size is not None:
+            validation.at_least("chunk_size", chunk_size, 1)
+        self._chunk_size = chunk_size
+        self._ignore_index = ignore_index
+        self._smoothing = validation.number("label_smoothing", label_smoothing, minimum=0)
+        if self._smoothing > 1:
+            raise ArgumentValueError(
+                f"label_smoothing: expected a number from 0 to 1, got {label_smoothing}."
+            )
+        self._checked = False
+
+    @property
+    def separates_outputs(self) -> bool:
+        """That outputs and criterion are apart, as Gauss-Newton and Fisher matrices need."""
+        return True
+
+    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+        """The loss of features.
+
+        Args:
+            outputs: What :meth:`outputs` returned.
+            batch: The batch, of which the labels are read.
+        Returns:
+            A scalar.
+        """
+        rows = self._rows(outputs, batch)
+        losses = row_losses(
+            rows.hidden, rows.weight, rows.bias, rows.classes, self._smoothing, rows.chunk_size
+        )
+        return torch.where(rows.counts, losses, 0).sum() / rows.total
+
+    def batch_size(self, batch: Any) -> int:
+        """The number of labels of a batch that count, by which operators weight it.
+
+        Args:
+            batch: The batch.
+        Returns:
+            A whole number.
+        """
+        return int((self._labels(batch) != self._ignore_index).sum())
+
+    def gauss_newton(self, outputs: Features, batch: Any) -> Product:
+        """The Hessian of the cross-entropy by the logits, as a matrix on the features and the head.
+
+            M = 1/T sum_t J_t^T (diag(p_t) - p_t p_t^T) J_t,  J_t the Jacobian of z_t by (h, W, b)
+
+        Args:
+            outputs: Where it is taken.
+            batch: The batch.
+        Returns:
+            The product with a list of tensors like the outputs, differentiable where grad mode is on.
+        """
+        rows = self._rows(outputs, batch)
+        g = rows.counts.to(rows.total.dtype) / rows.total
+        names = _varying(outputs)
+
+        def product(vector: Vector) -> list[Tensor]:
+            given = _by_name(outputs, vector, names)
+            found = gauss_newton_product(
+                rows.hidden, rows.weight, rows.bias, g, rows.chunk_size, given, names
+            )
+            return _like(outputs, found)
+
+        return product
+
+    def fisher(
+        self, outputs: Features, batch: Any, kind: str, num_samples: int,
+        generator: Generator | None,
+    ) -> Product:  # fmt: skip
+        """The Fisher matrix of the categorical distribution of the logits, likewise.
+
+            exact       as the Gauss-Newton matrix
+            mc          M = 1/(S T) sum over S draws and labels t of J_t^T r r^T J_t,  r = p - onehot(y)
+            empirical   M = N sum over sequences n of d_n d_n^T,  d_n = dloss / d(h, W, b) of n
+
+        Args:
+            outputs: Where it is taken.
+            batch: The batch.
+            kind: "exact", "mc" or "empirical".
+            num_samples: S.
+            generator: Of the draws. Default: torch's.
+        Returns:
+            The product with a list of tensors like the outputs.
+        """
+        if self._smoothing and kind != "empirical":
+            raise ArgumentValueError(
+                "language_model_loss: expected label_smoothing=0, for which the loss is a likelihood, "
+                f"got {self._smoothing}; use the GGN, or kind='empirical'."
+            )
+        if kind == "exact":
+            return self.gauss_newton(outputs, batch)
+        rows, names = self._rows(outputs, batch), _varying(outputs)
+        share = rows.counts.to(rows.total.dtype)
+        if kind == "mc":
+            draws, smoothing = list(_drawn(rows, num_samples, generator)), 0.0
+            scale = 1 / (num_samples * rows.total)
+            groups = None
+        else:
+            draws, smoothing = [rows.classes], self._smoothing
+            share, groups = share / rows.total, len(outputs.hidden)
+            scale = rows.total.new_tensor(float(groups))
+
+        def product(vector: Vector) -> list[Tensor]:
+            given = _by_name(outputs, vector, names)
+            at = rows.hidden, rows.weight, rows.bias
+            total: Any = (None, None, None)
+            with torch.no_grad():
+                for classes in draws:
+                    along = share * row_tangents(*at, classes, smoothing, rows.chunk_size, given)
+                    if groups is not None:
+                        per_group = along.reshape(groups, -1)
+                        along = per_group.sum(1, keepdim=True).expand_as(per_group).reshape(-1)
+                    found = row_gradients(
+                        *at, scale * share * along, classes, smoothing, rows.chunk_size, names
+                    )
+                    total = tuple(
+                        y if x is None else x + y for x, y in zip(total, found, strict=True)
+                    )
+            return _like(outputs, total)
+
+        return product
+
+    def _outputs(self, params: Params, batch: Any) -> Features:
+        head = self.model.get_submodule(self._head)
+        if self._forward is not None:
+            hidden = super()._outputs(params, batch)
+        else:
+            hidden = _until_head(lambda: self._run(batch), head)
+            if not self._checked and value_checks_on() and not torch_internals.transforms_active():
+                with preserve_random_state(), torch.no_grad():
+                    self._check_logits(batch, head)
+                self._checked = True
+        if not isinstance(hidden, Tensor) or hidden.dim() < 2:
+            raise ArgumentValueError(
+                f"features: expected a tensor [B, T, D], got {validation.describe(hidden)}."
+            )
+        hidden = hidden[..., :-1, :] if self._shift else hidden
+        return Features(hidden, head.weight, head.bias)  # type: ignore[arg-type]
+
+    def _run(self, batch: Any) -> Any:
+        args, keywords = _arguments(self.model, batch)
+        return self.model(*args, **keywords)
+
+    def _check_logits(self, batch: Any, head: nn.Module) -> None:
+        """Raise unless the logits of the model are those of its head, at two positions; also where they
+        are large, which shows a bound on them."""
+        what, scale = type(self.model).__name__, 1.0
+        for _ in range(2):
+            found, expected = self._two_logits(batch, head, scale)
+            if found is None or found.shape != expected.shape:
+                got = "none" if found is None else str(tuple(found.shape))
+                raise ArgumentValueError(
+                    f"{what}: expected logits {tuple(expected.shape)} of two positions among the "
+                    f"outputs, got {got}; {_INSTEAD}"
+                )
+            rounding = 4 * max(torch.finfo(x.dtype).eps for x in (found, expected))
+            largest = float(expected.detach().abs().max())
+            error = float((found.double() - expected.double()).abs().max())
+            if not error <= rounding * largest:
+                raise ArgumentValueError(
+                    f"{what}: expected logits that are its head's outputs, got others (by "
+                    f"{error / largest:.1g} of the largest): the model scales, shifts or bounds them "
+                    f"afterwards; {_INSTEAD}"
+                )
+            scale = 100 / largest if largest else 1.0
+
+    def _two_logits(
+        self, batch: Any, head: nn.Module, scale: float
+    ) -> tuple[Tensor | None, Tensor]:
+        """The logits that the model returns, and its head, at two positions and times a number."""
+        seen: list[Tensor] = []
+
+        def short(x: Tensor) -> Tensor:
+            seen.append(scale * F.linear(x[..., :2, :], head.weight, head.bias))  # type: ignore[arg-type]
+            return seen[-1].clone()
+
+        with _forward_of(head, short):
+            outputs = self._run(batch)
+        return _logits(outputs), seen[0]
+
+    def _rows(self, outputs: Features, batch: Any) -> "_Rows":
+        hidden, weight, bias = outputs
+        labels = self._labels(batch)
+        if labels.shape != hidden.shape[:-1]:
+            raise ArgumentValueError(
+                f"labels: expected one for each position, {tuple(hidden.shape[:-1])}, got "
+                f"{tuple(labels.shape)}; pass body=, the features of those positions."
+            )
+        classes = labels.reshape(-1)
+        counts = classes != self._ignore_index
+        total = counts.sum().to(torch.promote_types(hidden.dtype, torch.float32))
+        size = chunk_size_of(self._chunk_size, len(weight))
+        own = torch.where(counts, classes, 0)
+        return _Rows(hidden.reshape(-1, hidden.shape[-1]), weight, bias, own, counts, total, size)
+
+    def _labels(self, batch: Any) -> Tensor:
+        labels = _labels_of(batch, self._shift, self._ignore_index)
+        return labels[..., 1:] if self._shift else labels
+
+
+_INSTEAD = (
+    "use `functional_loss(model, criterion, forward=lambda model, batch: model(...).logits)`, whose "
+    "logits exist as a whole."
+)
+
+
+class _Rows(NamedTuple):
+    """The arguments of the loss by rows."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    classes: Tensor  # 0 where the label does not count
+    counts: Tensor
+    total: Tensor  # the number that count
+    chunk_size: int
+
+
+def _drawn(rows: _Rows, num_samples: int, generator: Generator | None) -> Iterator[Tensor]:
+    """Labels [N] from the model's distribution, for each sample."""
+    drawn = []
+    with torch.no_grad():
+        for start in range(0, len(rows.hidden), rows.chunk_size):
+            h = rows.hidden[start : start + rows.chunk_size]
+            p = torch.softmax(F.linear(h, rows.weight, rows.bias).float(), 1)
+            drawn.append(torch.multinomial(p, num_samples, True, generator=generator))
+    yield from torch.cat(drawn).unbind(1)
+
+
+def _varying(outputs: Features) -> str:
+    """The names, of "hWb", of the outputs that depend on parameters; all if none says so."""
+    present = [(n, x) for n, x in zip("hWb", outputs, strict=True) if x is not None]
+    varying = "".join(name for name, x in present if x.requires_grad)
+    return varying or "".join(name for name, _ in present)
+
+
+def _by_name(outputs: Features, vector: Vector, names: str) -> Any:
+    """The parts of a vector by h, W and b, None for what does not vary."""
+    given = iter(vector)
+    parts = [None if x is None else next(given) for x in outputs]
+    parts = [x if name in names else None for name, x in zip("hWb", parts, strict=True)]
+    width = outputs.hidden.shape[-1]
+    return (None if parts[0] is None else parts[0].reshape(-1, width), *parts[1:])
+
+
+def _like(outputs: Features, found: Sequence[Tensor | None]) -> list[Tensor]:
+    """A product as a list of tensors like the outputs."""
+    pairs = [(x, y) for x, y in zip(outputs, found, strict=True) if x is not None]
+    return [
+        x.new_zeros(()).expand_as(x) if y is None else y.reshape(x.shape).to(x.dtype)
+        for x, y in pairs
+    ]
+
+
+class _HeadReached(BaseException):
+    """Ends the run of a model at its head; no Exception, which models may catch."""
+
+
+def _until_head(run: Callable[[], Any], head: nn.Module) -> Tensor:
+    """What the head is given where the model runs."""
+    reached: list[Tensor] = []
+
+    def stop(x: Tensor) -> Tensor:
+        reached.append(x)
+        raise _HeadReached
+
+    with _forward_of(head, stop):
+        try:
+            run()
+        except _HeadReached:
+            return reached[0]
+    raise ArgumentValueError(
+        "head: expected a layer that the model calls on its features, got one that it does not call; "
+        "pass body=, a function (model, batch) -> features."
+    )
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, the module runs this instead of its forward."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+def _logits(outputs: Any) -> Tensor | None:
+    if isinstance(outputs, Mapping):
+        found = outputs.get("logits")
+    else:
+        found = getattr(outputs, "logits", outputs)
+    found = found[0] if isinstance(found, tuple | list) and found else found
+    return found if isinstance(found, Tensor) else None
+
+
+def _name_of_head(model: nn.Module, head: str | nn.Module | None) -> str:
+    if head is None:
+        find = getattr(model, "get_output_embeddings", None)
+        head = find() if callable(find) else None
+        if head is None:
+            raise ArgumentValueError(
+                f"model: expected a language model with an output layer, got {type(model).__name__}, "
+                "which has none; use the class with a head (AutoModelForCausalLM), or pass head=, the "
+                "linear layer or its name."
+            )
+    named = dict(model.named_modules())
+    if isinstance(head, str):
+        if head not in named:
+            raise ArgumentValueError(
+                f"head: expected the name of a layer of {type(model).__name__}, got {head!r}."
+            )
+        name, layer = head, named[head]
+    else:
+        found = [name for name, module in named.items() if module is head]
+        if not found:
+            raise ArgumentValueError(
+                "head: expected a layer of the model, got "
+                f"{validation.describe(head)}, which is not in {type(model).__name__}."
+            )
+        name, layer = found[0], head
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        raise ArgumentTypeError(
+            f"head: expected a plain nn.Linear, got {type(layer).__name__} ({name}). Adapters of the "
+            f"head have to be merged into it; else {_INSTEAD}"
+        )
+    return name
+
+
+def _shifts(model: nn.Module) -> bool:
+    """Whether the labels of a class of transformers are the next tokens."""
+    inner = getattr(model, "get_base_model", None)
+    name = type(inner() if callable(inner) else model).__name__
+    if "ForCausalLM" in name or (name.endswith("LMHeadModel") and "WithLMHead" not in name):
+        return True
+    if any(part in name for part in ("ForMaskedLM", "ForConditionalGeneration", "Seq2Seq")):
+        return False
+    raise ArgumentValueError(
+        f"shift: expected True (the label of a position is the next token) or False for the model "
+        f"{name}, whose name does not tell, got None."
+    )
+
+
+def _labels_of(batch: Any, shift: bool, ignore_index: int) -> Tensor:
+    """The labels of a batch, before they are shifted."""
+    if isinstance(batch, Mapping):
+        labels = batch.get("labels")
+        if labels is None and shift and isinstance(batch.get("input_ids"), Tensor):
+            labels, mask = batch["input_ids"], batch.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.shape == labels.shape:
+                labels = torch.where(mask != 0, labels, ignore_index)
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        labels = batch[-1]
+    else:
+        labels = batch if shift else None
+    if not isinstance(labels, Tensor) or labels.dtype.is_floating_point or labels.dim() < 1:
+        raise ArgumentValueError(
+            'labels: expected a batch with whole numbers as "labels", or (input_ids, labels), got '
+            f"{validation.describe(batch if labels is None else labels)}."
+        )
+    return labels.long()
+
+
+def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the model, without labels, of which it would compute its own loss."""
+    if isinstance(batch, Mapping):
+        keywords = {name: value for name, value in batch.items() if name != "labels"}
+        prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        given = any(name in batch for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+        if callable(prepare) and not given and batch.get("labels") is not None:
+            keywords["decoder_input_ids"] = prepare(labels=batch["labels"])
+        return (), keywords
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        return tuple(batch[:-1]), {}
+    return (batch,), {}

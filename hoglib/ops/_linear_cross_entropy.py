@@ -1,0 +1,501 @@
+"""Cross-entropy of a linear layer, whose logits exist for some rows at a time.
+
+    z_n = W h_n + b        p_n = softmax(z_n)        l_n = log sum_c exp(z_nc) - q_n . z_n
+    r_n = p_n - q_n        dl_n/dh_n = W^T r_n       dl_n/dW = r_n h_n^T      dl_n/db = r_n
+
+and, along (h', W', b') with z'_n = W h'_n + W' h_n + b' and s_n = p_n (z'_n - p_n . z'_n),
+
+    (dl_n/dh_n)' = W^T s_n + W'^T r_n        (dl_n/dW)' = s_n h_n^T + r_n h'_n^T        (dl_n/db)' = s_n
+
+The Gauss-Newton matrix is the part of this that has s. Value, gradient and this product are closed
+forms of two tensors of the size of the logits of a chunk; derivatives of the product are those of its
+formula, recomputed by chunks.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib._core import torch_internals, validation
+from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half, without_autocast
+from hoglib._core.recomputation import recompute
+from hoglib._core.torch_errors import TorchValueError
+from hoglib.ops._function import Saved, apply_function, make_function
+from hoglib.ops._losses import MEAN, reduction_number
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # by h, W and b
+NAMES = "hWb"
+CHUNK_ELEMENTS = 2**22  # of the logits of a chunk, where no size is given
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+) -> Tensor:
+    r"""Cross-entropy of a linear layer, as torch.nn.functional.linear_cross_entropy of torch 2.13.
+
+        z = input W^T + b        y = sum_c w_c q_c (log sum_d e^z_d - z_c)
+
+    The logits z exist for a chunk of rows at a time, at every order: value, gradient and
+    Hessian-vector product hold two tensors [chunk, C] beside their arguments and results. torch's is
+    differentiable once. Differentiable to any order, in every mode, under vmap; forward mode holds
+    more than one chunk.
+
+    Args:
+        input: A real floating-point tensor.
+        linear_weight: W.
+        target: The classes, of dtype long, or probabilities q.
+        linear_bias: b. Default: none.
+        weight: w, one for each class. Default: 1.
+        reduction: "mean", which over classes is weighted and without those that are ignore_index; "sum"
+            or "none". Default: "mean".
+        ignore_index: The class of rows that do not count. Default: -100.
+        label_smoothing: From 0 to 1. Default: 0.
+        options: The rows of a chunk: a whole number, or torch's LinearCrossEntropyOptions, of which
+            ``batch_chunk_size`` is read. Default: as many as have four million logits.
+    Returns:
+        The loss, of the dtype of input.
+    Raises:
+        RuntimeError: for shapes that do not fit, as in torch.
+        ValueError: for a wrong reduction, as in torch.
+    Shape:
+        - input: (N, F) or (F)
+        - linear_weight: (C, \*, F)
+        - linear_bias: (C, \*)
+        - target: (N, \*), or probabilities (N, C, \*)
+        - weight: (C)
+        - y: (), or with reduction "none" (N, \*)
+    Example:
+        >>> x, W, t = torch.ones(1, 2), torch.zeros(2, 2), torch.tensor([0])
+        >>> f = lambda W: hog.ops.linear_cross_entropy(x, W, t)
+        >>> f(W), hog.hvp(f, W, torch.tensor([[1.0, 0.0], [0.0, 0.0]]))[1]
+        (tensor(0.6931), tensor([[ 0.2500,  0.2500],
+                [-0.2500, -0.2500]]))
+    """
+    validation.real("input", input)
+    _check_linear(input, linear_weight, linear_bias)
+    batch, classes, positions = input.shape[:-1], linear_weight.shape[0], linear_weight.shape[1:-1]
+    probabilities = target.shape == (*batch, classes, *positions)
+    if probabilities and ignore_index is not None:
+        raise TorchValueError("ignore_index cannot be specified when target contains probabilities")
+    ignored = -100 if ignore_index is None else ignore_index
+    of_classes = target.dtype == torch.long and target.shape == (*batch, *positions)
+    if not (target.is_floating_point() if probabilities else of_classes):  # torch raises its error
+        z = F.linear(input, linear_weight.reshape(-1, linear_weight.shape[-1]))
+        z = z.reshape(*batch, classes, *positions)
+        return F.cross_entropy(z, target, weight, None, ignored, None, reduction, label_smoothing)
+    number = reduction_number(reduction)
+    size = chunk_size_of(options, classes)
+    h = input.reshape(-1, input.shape[-1])
+    count = positions.numel()
+    W = linear_weight.reshape(classes, count, -1)
+    b = None if linear_bias is None else linear_bias.reshape(classes, count)
+    at = target.reshape(len(h), classes, count) if probabilities else target.reshape(len(h), count)
+    each = [
+        _Rows(h, W[:, k], None if b is None else b[:, k], at[..., k], weight, ignored,
+              label_smoothing, size)
+        for k in range(count)
+    ]  # fmt: skip
+    losses, shares = zip(*map(_losses_and_shares, each), strict=True)
+    loss, share = torch.stack(losses, 1), torch.stack(shares, 1)
+    if reduction == "none":
+        value = loss.reshape((*batch, *positions))
+    else:
+        value = loss.sum() / share.sum() if number == MEAN else loss.sum()
+    return value if is_autocast(input) else value.to(input.dtype)
+
+
+def chunk_size_of(options: Any, classes: int) -> int:
+    """The rows of a chunk, for the `options` of :func:`linear_cross_entropy`."""
+    size = getattr(options, "batch_chunk_size", options)
+    if not isinstance(size, int):
+        return max(1, CHUNK_ELEMENTS // max(1, classes))
+    return validation.at_least("options", size, 1)
+
+
+class _Rows(NamedTuple):
+    """The arguments of the loss, of which h and targets have a row for each term."""
+
+    h: Tensor
+    W: Tensor
+    b: Tensor | None
+    targets: Tensor  # classes [N], or probabilities [N, C]
+    weight: Tensor | None
+    ignored: int
+    smoothing: float
+    chunk_size: int
+
+
+def _losses_and_shares(rows: _Rows) -> tuple[Tensor, Tensor]:
+    """The loss of each row, and what it counts in the mean."""
+    h, t = rows.h, rows.targets
+    if t.is_floating_point():
+        return _formula(rows), torch.ones_like(h[:, 0], dtype=upcast_half(h[:0]).dtype)
+    counts = t != rows.ignored
+    own = torch.where(counts, t, 0)
+    share = counts.to(upcast_half(h[:0]).dtype)
+    if rows.weight is not None:
+        share = share * rows.weight.to(share.dtype)[own]
+        loss = _formula(rows._replace(targets=own))
+    else:
+        loss = row_losses(h, rows.W, rows.b, own, rows.smoothing, rows.chunk_size)
+    return torch.where(counts, loss, 0), share
+
+
+def row_losses(
+    h: Tensor, W: Tensor, b: Tensor | None, classes: Tensor, smoothing: float, chunk_size: int
+) -> Tensor:
+    """l_n, [N], for classes from 0 to C - 1."""
+    if is_autocast(h):  # torch runs the product in half precision, and the rest in float32
+        dtype = torch.get_autocast_dtype(h.device.type)
+        h, W, b = h.to(dtype), W.to(dtype), None if b is None else b.to(dtype)
+    with without_autocast(h):
+        inputs = h, W, b, classes, smoothing, chunk_size
+        found: Tensor = apply_function(_LOSSES, _reference, *inputs)
+        return found
+
+
+def row_gradients(
+    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, classes: Tensor, smoothing: float,
+    chunk_size: int, needs: str,
+) -> Gradients:  # fmt: skip
+    """d(sum_n g_n l_n) by h, W and b, where they are needed."""
+    found = iter(
+        apply_function(_GRADIENTS, None, h, W, b, g, classes, smoothing, chunk_size, needs)
+        if needs
+        else ()
+    )
+    by_h, by_W, by_b = (next(found) if name in needs else None for name in NAMES)
+    return by_h, by_W, by_b
+
+
+def row_tangents(
+    h: Tensor, W: Tensor, b: Tensor | None, classes: Tensor, smoothing: float, chunk_size: int,
+    vector: Gradients,
+) -> Tensor:  # fmt: skip
+    """r_n . z'_n, [N]: the derivative of l_n along (h', W', b')."""
+    dh, dW, db = vector
+
+    def run(h: Tensor, classes: Tensor, dh: Tensor | None) -> Tensor:
+        p = torch.softmax(_logits(h, W, b), 1)
+        tangent = _tangent(h, W, (dh, dW, db), p, False)
+        return _inner(p, tangent) - _pick(tangent, classes, smoothing)
+
+    return torch.cat([run(*rows) for rows in _chunks(chunk_size, h, classes, dh)])
+
+
+def gauss_newton_product(
+    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, chunk_size: int, vector: Gradients,
+    needs: str,
+) -> Gradients:  # fmt: skip
+    """sum_n g_n J_n^T (diag(p_n) - p_n p_n^T) J_n (h', W', b'), J_n the Jacobian of z_n."""
+    return _curvature(h, W, b, g, vector, _Curvature(needs, None, 0.0), chunk_size)[:3]
+
+
+def _formula(rows: _Rows) -> Tensor:
+    """The loss of each row by torch operations, for all kinds of targets, with all logits at once."""
+    return _of_logits(F.linear(rows.h, rows.W, rows.b), rows.targets, rows.weight, rows.smoothing)
+
+
+@full_precision(widen=True)
+def _of_logits(z: Tensor, t: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+    z = upcast_half(z)
+    shifted = z - z.detach().amax(1, True)  # what the maximum adds to derivatives cancels
+    log_p = shifted - shifted.exp().sum(1, True).log()
+    w = torch.ones_like(z[0]) if weight is None else weight.to(z.dtype)
+    if t.is_floating_point():
+        q = (1 - smoothing) * t + smoothing / z.shape[1] if smoothing else t
+        return -(w * q * log_p).sum(1)
+    loss = -w[t] * log_p.gather(1, t.unsqueeze(1)).squeeze(1)
+    if not smoothing:
+        return loss
+    return (1 - smoothing) * loss - smoothing / z.shape[1] * (w * log_p).sum(1)
+
+
+def _chunks(size: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The tensors by rows, at least one chunk; None stays None."""
+    (count, *_) = (len(x) for x in tensors if x is not None)
+    for start in range(0, max(count, 1), size):
+        yield tuple(None if x is None else x[start : start + size] for x in tensors)
+
+
+def _reference(
+    h: Tensor, W: Tensor, b: Tensor | None, classes: Tensor, smoothing: float, chunk_size: int
+) -> Tensor:
+    return _formula(_Rows(h, W, b, classes, None, -100, smoothing, chunk_size))
+
+
+def _logits(h: Tensor, W: Tensor, b: Tensor | None) -> Tensor:
+    return upcast_half(F.linear(h, W, b))
+
+
+def _pick(values: Tensor, classes: Tensor, smoothing: float) -> Tensor:
+    """q_n . v_n"""
+    picked = values.gather(1, classes.unsqueeze(1)).squeeze(1)
+    return (1 - smoothing) * picked + smoothing * values.mean(1) if smoothing else picked
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """a_n . b_n, without a tensor of their size."""
+    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).squeeze((1, 2))
+
+
+def _may_overwrite(*tensors: Tensor | None) -> bool:
+    """Whether nothing records what is computed from these, so that results may be overwritten."""
+    return not (
+        torch.is_grad_enabled()
+        or torch_internals.transforms_active()
+        or torch_internals.forward_mode_active()
+        or torch_internals.tracing()
+        or any(x is not None and torch_internals.is_batched(x) for x in tensors)
+    )
+
+
+def _residual(p: Tensor, classes: Tensor, smoothing: float, g: Tensor, overwrite: bool) -> Tensor:
+    """g_n (p_n - q_n)"""
+    index, minus = classes.unsqueeze(1), torch.full_like(p[:, :1], smoothing - 1)
+    if overwrite:
+        r = p.scatter_add_(1, index, minus)
+        r = r.sub_(smoothing / p.shape[1]) if smoothing else r
+        return r.mul_(g.unsqueeze(1))
+    r = p.scatter_add(1, index, minus)
+    r = r - smoothing / p.shape[1] if smoothing else r
+    return r * g.unsqueeze(1)
+
+
+def _tangent(h: Tensor, W: Tensor, vector: Gradients, like: Tensor, overwrite: bool) -> Tensor:
+    """z'_n = W h'_n + W' h_n + b'"""
+    dh, dW, db = vector
+    left = [x for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
+    right = [y for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
+    if not left:
+        tangent = torch.zeros_like(like)
+        return tangent if db is None else tangent + db.to(like.dtype)
+    first = upcast_half(F.linear(left[0], right[0], db))
+    if len(left) == 1:
+        return first
+    if overwrite and first.dtype == left[1].dtype:
+        return first.addmm_(left[1], right[1].mT)
+    return first + upcast_half(F.linear(left[1], right[1]))
+
+
+class _Sum:
+    """A sum over chunks, in float32 for half precision, in place if it may overwrite."""
+
+    def __init__(self, overwrite: bool) -> None:
+        self.total: Tensor | None = None
+        self.overwrite = overwrite
+
+    def add(self, term: Tensor | None) -> None:
+        if term is None:
+            return
+        term = upcast_half(term)
+        if self.total is None:
+            self.total = term
+        else:
+            self.total = self.total.add_(term) if self.overwrite else self.total + term
+
+    def add_product(self, a: Tensor, b: Tensor) -> None:
+        """a^T b"""
+        if self.total is not None and self.overwrite and self.total.dtype == a.dtype == b.dtype:
+            self.total.addmm_(a.mT, b)
+        else:
+            self.add(a.mT @ b)
+
+    def result(self, dtype: torch.dtype) -> Tensor | None:
+        return None if self.total is None else self.total.to(dtype)
+
+
+def _forward(
+    h: Tensor, W: Tensor, b: Tensor | None, classes: Tensor, smoothing: float, chunk_size: int
+) -> Tensor:
+    def run(h: Tensor, classes: Tensor) -> Tensor:
+        z = _logits(h, W, b)
+        return z.logsumexp(1) - _pick(z, classes, smoothing)
+
+    return torch.cat([run(*rows) for rows in _chunks(chunk_size, h, classes)])
+
+
+def _backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+    h, W, b, classes, smoothing, chunk_size = saved.inputs
+    needs = _needed(saved)
+    found = row_gradients(h, W, b, g, classes, smoothing, chunk_size, needs)
+    return *found, None, None, None
+
+
+def _needed(saved: Saved) -> str:
+    """The names of h, W and b, of those that need a gradient."""
+    flags = zip(NAMES, saved.needs_input_grad, strict=False)
+    return "".join(name for name, needed in flags if needed)
+
+
+def _jvp(saved: Saved, dh: Any, dW: Any, db: Any, *_: None) -> Tensor:
+    h, W, b, classes, smoothing, chunk_size = saved.inputs
+    return row_tangents(h, W, b, classes, smoothing, chunk_size, (dh, dW, db))
+
+
+def _gradients(
+    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, classes: Tensor, smoothing: float,
+    chunk_size: int, needs: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    overwrite = _may_overwrite(h, W, b, g)
+    by_h, by_W, by_b = [], _Sum(overwrite), _Sum(overwrite)
+    for h_c, g_c, t_c in _chunks(chunk_size, h, g, classes):
+        p = torch.softmax(_logits(h_c, W, b), 1)
+        r = _residual(p, t_c, smoothing, g_c, overwrite).to(W.dtype)
+        del p
+        if "h" in needs:
+            by_h.append(r @ W)
+        if "W" in needs:
+            by_W.add_product(r, h_c)
+        if "b" in needs:
+            by_b.add(r.sum(0))
+        del r  # before the next chunk
+    found = torch.cat(by_h) if by_h else None, by_W.result(W.dtype), by_b.result(W.dtype)
+    return tuple(x for x in found if x is not None)
+
+
+def _gradients_backward(saved: Saved, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    h, W, b, g, classes, smoothing, chunk_size, needs = saved.inputs
+    given = iter(grads)
+    vector: Any = tuple(next(given) if name in needs else None for name in NAMES)
+    wanted = _Curvature(_needed(saved), classes, smoothing)
+    found = _curvature(h, W, b, g, vector, wanted, chunk_size)
+    by_g = found[3].to(g.dtype) if saved.needs_input_grad[3] else None
+    return *found[:3], by_g, None, None, None, None
+
+
+def _gradients_jvp(saved: Saved, dh: Any, dW: Any, db: Any, dg: Any, *_: None) -> Any:
+    h, W, b, g, classes, smoothing, chunk_size, needs = saved.inputs
+    wanted = _Curvature(needs, classes, smoothing)
+    found: Sequence[Tensor | None] = (None, None, None)
+    if any(part is not None for part in (dh, dW, db)):
+        found = _curvature(h, W, b, g, (dh, dW, db), wanted, chunk_size)[:3]
+    if dg is not None:
+        more = row_gradients(h, W, b, dg, classes, smoothing, chunk_size, needs)
+        found = [
+            y if x is None else x if y is None else x + y for x, y in zip(found, more, strict=True)
+        ]
+    return tuple(x for x in found if x is not None)
+
+
+class _Curvature(NamedTuple):
+    """What is wanted of a second derivative; without classes the Gauss-Newton part."""
+
+    needs: str
+    classes: Tensor | None
+    smoothing: float
+
+
+def _curvature(
+    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, vector: Gradients, wanted: _Curvature,
+    chunk_size: int,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """The derivative of sum_n g_n dl_n along a vector, and r_n . z'_n for each row."""
+    dh, dW, db = vector
+    overwrite = _may_overwrite(h, W, b, g, *vector)
+    by_W, by_b = _Sum(overwrite), _Sum(overwrite)
+    by_h: list[Any] = []
+    by_g: list[Tensor] = []
+    for h_c, g_c, t_c, dh_c in _chunks(chunk_size, h, g, wanted.classes, dh):
+        chunk = h_c, W, b, g_c, (dh_c, dW, db), wanted._replace(classes=t_c)
+        if overwrite:
+            of_h, of_b, of_g = _chunk_curvature(*chunk, by_W)
+        else:
+            of_h, of_W, of_b, of_g = recompute(_chunk_curvature_alone, *chunk)
+            by_W.add(of_W)
+        by_h.append(of_h)
+        by_b.add(of_b)
+        by_g.append(of_g)
+    found_h = torch.cat(by_h) if "h" in wanted.needs else None
+    return found_h, by_W.result(W.dtype), by_b.result(W.dtype), torch.cat(by_g)
+
+
+def _chunk_curvature_alone(*chunk: Any) -> tuple[Any, ...]:
+    by_W = _Sum(False)
+    of_h, of_b, of_g = _chunk_curvature(*(*chunk, by_W))
+    return of_h, by_W.total, of_b, of_g
+
+
+def _chunk_curvature(
+    h: Tensor, W: Tensor, b: Tensor | None, g: Tensor, vector: Gradients, wanted: _Curvature,
+    by_W: _Sum,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """As `_curvature` for one chunk: by h, by b and by g; what is by W is added to the sum."""
+    (dh, dW, _), (needs, classes, smoothing) = vector, wanted
+    p = torch.softmax(_logits(h, W, b), 1)
+    tangent = _tangent(h, W, vector, p, by_W.overwrite)
+    mean = _inner(p, tangent)
+    by_g = mean if classes is None else mean - _pick(tangent, classes, smoothing)
+    if by_W.overwrite:
+        s = tangent.sub_(mean.unsqueeze(1)).mul_(p).mul_(g.unsqueeze(1))
+    else:
+        s = p * (tangent - mean.unsqueeze(1)) * g.unsqueeze(1)
+    del tangent
+    s = s.to(W.dtype)
+    by_h = s @ W if "h" in needs else None
+    by_b = s.sum(0) if "b" in needs else None
+    if "W" in needs:
+        by_W.add_product(s, h)
+    del s
+    if classes is not None and (dW is not None or dh is not None):
+        r = _residual(p, classes, smoothing, g, by_W.overwrite).to(W.dtype)
+        if by_h is not None and dW is not None:
+            by_h = by_h + r @ dW
+        if "W" in needs and dh is not None:
+            by_W.add_product(r, dh)
+    return by_h, by_b, by_g
+
+
+def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """The errors of torch 2.13, which older ones lack."""
+    if not 1 <= input.dim() <= 2:
+        raise TorchValueError(f"expected input with dimensionality 1 or 2, got {input.dim()}")
+    if weight.dim() < 2:
+        raise TorchValueError(
+            f"expected linear_weight with dimensionality at least 2, got {weight.dim()}"
+        )
+    if input.shape[-1] != weight.shape[-1]:
+        raise TorchValueError(
+            "expected equal input and linear_weight last dimensions (in_features), "
+            f"got {input.shape[-1]} and {weight.shape[-1]}, respectively"
+        )
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise TorchValueError(
+            f"expected linear_bias shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
+        )
+    if weight.dim() > 2 and input.dim() == 1:
+        raise TorchValueError(
+            f"K-dimensional loss defined by linear_weight shape {tuple(weight.shape)} requires "
+            f"batched input, (N, {input.shape[0]}), got unbatched input with shape "
+            f"{tuple(input.shape)}"
+        )
+
+
+_LOSSES = make_function(
+    "LinearCrossEntropy",
+    6,
+    forward=_forward,
+    backward=_backward,
+    jvp=_jvp,
+    keep_outputs=(),
+)
+_GRADIENTS = make_function(
+    "LinearCrossEntropyGradients",
+    8,
+    forward=_gradients,
+    backward=_gradients_backward,
+    jvp=_gradients_jvp,
+    keep_outputs=(),
+)

@@ -1,0 +1,567 @@
+"""language_model_loss beside the same loss with all logits, and models that compute their own loss."""
+
+from collections import UserDict
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from experiments.benchmarks.memory import peak_bytes
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from tests.language_models import CONFIGS, VOCABULARY, language_model, padded_batch
+from tests.oracles import random_like, relative
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+
+SHIFTED = torch.tensor([[0, 1, 4, 2, 3], [3, 2, -100, 0, -100]])
+
+
+def with_all_logits(model, shift, **options):
+    """The same loss, of logits that exist as a whole."""
+
+    def criterion(logits, batch):
+        labels = batch["labels"]
+        if shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **options)
+
+    return hog.functional_loss(model, criterion, forward=lambda m, batch: m(**batch).logits)
+
+
+class Small(nn.Module):
+    """Embedding, a layer, a head with a bias; weights are tied where asked."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.mix, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.double()
+
+    def forward(self, input_ids, labels=None):
+        return SimpleNamespace(logits=self.head(self.mix(self.embed(input_ids)).tanh()), loss=None)
+
+
+def small(**options):
+    model = Small()
+    batch = {"input_ids": SHIFTED.clamp(min=0), "labels": SHIFTED}
+    chunked = hog.language_model_loss(model, head="head", shift=True, chunk_size=3, **options)
+    return model, batch, chunked
+
+
+class TestArchitectures:
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_products(self, name):
+        self.compare(language_model(name), "MaskedLM" not in name and "Conditional" not in name)
+
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    @pytest.mark.parametrize(
+        "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "BartForConditionalGeneration"]
+    )  # fmt: skip
+    def test_attention(self, name, attention):
+        model = language_model(name, attn_implementation=attention)
+        self.compare(model, name in ("GPT2LMHeadModel", "LlamaForCausalLM"))
+
+    @pytest.mark.parametrize(
+        "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"]
+    )
+    def test_untied_or_tied(self, name):
+        model = language_model(name)
+        tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        other = language_model(name, tie_word_embeddings=not tied)
+        assert other.get_output_embeddings().weight is not model.get_output_embeddings().weight
+        self.compare(other, "T5" not in name)
+
+    def test_gradient_checkpointing(self):
+        model = language_model("LlamaForCausalLM").train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.compare(model, True)
+
+    def compare(self, model, shift):
+        batch = padded_batch()
+        params = hog.trainable_params(model)
+        v = random_like(params)
+        chunked = hog.language_model_loss(model, chunk_size=4)
+        whole = with_all_logits(model, shift)
+        for product in (hog.hvp, hog.ggn_vp):
+            (a, x), (b, y) = (product(f, params, v, batch) for f in (chunked, whole))
+            assert_close(a, b, rtol=1e-9, atol=0)
+            assert relative(x, y) < 1e-6  # float32 parts inside some models
+        assert_close(chunked(params, batch), model(**batch).loss.double(), rtol=1e-5, atol=0)
+
+
+class TestOrders:
+    @pytest.mark.parametrize("smoothing", [0.0, 0.2])
+    def test_third(self, smoothing):
+        model, batch, chunked = small(label_smoothing=smoothing)
+        whole = with_all_logits(model, True, label_smoothing=smoothing)
+        params = {k: p.detach().requires_grad_() for k, p in hog.trainable_params(model).items()}
+        v = random_like(params)
+        found = []
+        for loss in (chunked, whole):
+            for product in (hog.hvp, hog.ggn_vp):
+                _, out = product(loss, params, v, batch, create_graph=True)
+                total = sum((out[k] * v[k].sin()).sum() for k in out)
+                found.append(torch.autograd.grad(total, list(params.values())))
+        assert_close(found[0], found[2], rtol=1e-9, atol=1e-12)
+        assert_close(found[1], found[3], rtol=1e-9, atol=1e-12)
+
+    @pytest.mark.parametrize("mode", ["forward", "reverse", "finite-differences"])
+    def test_modes_of_the_ggn(self, mode):
+        model, batch, chunked = small()
+        params = hog.trainable_params(model)
+        v = random_like(params)
+        _, expected = hog.ggn_vp(with_all_logits(model, True), params, v, batch)
+        assert relative(hog.ggn_vp(chunked, params, v, batch, mode=mode)[1], expected) < 1e-8
+
+    @pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+    def test_modes_of_the_hessian(self, mode):
+        model, batch, chunked = small(label_smoothing=0.1)
+        params = hog.trainable_params(model)
+        v = random_like(params)
+        whole = with_all_logits(model, True, label_smoothing=0.1)
+        _, expected = hog.hvp(whole, params, v, batch)
+        assert relative(hog.hvp(chunked, params, v, batch, mode=mode)[1], expected) < 1e-9
+
+    def test_frozen_head(self):
+        model, batch, chunked = small()
+        params = hog.trainable_params(model, "mix.*")
+        v = random_like(params)
+        for product in (hog.hvp, hog.ggn_vp):
+            x, y = (
+                product(f, params, v, batch)[1] for f in (chunked, with_all_logits(model, True))
+            )
+            assert relative(x, y) < 1e-9
+
+    def test_half_precision_is_near(self):
+        model = language_model("LlamaForCausalLM")
+        params, batch = hog.trainable_params(model), padded_batch()
+        v = random_like(params)
+        _, expected = hog.ggn_vp(hog.language_model_loss(model), params, v, batch)
+        model.bfloat16()
+        params = hog.trainable_params(model)
+        v = {k: x.bfloat16() for k, x in v.items()}
+        _, found = hog.ggn_vp(hog.language_model_loss(model, chunk_size=4), params, v, batch)
+        assert relative({k: x.double() for k, x in found.items()}, expected) < 0.05
+
+
+class TestFisher:
+    def dense(self, loss, params, batch, **options):
+        names = list(params)
+        columns = []
+        for name in names:
+            for i in range(params[name].numel()):
+                v = {k: torch.zeros_like(p) for k, p in params.items()}
+                v[name].view(-1)[i] = 1
+                out = hog.fisher_vp(loss, params, v, batch, **options)[1]
+                columns.append(torch.cat([out[k].reshape(-1) for k in names]))
+        return torch.stack(columns)
+
+    def test_exact_is_the_ggn(self):
+        model, batch, chunked = small()
+        params = hog.trainable_params(model)
+        v = random_like(params)
+        a, b = hog.fisher_vp(chunked, params, v, batch), hog.ggn_vp(chunked, params, v, batch)
+        assert relative(a[1], b[1]) < 1e-12
+
+    def test_empirical(self):
+        model, batch, chunked = small()
+        params = hog.trainable_params(model, "head.*", "mix.bias")
+        count = (SHIFTED[:, 1:] != -100).sum()
+        expected = 0
+        for n in range(len(SHIFTED)):
+            logits = model(batch["input_ids"][n : n + 1]).logits[0, :-1]
+            own = F.cross_entropy(logits, SHIFTED[n, 1:], reduction="sum") / count
+            grads = torch.autograd.grad(own, list(params.values()))
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            expected = expected + len(SHIFTED) * torch.outer(flat, flat)
+        assert_close(self.dense(chunked, params, batch, kind="empirical"), expected)
+
+    def test_sampled_is_an_estimate_of_the_exact(self):
+        model, batch, chunked = small()
+        params = hog.trainable_params(model, "head.*")
+        exact = self.dense(chunked, params, batch, kind="exact")
+        errors = []
+        for samples in (100, 10_000):
+            operator = hog.FisherOperator(
+                chunked, params, batch, kind="mc", num_samples=samples,
+                generator=torch.Generator().manual_seed(0),
+            )  # fmt: skip
+            errors.append(float((operator.to_dense() - exact).norm() / exact.norm()))
+        assert errors[1] < 0.05
+        assert errors[1] < errors[0] / 3
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"likelihood": "gaussian"}, "likelihood=None or 'categorical'"),
+            ({"reduction": "sum"}, "reduction='mean'"),
+        ],
+    )
+    def test_options(self, options, words):
+        model, batch, chunked = small()
+        params = hog.trainable_params(model)
+        with pytest.raises(ArgumentValueError, match=words):
+            hog.fisher_vp(chunked, params, params, batch, **options)
+
+    def test_smoothing_is_no_likelihood(self):
+        model, batch, chunked = small(label_smoothing=0.1)
+        params = hog.trainable_params(model)
+        with pytest.raises(ArgumentValueError, match="label_smoothing=0"):
+            hog.fisher_vp(chunked, params, params, batch)
+
+
+@pytest.mark.parametrize("product", [hog.hvp, hog.ggn_vp], ids=["hvp", "ggn"])
+def test_memory(product):
+    rows, classes, width, chunk = 128, 4000, 8, 16
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, width), nn.Linear(width, classes, bias=False))
+    batch = (torch.randint(10, (1, rows)), torch.randint(classes, (1, rows)))
+    loss = hog.language_model_loss(model, head="1", shift=False, chunk_size=chunk)
+    params = hog.trainable_params(model)
+    v = random_like(params)
+    loss(params, batch)
+    peak = peak_bytes(lambda: product(loss, params, v, batch), torch.device("cpu"))
+    chunk_bytes, weight_bytes = 4 * chunk * classes, 4 * width * classes
+    assert peak < 2.5 * chunk_bytes + 7 * weight_bytes
+    assert peak < 4 * rows * classes  # less than one tensor of logits
+
+
+class TestData:
+    def test_operators_weight_batches_by_labels(self):
+        model, batch, chunked = small()
+        params = hog.trainable_params(model)
+        v = random_like(params)
+        parts = [{k: x[n : n + 1] for k, x in batch.items()} for n in range(2)]
+        _, expected = hog.hvp(chunked, params, v, batch)
+        for data, options in ((parts, {}), (batch, {"micro_batch": 1})):
+            found = hog.HessianOperator(chunked, params, data, **options) @ v
+            assert relative(found, expected) < 1e-9
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda b: UserDict(b),
+            lambda b: (b["input_ids"], b["labels"]),
+            lambda b: {"input_ids": b["input_ids"], "labels": b["labels"].int()},
+        ],
+        ids=["user dict", "tuple", "int32"],
+    )
+    def test_kinds_of_batches(self, make):
+        model, batch, chunked = small()
+        params = hog.trainable_params(model)
+        assert_close(chunked(params, make(batch)), chunked(params, batch))
+
+    def test_labels_are_the_tokens_without_padding(self):
+        model = language_model("GPT2LMHeadModel")
+        loss, params, batch = (
+            hog.language_model_loss(model),
+            hog.trainable_params(model),
+            padded_batch(),
+        )
+        without = {k: x for k, x in batch.items() if k != "labels"}
+        assert torch.equal(loss(params, without), loss(params, batch))
+        ids = batch["input_ids"][1:]
+        assert_close(loss(params, ids), loss(params, {"input_ids": ids, "labels": ids}))
+
+    def test_no_label_counts(self):
+        model, batch, chunked = small()
+        nothing = {**batch, "labels": torch.full_like(SHIFTED, -100)}
+        assert chunked({}, nothing).isnan()
+        with pytest.raises(ArgumentValueError, match="at least one example"):
+            hog.HessianOperator(chunked, hog.trainable_params(model), [batch, nothing]).trace()
+
+    def test_body(self):
+        model, batch, chunked = small()
+        loss = hog.language_model_loss(
+            model, head=model.head, shift=True,
+            body=lambda m, batch: m.mix(m.embed(batch["input_ids"])).tanh(),
+        )  # fmt: skip
+        params = hog.trainable_params(model)
+        v = random_like(params)
+        assert (
+            relative(hog.hvp(loss, params, v, batch)[1], hog.hvp(chunked, params, v, batch)[1])
+            < 1e-12
+        )
+
+    def test_tied_weights(self):
+        model, batch = Small(tied=True), {"input_ids": SHIFTED.clamp(min=0), "labels": SHIFTED}
+        chunked = hog.language_model_loss(model, head="head", shift=True, chunk_size=3)
+        params = hog.trainable_params(model)
+        assert "head.weight" not in params
+        v = random_like(params)
+        for product in (hog.hvp, hog.ggn_vp):
+            x, y = (
+                product(f, params, v, batch)[1] for f in (chunked, with_all_logits(model, True))
+            )
+            assert relative(x, y) < 1e-9
+
+    def test_nothing_of_the_model_changes(self):
+        model = language_model("GPT2LMHeadModel").train()  # with dropout
+        loss, params, batch = (
+            hog.language_model_loss(model),
+            hog.trainable_params(model),
+            padded_batch(),
+        )
+        state = torch.get_rng_state()
+        first = loss(params, batch)
+        torch.set_rng_state(state)
+        assert torch.equal(loss(params, batch), first)  # the check of the first call draws nothing
+        assert "forward" not in vars(model.lm_head)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda: hog.language_model_loss(Small(), head="head"), "whose name does not tell"),
+            (lambda: hog.language_model_loss(Small(), shift=True), "which has none"),
+            (
+                lambda: hog.language_model_loss(Small(), head="haed", shift=True),
+                "the name of a layer",
+            ),
+            (
+                lambda: hog.language_model_loss(Small(), head=nn.Linear(2, 2), shift=True),
+                "not in Small",
+            ),
+            (
+                lambda: hog.language_model_loss(Small(), head="head", shift=True, chunk_size=0),
+                "chunk_size",
+            ),
+            (
+                lambda: hog.language_model_loss(
+                    Small(), head="head", shift=True, label_smoothing=2
+                ),
+                "from 0 to 1",
+            ),
+        ],
+        ids=["shift", "no head", "name", "another head", "chunk size", "smoothing"],
+    )
+    def test_arguments(self, make, words):
+        with pytest.raises(ArgumentValueError, match=words):
+            make()
+
+    def test_a_head_that_is_not_linear(self):
+        with pytest.raises(ArgumentTypeError, match=r"plain nn\.Linear"):
+            hog.language_model_loss(Small(), head="embed", shift=True)
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda z: 30 * (z / 30).tanh(), "bounds them"),
+            (lambda z: z * 1.001, "bounds them"),
+            (lambda z: z + torch.arange(5.0) / 10, "bounds them"),
+            (lambda z: z[..., :3], "expected logits"),
+        ],
+        ids=["bounded", "scaled", "shifted", "cut"],
+    )
+    def test_logits_that_change_after_the_head(self, change, words):
+        class Changed(Small):
+            def forward(self, input_ids, labels=None):
+                return change(super().forward(input_ids).logits)
+
+        loss = hog.language_model_loss(Changed(), head="head", shift=True)
+        with pytest.raises(ArgumentValueError, match=words):
+            loss({}, SHIFTED.clamp(min=0))
+
+    def test_a_model_of_transformers_that_bounds_its_logits(self):
+        model = language_model("Gemma2ForCausalLM", final_logit_softcapping=30.0)
+        with pytest.raises(ArgumentValueError, match="bounds them"):
+            hog.language_model_loss(model)({}, padded_batch())
+
+    @pytest.mark.parametrize(
+        ("batch", "words"),
+        [
+            ({"input_ids": SHIFTED.clamp(min=0)}, None),
+            ((SHIFTED.clamp(min=0), SHIFTED[:1]), "one for each position"),
+            ((SHIFTED.clamp(min=0), SHIFTED.double()), "whole numbers"),
+        ],
+        ids=["labels are the tokens", "other shape", "floating-point"],
+    )
+    def test_labels(self, batch, words):
+        _, _, chunked = small()
+        if words is None:
+            assert chunked({}, batch).isfinite()
+            return
+        with pytest.raises(ArgumentValueError, match=words):
+            chunked({}, batch)
+
+    def test_masked_models_need_labels(self):
+        model = language_model("BertForMaskedLM")
+        batch = {k: x for k, x in padded_batch().items() if k != "labels"}
+        with pytest.raises(ArgumentValueError, match="labels"):
+            hog.language_model_loss(model)({}, batch)
+
+    def test_a_head_that_is_not_called(self):
+        class Unused(Small):
+            def forward(self, input_ids):
+                return self.embed(input_ids)
+
+        loss = hog.language_model_loss(Unused(), head="head", shift=True)
+        with pytest.raises(ArgumentValueError, match="does not call"):
+            loss({}, SHIFTED.clamp(min=0))
+
+
+class TestOwnLoss:
+    """Models that compute their loss."""
+
+    @pytest.mark.parametrize(
+        "name", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"]
+    )
+    def test_hessian(self, name):
+        model, batch = language_model(name), padded_batch()
+        params = hog.trainable_params(model)
+        v = random_like(params)
+        value, product = hog.hvp(hog.functional_loss(model), params, v, UserDict(batch))
+        shift = name == "GPT2LMHeadModel"
+        expected, other = hog.hvp(with_all_logits(model, shift), params, v, batch)
+        assert_close(value.double(), expected, rtol=1e-5, atol=0)
+        assert relative(product, other) < 1e-5
+
+    @pytest.mark.parametrize(
+        ("outputs", "batch"),
+        [
+            (lambda loss: {"loss": loss, "logits": loss}, {"x": 2.0}),
+            (lambda loss: SimpleNamespace(loss=loss), (2.0,)),
+            (lambda loss: (loss, None), (2.0,)),
+            (lambda loss: loss, torch.tensor(2.0)),
+        ],
+        ids=["mapping", "attribute", "tuple", "itself"],
+    )
+    def test_where_the_loss_is(self, outputs, batch):
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = nn.Parameter(torch.tensor(3.0))
+
+            def forward(self, x):
+                return outputs(self.w**2 * x)
+
+        assert hog.functional_loss(Model())({}, batch) == 18
+
+    @pytest.mark.parametrize(
+        ("outputs", "words"),
+        [
+            (SimpleNamespace(loss=None), "got None"),
+            ({"logits": torch.ones(2)}, "with logits"),
+            (torch.ones(2), "scalar"),
+            (SimpleNamespace(loss=torch.ones(2)), "scalar"),
+        ],
+        ids=["none", "no loss", "outputs", "vector"],
+    )
+    def test_no_loss(self, outputs, words):
+        class Model(nn.Module):
+            def forward(self, x):
+                return outputs
+
+        with pytest.raises(ArgumentValueError, match=words):
+            hog.functional_loss(Model())({}, torch.ones(2))
+
+    @pytest.mark.parametrize(
+        "run",
+        [
+            lambda loss, p, b: hog.ggn_vp(loss, p, p, b),
+            lambda loss, p, b: hog.fisher_vp(loss, p, p, b, kind="empirical"),
+            lambda loss, p, b: hog.GGNOperator(loss, p, b),
+            lambda loss, p, b: hog.ggn(loss, p, b),
+        ],
+        ids=["ggn_vp", "fisher_vp", "operator", "dense"],
+    )
+    def test_it_has_no_ggn(self, run):
+        model = language_model("GPT2LMHeadModel")
+        params, batch = hog.trainable_params(model), padded_batch()
+        with pytest.raises(ArgumentValueError, match="apart"):
+            run(hog.functional_loss(model), params, batch)
+
+    @pytest.mark.parametrize("mode", ["auto", "reverse", "forward"])
+    def test_a_criterion_that_takes_the_loss_of_the_outputs(self, mode):
+        model = language_model("GPT2LMHeadModel")
+        params, batch = hog.trainable_params(model), padded_batch()
+        loss = hog.functional_loss(model, lambda out, b: out.loss, forward=lambda m, b: m(**b))
+        with pytest.raises(ArgumentValueError, match="linear in the model's outputs"):
+            hog.ggn_vp(loss, params, params, batch, mode=mode)
+
+    def test_one_of_the_same_model_is_a_criterion(self):
+        model, _, chunked = small()
+        assert hog.functional_loss(model, chunked) is chunked
+        with pytest.raises(ArgumentValueError, match="another model"):
+            hog.functional_loss(Small(), chunked)
+
+
+class TestMeta:
+    def task(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return {"input_ids": torch.randint(3, VOCABULARY, (2, 5), generator=generator)}
+
+    def test_maml_of_adapters(self):
+        peft = pytest.importorskip("peft")
+        base = language_model(
+            "LlamaForCausalLM", attn_implementation="eager"
+        )  # as torch by hand needs
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(base, config).double()
+        with torch.no_grad():
+            for i, (name, p) in enumerate(model.named_parameters()):
+                if "lora_B" in name:  # zero at first
+                    p.copy_(0.1 * torch.sin(torch.arange(p.numel()) + i).reshape(p.shape))
+        params = hog.trainable_params(model, "*lora_*")
+        support, query = self.task(0), self.task(1)
+        maml = hog.MAML(
+            model, hog.language_model_loss(model, chunk_size=4), inner_lr=0.5, inner_steps=2
+        )
+        maml.loss([(support, query)]).backward()
+
+        def plain(p, batch):
+            ids = batch["input_ids"]
+            z = torch.func.functional_call(model, p, kwargs={"input_ids": ids}).logits
+            return F.cross_entropy(z[:, :-1].reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
+
+        start = {k: p.detach().clone().requires_grad_() for k, p in params.items()}
+        fast = start
+        for _ in range(2):
+            grads = torch.autograd.grad(
+                plain(fast, support), list(fast.values()), create_graph=True
+            )
+            fast = {k: p - 0.5 * g for (k, p), g in zip(fast.items(), grads, strict=True)}
+        expected = torch.autograd.grad(plain(fast, query), list(start.values()))
+        found = {k: p.grad for k, p in params.items()}
+        assert relative(found, dict(zip(params, expected, strict=True))) < 1e-8
+
+    def test_a_model_with_its_own_loss(self):
+        model = language_model("GPT2LMHeadModel")
+        maml = hog.MAML(model, None, inner_lr=0.1, inner_steps=1)
+        tasks = [tuple({**t, "labels": t["input_ids"]} for t in (self.task(0), self.task(1)))]
+        value = maml.loss(tasks)
+        chunked = hog.MAML(model, hog.language_model_loss(model), inner_lr=0.1, inner_steps=1)
+        assert_close(value.double(), chunked.loss(tasks).double(), rtol=1e-5, atol=0)
+
+
+class TestPatterns:
+    def test_by_name_and_glob(self):
+        model = Small()
+        assert list(hog.trainable_params(model, "head.bias", "m*")) == [
+            "mix.weight",
+            "mix.bias",
+            "head.bias",
+        ]
+
+    @pytest.mark.parametrize(
+        ("pattern", "words"),
+        [("haed.bias", "for instance 'head.bias'"), ("embed*", "is frozen")],
+        ids=["a typing error", "frozen"],
+    )
+    def test_none_matches(self, pattern, words):
+        model = Small()
+        model.embed.requires_grad_(False)
+        with pytest.raises(ArgumentValueError, match=words):
+            hog.trainable_params(model, "mix.*", pattern)
+
+    def test_no_string(self):
+        with pytest.raises(ArgumentTypeError, match="strings"):
+            hog.trainable_params(Small(), nn.Linear)
