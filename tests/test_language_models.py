@@ -91,8 +91,9 @@ class TestArchitectures:
         whole = with_all_logits(model, shift)
         for product in (hog.hvp, hog.ggn_vp):
             (a, x), (b, y) = (product(f, params, v, batch) for f in (chunked, whole))
-            assert_close(a, b, rtol=1e-9, atol=0)
-            assert relative(x, y) < 1e-6  # float32 parts inside some models
+            # some models return logits in float32, or compute in it inside
+            assert_close(a, b.double(), rtol=1e-9 if b.dtype == a.dtype else 1e-6, atol=0)
+            assert relative(x, y) < 1e-6
         assert_close(chunked(params, batch), model(**batch).loss.double(), rtol=1e-5, atol=0)
 
 
@@ -188,13 +189,13 @@ class TestFisher:
         params = hog.trainable_params(model, "head.*")
         exact = self.dense(chunked, params, batch, kind="exact")
         errors = []
-        for samples in (100, 10_000):
+        for samples in (10, 160):
             operator = hog.FisherOperator(
                 chunked, params, batch, kind="mc", num_samples=samples,
                 generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
             errors.append(float((operator.to_dense() - exact).norm() / exact.norm()))
-        assert errors[1] < 0.05
+        assert errors[1] < 0.1
         assert errors[1] < errors[0] / 3
 
     @pytest.mark.parametrize(
