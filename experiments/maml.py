@@ -22,7 +22,7 @@ from experiments.training.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError
 from hoglib.meta import Learner
 
-Batch = tuple[Tensor, Tensor]
+Batch = Any  # (x, y), or what else the learner's loss takes
 Tasks = tuple[Batch, Batch]
 
 

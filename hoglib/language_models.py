@@ -93,7 +93,7 @@ def language_model_loss(
         >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
         >>> loss = hog.language_model_loss(model, head="1", shift=True)
         >>> params, tokens = hog.trainable_params(model), torch.tensor([[0, 1, 2]])
-        >>> value, product = hog.ggn_vp(loss, params, tokens, params)
+        >>> value, product = hog.ggn_vp(loss, params, params, tokens)
         >>> torch.allclose(value, F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:]))
         True
     """

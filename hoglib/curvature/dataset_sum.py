@@ -68,6 +68,7 @@ class DatasetOptions:
     stand_ins: bool = True
     progress: bool = False
     processes: str | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         validation.one_of("reduction", self.reduction, ["mean", "sum"])
@@ -76,6 +77,11 @@ class DatasetOptions:
         if self.micro_batch is not None:
             validation.at_least("micro_batch", self.micro_batch, 1)
         validation.number("memory_limit", self.memory_limit, minimum=0)
+        if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
+            raise ArgumentTypeError(
+                "dtype: expected a floating-point torch.dtype, such as torch.float32, got "
+                f"{validation.describe(self.dtype)}."
+            )
         for name in ("check_deterministic", "stand_ins", "progress"):
             validation.flag(name, getattr(self, name))
 
@@ -104,7 +110,7 @@ class DatasetSum:
         # the weight of the only batch cancels
         self._at_once = self._batches.single and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
-        self.symmetry = Symmetry(name, options.check_deterministic)
+        self.symmetry = Symmetry(name, options.check_deterministic, space.precision)
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass

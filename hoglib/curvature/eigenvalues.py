@@ -110,7 +110,8 @@ def eigsh(
     validation.one_of("which", which, ENDS)
     validation.at_least("block", block, 1)
     limit = 10 * size if max_iter is None else validation.at_least("max_iter", max_iter, 1)
-    tol = TOL.get(operator.dtype, 1e-2) if tol is None else validation.number("tol", tol, minimum=0)
+    default = TOL.get(operator.space.precision, 1e-2)
+    tol = default if tol is None else validation.number("tol", tol, minimum=0)
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
     before = operator.count
     if size <= first_check(k, block):

@@ -76,7 +76,7 @@ class LinearOperator(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of flat vectors: the widest of the parameters'."""
+        """The dtype of flat vectors: the widest of the parameters', or that of `dtype=`."""
         return self.space.dtype
 
     @property

@@ -79,9 +79,8 @@ def cg(
         tensor([0.5000, 0.5000])
     """
     rows, rebuild = operator.space.rows(b, "b")
-    tol = (
-        RTOL.get(operator.dtype, 1e-2) if tol is None else validation.number("tol", tol, minimum=0)
-    )
+    default = RTOL.get(operator.space.precision, 1e-2)
+    tol = default if tol is None else validation.number("tol", tol, minimum=0)
     limit = min(10 * operator.shape[0], 1000)
     limit = limit if max_iter is None else validation.at_least("max_iter", max_iter, 0)
     precondition = _preconditioner(operator, preconditioner, rebuild)

@@ -58,7 +58,7 @@ class DatasetOperator(LinearOperator):
         backend = check_backend(name, compile, kind)
         processes = Processes(name, options.processes, data)
         # the first process shows the bar for all
-        super().__init__(Space(params), options.progress and processes.rank == 0)
+        super().__init__(Space(params, options.dtype), options.progress and processes.rank == 0)
         kind.check_loss(loss)
         self._sum = DatasetSum(
             loss, self.space, data, options, processes, self._bar,
@@ -219,6 +219,9 @@ class HessianOperator(DatasetOperator):
             given the same data, and each takes every n-th batch, or its rows of the only batch.
             "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
             same products, with the same vectors.
+        dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
+            in half precision, whose own sums lose what each batch adds. Default: the widest of the
+            parameters'.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -250,10 +253,11 @@ class HessianOperator(DatasetOperator):
         progress: bool = False,
         compile: bool | str = False,
         processes: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes,
+            processes, dtype,
         )  # fmt: skip
         super().__init__(HessianKind(mode), loss, params, data, options, compile)
 
@@ -300,6 +304,9 @@ class GGNOperator(DatasetOperator):
             given the same data, and each takes every n-th batch, or its rows of the only batch.
             "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
             same products, with the same vectors.
+        dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
+            in half precision, whose own sums lose what each batch adds. Default: the widest of the
+            parameters'.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -331,10 +338,11 @@ class GGNOperator(DatasetOperator):
         progress: bool = False,
         compile: bool | str = False,
         processes: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes,
+            processes, dtype,
         )  # fmt: skip
         super().__init__(GaussNewtonKind(mode), loss, params, data, options, compile)
 
@@ -391,6 +399,9 @@ class FisherOperator(DatasetOperator):
             given the same data, and each takes every n-th batch, or its rows of the only batch.
             "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
             same products, with the same vectors.
+        dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
+            in half precision, whose own sums lose what each batch adds. Default: the widest of the
+            parameters'.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -426,10 +437,11 @@ class FisherOperator(DatasetOperator):
         progress: bool = False,
         compile: bool | str = False,
         processes: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes,
+            processes, dtype,
         )  # fmt: skip
         metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
         super().__init__(GaussNewtonKind(mode, metric), loss, params, data, options, compile)

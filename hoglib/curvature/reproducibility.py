@@ -182,8 +182,8 @@ class Symmetry:
     asymmetric; the check costs two inner products, once.
     """
 
-    def __init__(self, name: str, enabled: bool) -> None:
-        self._name, self._enabled = name, enabled
+    def __init__(self, name: str, enabled: bool, precision: torch.dtype) -> None:
+        self._name, self._bound = name, BOUNDS.get(precision) if enabled else None
         self._first: list[tuple[Tensor, Tensor]] = []
         self._done = False
 
@@ -193,8 +193,8 @@ class Symmetry:
 
     def record(self, rows: Tensor, products: Tensor) -> None:
         """Compare the first two vectors and products, of one call or of two that follow each other."""
-        bound = BOUNDS.get(rows.dtype)
-        if self._done or not self._enabled or bound is None:
+        bound = self._bound
+        if self._done or bound is None:
             return
         pairs = list(zip(rows, products, strict=True))[:2]
         if len(pairs) + len(self._first) < 2:

@@ -44,9 +44,13 @@ class Space:
 
     Inside, one or k vectors are the rows of a tensor [k, P]; outside they are flat, [P] or [P, k], or
     have the structure of params, with a trailing dimension of k for a block.
+
+    Attributes:
+        precision: The widest dtype of params, in which products are computed.
+        dtype: Of flat vectors, and of sums of products over data.
     """
 
-    def __init__(self, params: Tree) -> None:
+    def __init__(self, params: Tree, dtype: torch.dtype | None = None) -> None:
         validation.parameters(params)
         self.params = params
         leaves = pytree.leaves(params)
@@ -64,9 +68,14 @@ class Space:
                 "params: expected at least one number, got tensors without elements; leave them out."
             )
         self.device = leaves[0].device
-        self.dtype = leaves[0].dtype
+        self.precision = leaves[0].dtype
         for leaf in leaves:
-            self.dtype = torch.promote_types(self.dtype, leaf.dtype)
+            self.precision = torch.promote_types(self.precision, leaf.dtype)
+        self.dtype = self.precision if dtype is None else dtype
+        if torch.promote_types(self.precision, self.dtype) != self.dtype:
+            raise ArgumentValueError(
+                f"dtype: expected one as wide as that of the parameters, {self.precision}, got {dtype}."
+            )
         self._like = [(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def leaves(self) -> list[Tensor]:
@@ -93,7 +102,8 @@ class Space:
         return dims > len(self._like[0][0])
 
     def same(self, other: "Space") -> bool:
-        return self._like == other._like and pytree.paths(self.params) == pytree.paths(other.params)
+        alike = self._like == other._like and self.dtype == other.dtype
+        return alike and pytree.paths(self.params) == pytree.paths(other.params)
 
     def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""

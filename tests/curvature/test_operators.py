@@ -37,6 +37,35 @@ OPERATORS = {
 }
 
 
+def test_products_in_half_precision_are_summed_in_the_dtype_that_is_asked_for():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).bfloat16()
+    batches = [(torch.randn(2, 4).bfloat16(), torch.randint(3, (2,))) for _ in range(40)]
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    v = {name: torch.randn_like(p) for name, p in params.items()}
+    each = [flat(hog.hvp(loss, params, v, batch)[1]).double() for batch in batches]
+    expected = torch.stack(each).mean(0)
+    errors = {}
+    for dtype in (None, torch.float32):
+        H = hog.HessianOperator(loss, params, batches, dtype=dtype)
+        assert H.dtype == (dtype or torch.bfloat16)
+        product = H @ flat(v).to(H.dtype)
+        assert product.dtype == H.dtype
+        assert (H @ v)["0.weight"].dtype == torch.bfloat16
+        errors[dtype] = float((product.double() - expected).norm() / expected.norm())
+    assert errors[torch.float32] < 1e-5
+    assert errors[None] > 1e-3
+    # the default tolerance is that of the products, not of the vectors
+    assert H.eigsh(k=1).values.dtype == torch.float32
+    for wrong, kind in (
+        (torch.float16, ValueError),
+        (torch.long, TypeError),
+        ("float32", TypeError),
+    ):
+        with pytest.raises(kind, match="dtype: expected"):
+            hog.GGNOperator(loss, params, batches, dtype=wrong)
+
+
 def loader(batch, **options):
     return DataLoader(TensorDataset(*batch), **{"batch_size": 3, **options})
 

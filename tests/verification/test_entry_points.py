@@ -223,7 +223,7 @@ NO_ENTRY_POINTS = {
         "xtrace", "LinearOperator",
     },
     "its function is differentiated by an entry point": {
-        "functional_loss", "second_order", "trainable_params", "second_order_problems", "MetaAnnealing",
+        "functional_loss", "language_model_loss", "second_order", "trainable_params", "second_order_problems", "MetaAnnealing",
         "RNGState", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
     },
     "an update rule, differentiated in the inner loop": {

@@ -1,0 +1,226 @@
+"""Language models on English text by topic: data, network, curvature, adaptation, runs end to end."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import hoglib as hog
+from experiments.adaptation import ADAPTERS, AdapterMAML, fine_tuning
+from experiments.data.topics import CHARACTERS, SPLITS, TopicTasks, Windows, encode, text, topics
+from experiments.language import LanguageModel, layer_of
+from experiments.maml import errors_after
+from experiments.models.gpt import CharacterGPT, add_adapters
+from experiments.tables.language import perplexity_table
+from tests.experiments.command import (
+    COMMAND_LINE,
+    DRAWN,
+    ROOT,
+    assert_refused,
+    assert_same_run,
+    checkpoint,
+    run,
+)
+
+LM = ROOT / "configs/smoke/curvature/lm.yaml"
+ADAPT = ROOT / "configs/smoke/maml/lm_adapt.yaml"
+pytestmark = COMMAND_LINE
+
+
+def folder(name, version=0, root="runs"):
+    return Path(root) / "smoke" / name / f"version_{version}"
+
+
+def network(**options):
+    torch.manual_seed(0)
+    return CharacterGPT(
+        len(CHARACTERS), **{"length": 16, "width": 8, "layers": 2, "heads": 2, **options}
+    )
+
+
+class TestText:
+    def test_no_paragraph_is_in_two_topics(self):
+        parts = [topics(split) for split in ("train", *SPLITS)]
+        found = [
+            {" ".join(p.split()) for p in re.split(r"\n\s*\n", one)}
+            for part in parts
+            for one in part.values()
+        ]
+        assert len(set.union(*found)) == sum(map(len, found)) > 1000
+        assert {*parts[1], *parts[2]} == {name for names in SPLITS.values() for name in names}
+
+    def test_characters(self):
+        assert (
+            "".join(CHARACTERS[i] for i in encode("a~\n é").tolist())
+            == "a~\n \N{REPLACEMENT CHARACTER}"
+        )
+
+    def test_windows_are_pieces_of_their_split(self):
+        data = Windows(length=20, batch=3, iterations=4, held_out=5, seed=1)
+        for split, batch in (
+            ("train", next(iter(data.train_dataloader()))),
+            ("val", next(iter(data.val_dataloader()))),
+            ("test", next(iter(data.test_dataloader()))),
+        ):
+            everything = "".join(CHARACTERS[i] for i in text(topics(split)).tolist())
+            for row in batch.tolist():
+                assert "".join(CHARACTERS[i] for i in row) in everything
+        one, other = (list(data.train_dataloader()) for _ in range(2))
+        assert_close(one, other)
+        assert len({batch.sum().item() for batch in one}) == 4
+
+    def test_a_task_is_a_stretch_of_one_topic_without_common_windows(self):
+        data = TopicTasks(length=10, shots=3, queries=2, held_out=7, seed=0)
+        support, query = next(iter(data.test_dataloader()))
+        assert support.shape == (7, 3, 10)
+        assert query.shape == (7, 2, 10)
+        whole = {name: encode(part) for name, part in topics("test").items()}
+        for i, (name, ids) in enumerate(list(whole.items()) + list(whole.items())[:1]):
+            windows = {tuple(row) for row in torch.cat([support[i], query[i]]).tolist()}
+            pieces = ids.unfold(0, 50, 1).reshape(-1, 5, 10).tolist()
+            assert any({tuple(row) for row in piece} == windows for piece in pieces), name
+
+
+class TestNetwork:
+    def test_no_character_sees_a_later_one(self):
+        model, ids = network(), torch.arange(10)
+        changed = ids.clone()
+        changed[6] = 50
+        a, b = model(ids), model(changed)
+        assert_close(a[:6], b[:6])
+        assert (a[6:] != b[6:]).any(1).all()
+
+    def test_adapters_begin_as_nothing_and_are_all_that_is_trained(self):
+        model, ids = network(), torch.arange(10)
+        before = model(ids)
+        adapted = add_adapters(model, 3)
+        assert_close(adapted(ids), before)
+        names = list(hog.trainable_params(adapted))
+        assert names == list(hog.trainable_params(adapted, ADAPTERS + "[AB]"))
+        assert len(names) == 2 * 4 * 2
+
+    def test_layers(self):
+        names = [name for name, _ in network().named_parameters()]
+        assert list(dict.fromkeys(map(layer_of, names))) == [
+            "embedding",
+            "block 1",
+            "block 2",
+            "head",
+        ]
+
+
+def test_curvature_along_a_direction_is_that_of_the_loss(monkeypatch):
+    monkeypatch.setattr("experiments.language.SPAN", 0.01)
+    torch.manual_seed(0)
+    model = LanguageModel(width=8, heads=2, length=16, curvature_batch=4, directions=2).double()
+    found = model.sharpest(torch.randint(90, (6, 16)))
+    assert [one.name for one in found] == ["eigenvector 1", "eigenvector 2", "random"]
+    assert found[0].curvature > found[1].curvature > abs(found[2].curvature)
+    for one in found:
+        assert sum(one.shares.values()) == pytest.approx(1)
+        assert list(one.shares) == ["embedding", "block 1", "block 2", "head"]
+        middle = len(one.steps) // 2
+        left, here, right = one.losses[middle - 1 : middle + 2]
+        second = (left - 2 * here + right) / one.steps[middle + 1] ** 2
+        assert second == pytest.approx(one.curvature, rel=0.02, abs=1e-3)
+
+
+def test_changes_of_perplexity_are_relative_to_the_language_model():
+    base = torch.tensor([[1.0, 2.0], [0.9, 1.9]])
+    better = base - torch.tensor([[0.0], [0.1]])
+    table = perplexity_table({"MAML": better, "tuned": base}, [0, 5], "title")
+    _, _, head, _, first, last, *_ = table.splitlines()
+    assert head.split() == ["gradient", "steps", "MAML", "change", "tuned", "change"]
+    assert first.split()[:3] == ["0", "4.48", "+0.0%"]
+    assert last.split()[:3] == ["5", "3.67", "-18.1%"]  # exp(-0.2) - 1
+
+
+class TestFits:
+    @DRAWN
+    def test_a_language_model_ends_with_tables_picture_and_summary(self, trained):
+        printed = trained(LM)
+        where = folder("curvature/lm")
+        table = (where / "table.txt").read_text()
+        assert table in printed
+        assert (where / "directions.png").stat().st_size > 5000
+        history = checkpoint(where)["callbacks"]["CurvatureMonitor"]["history"]
+        layers = ["embedding", "block 1", "block 2", "head"]
+        assert [(one["batch"], one["name"]) for one in history] == [
+            (batch, layer) for batch in (0, 4, 8) for layer in layers
+        ]
+        summary = json.loads((where / "summary.json").read_text())
+        assert f"{summary['perplexity']:.2f}" in table
+        assert len(summary["largest"]) == 2
+
+    @DRAWN
+    def test_without_spectra_and_directions(self, capsys):
+        args = ("--trainer.callbacks", "null", "--model.directions", "0")
+        assert run("fit", "--config", LM, *args) == 0
+        assert "Sharpest" not in capsys.readouterr().out
+
+    @DRAWN
+    def test_adapters_of_a_trained_model(self, trained, capsys):
+        trained(LM)
+        args = ("--model.base", "runs/smoke/curvature/lm", "--model.layers", "2")
+        assert run("fit", "--config", ADAPT, *args) == 0
+        where = folder("maml/lm_adapt")
+        assert (where / "perplexity.png").stat().st_size > 5000
+        assert (where / "table.txt").read_text() in capsys.readouterr().out
+        base = checkpoint(folder("curvature/lm"))["state_dict"]
+        own = checkpoint(where)["state_dict"]
+        for name, value in base.items():
+            assert_close(own[name.replace("network.", "base.", 1)], value, rtol=0, atol=0)
+        moved = [name for name in own if name.startswith("maml.") and name.endswith(".B")]
+        assert moved
+        assert all(own[name].any() for name in moved)
+        assert run("fit", "--config", ADAPT, *args[:2], "--model.layers", "1") == 2
+        assert "base: expected a checkpoint of LanguageModel of the same" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("config", [LM, ADAPT], ids=["curvature/lm", "maml/lm_adapt"])
+    @DRAWN
+    def test_resume_is_bit_for_bit_the_uninterrupted_run(self, config, trained, request):
+        name = request.node.callspec.id
+        trained(config, into="whole")
+        steps = {"curvature/lm": 6, "maml/lm_adapt": 3}[name]
+        args = ("--trainer.max_steps", steps, "--test_after_fit", "false")
+        assert run("fit", "--config", config, *args) == 0
+        assert run("fit", "--config", config, "--ckpt_path", "last") == 0
+        assert_same_run(folder(name), folder(name, root="whole"))
+        one, other = (folder(name, root=root) / "table.txt" for root in ("runs", "whole"))
+        assert one.read_bytes() == other.read_bytes()
+
+    def test_second_orders_are_right(self, capsys):
+        for config in (LM, ADAPT):
+            assert run("verify", "--config", config) == 0
+            assert "wrong" not in capsys.readouterr().out
+
+
+def test_fine_tuning_descends_by_what_matches():
+    torch.manual_seed(0)
+    model = AdapterMAML(width=8, layers=1, heads=2, length=16, rank=2)
+    ids = torch.randint(90, (1, 3, 16))
+    before = {name: p.clone() for name, p in model.base.named_parameters()}
+    learner = fine_tuning(model.base, 0.1, "*")
+    losses = errors_after(learner, (ids, ids), [0, 5])
+    assert losses[1] < losses[0]
+    assert_close(dict(model.base.named_parameters()), before, rtol=0, atol=0)
+    adapted = fine_tuning(model.start, 0.1, ADAPTERS).adapt(ids[0], steps=2)
+    assert len(adapted) == 8
+
+
+BAD = {
+    "no block": (LM, ["--model.layers", "0"], "layers: expected .*at least 1"),
+    "heads": (LM, ["--model.heads", "3"], "width: expected a multiple of the 3 heads"),
+    "no run": (ADAPT, ["--model.base", "runs/nowhere"], "checkpoint: expected a file, or a run folder"),
+    "long tasks": (ADAPT, ["--data.shots", "5000"], "shots, queries, length: expected a task of at most"),
+    "one character": (LM, ["--data.length", "1"], "length: expected .*at least 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_paragraph(case, capsys):
+    config, args, message = BAD[case]
+    assert_refused(config, args, message, capsys)
