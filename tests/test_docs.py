@@ -113,6 +113,19 @@ def test_the_pictures_of_a_notebook_are_small_described_and_beside_the_others(pa
             assert picture == copy.read_bytes()
 
 
+def test_the_gallery_has_every_picture():
+    shown = set(
+        re.findall(r"^ *\[!\[.+?\]\((.+?)\)\]\(\1\)$", (DOCS / "gallery.md").read_text(), re.M)
+    )
+    assert shown == {f"images/{path.name}" for path in (DOCS / "images").iterdir()}
+
+
+def test_the_configs_that_pages_name_exist():
+    for page in PAGES:
+        for config in re.findall(r"\bconfigs/[a-z0-9_/]+\.yaml", page.read_text()):
+            assert (ROOT / config).exists(), (page.name, config)
+
+
 REFERENCES = ("errors.md", "ops.md", "benchmark-details.md")  # and what reference/ has
 
 
