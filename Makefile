@@ -66,7 +66,7 @@ test-full: CASES := -m ''
 test-full: test
 
 docs: $(READY)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 docs-serve: $(READY)

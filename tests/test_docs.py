@@ -1,5 +1,8 @@
 """Every Python block in the pages at the top and in docs runs, in order, in one namespace a page."""
 
+import base64
+import importlib.util
+import json
 import logging
 import re
 import subprocess
@@ -15,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted(DOCS.rglob("*.md"))]
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
 NEEDS = {"hugging-face.md": "transformers", "lora.md": "peft", "language-models.md": "peft"}
 
 
@@ -68,10 +72,58 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, request, capsys):
         assert_shown(blocks(page, "text"), capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_links_and_pictures_of_a_page_are_there(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)", re.sub(r"`[^`\n]+`", "", page.read_text())):
         assert (page.parent / target).exists(), target
+
+
+@pytest.fixture(scope="module")
+def notebook_pages():
+    spec = importlib.util.spec_from_file_location("notebook_pages", DOCS / "notebook_pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\b\d+(?:\.\d+)?(?:e[+-]\d+)?", text)]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_a_notebook_prints_and_draws_what_it_shows(path, notebook_pages, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    for cell, outputs in notebook_pages.run(path):
+        shown, printed = map(notebook_pages.text_of, (cell["outputs"], outputs))
+        assert as_said(printed) == as_said(shown)
+        assert numbers(printed) == pytest.approx(numbers(shown), rel=0.02, abs=1e-6)
+        shown, drawn = map(notebook_pages.pictures_of, (cell["outputs"], outputs))
+        assert len(drawn) == len(shown)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_the_pictures_of_a_notebook_are_small_described_and_beside_the_others(path, notebook_pages):
+    for cell in notebook_pages.code_cells(json.loads(path.read_text())):
+        for picture in map(base64.b64decode, notebook_pages.pictures_of(cell["outputs"])):
+            assert len(picture) < 60_000
+            assert cell["metadata"]["alt"]
+            copy = DOCS / "images" / f"{cell['metadata']['picture']}.png"
+            assert picture == copy.read_bytes()
+
+
+def test_the_gallery_has_every_picture():
+    shown = set(
+        re.findall(r"^ *\[!\[.+?\]\((.+?)\)\]\(\1\)$", (DOCS / "gallery.md").read_text(), re.M)
+    )
+    assert shown == {f"images/{path.name}" for path in (DOCS / "images").iterdir()}
+
+
+def test_the_configs_that_pages_name_exist():
+    for page in PAGES:
+        for config in re.findall(r"\bconfigs/[a-z0-9_/]+\.yaml", page.read_text()):
+            assert (ROOT / config).exists(), (page.name, config)
 
 
 REFERENCES = ("errors.md", "ops.md", "benchmark-details.md")  # and what reference/ has

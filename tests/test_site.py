@@ -41,7 +41,7 @@ def site(tmp_path_factory):
 
 
 def test_it_builds_and_each_page_has_its_place(site):
-    for page in DOCS.rglob("*.md"):
+    for page in (*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")):
         assert (site / page.relative_to(DOCS).with_suffix(".html")).exists()
 
 
