@@ -143,8 +143,15 @@ class Plain(nn.Module):
 def test_parameters_used_from_elsewhere_raise():
     loss, params = made(Plain())
     v = {n: torch.ones_like(p) for n, p in params.items()}
+    modes = ("auto", "forward", "reverse", "finite-differences")
     for call in (
         lambda: hog.hvp(loss, params, v, BATCH),
+        lambda: hog.hvp(loss, params, v, BATCH, mode="forward-over-reverse"),
+        lambda: hog.hvp(loss, params, v, BATCH, mode="forward-over-reverse", compile="eager"),
+        lambda: hog.hvp(loss, params, v, BATCH, mode="finite-differences"),
+        *(lambda mode=mode: hog.ggn_vp(loss, params, v, BATCH, mode=mode) for mode in modes),
+        lambda: hog.fisher_vp(loss, params, v, BATCH),
+        lambda: hog.GGNOperator(loss, params, BATCH) @ v,
         lambda: hog.hessian(loss, params, BATCH),
         lambda: hog.HessianOperator(loss, params, BATCH) @ v,
         lambda: hog.HessianOperator(loss, params, BATCH).gradient(),
