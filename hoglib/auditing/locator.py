@@ -77,8 +77,8 @@ class Fault(NamedTuple):
 class Locator:
     """Finds the faults among the calls of a loss.
 
-    run: runs the whole loss inside a context. initial_state: the context in which a module, or the loss, gives the same
-    value in every run.
+    run: runs the whole loss inside a context. initial_state: the context in which a module, or the
+    loss, gives the same value in every run.
     """
 
     def __init__(
