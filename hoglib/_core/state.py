@@ -314,6 +314,9 @@ class StateGuard:
             )
             if not attributes:
                 continue
+            for items, kept in saved.internal:  # hooks that a first forward registered
+                if items is not module._parameters and items is not module._buffers:
+                    _restore_items(items, kept)
             before = saved.attributes
             own = {name: self._attribute(name, before[name], copies) for name in saved.copied}
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):

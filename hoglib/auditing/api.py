@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, final
@@ -36,7 +37,7 @@ def audit(
     batch: Any,
     *,
     routes: Sequence[str] | str | None = None,
-    stand_ins: bool = False,
+    stand_ins: bool = True,
 ) -> Report:
     r"""Check the second derivatives of a model's loss and name the modules that lose them.
 
@@ -66,8 +67,10 @@ def audit(
             "ff"), "torch.func.hessian", "jacrev of jacrev", "grad of vmap" (functional MAML,
             ``grad(vmap(grad))``) and "third order". The other routes are tried too: where one is wrong,
             the report warns. Default: "reverse-over-reverse", the route of ``hvp(mode="auto")``.
-        stand_ins: If True, check what runs inside :func:`hoglib.second_order`, with the stand-ins for
-            torch calls whose second derivative is missing or wrong. Default: False, torch as it is.
+        stand_ins: If True, check what hoglib's products, penalties and learners run: the loss inside
+            :func:`hoglib.second_order`, with the stand-ins for torch calls whose second derivative is
+            missing or wrong. Where torch's own calls would not be right, a second row of the route
+            warns. If False, check torch as it is, as code outside of hoglib runs it. Default: True.
     Returns:
         A :class:`Report`. ``ok`` is False exactly when the gradient or a requested route is wrong;
         ``culprits`` are the names of the modules at fault. A loss that raises gives a failed report.
@@ -91,11 +94,13 @@ def audit(
         grad_enabled(),
         exact_products(),
         warnings.catch_warnings(),
-        stand_ins_if(stand_ins),
     ):
         warnings.simplefilter("ignore")  # routes fail here on purpose; the report says so
         params, batch = clone_inference_tensors((params, batch))
-        return _Audit(Problem(loss, params, batch), requested).report()
+        one = _Audit(Problem(loss, params, batch), requested)
+        with stand_ins_if(stand_ins):
+            report = one.report()
+        return one.with_own_rows(report) if stand_ins else report
 
 
 # Random number generators and matmul precision belong to the process: audits of several threads take
@@ -108,6 +113,9 @@ MAX_DIRECTIONS = 4  # directions to try where a kink prevents a comparison along
 SLOW = 3e9
 # Relative change of H v below which a stopped gradient is not reported.
 STOP_GRADIENT_TOLERANCE = 1e-3
+WITHOUT = ", without stand-ins"
+# Largest relative difference of torch's own product from that with stand-ins, in this dtype.
+OWN_TOLERANCES = defaultdict(lambda: 0.1, {torch.float64: 1e-4})
 # Largest relative difference of a product in this dtype from the one in float64.
 DTYPE_TOLERANCES = {torch.float32: 0.03, torch.float16: 0.3, torch.bfloat16: 0.3}
 
@@ -121,6 +129,8 @@ class _Audit:
         self._messages = FaultMessages(problem.names)
         self._culprits: dict[str, Row] = {}
         self._judged = True  # whether every requested route could be compared
+        self._seen: Observations | None = None
+        self._right: dict[Route, Vector] = {}  # products of the routes that passed
 
     def report(self) -> Report:
         loss, names = self._problem.loss, self._problem.names
@@ -138,11 +148,51 @@ class _Audit:
             return Report(name, [Row("runs", "fail", None, text + where)])
         if not seen.finite:
             return Report(name, seen.failures)
+        self._seen = seen
         with eagerly(seen.compiled):
             rows = [*self._derivative_rows(seen), *seen.warnings]
         for row in seen.failures:
             self._add_culprit(row)
         return Report(name, [*self._culprits.values(), *rows], judged=self._judged)
+
+    def with_own_rows(self, report: Report) -> Report:
+        """The report of the stand-ins, and rows for the routes that torch alone gets wrong.
+
+        A route that was not requested has none where torch raises: that is no silent error.
+        """
+        if self._seen is None or not self._right:
+            return report
+        with eagerly(self._seen.compiled):
+            own = {row.name: row for row in self._own_rows(self._seen)}
+        rows: list[Row] = []
+        for row in report:
+            rows.append(row)
+            rows += [own[name] for name in [f"{row.name}{WITHOUT}"] if name in own]
+        return Report(report.name, rows, judged=self._judged)
+
+    def _own_rows(self, seen: Observations) -> Iterator[Row]:
+        """Torch's own product by each route, compared with that of the stand-ins."""
+        dtype = next(iter(self._right.values()))[0].dtype
+        double = dtype == torch.float64
+        with reproducible(self._problem, double=double) as loss:
+            loss.perturb()
+            for route, expected in self._right.items():
+                # fused kernels, as those of attention on a GPU, draw other random numbers
+                result = loss.checker().check(route, compare=seen.random)
+                if result.product is not None:
+                    size = max(float(pytree.norm(expected)), 1e-300)
+                    error = distance(result.product, expected) / size
+                    result = CheckResult(not error < OWN_TOLERANCES[dtype], error)
+                raises = result.raised is not None and route not in self._requested
+                if raises or not result.at_fault:
+                    continue
+                faults = [*islice(loss.locator.find(route, result), 1)]
+                text = (
+                    f"Without stand-ins it {describe_failure(result)}, first of all in "
+                    f"{self._messages.where(faults)}. hoglib's products, penalties and learners run "
+                    "the stand-ins; run code of your own inside `hoglib.second_order()`."
+                )
+                yield Row(f"{route.row}{WITHOUT}", "warn", result.error, text)
 
     def _derivative_rows(self, seen: Observations) -> list[Row]:
         """In float64, then the requested routes in the dtype of the parameters; in that dtype alone
@@ -188,6 +238,8 @@ class _Audit:
         if result.at_fault:
             return self._failed_row(loss, route, result, requested=requested)
         if result.wrong is False:
+            if route is not FIRST:
+                self._right[route] = loss.checker().products[route.key]
             return Row(route.row, "pass", result.error)
         self._judged &= not requested
         text = (

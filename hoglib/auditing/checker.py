@@ -80,6 +80,7 @@ class Checker:
         )
         self._known: dict[tuple[str, float], _Slope | None] = {}
         self._here: dict[str, Vector] = {}
+        self.products: dict[str, Vector] = {}  # by the routes that were checked
 
     def check(self, route: Route, *, compare: bool = True) -> CheckResult:
         """Whether a route is right; without `compare`, whether it does not raise and is finite."""
@@ -92,6 +93,7 @@ class Checker:
         found = [dense(part.detach()) for part in found]
         if not _all_finite(found):
             return CheckResult(True, nan)
+        self.products[route.key] = found
         return self._compare(route, found) if compare else CheckResult(False, product=found)
 
     def _compare(self, route: Route, found: Vector) -> CheckResult:

@@ -8,7 +8,7 @@ one of the calls in it, down to a call whose own calls are all right.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -77,14 +77,14 @@ class Fault(NamedTuple):
 class Locator:
     """Finds the faults among the calls of a loss.
 
-    run: runs the whole loss. initial_state: the context in which a module, or the loss, gives the same
-    value in every run.
+    run: runs the whole loss inside a context. initial_state: the context in which a module, or the
+    loss, gives the same value in every run.
     """
 
     def __init__(
         self,
         names: ModuleNames,
-        run: Callable[[], Any],
+        run: Callable[[AbstractContextManager[None]], Any],
         initial_state: Callable[[nn.Module | None], AbstractContextManager[None]],
     ) -> None:
         self._root, self._initial_state = record_calls(names, run), initial_state
@@ -166,7 +166,9 @@ def _float_tensors(value: Any) -> list[Tensor]:
     return [y for y in found if is_float(y)]
 
 
-def record_calls(names: ModuleNames, run: Callable[[], Any]) -> RecordedCall:
+def record_calls(
+    names: ModuleNames, run: Callable[[AbstractContextManager[None]], Any]
+) -> RecordedCall:
     """The tree of calls in a run, with copies of their arguments."""
     stack = [root := RecordedCall()]
 
@@ -188,17 +190,21 @@ def record_calls(names: ModuleNames, run: Callable[[], Any]) -> RecordedCall:
         if len(stack) > 1 and stack[-1].module is module:
             stack.pop()
 
+    @contextmanager
+    def hooks() -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in {id(module): module for module in names.modules()}.values():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    before = module.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
+                    after = module.register_forward_hook(end, with_kwargs=True)
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
+            yield
+
     recorder = _OperationRecorder(lambda: stack[-1].parts)
-    with ExitStack() as hooks:
-        for module in {id(module): module for module in names.modules()}.values():
-            if not isinstance(module, torch.jit.ScriptModule):
-                before = module.register_forward_pre_hook(start, prepend=True, with_kwargs=True)
-                after = module.register_forward_hook(end, with_kwargs=True)
-                hooks.callback(before.remove)
-                hooks.callback(after.remove)
-        # the check reports an error; the calls until then are known
-        with suppress(Exception), recorder.watching():
-            run()
+    # the check reports an error; the calls until then are known
+    with suppress(Exception), recorder.watching():
+        run(hooks())
     return root
 
 

@@ -120,8 +120,8 @@ def _explain(op: RecordedCall) -> str:
         return f"{reason} {stand_in.instead}"
     return (
         f"{reason} hoglib has a stand-in for it: hvp, hessian, MAML and the penalties use it by "
-        "default, other code inside `hoglib.second_order()`. audit(..., stand_ins=True) checks "
-        "the stand-in."
+        "default, other code inside `hoglib.second_order()`. audit(..., stand_ins=True), the "
+        "default, checks the stand-in."
     )
 
 

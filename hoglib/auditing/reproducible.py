@@ -1,7 +1,7 @@
 """A loss as a scalar function of real leaves that gives the same value in every run."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, final
 
 import torch
@@ -54,14 +54,19 @@ class ReproducibleLoss:
 
     def f(self, *leaves: Tensor) -> Tensor:
         """The loss at leaves; modules and random number generators start from their first state."""
+        with self._initial_state():
+            return self._value(leaves)
+
+    def _value(self, leaves: Iterable[Tensor]) -> Tensor:
         pairs = zip(leaves, self._are_complex, strict=True)
         values = [torch.view_as_complex(x) if is_complex else x for x, is_complex in pairs]
-        with self._initial_state():
-            return self._problem.value(values, self._batch)
+        return self._problem.value(values, self._batch)
 
-    def run(self) -> Tensor:
-        """The loss at its point, with a graph."""
-        return self.f(*fresh_leaves(self.leaves, False))
+    def run(self, inside: AbstractContextManager[Any] | None = None) -> Tensor:
+        """The loss at its point, with a graph; `inside` is entered at the first state, which has the
+        hooks of modules as they were."""
+        with self._initial_state(), inside or nullcontext():
+            return self._value(fresh_leaves(self.leaves, False))
 
     @contextmanager
     def _initial_state(self, module: nn.Module | None = None) -> Iterator[None]:

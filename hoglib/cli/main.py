@@ -44,7 +44,7 @@ Audit the second derivatives of a whole model's loss, and name the modules at fa
 
   hoglib audit package.module:factory
   hoglib audit path/to/file.py                 every function in it named second_order_problem...
-  hoglib audit path/to/file.py --routes rr,fr --stand-ins
+  hoglib audit path/to/file.py --routes rr,fr --no-stand-ins
 
 A factory is a function without arguments that returns (loss, params, batch), a list of such tuples,
 or a dict of them by name. loss(params, batch) is a scalar; hoglib.functional_loss makes one.
@@ -179,7 +179,10 @@ def _add_audit_arguments(parser: argparse.ArgumentParser) -> None:
         "--routes", type=_words, metavar="rr,fr,...",
         help="routes that must be right; the others only warn (default: rr, the route of hoglib.hvp)",
     )  # fmt: skip
-    add("--stand-ins", action="store_true", help="check what runs inside hoglib.second_order()")
+    add(
+        "--stand-ins", action=argparse.BooleanOptionalAction, default=True,
+        help="check what hoglib runs, inside of hoglib.second_order(), or torch as it is",
+    )  # fmt: skip
     _add_common_arguments(parser, "a problem is")
 
 

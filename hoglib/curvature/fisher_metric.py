@@ -48,10 +48,10 @@ class FisherMetric(OutputMetric):
     """The Fisher matrix of the likelihood of a loss, by its outputs.
 
     kind: "exact", "mc" or "empirical". likelihood: outputs -> torch.distributions.Distribution whose
-    terms are the elements of its batch_shape; or "categorical" (logits, the classes in dimension 1,
-    or in the only one), "bernoulli" (logits), "gaussian" (unit variance), "poisson" (log rates); or
-    None, to take it from the criterion of the loss. num_samples, generator: of "mc"; the seed, where
-    it is given, takes the place of the generator.
+    terms are the elements of its batch_shape; or "categorical" (logits [C], [N, C], or with the
+    classes in dimension 1 or the last, as the targets' shape says), "bernoulli" (logits), "gaussian"
+    (unit variance), "poisson" (log rates); or None, to take it from the criterion of the loss.
+    num_samples, generator: of "mc"; the seed, where it is given, takes the place of the generator.
     """
 
     kind: str = "exact"
@@ -197,7 +197,7 @@ def _expected(
     if options.likelihood is None:
         chosen = likelihoods.inferred(loss, constant, batch, options.reduction)
     else:
-        chosen = likelihoods.given(options.likelihood, constant)
+        chosen = likelihoods.given(options.likelihood, loss, constant, batch)
     p = distributions.make(chosen, constant)
     weight = likelihoods.weight(chosen, p, options.reduction)
     if options.kind == "mc":

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 from hoglib._core import finite_differences, pytree, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
+    check_uses_given_params,
     fresh_leaves,
     materialize_grads,
     translate_errors,
@@ -240,7 +241,7 @@ def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     own = fresh_leaves(leaves, create_graph)
     every = composite.outputs(own)
     depends, ys = _dependent(every)
-    check_custom_functions(graph_summary(ys), caller)
+    _check_graph(ys, leaves, composite.options)
     us = [torch.ones_like(y, requires_grad=True) for y in ys]
     with translate_errors(caller):
         by_u = torch.autograd.grad(ys, own, us, create_graph=True, allow_unused=True)
@@ -290,7 +291,7 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
         if not create_graph:
             tangents = [t.detach() for t in tangents]
         depends, ys = _dependent(every)
-        check_custom_functions(graph_summary(ys), caller)
+        _check_graph(ys, leaves, composite.options)
         weighted = composite.metric(every)(tangents, False)
         us = [weighted[i] for i in depends]
         try:
@@ -345,6 +346,7 @@ def differences_of_outputs(composite: CompositeLoss, leaves: Vector) -> LinearMa
         own = fresh_leaves(leaves, False)
         every = composite.outputs(own)
         depends, ys = _dependent(every)
+        _check_graph(ys, leaves, composite.options)
         weighted = composite.metric([y.detach() for y in every])(tangents, False)
         us = [weighted[i] for i in depends]
         return composite.value(every), _transposed_product(ys, own, us, composite.options, False)
@@ -398,6 +400,14 @@ def _detached(caller: str) -> Exception:
         "`hoglib.verify` of the custom Functions in the model names the line; mode='forward' does "
         "not need that graph, if they have a jvp."
     )
+
+
+def _check_graph(ys: Vector, leaves: Vector, options: ProductOptions) -> None:
+    """Raises for outputs whose second derivative does not exist, or would lack a part."""
+    graph = graph_summary(ys)
+    check_custom_functions(graph, options.caller)
+    if not options.create_graph:
+        check_uses_given_params(graph, leaves, options.caller)
 
 
 def _dependent(every: Vector) -> tuple[list[int], Vector]:

@@ -9,10 +9,11 @@ from torch import Tensor
 from hoglib._core import finite_differences, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
+    check_uses_given_params,
+    fresh_leaves,
     gradient_with_graph,
     materialize_grads,
     vjp,
-    without_graph,
 )
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib.curvature.linear_map import (
@@ -89,6 +90,7 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
         return grads, value
 
     at = leaves if options.create_graph else [leaf.detach() for leaf in leaves]
+    inside = torch_internals.transforms_active()
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         try:
@@ -96,6 +98,8 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(options.caller, FORWARD, error) from error
         (_, value), (product, _) = output
+        if not (options.create_graph or inside):  # a graph is then of tensors from elsewhere
+            check_uses_given_params(graph_summary(value), leaves, options.caller)
         return value, list(product)
 
     return LinearMap(apply)
@@ -106,8 +110,9 @@ def differences_of_gradient(loss: Any, leaves: Vector, options: ProductOptions) 
     gradient = finite_differences.gradient_function(loss)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        value = without_graph(lambda: loss(*leaves))
-        return value, finite_differences.directional_derivative(gradient, leaves, vector)
+        value = loss(*fresh_leaves(leaves, False))
+        check_uses_given_params(graph_summary(value), leaves, options.caller)
+        return value.detach(), finite_differences.directional_derivative(gradient, leaves, vector)
 
     return LinearMap(apply)
 

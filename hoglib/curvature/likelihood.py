@@ -19,6 +19,7 @@ from torch import distributions as D
 from hoglib import nn as hog_nn
 from hoglib import ops
 from hoglib._core import validation
+from hoglib._core.pytree import tensors_in
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentValueError
 
@@ -54,27 +55,30 @@ def _normal(f: Tensor, scale: float) -> D.Distribution:
     return D.Normal(f, scale, validate_args=_validate_args())
 
 
-def _categorical(f: Tensor) -> D.Distribution:
-    return D.Categorical(logits=f.movedim(class_axis(f), -1), validate_args=_validate_args())
+def _categorical(axis_of: Callable[[Tensor], int]) -> Family:
+    """The family of logits f whose classes are in dimension axis_of(f)."""
 
+    def distribution(f: Tensor) -> D.Distribution:
+        return D.Categorical(logits=f.movedim(axis_of(f), -1), validate_args=_validate_args())
 
-def _categorical_information(f: Tensor, u: Tensor) -> Tensor:
-    """(diag(p) - p p^T) u, as p (u - p.u), which does not cancel."""
-    p = f.softmax(class_axis(f))
-    return p * (u - (p * u).sum(class_axis(f), keepdim=True))
+    def information(f: Tensor, u: Tensor) -> Tensor:
+        """(diag(p) - p p^T) u, as p (u - p.u), which does not cancel."""
+        p = f.softmax(axis_of(f))
+        return p * (u - (p * u).sum(axis_of(f), keepdim=True))
 
+    def score(f: Tensor, y: Tensor) -> Tensor:
+        """p - onehot(y)"""
+        axis = axis_of(f) + 1
+        p = f.softmax(axis - 1).expand(len(y), *f.shape)
+        y = y.unsqueeze(axis)
+        return p.scatter_add(axis, y, torch.full_like(y, -1, dtype=p.dtype))
 
-def _categorical_score(f: Tensor, y: Tensor) -> Tensor:
-    """p - onehot(y)"""
-    axis = class_axis(f) + 1
-    p = f.softmax(axis - 1).expand(len(y), *f.shape)
-    y = y.unsqueeze(axis)
-    return p.scatter_add(axis, y, torch.full_like(y, -1, dtype=p.dtype))
+    return Family(distribution, information, score, True)
 
 
 # p (1 - p) as s(f) s(-f), which does not cancel where p is nearly 1
 FAMILIES: dict[str, Family] = {
-    "categorical": Family(_categorical, _categorical_information, _categorical_score, True),
+    "categorical": _categorical(class_axis),
     "bernoulli": Family(
         lambda f: D.Bernoulli(logits=f, validate_args=_validate_args()),
         lambda f, u: f.sigmoid() * (-f).sigmoid() * u,
@@ -87,6 +91,7 @@ FAMILIES: dict[str, Family] = {
         lambda f, y: f.exp() - y,
     ),
 }
+CLASSES_LAST = _categorical(lambda f: f.dim() - 1)
 # -log p = (f - y)^2 + constant: a variance of 1/2
 SQUARED_ERROR = Family(lambda f: _normal(f, 0.5**0.5), lambda f, u: 2 * u, lambda f, y: 2 * (f - y))
 
@@ -137,12 +142,42 @@ CRITERIA: tuple[Criterion, ...] = (
 )  # fmt: skip
 
 
-def given(likelihood: Any, outputs: Tree) -> Likelihood:
+def given(likelihood: Any, loss: Any, outputs: Tree, batch: Any) -> Likelihood:
     """The likelihood of the user: by its name, or as a function of the outputs."""
     if isinstance(likelihood, str):
         family = FAMILIES[validation.one_of("likelihood", likelihood, FAMILIES)]
-        return _of_family(family, f"likelihood={likelihood!r}", outputs)
+        result = _of_family(family, f"likelihood={likelihood!r}", outputs)
+        if family.classes and outputs.dim() > 2 and _classes_last(loss, outputs, batch):
+            return Likelihood(CLASSES_LAST.distribution, CLASSES_LAST)
+        return result
     return Likelihood(validation.function("likelihood", likelihood))
+
+
+def _classes_last(loss: Any, f: Tensor, batch: Any) -> bool:
+    """Whether the classes of logits are in the last dimension, not in dimension 1, by the targets.
+
+    Targets are indices of classes, and have the shape of the logits without the classes' dimension.
+    Raises ArgumentValueError where both dimensions fit or none.
+    """
+    if row_of(loss) is not None:  # torch's criteria have the classes in dimension 1
+        return False
+    shapes = {"1": (*f.shape[:1], *f.shape[2:]), "last": tuple(f.shape[:-1])}
+    targets = loss.targets(batch) if hasattr(loss, "targets") else None
+    indices = [
+        t for _, t in tensors_in("", targets) if not t.is_floating_point() and not t.is_complex()
+    ]
+    fitting = {axis for axis, shape in shapes.items() if any(t.shape == shape for t in indices)}
+    if len(fitting) == 1:
+        return fitting == {"last"}
+    got = ", ".join(str(tuple(t.shape)) for t in indices) or "none"
+    raise ArgumentValueError(
+        f"likelihood='categorical': expected targets whose shape says which dimension of the logits "
+        f"{tuple(f.shape)} has the classes, {shapes['1']} for dimension 1 or {shapes['last']} for the "
+        f"last, got {got}"
+        + (", which fits both" if fitting else "")
+        + "; say it: likelihood=lambda outputs: torch.distributions.Categorical(logits=outputs) for "
+        "the last, logits=outputs.movedim(1, -1) for dimension 1."
+    )
 
 
 def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood:

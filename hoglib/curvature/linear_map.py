@@ -165,6 +165,7 @@ def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
         "autocast",
         "forward mode AD",
         "functorch transform",
+        "view size is not compatible",  # rules that view tangents of any layout
     )
     if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
         return error

@@ -45,7 +45,7 @@ class SecondOrderAudit(pl.Callback):
         routes: The routes that must be right, as for :func:`hoglib.audit`: for instance "rr" or
             ["rr", "torch.func.hessian"]. Default: None, reverse-over-reverse.
         stand_ins: If True, audit what runs inside :func:`hoglib.second_order`, as hoglib's penalties,
-            products and learners do. Default: False, torch as it is.
+            products and learners do; if False, torch as it is. Default: True.
         action: "refuse" raises if a second derivative is wrong, "warn" warns. Default: "refuse".
         verbose: Print the table of checks too. Default: False.
     Attributes:
@@ -82,7 +82,7 @@ class SecondOrderAudit(pl.Callback):
     def __init__(
         self,
         routes: Sequence[str] | None = None,
-        stand_ins: bool = False,
+        stand_ins: bool = True,
         action: str = "refuse",
         verbose: bool = False,
     ) -> None:

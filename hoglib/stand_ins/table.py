@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hoglib._core.mixed_precision import autocast_on
-from hoglib._core.torch_internals import native_kernels
+from hoglib._core.torch_internals import forward_mode_active, native_kernels
 from hoglib._core.torch_version import TORCH_VERSION, Version
 from hoglib.ops import replacements
 
@@ -72,6 +73,11 @@ def with_native_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.group_norm of an input whose layout its forward mode can view as groups."""
+    return torch.group_norm(input.contiguous() if forward_mode_active() else input, *args, **kwargs)
+
+
 NO_DOUBLE_BACKWARD = "no double backward, no forward mode"
 NO_FORWARD = "no forward mode"
 SILENT = ", without an error"
@@ -104,6 +110,10 @@ STAND_INS: tuple[StandIn, ...] = (
     StandIn("layer_norm", THIRD, OVER, replacements.LAYER_NORM, issue="196700"),
     StandIn("batch_norm", THIRD, OVER, replacements.BATCH_NORM, issue="196699"),
     StandIn("instance_norm", THIRD, OVER, replacements.INSTANCE_NORM, issue="196699"),
+    StandIn(
+        "group_norm", "channels-last, its forward mode raises", ("fr", "rf", "ff"),
+        {torch.group_norm: group_norm},
+    ),
     StandIn("linalg.solve", OVER_FORWARD, OVER, replacements.SOLVE, issue=UMBRELLA),
     StandIn("det, slogdet, logdet", DET, OVER, replacements.DETERMINANT, issue=UMBRELLA),
     StandIn(

@@ -17,6 +17,7 @@ _OPERATORS: tuple[Any, ...] = (
     _BACKENDS.mkldnn.matmul,
     _BACKENDS.mkldnn.conv,
     _BACKENDS.mkldnn.rnn,
+    _BACKENDS.cudnn,  # before its older setting, which has to agree with it
 )
 _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 

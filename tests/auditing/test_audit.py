@@ -215,7 +215,7 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 @pytest.mark.parametrize("name", POISONED)
 def test_a_fault_is_named_by_module_and_operation(name: str) -> None:
     make, module, operation = POISONED[name]
-    report = audited(make())
+    report = audited(make(), stand_ins=False)
     assert not report.ok
     assert report.culprits == (module,)
     assert operation in report[f"culprit: {module}"].text
@@ -236,8 +236,13 @@ def test_a_transformer_is_right_with_stand_ins_and_raises_without() -> None:
     _, params, (x, y) = problem(model)
     batch = (x[None].repeat(2, 1, 1), y[:2])
     loss = hog.functional_loss(model, lambda out, y: F.cross_entropy(out.mean(1), y))
-    assert hog.audit(loss, params, batch, stand_ins=True).ok
     report = hog.audit(loss, params, batch)
+    assert report.ok
+    row = report[f"{AUTO}, without stand-ins"]  # what code outside of hoglib would run
+    assert row.status == "warn"
+    assert "`2.layers.0.self_attn` (MultiheadAttention): `scaled_dot_product_attention`" in row.text
+    assert "hoglib.second_order()" in row.text
+    report = hog.audit(loss, params, batch, stand_ins=False)
     assert report.culprits == ("2.layers.0.self_attn",)
     assert "scaled_dot_product_attention" in str(report)
     assert "stand_ins=True" in str(report)
@@ -263,7 +268,7 @@ SILENT: dict[str, tuple[Callable[[], nn.Module], str, int, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", SILENT)
 def test_a_silently_wrong_route_is_refused_by_name(name: str) -> None:
     make, module, width, routes = SILENT[name]
-    report = audited(make(), width=width, routes=routes)
+    report = audited(make(), width=width, routes=routes, stand_ins=False)
     assert report.culprits == (module,)
     for route in routes:
         assert report[ROWS[route]].status == "fail"
@@ -272,20 +277,21 @@ def test_a_silently_wrong_route_is_refused_by_name(name: str) -> None:
 
 
 def test_a_route_that_was_not_requested_is_a_warning_that_names_the_module() -> None:
-    report = audited(Net(nn.LayerNorm(6)))
-    assert report.ok
-    assert {row.name for row in report.warnings} >= {ROWS[key] for key in NORM}
-    assert all("blocks.0.norm" in row.text for row in report.warnings)
+    for stand_ins, suffix in ((False, ""), (True, ", without stand-ins")):
+        report = audited(Net(nn.LayerNorm(6)), stand_ins=stand_ins)
+        assert report.ok
+        assert {row.name for row in report.warnings} >= {ROWS[key] + suffix for key in NORM}
+        assert all("blocks.0.norm" in row.text for row in report.warnings)
 
 
 def test_a_route_that_raises_is_a_skip_that_names_module_and_operation() -> None:
     model = smooth(Applies(lambda x: F.mse_loss(x, x.detach() + 1) * x))
-    report = audited(model)
+    report = audited(model, stand_ins=False)
     assert report.ok
     row = report[ROWS["fr"]]
     assert row.status == "skip"
     assert "`2` (Applies): `mse_loss`" in row.text
-    assert audited(model, routes="fr").culprits == ("2",)
+    assert audited(model, routes="fr", stand_ins=False).culprits == ("2",)
 
 
 # Losses of any kind, and where their faults are.

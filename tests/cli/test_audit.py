@@ -183,12 +183,13 @@ def test_what_cannot_run_is_2(write, capsys):
 
 def test_options(write, capsys):
     write(HEAD, OTHERS)
-    status, out, _ = run(capsys, "mine:attends")
+    status, out, _ = run(capsys, "mine:attends", "--no-stand-ins")
     assert status == 1
     assert "scaled_dot_product" in out
-    assert run(capsys, "mine:attends", "--stand-ins")[0] == 0
-    assert run(capsys, "mine:normalised")[0] == 0
-    status, out, _ = run(capsys, "mine:normalised", "--routes", "rr,torch.func.hessian")
+    assert run(capsys, "mine:attends")[0] == run(capsys, "mine:attends", "--stand-ins")[0] == 0
+    assert run(capsys, "mine:normalised", "--no-stand-ins")[0] == 0
+    routes = "--routes", "rr,torch.func.hessian"
+    status, out, _ = run(capsys, "mine:normalised", "--no-stand-ins", *routes)
     assert status == 1
     assert "FAIL  second derivative: torch.func.hessian" in out
 

@@ -276,19 +276,37 @@ def test_mc_is_unbiased(name):
     likelihood, shape = SAMPLED[name]
     f = logits(*shape) * 0.5
     g = torch.Generator().manual_seed(0)
-    draw = partial(metric, "mc", f, likelihood=likelihood, reduction="sum", generator=g)
+    given = partial(metric, likelihood=likelihood, criterion=F.cross_entropy, reduction="sum")
+    draw = partial(given, "mc", f, generator=g)
     estimates = torch.stack([dense(draw(), f) for _ in range(150)])
     many = dense(draw(num_samples=600), f)  # in one call
-    if name in EXACT:
-        expected = EXACT[name](f)
-    else:
-        expected = dense(metric("exact", f, likelihood=likelihood, reduction="sum"), f)
+    expected = EXACT[name](f) if name in EXACT else dense(given("exact", f), f)
     # the largest of a few dozen normal numbers stays below 4.5 standard errors
     for estimate, count in ((estimates.mean(0), 150), (many, 600)):
         error = 4.5 * estimates.std(0) / count**0.5 + 1e-12
         assert ((estimate - expected).abs() <= error).all()
     # and the estimate is sharp enough to tell: half of the matrix would be refused
     assert ((many - expected / 2).abs() > error).any()
+
+
+AXES = {  # how a criterion reads logits of three dimensions, and where their classes are
+    "last": (lambda f, y: F.cross_entropy(f.flatten(0, 1), y.flatten()), (2, 3)),
+    "dimension 1": (lambda f, y: F.cross_entropy(f, y), (2, 4)),
+    "torch's own": (F.cross_entropy, (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_the_classes_are_where_the_targets_say(name):
+    criterion, shape = AXES[name]
+    f, y = logits(2, 3, 4), torch.randint(3, shape)
+    given = partial(metric, outputs=f, criterion=criterion, targets=y, likelihood="categorical")
+    # of a softmax the Hessian does not depend on the targets: it is the Fisher matrix
+    exact = dense(given("exact"), f)
+    assert_close(exact, hessian_of(criterion, f, y))
+    g = torch.Generator().manual_seed(0)
+    drawn = dense(given("mc", num_samples=4000, generator=g), f)
+    assert (drawn - exact).norm() < 0.1 * exact.norm()
 
 
 def test_mc_of_examples_is_in_blocks_and_of_mixed_terms_is_not():
@@ -415,6 +433,12 @@ def test_half_precision_is_computed_in_float32(name):
 LOGITS = torch.randn(4, 3)
 WEIGHTED = nn.CrossEntropyLoss(weight=torch.ones(3))
 TARGET = {"targets": TARGETS}
+
+
+def unnamed(outputs, targets):
+    return F.cross_entropy(outputs, targets)
+
+
 ERRORS = {
     "a lambda": (
         {"criterion": lambda o, y: F.cross_entropy(o, y)}, ValueError,
@@ -465,6 +489,20 @@ ERRORS = {
     ),
     "one number for categorical": (
         {"outputs": torch.zeros(()), "likelihood": "categorical"}, ValueError, "bernoulli",
+    ),
+    "classes in dimension 1 or the last": (
+        {
+            "outputs": torch.zeros(2, 3, 3), "targets": torch.zeros(2, 3).long(),
+            "likelihood": "categorical", "criterion": unnamed,
+        },
+        ValueError, r"targets.*\(2, 3\) for the last, got \(2, 3\), which fits both.*movedim",
+    ),
+    "classes that the targets do not tell": (
+        {
+            "outputs": torch.zeros(2, 3, 4), "targets": torch.zeros(6).long(),
+            "likelihood": "categorical", "criterion": unnamed,
+        },
+        ValueError, r"\(2, 4\) for dimension 1 or \(2, 3\) for the last, got \(6,\); say it: likelihood=",
     ),
     "an unknown name": ({"likelihood": "normal"}, ValueError, "one of categorical, bernoulli"),
     "an unknown kind": ({"kind": "ggn"}, ValueError, "one of exact, mc, empirical"),

@@ -50,6 +50,7 @@ SAMPLES = {
     "layer_norm": [(lambda x: F.layer_norm(x, (3,)), X)],
     "batch_norm": [(lambda x: F.batch_norm(x, None, None, training=True), Y)],
     "instance_norm": [(lambda x: F.instance_norm(x), IMAGE)],
+    "group_norm": [(lambda x: F.group_norm(x.contiguous(memory_format=torch.channels_last), 2), draw(2, 4, 2, 2))],
     "linalg.solve": [(torch.linalg.solve, (SQUARE, Y.T))],
     "det, slogdet, logdet": [(torch.linalg.det, SQUARE), (torch.logdet, SPD), (lambda a: torch.linalg.slogdet(a)[1], SQUARE)],
     "cholesky_inverse": [(lambda a: torch.cholesky_inverse(a.tril()), SPD)],

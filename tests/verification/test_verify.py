@@ -405,6 +405,30 @@ def test_settings_can_be_read_inside():
     ) == before  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", [torch.backends, torch.backends.cudnn])
+def test_flags_of_cudnn_inside_where_the_precision_was_set(backend):
+    class Flags(Cube):
+        @staticmethod
+        def backward(ctx, g):
+            with torch.backends.cudnn.flags(enabled=True):  # reads the older setting
+                return Cube.backward(ctx, g)
+
+    def settings():
+        names = ("matmul", "conv", "rnn")
+        parts = [torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul]
+        parts += [getattr(torch.backends.mkldnn, name) for name in names]
+        return [part.fp32_precision for part in parts]
+
+    initial = backend.fp32_precision
+    backend.fp32_precision = "tf32"
+    try:
+        before = settings()
+        assert hog.verify(Flags, x).ok
+        assert settings() == before
+    finally:
+        backend.fp32_precision = initial
+
+
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_reduced_precision_is_off_inside_and_back_afterwards(precision):
     torch.set_float32_matmul_precision(precision)
