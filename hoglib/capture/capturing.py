@@ -26,7 +26,6 @@ from hoglib.capture.passes import simplify
 from hoglib.capture.reads import ReadGuards, split_reads
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
-from hoglib.errors import UnsupportedError
 
 CAPTURING = threading.RLock()
 MAX_KEPT = 32  # things that are kept for one object

@@ -92,4 +92,4 @@ def _shared_arguments(node: fx.Node) -> Iterable[tuple[fx.Node, bool]]:
 
 def _is_info(node: fx.Node) -> bool:
     source = node.args[0] if node.target is getitem else None
-    return isinstance(source, fx.Node) and _INFO.get(source.target) == node.args[1]  # type: ignore[arg-type]
+    return isinstance(source, fx.Node) and _INFO.get(source.target) == node.args[1]

@@ -90,8 +90,9 @@ class Recorder:
         mode = get_proxy_mode()
         if mode is None or not isinstance(tensor, FakeTensor):
             raise self._error()
-        slot: Any = get_proxy_slot(tensor, mode.tracer)  # type: ignore[arg-type]
-        return slot.proxy.node, mode.tracer.root
+        tracer: Any = mode.tracer
+        slot: Any = get_proxy_slot(tensor, tracer)
+        return slot.proxy.node, tracer.root
 
     def _error(self) -> Exception:
         return value_read_error(self._what, self._how, user_line())
@@ -129,7 +130,7 @@ class ReadGuards:
 
 
 def split_reads(module: fx.GraphModule, reads: list[Read]) -> ReadGuards:
-    """Takes the last outputs of a graph, the values that are read, out of it to a graph of their own."""
+    """Takes the last outputs of a graph, the values that are read, to a graph of their own."""
     if not reads:
         return ReadGuards(module, [])
     *nodes, output = module.graph.nodes
@@ -185,9 +186,7 @@ def _is_inexact(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _evaluate(
-    nodes: list[fx.Node], inputs: dict[fx.Node, Tensor], root: Any
-) -> dict[fx.Node, Any]:
+def _evaluate(nodes: list[fx.Node], inputs: dict[fx.Node, Tensor], root: Any) -> dict[fx.Node, Any]:
     """The values of nodes, outside of the trace."""
     found: dict[fx.Node, Any] = {}
     with outside_trace():

@@ -6,7 +6,6 @@ each operation before it runs, so that a refused operation changes nothing.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
