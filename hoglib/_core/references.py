@@ -146,12 +146,15 @@ def _of_container(value: Any) -> Iterator[Reference]:
     except Exception:  # a class of the user's, whose items cannot be read
         return
     unordered = isinstance(value, set | frozenset)
+    own_items = isinstance(value, dict) and type(value).__getitem__ is not dict.__getitem__
     for i, (key, item) in enumerate(pairs):
         if is_plain(item) and (unordered or len(pairs) > _MAX_PLAIN or not is_plain(key)):
             continue
         # A step keeps no key alive that is an object.
-        direct = is_plain(key) and not unordered
-        yield Reference(item, itemgetter(key) if direct else partial(_nth, i), f"[{key!r}]")
+        step: Step = itemgetter(key) if is_plain(key) and not unordered else partial(_nth, i)
+        if isinstance(step, itemgetter) and own_items:  # whose `[key]` may make a new object
+            step = partial(_stored, dict, key)
+        yield Reference(item, step, f"[{key!r}]")
 
 
 def _of_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Reference]:

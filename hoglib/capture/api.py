@@ -26,13 +26,15 @@ from hoglib.capture.capturing import (
 )
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import as_leaf, tensors_of, without_tensor_hooks
-from hoglib.errors import NoSecondDerivative
+from hoglib.errors import NoSecondDerivative, UnsupportedError
 from hoglib.verification.entry_points import examined_functions
 
 OPTIONS = ("backend", "dynamic", "check", "name")
 MAX_GRAPHS = (
     16  # of one function: with more, something changes at each call that should be a tensor
 )
+MISSES_TO_WARN = 3  # captures for one signature, one after the other
+MISSES_TO_REFUSE = 8  # the same, where values that the function reads differ
 
 
 def compile(
@@ -175,6 +177,7 @@ class Compiled:
             if len(self.signatures) >= MAX_GRAPHS:
                 self._warn_full(form, tensors)
                 return None
+            self._count_miss(form, tensors)
             if self._before is not None:
                 args, kwargs = form.fill(tensors)
                 with examined_functions(self.name):
@@ -242,8 +245,32 @@ class Compiled:
         for entry in self._graphs.by_signature.get(form.key, ()):
             lifted = entry.resolve(self.fn, form, tensors)
             if lifted is not None:
+                self._graphs.misses = 0
                 return entry, lifted
         return None
+
+    def _count_miss(self, form: CallSignature, tensors: list[Tensor]) -> None:
+        """Warns if calls of one signature are captured again and again, and raises UnsupportedError
+        if they are because of values that the function reads."""
+        known = self._graphs.by_signature.get(form.key)
+        if not known:
+            return
+        self._graphs.misses = misses = self._graphs.misses + 1
+        if misses < MISSES_TO_WARN:
+            return
+        reason, is_read = known[-1].explain_mismatch(self.fn, form, tensors)
+        if is_read and misses >= MISSES_TO_REFUSE:
+            raise UnsupportedError(
+                f"{self.name}: expected a function that reads the same integers in most calls, got one "
+                f"that reads other ones in each of the last {misses} calls ({reason}): each would "
+                "capture a graph, which takes seconds. Pad to one length, use torch.where, move the "
+                "part that depends on these values out of the function, or do not compile it."
+            )
+        if misses == MISSES_TO_WARN:
+            warn(
+                f"{self.name} was captured again in each of the last {misses} calls, which takes "
+                f"seconds: {reason}. Keep it the same from call to call, or do not compile."
+            )
 
     def _warn_full(self, form: CallSignature, tensors: list[Tensor]) -> None:
         if self._graphs.full:

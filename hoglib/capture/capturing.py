@@ -21,15 +21,23 @@ from hoglib._core.state import preserve_random_state
 from hoglib.capture import backend as backends
 from hoglib.capture.check import check_equal
 from hoglib.capture.guards import Guards, discard_traced_tensors
+from hoglib.capture.nodes import is_random
 from hoglib.capture.passes import simplify
+from hoglib.capture.reads import ReadGuards, split_reads
 from hoglib.capture.signature import CallSignature
-from hoglib.capture.trace import InputRef, OutputSlot, Traced, is_random, trace
-from hoglib.errors import UnsupportedError
+from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
 
 CAPTURING = threading.RLock()
 MAX_KEPT = 32  # things that are kept for one object
 # Ambient state, because a function that is compared with its graph may call other compiled functions.
 _THREAD = threading.local()
+
+
+class Mismatch(NamedTuple):
+    """Why a graph is not that of a call."""
+
+    reason: str
+    is_read: bool  # a value that the function reads differs
 
 
 @final
@@ -64,6 +72,7 @@ class GraphEntry:
     code: str = field(repr=False)
     run: Callable[..., Any] = field(repr=False)
     reached: Guards = field(repr=False)
+    reads: ReadGuards = field(repr=False)
     # Arguments that the function also reaches by another path, and their places among those lifted.
     shared: list[tuple[int, int]] = field(repr=False)
     leaves: list[Any] = field(repr=False)  # of the output; an OutputSlot in the place of a tensor
@@ -111,7 +120,28 @@ class GraphEntry:
             shared_tensors(tensors, lifted) != self.shared
         ):
             return None
-        return lifted if self.holds(tensors) else None
+        if not self.holds(tensors) or self.reads.change(self.graph_inputs(tensors, lifted)):
+            return None
+        return lifted
+
+    def explain_mismatch(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> Mismatch:
+        """Why this is not the graph of a call of the same signature.
+
+        Args:
+            fn: The function.
+            form: A call without its tensors.
+            tensors: The tensors among its arguments.
+        Returns:
+            What differs, in words, and whether it is a value that the function reads.
+        """
+        root = fn, form.constants
+        lifted = self.reached.resolve(root)
+        if lifted is None:
+            return Mismatch(self.reached.explain(root), False)
+        if shared_tensors(tensors, lifted) != self.shared:
+            return Mismatch("other arguments are also reached by another path", False)
+        change = self.reads.change(self.graph_inputs(tensors, lifted))
+        return Mismatch(change or "the assumptions on symbolic sizes do not hold", bool(change))
 
     def graph_inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
         """The inputs of the graph: each tensor once, those that are reached last.
@@ -145,6 +175,7 @@ class Graphs:
     def __init__(self) -> None:
         self.by_signature: dict[Any, list[GraphEntry]] = {}
         self.full = False
+        self.misses = 0  # captures for one signature since a call found its graph
 
     def all(self) -> list[GraphEntry]:
         return [one for found in list(self.by_signature.values()) for one in found]
@@ -231,6 +262,7 @@ def capture(
         began = perf_counter()
         with discard_traced_tensors(walk):
             traced, shared = _trace(function, form, tensors)
+        reads = split_reads(traced.graph, traced.reads)
         simplify(traced.graph)
         seconds = perf_counter() - began
         own = [i for i in range(len(tensors)) if i not in dict(shared)]
@@ -251,6 +283,7 @@ def capture(
             code=code,
             run=runner.run,
             reached=reached,
+            reads=reads,
             shared=shared,
             leaves=traced.leaves,
             structure=traced.structure,
@@ -297,9 +330,9 @@ def _trace(
     try:
         traced = trace(name, run, tensors, function.dynamic)
         also_reached = {i for i, _ in shared_tensors(tensors, traced.lifted)}
-    except UnsupportedError:
-        raise
-    except Exception:  # a derivative with respect to one of the two, where the other one was used
+    except Exception:
+        # a derivative with respect to one of the two, where the other one was used; or a comparison of
+        # the two
         places = ClosureWalker((function.fn, form.constants)).places
         also_reached = {i for i, x in enumerate(tensors) if id(x) in places}
         if not also_reached:

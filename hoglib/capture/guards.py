@@ -8,6 +8,7 @@ of a list, a hook or a mode differs, the guards fail and the function is capture
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 from types import FunctionType
 from typing import Any, Final
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.closures import ALL, ClosureWalker, Edge
-from hoglib._core.references import Attributes, is_filled, stored_items
+from hoglib._core.references import Attributes, is_filled, is_plain, stored_items
 from hoglib.capture import signature
 from hoglib.errors import NoSecondDerivative
 
@@ -38,9 +39,17 @@ class Guards:
     def __init__(self, root: Any, tensors: list[Tensor], modules: list[nn.Module]) -> None:
         walk = ClosureWalker(root)
         edges = [*walk.edges, *_shortest_paths(root, walk, [*tensors, *modules])]
-        ran = {walk.places[id(x)] for x in modules if id(x) in walk.places}
-        wanted = [walk.places[id(x)] for x in tensors if id(x) in walk.places]
-        facts = [*walk.facts, *((i, _mode, _mode(walk.objects[i])) for i in ran)]
+        edges = _lasting(edges, walk.objects)
+        places = {id(walk.objects[i]): i for i in (0, *(edge.held for edge in edges))}
+        ran = {places[id(x)] for x in modules if id(x) in places}
+        wanted = [places[id(x)] for x in tensors if id(x) in places]
+        known = {*places.values()}
+        lasting = [
+            fact
+            for fact in walk.facts
+            if fact.holder in known and _leads_to(walk.objects[fact.holder], fact.step, fact.value)
+        ]
+        facts = [*lasting, *((i, _mode, _mode(walk.objects[i])) for i in ran)]
         needed = _ancestors([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
         numbers = {0: 0}  # of the objects that are needed, in the order in which they are visited
         self._steps: list[tuple[int, Any, int, int, Any]] = []
@@ -57,10 +66,10 @@ class Guards:
         self._start: list[Any] = [None] * self._count  # to be filled; behind it the constants
         self._places: list[int] = []
         for x in tensors:
-            number = numbers.get(walk.places.get(id(x), -1), len(self._start))
+            number = numbers.get(places.get(id(x), -1), len(self._start))
             self._start += [x] if number == len(self._start) else []
             self._places.append(number)
-        self._unreachable = [(ref(x), _mode(x)) for x in modules if id(x) not in walk.places]
+        self._unreachable = [(ref(x), _mode(x)) for x in modules if id(x) not in places]
         self.kinds: Final = [signature.tensor_key(x) for x in tensors]
         self._all_match = torch_internals.tensor_check(tensors)
 
@@ -95,8 +104,19 @@ class Guards:
                 )
         return again
 
-    def _follow(self, root: Any) -> list[Any] | None:
-        """The objects on all paths; None if a guard fails."""
+    def explain(self, root: Any) -> str:
+        """Why `resolve` returns None."""
+        differs: list[str] = []
+        try:
+            objects = self._follow(root, differs)
+        except _GONE as error:
+            return f"something that it reached is gone ({type(error).__name__}: {error})"
+        if objects is None:
+            return differs[0]
+        return "a tensor that it reaches has another shape, dtype, layout or requires_grad"
+
+    def _follow(self, root: Any, differs: list[str] | None = None) -> list[Any] | None:
+        """The objects on all paths; None if a guard fails, and in `differs` in words which."""
         at = self._start.copy()
         at[0] = root
         for holder, step, place, requirement, expected in self._steps:
@@ -108,17 +128,32 @@ class Guards:
                 or (requirement == TYPED and type(value) is not expected)
                 or (requirement == SIZED and (type(value), stored_items(value)) != expected)
             ):
+                if differs is not None:
+                    differs.append(_describe_change(at[holder], step, value))
                 return None
             at[place] = value
         for holder, step, expected in self._facts:
             value = step(at[holder])
             if value is not expected and not _same(value, expected):
+                if differs is not None:
+                    was = f" instead of {expected!r}"
+                    differs.append(_describe_change(at[holder], step, value) + was)
                 return None
         for module, mode in self._unreachable:
             one = module()
             if one is not None and _mode(one) != mode:
+                if differs is not None:
+                    differs.append(f"{type(one).__name__} is in another mode, or has other hooks")
                 return None
         return at
+
+
+def _describe_change(holder: Any, step: Any, value: Any) -> str:
+    """What is found on one step of a path now."""
+    parts = step.args if isinstance(step, partial) else step.__reduce__()[1]
+    owner = getattr(holder, "__qualname__", type(holder).__name__)
+    what = repr(value) if is_plain(value) else f"another {type(value).__name__}"
+    return f"`{'.'.join(map(str, parts))}` of {owner} is {what}"
 
 
 def _requirement(value: Any, ran: bool) -> tuple[int, Any]:
@@ -132,6 +167,40 @@ def _requirement(value: Any, ran: bool) -> tuple[int, Any]:
     if isinstance(value, list | tuple | dict):
         return SIZED, (type(value), stored_items(value))
     return TYPED, type(value)
+
+
+def _lasting(edges: list[Edge], objects: list[Any]) -> list[Edge]:
+    """The edges that can be followed from the root at each call, breadth-first.
+
+    An object that is made anew at each look, as by ``__getitem__`` of a registry of classes, would
+    never be the same.
+    """
+    of_holder: dict[int, list[Edge]] = {}
+    for edge in edges:
+        if _leads_to(objects[edge.holder], edge.step, objects[edge.held]):
+            of_holder.setdefault(edge.holder, []).append(edge)
+    found: list[Edge] = []
+    queue, seen = [0], {0}
+    for holder in queue:
+        for edge in of_holder.get(holder, ()):
+            found.append(edge)
+            if edge.held not in seen:
+                seen.add(edge.held)
+                queue.append(edge.held)
+    return found
+
+
+def _leads_to(holder: Any, step: Any, value: Any) -> bool:
+    try:
+        now = step(_as_resolved(holder))
+    except _GONE:
+        return False
+    return now is _as_resolved(value) or (is_plain(value) and _same(now, value))
+
+
+def _as_resolved(value: Any) -> Any:
+    """What a step leads to where the traversal has this object."""
+    return value.fields if isinstance(value, Attributes) else value
 
 
 def _ancestors(wanted: Iterable[int], edges: list[Edge]) -> set[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hoglib.capture.trace import is_random
+from hoglib.capture.nodes import is_random
 
 aten: Any = torch.ops.aten
 

@@ -4,10 +4,8 @@ Two modes check: one sees calls on tensors in Python (`.item()`, NumPy, `backwar
 each operation before it runs, so that a refused operation changes nothing.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,15 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from hoglib._core import torch_internals, validation
-from hoglib._core.source_location import is_user_file
+from hoglib._core import pytree, torch_internals, validation
+from hoglib.capture.reads import Recorder, outside_trace, user_line, value_read_error
 from hoglib.errors import HoglibError, UnsupportedError
 
 aten = torch.ops.aten
-_READ = {
-    Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.item, Tensor.data_ptr, Tensor.__float__,
-    Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.__complex__,
+_READ_ONE = {
+    Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
+    Tensor.__complex__,
 }  # fmt: skip
+_READ_ALL = {Tensor.numpy, Tensor.__array__, Tensor.tolist}  # of memory, without an operation
+_MASKS = (torch.bool, torch.uint8)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 _GUARDS = (
     "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
     "UnsupportedOperatorException",
@@ -37,30 +38,60 @@ _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
 
 
 class PythonChecks(TorchFunctionMode):
-    """Refuses calls that read values, also of tensors that are not arguments, and `backward()`."""
+    """Handles calls that read values, also of tensors that are not arguments, and refuses
+    `backward()`."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, values: Recorder) -> None:
         super().__init__()
         self._what = what
+        self._values = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        reads = func in _READ or (func is Tensor.__format__ and not args[0].dim())
-        if reads and not torch_internals.transforms_active():
-            raise value_read_error(self._what, f"Tensor.{func.__name__}", user_line())
+        kwargs = kwargs or {}
+        reads_all = func in _READ_ALL or (func is Tensor.__format__ and not args[0].dim())
+        if reads_all and torch_internals.unwrap(args[0]) is args[0]:
+            with self._values.named(f"Tensor.{func.__name__}"):
+                return func(self._values.read(args[0]), *args[1:], **kwargs)
+        if func in _READ_ONE:
+            with self._values.named(f"Tensor.{func.__name__}"):
+                return func(*args, **kwargs)
+        if func is Tensor.data_ptr and not torch_internals.transforms_active():
+            raise value_read_error(self._what, "Tensor.data_ptr", user_line())
         if func is Tensor.backward:
             raise backward_call_error(self._what, user_line())
-        return func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__:
+            return _item(*args)
+        return func(*args, **kwargs)
+
+
+def _item(tensor: Tensor, index: Any) -> Tensor:
+    """tensor[index]; torch would read the value of an integer tensor that has no dimensions."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    numbers = [x for x in parts if isinstance(x, Tensor)]
+    if not all(x.dim() == 0 and x.dtype in _INTEGERS for x in numbers) or not all(
+        x is None or x is ... or type(x) is int or isinstance(x, slice | Tensor) for x in parts
+    ):
+        return tensor[index]
+    tensor = tensor[tuple(slice(None) if isinstance(x, Tensor) else x for x in parts)]
+    kept = [x for x in parts if type(x) is not int]  # one dimension each, but for an ellipsis
+    for i in reversed(range(len(kept))):
+        if isinstance(kept[i], Tensor):
+            dim = tensor.dim() - len(kept) + i if any(x is ... for x in kept[:i]) else i
+            row = kept.pop(i).reshape(1)
+            tensor = tensor[(slice(None),) * dim + (row,)].squeeze(dim)
+    return tensor
 
 
 class OperationChecks(TorchDispatchMode):
-    """Refuses operations whose shape depends on values, that draw from a `torch.Generator`, or that
-    write to an argument of the function or to a tensor that it reaches."""
+    """Handles operations that read values, or whose shape depends on them; refuses those that draw from
+    a `torch.Generator`, or write to an argument of the function or to a tensor that it reaches."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, what: str, given: Sequence[Tensor]) -> None:
+    def __init__(self, what: str, given: Sequence[Tensor], values: Recorder) -> None:
         super().__init__()
         self._what = what
+        self._values = values
         self._kept = {_storage_id(x) for x in given}
         self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
         self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
@@ -70,7 +101,8 @@ class OperationChecks(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         if _reads_values(func, args):
-            raise value_read_error(self._what, str(func), user_line())
+            with self._values.named(str(func)):
+                return self._read(func, args, kwargs)
         views = False
         for argument, value in _named_arguments(func, args, kwargs):
             if isinstance(value, torch.Generator):
@@ -89,6 +121,44 @@ class OperationChecks(TorchDispatchMode):
                     self._views.append(one)
                     self._kept.add(_storage_id(one))
         return result
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation that depends on values in a way that a graph cannot record."""
+        read = self._values.read
+        if func is aten._local_scalar_dense.default:
+            return read(args[0]).item()
+        if func is aten.equal.default:
+            a, b = args
+            if a is b or self._values.same(a, b):  # unless it contains NaN
+                return not read(aten.isnan(a).any(), any_dtype=True)
+            return a.shape == b.shape and bool(read(aten.eq(a, b).all()))
+        if func is aten.index.Tensor and all(x is None or x.dim() for x in args[1]):
+            return func(args[0], self._without_masks(args[1]))
+        if func is aten.nonzero.default and args[0].dim():
+            return self._nonzero(args[0])
+        if func is aten.masked_select.default:
+            x, mask = torch.broadcast_tensors(*args)
+            return aten.index.Tensor(x, self._without_masks([mask]))
+        if func is aten.repeat_interleave.Tensor:
+            return func(args[0], output_size=int(read(args[0].sum())))
+        # The result is a constant of the graph.
+        given = pytree.map_tensors(read, (args, kwargs))
+        with outside_trace():
+            args, kwargs = given
+            result = func(*args, **kwargs)
+        return pytree.map_tensors(aten.clone.default, result)
+
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices with the places of its nonzero items instead of each mask."""
+        found: list[Tensor | None] = []
+        for x in indices:
+            found += [x] if x is None or x.dtype not in _MASKS else self._nonzero(x).unbind(1)
+        return found
+
+    def _nonzero(self, x: Tensor) -> Tensor:
+        count = self._values.read(aten.count_nonzero.default(x))
+        found: Tensor = aten.nonzero_static(x, size=int(count))
+        return found
 
     def _draws(self, func: Any) -> Exception:
         return UnsupportedError(
@@ -163,39 +233,12 @@ def translate_tracing_errors(what: str) -> Iterator[None]:
         raise
 
 
-def value_read_error(what: str, how: str, where: str) -> Exception:
-    return UnsupportedError(
-        f"{what}: expected a function whose graph is the same for all values of its tensors, got one "
-        f"that reads them ({how}{where}): the value that if, float(), .item() or NumPy reads would "
-        "become a constant. Use torch.where, keep numbers as tensors, or move this part out of the "
-        "function."
-    )
-
-
 def backward_call_error(what: str, where: str) -> Exception:
     return UnsupportedError(
         f"{what}: expected a function that returns its gradients, got one that calls "
         f"backward(){where}, which stores them in .grad. Return the result of `torch.autograd.grad`, "
         "or compile the loss with `hoglib.compiled_loss` and call backward() on its value."
     )
-
-
-def user_line(trace: TracebackType | None = None) -> str:
-    """The innermost file and line of the user's, of the current stack or of a traceback."""
-    if trace is None:
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if is_user_file(frame.f_code.co_filename):
-                return f" in {frame.f_code.co_filename}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
-    found = ""
-    at: TracebackType | None = trace
-    while at is not None:
-        if is_user_file(at.tb_frame.f_code.co_filename):
-            found = f" in {at.tb_frame.f_code.co_filename}:{at.tb_lineno}"
-        at = at.tb_next
-    return found
 
 
 def _reads_values(func: torch._ops.OpOverload, args: Any) -> bool:

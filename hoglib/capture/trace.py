@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, validation
 from hoglib._core.gradient_graph import leaf_tensors, walk
+from hoglib.capture.reads import Read, Recorder
 from hoglib.capture.refusals import (
     OperationChecks,
     PythonChecks,
@@ -37,6 +38,7 @@ class Traced(NamedTuple):
     leaves: list[Any]  # of the output; an OutputSlot in the place of a tensor
     structure: Any
     differentiable: list[bool]  # which tensors of the output require grad
+    reads: list[Read]  # the last outputs of the graph: the values that the function read
 
 
 class OutputSlot:
@@ -67,9 +69,10 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
     """
     out: dict[str, Any] = {}
     modules: list[nn.Module] = []
+    values = Recorder(name, tensors)
 
     def run(*given: Tensor) -> list[Tensor]:
-        with OperationChecks(name, given):
+        with OperationChecks(name, given, values):
             leaves, out["structure"] = pytree.flatten(function(*given))
         if any(x.grad is not None for x in given if x.is_leaf):  # by `torch.autograd.backward`
             raise backward_call_error(name, "")
@@ -78,12 +81,12 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
         out["leaves"] = [OutputSlot(next(count)) if isinstance(x, Tensor) else x for x in leaves]
         out["recorded"] = [x for x in found if x.requires_grad]
         out["differentiable"] = [x.requires_grad for x in found]
-        return found
+        return found + values.outputs
 
     with (
         translate_tracing_errors(name),
         record_modules(name, modules),
-        PythonChecks(name),
+        PythonChecks(name, values),
         warnings.catch_warnings(),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled modules run eagerly
     ):
@@ -102,7 +105,9 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
     for leaf in out["leaves"]:
         if isinstance(leaf, InputRef) and isinstance(leaf.where, Tensor):
             leaf.where = next(i for i, x in enumerate(lifted) if x is leaf.where)
-    return Traced(graph, lifted, modules, out["leaves"], out["structure"], out["differentiable"])
+    return Traced(
+        graph, lifted, modules, out["leaves"], out["structure"], out["differentiable"], values.reads
+    )
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
@@ -150,26 +155,6 @@ def without_tensor_hooks(tensors: list[Tensor]) -> Iterator[None]:
                 stack.callback(hooks.update, dict(hooks))
                 hooks.clear()
         yield
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether an operation draws random numbers."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and not _has_no_dropout(node)
-
-
-def _has_no_dropout(node: fx.Node) -> bool:
-    """Whether it is attention or a recurrent layer, which draw for dropout only, without dropout."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(
-        node.kwargs
-    )
-    rates = [given[name] for name in ("dropout_p", "dropout") if name in given]
-    if not rates and any(a.name in ("dropout_p", "dropout") for a in schema.arguments):
-        return True
-    return bool(rates) and all(rate in (0, 0.0) for rate in rates)
 
 
 def _check_outputs(name: str, leaves: list[Any]) -> None:
