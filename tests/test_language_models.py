@@ -241,7 +241,8 @@ class TestData:
         v = random_like(params)
         parts = [{k: x[n : n + 1] for k, x in batch.items()} for n in range(2)]
         _, expected = hog.hvp(chunked, params, v, batch)
-        for data, options in ((parts, {}), (batch, {"micro_batch": 1})):
+        as_mapping = UserDict(batch), {"micro_batch": 1}  # as BatchEncoding is
+        for data, options in ((parts, {}), (batch, {"micro_batch": 1}), as_mapping):
             found = hog.HessianOperator(chunked, params, data, **options) @ v
             assert relative(found, expected) < 1e-9
 

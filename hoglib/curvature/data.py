@@ -107,7 +107,8 @@ class Batches:
         shared = self._one and self._processes.splitting
         if self._micro_batch is None and not shared:
             return [batch]
-        sizes = [len(x) for x in pytree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
+        own = _as_dict(batch)
+        sizes = [len(x) for x in pytree.leaves(own) if isinstance(x, Tensor) and x.dim()]
         if not sizes:
             raise ArgumentTypeError(
                 f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of "
@@ -118,12 +119,19 @@ class Batches:
         size = self._micro_batch or -(-count // self._processes.world)  # rounded up
         if count <= size:
             return [batch]
-        return [rows(batch, count, start, start + size) for start in range(0, count, size)]
+        pieces = [rows(own, count, start, start + size) for start in range(0, count, size)]
+        return pieces if own is batch else [type(batch)(piece) for piece in pieces]
+
+
+def _as_dict(batch: Any) -> Any:
+    """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
+    unknown = isinstance(batch, Mapping) and not isinstance(batch, dict)
+    return dict(batch) if unknown else batch
 
 
 def leading_dimension(batch: Any) -> float:
     """The leading dimension of the first tensor of a batch."""
-    for x in pytree.leaves(batch):
+    for x in pytree.leaves(_as_dict(batch)):
         if isinstance(x, Tensor):
             if not x.dim():
                 break
