@@ -22,7 +22,7 @@ from hoglib.ops._linear_cross_entropy import (
     row_tangents,
 )
 
-__all__ = ["language_model_loss"]
+__all__ = ["LanguageModelLoss", "language_model_loss"]
 
 Vector = Sequence[Tensor]
 Product = Callable[[Vector], list[Tensor]]

@@ -20,6 +20,7 @@ PUBLIC = [
     "hoglib.capture",
     "hoglib.curvature",
     "hoglib.functional",
+    "hoglib.language_models",
     "hoglib.lightning",
     "hoglib.meta",
     "hoglib.nn",

@@ -17,7 +17,8 @@ from hoglib.stand_ins.table import STAND_INS
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PUBLIC = [
-    "hoglib", "hoglib.capture", "hoglib.curvature", "hoglib.errors", "hoglib.functional", "hoglib.lightning",
+    "hoglib", "hoglib.capture", "hoglib.curvature", "hoglib.errors", "hoglib.functional",
+    "hoglib.language_models", "hoglib.lightning",
     "hoglib.meta", "hoglib.nn", "hoglib.ops", "hoglib.penalties", "hoglib.stand_ins", "hoglib.testing",
     "hoglib.verification",
 ]  # fmt: skip
