@@ -9,25 +9,23 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import runs
-from experiments.checks import at_least, finite, learning_rate
+from experiments.checks import ascending_steps, at_least, finite, learning_rate
 from experiments.data.topics import CHARACTERS, Tasks
-from experiments.language import LanguageModel
 from experiments.maml import errors_after
 from experiments.models.gpt import CharacterGPT, add_adapters
 from experiments.plots.language import plot_perplexity
 from experiments.tables.language import perplexity_table
-from experiments.training.compile_choice import CompileChoice, CompileOption
+from experiments.training.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.training.experiment import Experiment
 from experiments.training.learners import make_learner
 from experiments.training.second_order import SecondOrderProblem
-from hoglib.errors import ArgumentValueError
 from hoglib.meta import Learner
 
 ADAPTERS = "*.parametrizations.weight.0.*"  # their names
 RATES = (0.03, 0.1, 0.3, 1.0, 3.0)  # of fine-tuning; the best on validation tasks is taken
 
 
-class AdapterMAML(Experiment):
+class AdapterMAML(WithCompileChoice, Experiment):
     """Meta-learns the low-rank adapters of a frozen language model, to adapt them to a topic.
 
     The table has, beside it, fine-tuning of the same model by as many gradient steps: of adapters that
@@ -69,43 +67,27 @@ class AdapterMAML(Experiment):
         super().__init__()
         self.base = CharacterGPT(len(CHARACTERS), length, width, layers, heads)
         if base is not None:
-            load_base(self.base, base)
+            runs.load_parameters(self.base, base, "network.", "base")
         self.base.requires_grad_(False)
         network = add_adapters(copy.deepcopy(self.base), at_least("rank", rank, 1))
         inner = {"inner_lr": inner_lr, "inner_steps": inner_steps, **(options or {})}
         self.maml = make_learner("maml", network, language_model_loss(network), inner)
         # not meta-learned: the adapters that the training begins with
         self.start = copy.deepcopy(network).requires_grad_(False)
-        maml = self.maml if isinstance(self.maml, hog.MAML) else None
-        self.compile_choice = CompileChoice(compile, maml, "no MAML")
+        assert isinstance(self.maml, hog.MAML)
+        self.compile_choice = CompileChoice(compile, self.maml, "")
         self.lr = learning_rate("lr", lr)
-        self.eval_steps = [0, 1, 5] if eval_steps is None else eval_steps
+        self.eval_steps = ascending_steps("eval_steps", eval_steps, [0, 1, 5])
         self.options = {
-            "base": base,
-            "width": width,
-            "layers": layers,
-            "heads": heads,
-            "rank": rank,
-        }
+            "base": base, "width": width, "layers": layers, "heads": heads, "rank": rank,
+        }  # fmt: skip
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam([p for p in self.maml.parameters() if p.requires_grad], lr=self.lr)
 
-    def on_train_start(self) -> None:
-        self.compile_choice.apply(self.trainer)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        self.compile_choice.save(checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self.compile_choice.load(checkpoint)
-
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
-        tasks, weight = hog.meta.shard(
-            (batch.support, batch.query)
-        )  # of this process, if there are several
+        # of this process, if there are several
+        tasks, weight = hog.meta.shard((batch.support, batch.query))
         loss = weight * self.maml.loss(tasks)
         finite("meta-loss", loss, "Lower inner_lr or lr.")
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1, sync_dist=True)
@@ -157,18 +139,3 @@ def fine_tuning(network: nn.Module, rate: float, pattern: str) -> Learner:
     for name, p in network.named_parameters():
         p.requires_grad_(fnmatchcase(name, pattern))
     return hog.MAML(network, language_model_loss(network), inner_lr=rate)
-
-
-def load_base(network: CharacterGPT, path: str) -> None:
-    """Load the parameters of a trained :class:`LanguageModel`."""
-    checkpoint = runs.find_checkpoint(path)
-    content = runs.load_checkpoint(checkpoint)["state_dict"]
-    weights = {name.removeprefix("network."): value for name, value in content.items()}
-    expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    got = {name: tuple(value.shape) for name, value in weights.items()}
-    if expected != got:
-        raise ArgumentValueError(
-            f"base: expected a checkpoint of {LanguageModel.__name__} of the same width, layers and "
-            f"length, got {checkpoint}; give those of its config.yaml."
-        )
-    network.load_state_dict(weights)

@@ -14,8 +14,7 @@ from experiments.models.networks import mlp
 from experiments.plots.spectra import plot_spectrum_over_training
 from experiments.tables.curvature import spectrum_table
 from experiments.training.experiment import Experiment
-from experiments.training.second_order import SecondOrderProblem
-from hoglib.lightning import CurvatureMonitor, Measurement
+from experiments.training.second_order import SecondOrderProblem, measurements
 
 
 class Descent(Experiment):
@@ -77,7 +76,7 @@ class Descent(Experiment):
     def test_step(self, batch: Images, batch_idx: int) -> None:
         accuracy = self.accuracy(batch)
         self.log("test/accuracy", accuracy, batch_size=len(batch.x))
-        history = self._history()
+        history = measurements(self.trainer)
         if not history:
             print(
                 "No CurvatureMonitor among trainer.callbacks: no table and no picture of spectra."
@@ -106,13 +105,6 @@ class Descent(Experiment):
             "largest": float(history[-1].spectrum.largest[-1]), "edge": 2 / self.lr,
         }  # fmt: skip
         runs.write_summary(folder, summary)
-
-    def _history(self) -> list[Measurement]:
-        """The measurements of the run that has just ended, or that a checkpoint holds."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, CurvatureMonitor):
-                return callback.history
-        return []
 
     def _training_set(self) -> Images:
         images = self.trainer.datamodule.train  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from experiments.models.prototypes import Prototypes, nearest_centroid
 from experiments.plots.few_shot import plot_accuracy, plot_episode
 from experiments.tables.few_shot import LearnerResult, classification_table, describe_learner
 from experiments.tables.layout import mean_and_interval
-from experiments.training.compile_choice import CompileChoice, CompileOption
+from experiments.training.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.training.experiment import Experiment
 from experiments.training.learners import ALGORITHMS, make_learner
 from experiments.training.schedules import with_linear_decay
@@ -25,7 +25,7 @@ Tasks = tuple[Batch, Batch]
 PROTOTYPES = "prototypes"
 
 
-class FewShotClassification(Experiment):
+class FewShotClassification(WithCompileChoice, Experiment):
     """Learns from tasks of N classes to tell new classes apart from K images of each.
 
     Args:
@@ -106,16 +106,8 @@ class FewShotClassification(Experiment):
     def configure_optimizers(self) -> Any:
         return with_linear_decay(self, torch.optim.Adam(self.parameters(), lr=self.lr), self.decay)
 
-    def on_train_start(self) -> None:
-        self.compile_choice.apply(self.trainer)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        self.compile_choice.save(checkpoint)
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.compile_choice.load(checkpoint)
         self._steps_before = checkpoint["global_step"]
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:

@@ -15,8 +15,7 @@ from experiments.plots.language import plot_directions
 from experiments.tables.language import Direction, directions_table, layers_table
 from experiments.training.experiment import Experiment
 from experiments.training.schedules import with_linear_decay
-from experiments.training.second_order import SecondOrderProblem
-from hoglib.lightning import CurvatureMonitor, Measurement
+from experiments.training.second_order import SecondOrderProblem, measurements
 
 SPAN, POINTS = 1.5, 25  # of the loss along directions: in units of the distance that doubles it
 
@@ -88,7 +87,7 @@ class LanguageModel(Experiment):
         windows = next(iter(self.trainer.datamodule.train_dataloader()))  # type: ignore[attr-defined]
         found = self.sharpest(windows.to(self.device))
         folder = runs.run_folder(self.trainer)
-        history = self._history()
+        history = measurements(self.trainer)
         curve = logs.curves(folder).get("val/perplexity", [])
         tables = [
             f"Perplexity of a character of held-out topics: {exp(loss):.2f}",
@@ -139,13 +138,6 @@ class LanguageModel(Experiment):
                 ]
                 found.append(Direction(name, value, _shares(direction), steps.tolist(), losses))
         return found
-
-    def _history(self) -> list[Measurement]:
-        """The measurements of the run that has just ended, or that a checkpoint holds."""
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, CurvatureMonitor):
-                return callback.history
-        return []
 
 
 def layer_of(name: str) -> str:

@@ -5,28 +5,26 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import hoglib as hog
 from experiments import logs, runs
-from experiments.checks import at_least, finite, hidden_widths, learning_rate
+from experiments.checks import ascending_steps, finite, hidden_widths, learning_rate
 from experiments.models.networks import mlp
 from experiments.plots.few_shot import plot_adaptation, plot_errors
 from experiments.tables.few_shot import sinusoid_table, summarize_errors
-from experiments.training.compile_choice import CompileChoice, CompileOption
+from experiments.training.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.training.learners import make_learner
 from experiments.training.second_order import SecondOrderProblem
-from hoglib.errors import ArgumentValueError
 from hoglib.meta import Learner
 
 Batch = Any  # (x, y), or what else the learner's loss takes
 Tasks = tuple[Batch, Batch]
 
 
-class FewShotRegression(pl.LightningModule):
+class FewShotRegression(WithCompileChoice):
     """What both methods share (abstract): the network, adaptation to held-out tasks, and their errors.
 
     Args:
@@ -71,14 +69,7 @@ class FewShotRegression(pl.LightningModule):
         self.maml = make_learner(algorithm, mlp(widths, act), F.mse_loss, inner)
         self.compile_choice = self._compile_choice(compile)
         self.lr = learning_rate("lr", lr)
-        self.eval_steps = [0, 1, 5, 10] if eval_steps is None else eval_steps
-        for step in self.eval_steps:
-            at_least("eval_steps", step, 0)
-        if sorted(set(self.eval_steps)) != self.eval_steps:
-            raise ArgumentValueError(
-                f"eval_steps: expected ascending numbers of steps, got {self.eval_steps}; "
-                f"write {sorted(set(self.eval_steps))}."
-            )
+        self.eval_steps = ascending_steps("eval_steps", eval_steps, [0, 1, 5, 10])
         self.baseline = baseline
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,15 +85,6 @@ class FewShotRegression(pl.LightningModule):
     def on_fit_start(self) -> None:
         if self.baseline is not None:
             load_baseline(self, self.baseline)  # raises before training, not after it
-
-    def on_train_start(self) -> None:
-        self.compile_choice.apply(self.trainer)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.compile_choice.save(checkpoint)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.compile_choice.load(checkpoint)
 
     def second_order_problem(self, batch: Tasks) -> SecondOrderProblem:
         """The loss on the support set of a task, by the parameters: what inner steps descend.
@@ -190,16 +172,6 @@ def errors_after(maml: Learner, tasks: Tasks, steps: Sequence[int]) -> Tensor:
 
 def load_baseline(model: FewShotRegression, path: str) -> Learner:
     """The baseline's parameters in a copy of this model's learner, so that both adapt alike."""
-    checkpoint = runs.find_checkpoint(path)
-    state = torch.load(checkpoint, map_location=model.device, weights_only=True)["state_dict"]
     maml = copy.deepcopy(model.maml)
-    weights = {name.removeprefix("maml."): value for name, value in state.items()}
-    expected = {name: tuple(value.shape) for name, value in maml.state_dict().items()}
-    got = {name: tuple(value.shape) for name, value in weights.items()}
-    if expected != got:
-        raise ArgumentValueError(
-            f"baseline: expected a checkpoint of the same network, {expected}, got {got} from "
-            f"{checkpoint}; train the baseline with the same hidden widths, or set baseline to null."
-        )
-    maml.load_state_dict(weights)
+    runs.load_parameters(maml, path, "maml.", "baseline")
     return maml

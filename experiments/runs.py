@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 
 from hoglib.errors import ArgumentValueError
 
@@ -75,6 +76,28 @@ def load_checkpoint(checkpoint: Path) -> dict[str, Any]:
             f"read as one ({type(error).__name__}); give another file."
         ) from error
     return content
+
+
+def load_parameters(network: nn.Module, path: str, prefix: str, option: str) -> None:
+    """Load the parameters of another run's network of the same sizes.
+
+    Args:
+        network: The network.
+        path: A checkpoint, or a run folder, of which the newest version is taken.
+        prefix: Of the network's names in the checkpoint.
+        option: The option that names the path, for the error message.
+    """
+    checkpoint = find_checkpoint(path)
+    state = load_checkpoint(checkpoint)["state_dict"]
+    weights = {name.removeprefix(prefix): value for name, value in state.items()}
+    expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    got = {name: tuple(value.shape) for name, value in weights.items()}
+    if expected != got:
+        raise ArgumentValueError(
+            f"{option}: expected a checkpoint of the same network, {expected}, got {got} from "
+            f"{checkpoint}; train it with the same sizes, or set {option} to null."
+        )
+    network.load_state_dict(weights)
 
 
 def version_folder(checkpoint: Path) -> Path | None:

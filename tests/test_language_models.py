@@ -481,7 +481,7 @@ class TestOwnLoss:
         with pytest.raises(ArgumentValueError, match="apart"):
             run(hog.functional_loss(model), params, batch)
 
-    @pytest.mark.parametrize("mode", ["auto", "reverse", "forward"])
+    @pytest.mark.parametrize("mode", ["auto", "reverse", "forward", "finite-differences"])
     def test_a_criterion_that_takes_the_loss_of_the_outputs(self, mode):
         model = language_model("GPT2LMHeadModel")
         params, batch = hog.trainable_params(model), padded_batch()

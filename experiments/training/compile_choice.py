@@ -68,6 +68,27 @@ class CompileChoice:
         return True, ""
 
 
+class WithCompileChoice(pl.LightningModule):
+    """A module whose checkpoints hold how its meta-gradient runs.
+
+    Attributes:
+        compile_choice: The choice, set by the class that inherits.
+    """
+
+    compile_choice: CompileChoice
+
+    def on_train_start(self) -> None:
+        self.compile_choice.apply(self.trainer)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        self.compile_choice.save(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.compile_choice.load(checkpoint)
+
+
 def expected_losses(trainer: pl.Trainer) -> int | None:
     """How many losses the whole run computes, those before it was resumed included; None: no limit."""
     steps = trainer.estimated_stepping_batches

@@ -1,15 +1,25 @@
-"""The second-order problem of gradient penalties: a sum over inputs, by parameters and inputs."""
+"""Second-order problems of the experiments, and the spectra that were measured of them."""
 
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 import hoglib as hog
+from hoglib.lightning import CurvatureMonitor, Measurement
 
 INPUTS = "x"
 SecondOrderProblem = tuple[Any, dict[str, Tensor], Any]  # (loss, params, batch)
+
+
+def measurements(trainer: pl.Trainer) -> list[Measurement]:
+    """The spectra of the run that has just ended, or that a checkpoint holds."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, CurvatureMonitor):
+            return callback.history
+    return []
 
 
 def sum_by_parameters_and_inputs(

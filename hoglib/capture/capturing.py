@@ -72,7 +72,7 @@ class GraphEntry:
     code: str = field(repr=False)
     run: Callable[..., Any] = field(repr=False)
     reached: Guards = field(repr=False)
-    reads: ReadGuards = field(repr=False)
+    reads: ReadGuards | None = field(repr=False)
     # Arguments that the function also reaches by another path, and their places among those lifted.
     shared: list[tuple[int, int]] = field(repr=False)
     leaves: list[Any] = field(repr=False)  # of the output; an OutputSlot in the place of a tensor
@@ -120,9 +120,12 @@ class GraphEntry:
             shared_tensors(tensors, lifted) != self.shared
         ):
             return None
-        if not self.holds(tensors) or self.reads.change(self.graph_inputs(tensors, lifted)):
-            return None
-        return lifted
+        return lifted if self.holds(tensors) and not self._changed_read(tensors, lifted) else None
+
+    def _changed_read(self, tensors: list[Tensor], lifted: list[Tensor]) -> str | None:
+        """In words, a value that the function reads and that differs from that of the capture."""
+        reads = self.reads
+        return None if reads is None else reads.change(self.graph_inputs(tensors, lifted))
 
     def explain_mismatch(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> Mismatch:
         """Why this is not the graph of a call of the same signature.
@@ -140,7 +143,7 @@ class GraphEntry:
             return Mismatch(self.reached.explain(root), False)
         if shared_tensors(tensors, lifted) != self.shared:
             return Mismatch("other arguments are also reached by another path", False)
-        change = self.reads.change(self.graph_inputs(tensors, lifted))
+        change = self._changed_read(tensors, lifted)
         return Mismatch(change or "the assumptions on symbolic sizes do not hold", bool(change))
 
     def graph_inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:

@@ -118,8 +118,6 @@ class ReadGuards:
 
     def change(self, inputs: list[Tensor]) -> str | None:
         """In words, the first value that differs from that of the capture."""
-        if not self.reads:
-            return None
         with torch.no_grad(), torch._C.DisableTorchFunction(), torch_internals.no_autocast():
             found = self._graph(*inputs)
         for read, now in zip(self.reads, found, strict=True):
@@ -129,10 +127,10 @@ class ReadGuards:
         return None
 
 
-def split_reads(module: fx.GraphModule, reads: list[Read]) -> ReadGuards:
+def split_reads(module: fx.GraphModule, reads: list[Read]) -> ReadGuards | None:
     """Takes the last outputs of a graph, the values that are read, to a graph of their own."""
     if not reads:
-        return ReadGuards(module, [])
+        return None
     *nodes, output = module.graph.nodes
     results: Any = output.args[0]
     results, wanted = results[: -len(reads)], results[-len(reads) :]

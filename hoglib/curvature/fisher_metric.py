@@ -27,12 +27,7 @@ from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature import distributions
 from hoglib.curvature import likelihood as likelihoods
-from hoglib.curvature.gauss_newton import (
-    CompositeLoss,
-    MetricProduct,
-    OutputMetric,
-    without_a_graph,
-)
+from hoglib.curvature.gauss_newton import CompositeLoss, MetricProduct, OutputMetric
 from hoglib.curvature.likelihood import Likelihood, Weight
 from hoglib.curvature.linear_map import ProductOptions
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
@@ -86,7 +81,8 @@ class FisherMetric(OutputMetric):
             random = self.random_numbers(outputs[0].device)
             values = composite.with_values(outputs)
             own = closed_form(values, composite.batch, self.kind, self.num_samples, random)
-            return without_a_graph(own)
+            own = torch.no_grad()(own)
+            return lambda u, keep_graph: own(u)
         values = composite.with_values([y.detach() for y in outputs])
         product = fisher_metric(self, composite.loss, values, composite.batch)
         return lambda u, keep_graph: product(u)

@@ -6,6 +6,7 @@ Hessian of the criterion, or the Fisher matrix of the distribution that the outp
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, final
@@ -77,14 +78,12 @@ class OutputMetric(ABC):
         return self
 
 
-def without_a_graph(product: Callable[[Vector], Vector]) -> MetricProduct:
-    """A product that is given in closed form, under no_grad."""
-
-    def apply(u: Vector, keep_graph: bool) -> Vector:
-        with torch.no_grad():
-            return product(u)
-
-    return apply
+def _refuse_linear(hessian: LinearMap, options: ProductOptions) -> None:
+    if hessian.is_zero():
+        raise ArgumentValueError(
+            f"{options.caller}: expected a criterion that is not linear in the model's outputs, got "
+            f"one whose gradient does not depend on them, so that the matrix is zero. {APART}"
+        )
 
 
 @final
@@ -98,21 +97,21 @@ class CriterionHessian(OutputMetric):
         closed_form = getattr(composite.loss, "gauss_newton", None)
         if closed_form is not None:  # the loss has the product in closed form
             product = closed_form(composite.with_values(outputs), composite.batch)
-            if options.create_graph or torch_internals.transforms_active():
-                return lambda u, keep_graph: product(u)
-            return without_a_graph(product)
+            if not (options.create_graph or torch_internals.transforms_active()):
+                product = torch.no_grad()(product)
+            return lambda u, keep_graph: product(u)
+        inside = torch_internals.transforms_active()
         if mode == DIFFERENCES:
+            if not inside:
+                with suppress(NoSecondDerivative):  # for such a criterion this mode is there
+                    _refuse_linear(
+                        reverse_over_reverse(composite.criterion, outputs, options), options
+                    )
             gradient = finite_differences.gradient_function(composite.criterion)
             return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
-        inside = torch_internals.transforms_active()
         linearize = forward_over_reverse if inside else reverse_over_reverse
         hessian = linearize(composite.criterion, outputs, options)
-        if hessian.is_zero():
-            raise ArgumentValueError(
-                f"{options.caller}: expected a criterion that is not linear in the model's outputs, "
-                "got one whose gradient does not depend on them, so that the matrix is zero. "
-                + APART
-            )
+        _refuse_linear(hessian, options)
         return lambda u, keep_graph: hessian.apply(u, keep_graph)[1]
 
 

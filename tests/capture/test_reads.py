@@ -152,3 +152,27 @@ def test_models_of_transformers_that_read_their_masks(name):
     (a, x), (b, y) = (hog.hvp(loss, params, v, batch, compile=c) for c in ("eager", False))
     assert_close(a, b)
     assert_close(x, y, rtol=1e-5, atol=1e-7)  # models compute the loss in float32
+
+
+FACTORS = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+
+
+def solved(p, A):
+    """What libraries of Gaussian processes do: more on the diagonal where a factorization fails."""
+    L, info = torch.linalg.cholesky_ex(A)
+    if info.any():
+        L = torch.linalg.cholesky(A + 3 * torch.eye(2, dtype=A.dtype))
+    return (p[:2].T @ L).square().sum()
+
+
+def same(p, A):
+    return (p[:2] * A).sum() if torch.equal(A, A) else p.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("f", "other"), [(solved, FACTORS - 2 * torch.eye(2, dtype=torch.float64)), (same, FACTORS * torch.nan)]
+)  # fmt: skip
+def test_reads_of_floats_that_are_guards(f, other):
+    graph = hog.compile(f, backend="eager", check=False)
+    for A in (FACTORS, other, FACTORS):
+        assert_close(graph(W, A), f(W, A))

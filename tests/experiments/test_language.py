@@ -177,7 +177,7 @@ class TestFits:
         assert moved
         assert all(own[name].any() for name in moved)
         assert run("fit", "--config", ADAPT, *args[:2], "--model.layers", "1") == 2
-        assert "base: expected a checkpoint of LanguageModel of the same" in capsys.readouterr().err
+        assert "base: expected a checkpoint of the same network" in capsys.readouterr().err
 
     @pytest.mark.parametrize("config", [LM, ADAPT], ids=["curvature/lm", "maml/lm_adapt"])
     @DRAWN
