@@ -29,6 +29,7 @@ from hoglib._core.logger import LOGGER
 from hoglib._core.source_location import warn
 from hoglib._version import __version__
 from hoglib.capture.kernel_choice import effective_switch, processor
+from hoglib.capture.nodes import takes_lists
 from hoglib.capture.passes import (
     channels_last,
     expand_alpha_beta,
@@ -177,7 +178,8 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
       TORCH_VEC_ISA_OK is set.
     - On a CPU, images keep the layout of `channels_last`.
     - With `compact`, a graph is one C++ program, instead of one per kernel called from Python, which is
-      slower for small graphs.
+      slower for small graphs. A program that calls an operator of torch.library with a list of tensors
+      crashes the process (torch 2.13).
     """
     import torch._inductor.config as config
 
@@ -198,6 +200,7 @@ def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: s
     from torch._inductor.utils import fresh_cache
 
     given: list[Any] = list(tensors)
+    compact = on_cpu and not any(map(takes_lists, graph.graph.nodes))
     # The second attempt is for files that an interrupted compilation left in torch's cache, and for
     # operations that the C++ wrapper does not support.
     for again in (False, True):
@@ -205,7 +208,7 @@ def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: s
             with (
                 torch.no_grad(),
                 fresh_cache() if again else _torch_cache_in(cache_dir()),
-                _inductor_settings(on_cpu and not again),
+                _inductor_settings(compact and not again),
                 _without_pytree_warning(),
             ):
                 artifact = standalone_compile(

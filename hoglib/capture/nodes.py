@@ -37,6 +37,18 @@ def _has_no_dropout(node: fx.Node) -> bool:
     return bool(rates) and all(rate in (0, 0.0) for rate in rates)
 
 
+def takes_lists(node: fx.Node) -> bool:
+    """Whether it calls an operator of torch.library, not of torch itself, that takes or returns a list
+    of tensors."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or node.target.namespace in ("aten", "prims"):  # type: ignore[union-attr]
+        return False
+    return any(
+        "Tensor" in str(x.type) and "List" in str(x.type)
+        for x in (*schema.arguments, *schema.returns)
+    )
+
+
 def needed_nodes(
     nodes: Iterable[fx.Node], wanted: Iterable[fx.Node], *, through_info: bool = True
 ) -> list[fx.Node]:

@@ -1,7 +1,7 @@
 """Custom Functions with verified derivatives: tensors first, differentiable to any order."""
 
 from hoglib._core.recomputation import remat
-from hoglib.ops._attention import scaled_dot_product_attention
+from hoglib.ops._attention import attention_dropout_mask, scaled_dot_product_attention
 from hoglib.ops._batch_norm import batch_norm, instance_norm
 from hoglib.ops._conv import conv1d, conv2d, conv3d
 from hoglib.ops._cross_entropy import softmax_cross_entropy
@@ -47,6 +47,7 @@ from hoglib.ops._weight_norm import weight_norm
 
 __all__ = [
     "amax",
+    "attention_dropout_mask",
     "batch_norm",
     "bias_add",
     "cdist",

@@ -1,13 +1,21 @@
-"""Scaled dot-product attention by plain operations: the fused kernels have no double backward."""
+"""Scaled dot-product attention: torch's fused kernels have no double backward and no forward mode."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib._core.mixed_precision import autocast_on, is_half
+from hoglib._core.mixed_precision import autocast_on, is_half, without_autocast
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.ops import _attention_blocks as blocks
+from hoglib.ops._philox import draw_keys
+
+# The scores of one head, L S, above which attention runs by blocks: measured with
+# `python -m experiments.benchmarks.attention`. Below, the formula is faster.
+CROSSOVER = {"cpu": 2**18}
+OTHER_CROSSOVER = 2**20
 
 
 def scaled_dot_product_attention(
@@ -24,10 +32,13 @@ def scaled_dot_product_attention(
 
         P = softmax(scale Q K^T + B)        Y = dropout(P) V        scale = 1 / sqrt(E)
 
-    A composite of torch operations: torch's fused kernels have no double backward. A row that attends
-    to nothing gives zero, and so do its derivatives. O(L S) memory, as torch's MATH backend. Half
-    precision is computed in float32 and rounded once. Differentiable to any order, in every mode,
-    under vmap.
+    torch's fused kernels have no double backward and no forward mode. Differentiable to any order, in
+    every mode, under vmap. Above a length of some hundreds all orders run by blocks of rows, which are
+    computed anew from Q and K: nothing of the size [L, S] is kept, except the gradient of a mask that
+    requires one, and what torch.compile or jvp inside jvp needs. Value and gradient are torch's fused
+    kernel's, where it has them: on the CPU, in float32 and float64, without dropout, for E = Ev. A row
+    that attends to nothing gives zero, and so do its derivatives. Half precision is computed in float32
+    and rounded once.
 
     Args:
         query: Q, a real floating-point tensor.
@@ -35,7 +46,8 @@ def scaled_dot_product_attention(
         value: V, of the dtype of query.
         attn_mask: A boolean mask, True for what takes part; or B itself, by which it is differentiable
             too. Default: none.
-        dropout_p: The probability of dropout, drawn from torch's generator as by `F.dropout`.
+        dropout_p: The probability of dropout, whose random numbers follow from torch's generator:
+            :func:`attention_dropout_mask` gives them. They are not those that torch would draw.
             Default: 0.
         is_causal: Whether position l attends to positions up to l only. Default: False.
         scale: The factor of the scores. Default: 1 / sqrt(E).
@@ -77,39 +89,162 @@ def scaled_dot_product_attention(
         )
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
-    if enable_gqa:
-        key, value = (_repeat_heads(x, query) for x in (key, value))
-    upcast = is_half(query) and not autocast_on(query.device.type)
-    if upcast:
+    short = _is_short(query, key)
+    if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()
-    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (query * factor) @ key.mT
-    empty = None  # rows that attend to nothing, whose softmax is 0 / 0
-    if is_causal:
-        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~causal, -math.inf)
-    elif attn_mask is not None and attn_mask.dtype == torch.bool:
-        empty = ~attn_mask.any(-1, keepdim=True)
-        scores = scores.masked_fill(~(attn_mask | empty), -math.inf)
-    elif attn_mask is not None:
-        empty = (attn_mask == -math.inf).all(-1, keepdim=True)
-        scores = scores + attn_mask.to(scores.dtype).masked_fill(empty, 0.0)
-    weights = torch.softmax(scores, -1)
-    if empty is not None:
-        weights = weights.masked_fill(empty, 0.0)
-    if dropout_p > 0.0:
-        weights = torch.dropout(weights, dropout_p, train=True)
-    result = weights.to(value.dtype) @ value
+    query = query * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if short:
+        result = _by_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    else:
+        with without_autocast(query):
+            form = _Form.of(query, key, value, attn_mask, dropout_p, enable_gqa)
+            result = form.attention(dropout_p, is_causal)
     if heads_inside:  # as torch lays it out: what follows may view heads and values as one
         result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
-    return result.to(dtype) if upcast else result
+    return result.to(dtype)
 
 
-def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
+def attention_dropout_mask(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *,
+    enable_gqa: bool = False,
+) -> Tensor:
+    r"""The weights that dropout in :func:`scaled_dot_product_attention` keeps.
+
+        P_ls is kept and divided by 1 - p where the mask is True, and is 0 elsewhere.
+
+    It draws from torch's generator what the attention with these arguments would draw in its place.
+
+    Args:
+        query: As for the attention.
+        key: As for the attention.
+        value: As for the attention.
+        attn_mask: As for the attention, of which its shape is read. Default: none.
+        dropout_p: The probability of dropout. Default: 0.
+        enable_gqa: As for the attention. Default: False.
+    Returns:
+        A boolean tensor.
+    Shape:
+        - query, key, value: as for the attention
+        - mask: [..., L, S], with the heads of query
+    References:
+        Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011 (Philox4x32-10).
+    Example:
+        >>> q = torch.zeros(1000, 4)
+        >>> mask = hog.ops.attention_dropout_mask(q, q, q, dropout_p=0.25)
+        >>> mask.shape, abs(mask.float().mean().item() - 0.75) < 0.01
+        (torch.Size([1000, 1000]), True)
+    """
+    if _is_short(query, key):
+        own = _repeat_heads(key, query) if enable_gqa else key
+        ones = torch.ones_like((query @ own.mT).detach(), dtype=torch.float32)
+        if attn_mask is not None:
+            ones = ones.expand(torch.broadcast_shapes(ones.shape, attn_mask.shape)).contiguous()
+        return torch.dropout(ones, dropout_p, train=True) != 0
+    form = _Form.of(query, key, value, attn_mask, dropout_p, enable_gqa)
+    count, heads, length, _ = form.inputs.q.shape
+    if form.inputs.keys is None:
+        return form.result(
+            torch.ones(count, heads, length, key.shape[-2], dtype=torch.bool, device=key.device)
+        )
+    rows = torch.arange(heads * length, device=key.device)
+    kept = blocks.kept_by_dropout(form.inputs.keys, rows, key.shape[-2], dropout_p)
+    return form.result(kept.unflatten(1, (heads, length)))
+
+
+def _is_short(query: Tensor, key: Tensor) -> bool:
+    scores = query.shape[-2] * key.shape[-2]
+    return scores <= CROSSOVER.get(query.device.type, OTHER_CROSSOVER) or not scores
+
+
+def _by_formula(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    if enable_gqa:
+        key, value = (_repeat_heads(x, query) for x in (key, value))
+    scores = query @ key.mT
+    future = None
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    weights = blocks.softmax_of(scores, mask, future)
+    if dropout_p > 0.0:
+        weights = torch.dropout(weights, dropout_p, train=True)
+    return weights.to(value.dtype) @ value
+
+
+class _Form(NamedTuple):
+    """The arguments as `hoglib.ops._attention_blocks` takes them, and the way back."""
+
+    inputs: blocks.Inputs
+    places: tuple[int, ...] | None
+    lead: torch.Size  # of N
+    grouped: bool
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
+        enable_gqa: bool,
+    ) -> "_Form":  # fmt: skip
+        if enable_gqa and key.shape[-3] != value.shape[-3]:
+            key, value, enable_gqa = _repeat_heads(key, query), _repeat_heads(value, query), False
+        mask = None if mask is None else mask[(None,) * (3 - mask.dim())]
+        if enable_gqa:
+            heads = key.shape[-3], _group(key, query)
+            query = query.unflatten(-3, heads)
+            if mask is not None:
+                mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, heads)
+        else:
+            query = query.unsqueeze(-3)
+            mask = None if mask is None else mask.unsqueeze(-3)
+        own = torch.Size() if mask is None else mask.shape[:-3]
+        lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-2], value.shape[:-2], own)
+        count = math.prod(lead)
+        places = None
+        if mask is not None:
+            places = _places((1,) * (len(lead) - len(own)) + own, lead)
+            mask = mask.reshape(-1, *mask.shape[-3:])
+        q = query.expand(*lead, *query.shape[-3:]).reshape(count, *query.shape[-3:])
+        k, v = (x.expand(*lead, *x.shape[-2:]).reshape(count, *x.shape[-2:]) for x in (key, value))
+        keys = draw_keys(count, query.device) if dropout_p > 0.0 else None
+        return cls(blocks.Inputs(q, k, v, mask, keys), places, lead, enable_gqa)
+
+    def attention(self, dropout_p: float, causal: bool) -> Tensor:
+        q, _, v, _, keys = self.inputs
+        fused = q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and keys is None
+        plan = blocks.Plan(causal, self.places, dropout_p, fused)
+        return self.result(blocks.attention(self.inputs, plan))
+
+    def result(self, x: Tensor) -> Tensor:
+        """[N, H, L, ...] -> [..., L, ...]"""
+        x = x.reshape(*self.lead, *x.shape[1:])
+        return x.flatten(-4, -3) if self.grouped else x.squeeze(-3)
+
+
+def _places(own: tuple[int, ...], lead: torch.Size) -> tuple[int, ...] | None:
+    """Which of the masks, of the leading dimensions `own`, each of N has; None if they are one."""
+    if math.prod(own) == 1:
+        return None
+    places = [0]
+    for size, full in zip(own, lead, strict=True):
+        places = [i * size + (j if size > 1 else 0) for i in places for j in range(full)]
+    return tuple(places)
+
+
+def _group(x: Tensor, query: Tensor) -> int:
+    """How many heads of query share one of x."""
     heads, own = query.shape[-3], x.shape[-3]
     if heads % own:
         raise ArgumentValueError(
             f"enable_gqa: expected a number of query heads that is a multiple of those of key and "
             f"value, got {heads} and {own}."
         )
-    return x.repeat_interleave(heads // own, -3)
+    return heads // own
+
+
+def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
+    return x.repeat_interleave(_group(x, query), -3)

@@ -1,0 +1,732 @@
+"""Attention by blocks of rows: values and derivatives without a tensor of the size of the scores.
+
+With P = softmax(S), S = Q K^T + B, the factors D of dropout (1 without it) and sums over keys:
+
+    Y = (D P) V
+
+    gradient of <G, Y>, with A = D (G V^T), C = A - sum P A and T = P C:
+        by Q: T K        by K: T^T Q        by V: (D P)^T G        by B: T
+
+    along (Q', K', V', B'), with S' = Q' K^T + Q K'^T + B' and P' = P (S' - sum P S'):
+        Y' = (D P') V + (D P) V'
+
+    the gradient along it, with A' = D (G V'^T) and T' = P' C + P (A' - sum G Y'):
+        by Q: T' K + T K'        by K: T'^T Q + T^T Q'        by V: (D P')^T G        by B: T'
+
+The last one is a symmetric map: it is the backward of the gradient, the jvp of the gradient and the
+backward of Y'. A block computes its P anew from Q and K at each order; derivatives of the last one
+are those of its formula, recomputed block by block. torch's fused kernel computes the value and the
+gradient where it can.
+
+All functions take one form: Q, Y and G are [N, H, L, E] (N heads of keys, and for each H heads of
+queries, scaled), K and V [N, S, E], and B [M, 1 or H, 1 or L, 1 or S]; `places` says which of the M
+belongs to each of the N.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hoglib._core import pytree, torch_internals
+from hoglib._core.mixed_precision import without_autocast
+from hoglib._core.recomputation import recompute
+from hoglib.errors import UnsupportedError
+from hoglib.ops._function import (
+    Saved,
+    apply_function,
+    batch_to_front,
+    make_function,
+    sum_terms,
+)
+from hoglib.ops._philox import WORDS, random_words
+
+# The scores in a block. On a processor a block stays in its cache; a GPU wants many at once.
+BLOCK_ELEMENTS = {"cpu": 2**17}
+OTHER_BLOCK_ELEMENTS = 2**24
+FEWEST_ROWS = 16
+FUSED_MASK_ELEMENTS = 2**22  # of a mask that is written out for torch's fused kernel
+
+NAMES = "qkvm"  # Q, K, V and B
+KINDS = "qkvmy"  # of the parts of the curvature
+Parts = Sequence[Tensor | None]
+
+
+class Plan(NamedTuple):
+    """What is known without the tensors."""
+
+    causal: bool
+    places: tuple[int, ...] | None  # None where all have the same mask
+    dropout_p: float
+    fused: bool  # whether torch's fused kernel computes the value and the gradient
+    needs: str = ""  # the derivatives that are wanted, of NAMES
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None  # boolean, or B
+    keys: Tensor | None  # of the random numbers of dropout, [N, 2]
+
+
+def attention(inputs: Inputs, plan: Plan) -> Tensor:
+    """Y, [N, H, L, Ev]."""
+    y: Tensor = apply_function(_VALUES, _reference, *inputs, plan)[0]
+    return y
+
+
+def softmax_of(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Tensor:
+    """P, with zeros in the rows that attend to nothing. future: what a causal row does not see."""
+    if future is not None:
+        scores = scores.masked_fill(future, -math.inf)
+    if mask is None:
+        return torch.softmax(scores, -1)
+    if mask.dtype == torch.bool:
+        empty = ~mask.any(-1, keepdim=True)
+        scores = scores.masked_fill(~(mask | empty), -math.inf)
+    else:
+        empty = (mask == -math.inf).all(-1, keepdim=True)
+        scores = scores + mask.to(scores.dtype).masked_fill(empty, 0.0)
+    return torch.softmax(scores, -1).masked_fill(empty, 0.0)
+
+
+def kept_by_dropout(keys: Tensor, rows: Tensor, columns: int, dropout_p: float) -> Tensor:
+    """The weights that dropout keeps, [N, R, columns], in rows [R]."""
+    return random_words(keys, rows, columns) >= round(dropout_p * WORDS)
+
+
+class _Block(NamedTuple):
+    """What a block reads: rows of Q, the keys and values that they see, and their mask."""
+
+    q: Tensor  # [n, H, l, E]
+    k: Tensor  # [n, c, E]
+    v: Tensor
+    mask: Tensor | None  # [1 or n, 1 or H, 1 or l, 1 or c]
+    keys: Tensor | None  # [n, 2]
+    rows: tuple[int, int, int]  # the first, the one after the last, and L
+    plan: Plan
+
+    def weights(self) -> Tensor:
+        """P, [n, H, l, c]"""
+        scores = _product(self.q, self.k.mT)
+        future = None
+        if self.plan.causal:
+            rows = torch.arange(*self.rows[:2], device=scores.device)
+            future = rows[:, None] < torch.arange(scores.shape[-1], device=scores.device)
+        return softmax_of(scores, self.mask, future)
+
+    def factors(self) -> Tensor | None:
+        """D"""
+        if self.keys is None:
+            return None
+        (heads, _), (start, stop, length) = self.q.shape[1:3], self.rows
+        rows = torch.arange(start, stop, device=self.keys.device)
+        rows = rows + length * torch.arange(heads, device=self.keys.device)[:, None]
+        p = self.plan.dropout_p
+        kept = kept_by_dropout(self.keys, rows.flatten(), self.k.shape[1], p)
+        return kept.unflatten(1, self.q.shape[1:3]).to(self.q.dtype) / (1 - p)
+
+
+class _Place(NamedTuple):
+    """Where a block lies."""
+
+    heads: slice
+    rows: slice
+    columns: int
+
+    def of(self, inputs: Inputs, plan: Plan) -> _Block:
+        q, k, v, mask, keys = inputs
+        return _Block(
+            self.of_rows(q), self.of_keys(k), self.of_keys(v), self.of_mask(mask, plan),
+            None if keys is None else keys[self.heads],
+            (self.rows.start, self.rows.stop, q.shape[2]), plan,
+        )  # fmt: skip
+
+    def of_rows(self, x: Any) -> Any:
+        return None if x is None else x[self.heads, :, self.rows]
+
+    def of_keys(self, x: Any) -> Any:
+        return None if x is None else x[self.heads, : self.columns]
+
+    def of_mask(self, x: Any, plan: Plan) -> Any:
+        if x is None:
+            return None
+        if plan.places is not None:
+            places = plan.places[self.heads]
+            x = x[places[0] : places[0] + 1] if len(set(places)) == 1 else x[list(places)]
+        return self._seen(x)
+
+    def _seen(self, x: Tensor) -> Tensor:
+        x = x[:, :, self.rows] if x.shape[2] > 1 else x
+        return x[..., : self.columns] if x.shape[3] > 1 else x
+
+    def of_each(self, parts: Parts, plan: Plan) -> Parts:
+        """The parts of a vector, of the kinds KINDS and NAMES, or the first of them."""
+        of_mask = partial(self.of_mask, plan=plan)
+        of: list[Callable[[Any], Any]] = [self.of_rows, self.of_keys, self.of_keys, of_mask]
+        takes = [*of, self.of_rows, *of]
+        return [take(x) for take, x in zip(takes, parts, strict=False)]
+
+    def add_to_mask(
+        self, total: list[Tensor], term: Tensor, mask: Any, plan: Plan, recorded: bool
+    ) -> None:
+        """Adds [n, H, l, c], summed to the shape of the mask, to the only element of a list."""
+        for dim in (1, 2, 3):
+            term = term.sum(dim, keepdim=True) if mask.shape[dim] == 1 else term
+        places = plan.places[self.heads] if plan.places else (0,) * len(term)
+        if recorded:  # then this is the only block
+            index = torch.tensor(places, device=term.device)
+            total.append(term.new_zeros(mask.shape).index_add(0, index, term))
+            return
+        if not total:
+            total.append(term.new_zeros(mask.shape))
+        if plan.places is None:
+            self._seen(total[0]).add_(term.sum(0, keepdim=True))
+            return
+        for place, own in zip(places, term, strict=True):
+            self._seen(total[0][place : place + 1]).add_(own)
+
+
+def _places(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_Place]]:
+    """The blocks, those of the same heads together."""
+    (count, heads, length, _), keys = inputs.q.shape, inputs.k.shape[1]
+    size = BLOCK_ELEMENTS.get(inputs.q.device.type, OTHER_BLOCK_ELEMENTS)
+    rows = min(length, max(FEWEST_ROWS, size // (heads * keys)))
+    step = max(1, size // (heads * rows * keys))
+    if whole or torch.compiler.is_compiling():
+        rows, step = length, count
+    for first in range(0, count, step):
+        group = slice(first, min(first + step, count))
+        spans = [slice(i, min(i + rows, length)) for i in range(0, length, rows)]
+        yield [_Place(group, r, min(keys, r.stop) if plan.causal else keys) for r in spans]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """[n, H, l, i] times [n, i, j], as one product for all H."""
+    return (a.flatten(1, 2) @ b).unflatten(1, a.shape[1:3])
+
+
+def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
+    """[n, H, l, i]^T times [n, H, l, j], summed over H and l: [n, i, j]."""
+    return a.flatten(1, 2).mT @ b.flatten(1, 2)
+
+
+def _drop(weights: Tensor, factors: Tensor | None) -> Tensor:
+    return weights if factors is None else weights * factors
+
+
+def _centred(weights: Tensor, x: Tensor) -> Tensor:
+    """x - sum P x"""
+    return x - (weights * x).sum(-1, keepdim=True)
+
+
+def _values_of(x: _Block) -> Parts:
+    return (_product(_drop(x.weights(), x.factors()), x.v),)
+
+
+def _gradients_of(x: _Block, g: Tensor) -> Parts:
+    needs = x.plan.needs
+    weights, factors = x.weights(), x.factors()
+    by_v = _transposed_product(_drop(weights, factors), g) if "v" in needs else None
+    if needs == "v":
+        return None, None, by_v, None
+    t = weights * _centred(weights, _drop(_product(g, x.v.mT), factors))
+    by_q = _product(t, x.k) if "q" in needs else None
+    by_k = _transposed_product(t, x.q) if "k" in needs else None
+    return by_q, by_k, by_v, t if "m" in needs else None
+
+
+def _change_of_weights(x: _Block, weights: Tensor, along: Parts) -> Tensor | None:
+    """P'"""
+    dq, dk, _, dm = along
+    scores: Tensor | None = None
+    if dq is not None and dk is not None:  # one product of twice the width
+        scores = _product(torch.cat((dq, x.q), -1), torch.cat((x.k, dk), -1).mT)
+    elif dq is not None:
+        scores = _product(dq, x.k.mT)
+    elif dk is not None:
+        scores = _product(x.q, dk.mT)
+    if dm is not None:
+        scores = dm if scores is None else scores + dm
+    if scores is None:
+        return None
+    return weights * _centred(weights, scores)
+
+
+def _tangent_with(
+    x: _Block, weights: Tensor, change: Tensor | None, factors: Tensor | None, along: Parts
+) -> Tensor:
+    dv = along[2]
+    of_weights = None if change is None else _product(_drop(change, factors), x.v)
+    if dv is None:
+        return torch.zeros_like(_product(weights, x.v)) if of_weights is None else of_weights
+    of_values = _product(_drop(weights, factors), dv)
+    return of_values if of_weights is None else of_weights + of_values
+
+
+def _tangents_of(x: _Block, along: Parts) -> Parts:
+    weights = x.weights()
+    change = _change_of_weights(x, weights, along)
+    return (_tangent_with(x, weights, change, x.factors(), along),)
+
+
+def _curvature_of(x: _Block, g: Tensor, along: Parts) -> Parts:
+    """The gradients along a vector, and Y'."""
+    needs, (dq, dk, dv, _) = x.plan.needs, along
+    weights, factors = x.weights(), x.factors()
+    change = _change_of_weights(x, weights, along)
+    tangent = _tangent_with(x, weights, change, factors, along)
+    by_v = None
+    if "v" in needs:
+        by_v = (
+            torch.zeros_like(x.v)
+            if change is None
+            else _transposed_product(_drop(change, factors), g)
+        )
+    if needs in ("", "v"):
+        return None, None, by_v, None, tangent
+    c = _centred(weights, _drop(_product(g, x.v.mT), factors))
+    inner = (g * tangent).sum(-1, keepdim=True)
+    of_a = -inner if dv is None else _drop(_product(g, dv.mT), factors) - inner
+    change_of_t = weights * of_a if change is None else change * c + weights * of_a
+    t = weights * c if dk is not None or dq is not None else None
+    by_q = by_k = None
+    if "q" in needs:
+        by_q = _product(change_of_t, x.k)
+        by_q = by_q if dk is None or t is None else by_q + _product(t, dk)
+    if "k" in needs:
+        by_k = _transposed_product(change_of_t, x.q)
+        by_k = by_k if dq is None or t is None else by_k + _transposed_product(t, dq)
+    return by_q, by_k, by_v, change_of_t if "m" in needs else None, tangent
+
+
+def _over_blocks(
+    inputs: Inputs, plan: Plan, kinds: str, run: Callable[..., Parts], *others: Parts | Tensor
+) -> list[Tensor | None]:
+    """run(block, *others of the block) of all blocks: put together by rows (kinds q and y), summed by
+    keys (k and v), or summed over the mask (m)."""
+    recorded = _is_recorded(inputs, others)
+    wholes: list[list[Tensor]] = [[] for _ in kinds]
+    length = inputs.k.shape[1]
+    for places in _places(inputs, plan, whole=recorded and "m" in plan.needs):
+        groups: list[list[Tensor]] = [[] for _ in kinds]
+        for place in places:
+            block = place.of(inputs, plan)
+            given = [
+                place.of_rows(x) if isinstance(x, Tensor) else place.of_each(x, plan)
+                for x in others
+            ]
+            parts = recompute(run, block, *given) if recorded else run(block, *given)
+            for kind, part, whole, group in zip(kinds, parts, wholes, groups, strict=True):
+                if part is None:
+                    continue
+                if kind == "m":
+                    place.add_to_mask(whole, part, inputs.mask, plan, recorded)
+                elif kind in "kv":
+                    _add_keys(group, part, length, recorded)
+                else:
+                    group.append(part)
+        for kind, whole, group in zip(kinds, wholes, groups, strict=True):
+            if group:
+                whole.append(group[0] if kind in "kv" else torch.cat(group, 2))
+    return [torch.cat(whole) if whole else None for whole in wholes]
+
+
+def _is_recorded(*given: Any) -> bool:
+    """Whether a graph is made of what is computed from these, which may then not change in place."""
+    if torch_internals.transforms_active():
+        return True
+    tensors = [x for x in pytree.leaves(given) if isinstance(x, Tensor)]
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return wanted or any(map(torch_internals.is_batched, tensors))
+
+
+def _add_keys(total: list[Tensor], term: Tensor, length: int, recorded: bool) -> None:
+    """Adds to the only element of a list; the first terms of causal rows have fewer keys."""
+    columns = term.shape[1]
+    if total and not recorded:
+        total[0][:, :columns].add_(term)
+        return
+    term = term if columns == length else F.pad(term, (0, 0, 0, length - columns))
+    total[:] = [total[0] + term] if total else [term]
+
+
+def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, given: Parts) -> Parts:
+    """The vjp of `_curvature_of` along (by Q, K, V, B, Y'), or its jvp along (Q, K, V, B, G) and the
+    vector."""
+    shape = (*x.q.shape[:3], x.k.shape[1])
+    mask = x.mask if x.mask is not None and x.mask.is_floating_point() else None
+    values: list[Any] = [x.q, x.k, x.v, mask, g, *along]
+    for i in (3, 8):  # by the mask: of the size of the scores, as `_over_blocks` sums it
+        values[i] = None if values[i] is None else values[i].expand(shape).contiguous()
+    known = [i for i, value in enumerate(values) if value is not None]
+    primals = tuple(values[i] for i in known)
+
+    def curvature(*variables: Tensor) -> list[Tensor]:
+        own: Any = dict(zip(known, variables, strict=True))
+        q, k, v, b, g, *vector = (own.get(i) for i in range(len(values)))
+        block = x._replace(q=q, k=k, v=v, mask=x.mask if b is None else b)
+        return [part for part in _curvature_of(block, g, vector) if part is not None]
+
+    kinds = [kind for kind in KINDS if kind in (*x.plan.needs, "y")]
+    if which == "jvp":
+        tangents = _or_zeros([given[i] for i in known], primals)
+        found = iter(torch.func.jvp(curvature, primals, tangents)[1])
+        return [next(found) if kind in kinds else None for kind in KINDS]
+    outputs, pull, *_ = torch.func.vjp(curvature, *primals)
+    arrived = [c for kind, c in zip(KINDS, given, strict=True) if kind in kinds]
+    gradients = dict(zip(known, pull(list(_or_zeros(arrived, outputs))), strict=True))
+    return [gradients.get(i) for i in range(len(values))]
+
+
+def _or_zeros(parts: Parts, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.zeros_like(y) if x is None else x.expand_as(y).contiguous()
+        for x, y in zip(parts, like, strict=True)
+    )
+
+
+# The maps. Each takes the inputs, what it is applied to, and the plan.
+
+
+def _values(*given: Any) -> tuple[Tensor, Tensor]:
+    """Y, and the logarithm of the sums of exp(S) for the fused kernel's gradient."""
+    *tensors, plan = given
+    inputs = Inputs(*tensors)
+    if plan.fused and not _is_recorded(inputs):
+        return _fused_values(inputs, plan)
+    (y,) = _over_blocks(inputs, plan, "y", _values_of)
+    assert y is not None
+    return y, y.new_empty(len(y), 0)
+
+
+def _gradients(*given: Any) -> Parts:
+    """The gradients of <G, Y>."""
+    *tensors, g, y, logsumexp, plan = given
+    inputs = Inputs(*tensors)
+    fused = logsumexp is not None and logsumexp.shape[-1] > 0 and "m" not in plan.needs
+    if fused and not _is_recorded(inputs, g):
+        return _fused_gradients(inputs, g, y, logsumexp, plan)
+    return _over_blocks(inputs, plan, "qkvm", _gradients_of, g)
+
+
+def _tangents(*given: Any) -> Tensor:
+    """Y'"""
+    *tensors, dq, dk, dv, dm, plan = given
+    (y,) = _over_blocks(Inputs(*tensors), plan, "y", _tangents_of, (dq, dk, dv, dm))
+    assert y is not None
+    return y
+
+
+def _curvature(*given: Any) -> Parts:
+    """The gradients along a vector, and Y'."""
+    *tensors, g, dq, dk, dv, dm, plan = given
+    return _over_blocks(Inputs(*tensors), plan, KINDS, _curvature_of, g, (dq, dk, dv, dm))
+
+
+def _curvature_vjp(*given: Any) -> Parts:
+    """The gradients of <C, curvature> by Q, K, V, B, G and the vector."""
+    (*tensors, g, dq, dk, dv, dm), cotangents, plan = given[:10], given[10:15], given[15]
+    run = partial(_derivative_of_curvature, "vjp")
+    others = g, (dq, dk, dv, dm), cotangents
+    return _over_blocks(Inputs(*tensors), plan, KINDS + NAMES, run, *others)
+
+
+def _curvature_jvp(*given: Any) -> Parts:
+    """The curvature along Q', K', V', B', G' and another vector."""
+    (*tensors, g, dq, dk, dv, dm), tangents, plan = given[:10], given[10:19], given[19]
+    run = partial(_derivative_of_curvature, "jvp")
+    others = g, (dq, dk, dv, dm), tangents
+    return _over_blocks(Inputs(*tensors), plan, KINDS, run, *others)
+
+
+def _fused_rows(inputs: Inputs, plan: Plan) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """The calls of the fused kernel: the head of queries, the rows, and their mask written out as B."""
+    (count, heads, length, _), keys, mask = inputs.q.shape, inputs.k.shape[1], inputs.mask
+    rows = length
+    if mask is not None and mask.shape[2] > 1:
+        elements = keys * (1 if plan.places is None else count)
+        rows = max(FEWEST_ROWS, FUSED_MASK_ELEMENTS // elements)
+    for head in range(heads):
+        for start in range(0, length, rows):
+            place = _Place(slice(0, count), slice(start, min(start + rows, length)), keys)
+            b = place.of_mask(mask, plan)
+            if b is not None:
+                b = b[:, head : head + 1] if b.shape[1] > 1 else b
+                if b.dtype == torch.bool:
+                    b = torch.zeros_like(b, dtype=inputs.q.dtype).masked_fill_(~b, -math.inf)
+            yield slice(head, head + 1), place.rows, b
+
+
+def _fused_values(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    q, k, v = inputs[:3]
+    y, logsumexp = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])
+    for head, rows, b in _fused_rows(inputs, plan):
+        part, sums = torch_internals.cpu_attention(
+            q[:, head, rows], k.unsqueeze(1), v.unsqueeze(1), b, plan.causal
+        )
+        y[:, head, rows], logsumexp[:, head, rows] = part, sums
+    return y, logsumexp
+
+
+def _fused_gradients(
+    inputs: Inputs, g: Tensor, y: Tensor, logsumexp: Tensor, plan: Plan
+) -> Parts:  # fmt: skip
+    q, k, v = inputs[:3]
+    by_q, by_k, by_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for head, rows, b in _fused_rows(inputs, plan):
+        part, of_k, of_v = torch_internals.cpu_attention_gradients(
+            g[:, head, rows], q[:, head, rows], k.unsqueeze(1), v.unsqueeze(1), y[:, head, rows],
+            logsumexp[:, head, rows], b, plan.causal,
+        )  # fmt: skip
+        by_q[:, head, rows] = part
+        by_k += of_k.squeeze(1)
+        by_v += of_v.squeeze(1)
+    found = by_q, by_k, by_v, None
+    return [x if name in plan.needs else None for name, x in zip(NAMES, found, strict=True)]
+
+
+_MAPS: dict[str, Callable[..., Any]] = {
+    "values": _values,
+    "gradients": _gradients,
+    "tangents": _tangents,
+    "curvature": _curvature,
+}
+
+# Tracers record one operator, instead of the operations of each block.
+torch.library.define(
+    "hoglib::attention",
+    "(str which, Tensor?[] tensors, bool causal, int[]? places, float dropout_p, bool fused, str needs)"
+    " -> Tensor[]",
+)
+
+
+def _operator(which: str, tensors: list[Tensor | None], *plan: Any) -> list[Tensor]:
+    found = _MAPS[which](*tensors, _plan(*plan))
+    parts = [found] if isinstance(found, Tensor) else found
+    return [x.contiguous() for x in parts if x is not None]
+
+
+def _fake(which: str, tensors: list[Any], *given: Any) -> list[Tensor]:
+    (q, k, v, mask, *_), plan = tensors, _plan(*given)
+    y = q.new_empty(*q.shape[:3], v.shape[-1])
+    if which in ("values", "tangents"):
+        sums = q.new_empty(q.shape[:3] if plan.fused else (len(q), 0))
+        return [y, sums] if which == "values" else [y]
+    pairs = zip(NAMES, (q, k, v, mask), strict=True)
+    parts = [q.new_empty(x.shape) for name, x in pairs if name in plan.needs]
+    return [*parts, y] if which == "curvature" else parts
+
+
+def _plan(causal: bool, places: Any, dropout_p: float, fused: bool, needs: str) -> Plan:
+    return Plan(causal, None if places is None else tuple(places), dropout_p, fused, needs)
+
+
+torch.library.impl("hoglib::attention", "CompositeExplicitAutograd", _operator)
+torch.library.register_fake("hoglib::attention", _fake)
+
+
+def _run(which: str, *given: Any) -> Any:
+    """The map; of a tracer one operator, if what it computes is not differentiated."""
+    with without_autocast(given[0]):
+        if not torch_internals.tracing() or torch.compiler.is_compiling() or _is_recorded(given):
+            return _MAPS[which](*given)
+        *tensors, plan = given
+        found = list(torch.ops.hoglib.attention(which, tensors, *plan))
+    if which == "tangents":
+        return found[0]
+    if which == "values":
+        return tuple(found)
+    left = iter(found)
+    return [next(left) if kind in (*plan.needs, "y") else None for kind in NAMES] + list(left)
+
+
+def _reference(*given: Any) -> tuple[Tensor, Tensor]:
+    """The value by torch operations."""
+    *tensors, plan = given
+    found: tuple[Tensor, Tensor] = _values(*tensors, plan._replace(fused=False))
+    return found
+
+
+def _needed(saved: Saved, first: int = 0) -> str:
+    return "".join(
+        name
+        for name, flag, dtype in zip(
+            NAMES, saved.needs_input_grad[first:], saved.input_dtypes[first:], strict=False
+        )
+        if flag and dtype is not None and dtype.is_floating_point
+    )
+
+
+def _gradients_by(needs: str, *given: Any) -> Parts:
+    """The gradients that are wanted, by their Function; None for the others."""
+    *tensors, plan = given
+    if not needs:
+        return (None,) * len(NAMES)
+    found = iter(apply_function(_GRADIENTS, None, *tensors, plan._replace(needs=needs)))
+    return [next(found) if name in needs else None for name in NAMES]
+
+
+def _values_backward(saved: Saved, g: Tensor | None, _: Any) -> Parts:
+    *tensors, plan = saved.inputs
+    if g is None:
+        return (None,) * 6
+    return *_gradients_by(_needed(saved), *tensors, g, *saved.outputs, plan), None, None
+
+
+def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
+    *tensors, plan = saved.inputs
+    logsumexp = saved.outputs[1]
+    assert logsumexp is not None
+    y = apply_function(_TANGENTS, None, *tensors, *tangents[:4], plan)
+    return y, torch.zeros_like(logsumexp)
+
+
+def _curvature_by(needs: str, *given: Any) -> Parts:
+    """The curvature by its Function: what is wanted of q, k, v and m, and Y'."""
+    *tensors, plan = given
+    found = iter(apply_function(_CURVATURE, None, *tensors, plan._replace(needs=needs)))
+    return [next(found) if kind in (*needs, "y") else None for kind in KINDS]
+
+
+def _curvature_backward(saved: Saved, *grads: Tensor | None) -> Parts:
+    *tensors, plan = saved.inputs
+    given = iter(grads)
+    cotangents = [next(given) if kind in (*plan.needs, "y") else None for kind in KINDS]
+    found = list(_curvature_vjp(*tensors, *cotangents, plan))
+    found.insert(4, None)  # the keys of dropout
+    return [x if need else None for x, need in zip(found, saved.needs_input_grad, strict=False)] + [
+        None
+    ]
+
+
+def _curvature_forward_mode(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
+    *tensors, plan = saved.inputs
+    found = _curvature_jvp(*tensors, *tangents[:4], *tangents[5:10], plan)
+    return _present(found)
+
+
+def _present(parts: Parts) -> tuple[Tensor, ...]:
+    return tuple(x for x in parts if x is not None)
+
+
+def _needed_gradients(*given: Any) -> tuple[Tensor, ...]:
+    return _present(_run("gradients", *given))
+
+
+def _gradients_backward(saved: Saved, *grads: Tensor | None) -> Parts:
+    *tensors, g, _, _, plan = saved.inputs
+    given = iter(grads)
+    along = [next(given) if name in plan.needs else None for name in NAMES]
+    found = _curvature_by(_needed(saved), *tensors, g, *along, plan)
+    return *found[:4], None, found[4] if saved.needs_input_grad[5] else None, None, None, None
+
+
+def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
+    *tensors, g, y, logsumexp, plan = saved.inputs
+    along, dg = tangents[:4], tangents[5]
+    found: list[Parts] = []
+    if any(x is not None for x in along):
+        found.append(_curvature_by(plan.needs, *tensors, g, *along, plan)[:4])
+    if dg is not None:
+        found.append(_gradients_by(plan.needs, *tensors, dg, y, logsumexp, plan))
+    if not found:
+        return tuple(
+            torch.zeros(shape, dtype=g.dtype, device=g.device) for shape in saved.output_shapes
+        )
+    parts = zip(*found, strict=True)
+    return tuple(sum_terms([x for x in of if x is not None]) for of in parts if of[0] is not None)
+
+
+def _tangents_backward(saved: Saved, g: Tensor) -> Parts:
+    *tensors, dq, dk, dv, dm, plan = saved.inputs
+    needs = _needed(saved)
+    found: Parts = (None,) * 4
+    if needs:
+        found = _curvature_by(needs, *tensors, g, dq, dk, dv, dm, plan)[:4]
+    by_tangents = _gradients_by(_needed(saved, 5), *tensors, g, None, None, plan)
+    return *found, None, *by_tangents, None
+
+
+def _tangents_jvp(saved: Saved, *tangents: Any) -> Tensor:
+    raise UnsupportedError(
+        "scaled_dot_product_attention: expected at most one level of forward-mode differentiation, "
+        "got jvp inside jvp of forward_ad; use torch.func.jvp for both levels."
+    )
+
+
+def _fold(
+    function: Any, batch_size: int, in_dims: tuple[int | None, ...], *given: Any
+) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
+    """The vmap rule of all four: the batch becomes a part of N and, where a mask has it, of M."""
+    *tensors, plan = given
+    count = (
+        tensors[0].shape[0] if in_dims[0] is None else tensors[0].movedim(in_dims[0], 0).shape[1]
+    )
+    masks = _MASKS[len(tensors)]
+    own_masks = "m" in plan.needs or any(in_dims[i] is not None for i in masks)
+    folded: list[Any] = []
+    for i, (x, dim) in enumerate(zip(tensors, in_dims, strict=False)):
+        if x is None or (i in masks and not own_masks):
+            folded.append(x)
+        else:
+            folded.append(batch_to_front(x, dim, batch_size).flatten(0, 1))
+    if tensors[3] is not None:
+        places = plan.places or (0,) * count
+        size = folded[3].shape[0] // batch_size if own_masks else 0
+        every = tuple(b * size + place for b in range(batch_size) for place in places)
+        plan = plan._replace(places=every if own_masks or plan.places else None)
+    found = function.apply(*folded, plan)
+    parts = found if isinstance(found, tuple) else (found,)
+    outputs = tuple(x.unflatten(0, (batch_size, x.shape[0] // batch_size)) for x in parts)
+    return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
+
+
+_MASKS = {
+    5: (3,),
+    8: (3,),
+    9: (3, 8),
+    10: (3, 9),
+}  # by the number of tensors, which of them are masks
+
+_VALUES = make_function(
+    "ScaledDotProductAttention",
+    6,
+    forward=lambda *given: _run("values", *given),
+    backward=_values_backward,
+    jvp=_values_jvp,
+    vmap=_fold,
+    keep_outputs=(0, 1),
+)
+_GRADIENTS = make_function(
+    "ScaledDotProductAttentionGradients",
+    9,
+    forward=_needed_gradients,
+    backward=_gradients_backward,
+    jvp=_gradients_jvp,
+    vmap=_fold,
+    keep_outputs=(),
+)
+_TANGENTS = make_function(
+    "ScaledDotProductAttentionTangents",
+    10,
+    forward=lambda *given: _run("tangents", *given),
+    backward=_tangents_backward,
+    jvp=_tangents_jvp,
+    vmap=_fold,
+    keep_outputs=(),
+)
+_CURVATURE = make_function(
+    "ScaledDotProductAttentionCurvature",
+    11,
+    forward=lambda *given: _present(_run("curvature", *given)),
+    backward=_curvature_backward,
+    jvp=_curvature_forward_mode,
+    vmap=_fold,
+    keep_outputs=(),
+)
