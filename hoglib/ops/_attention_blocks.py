@@ -113,7 +113,7 @@ class _Block(NamedTuple):
 
     def weights(self) -> Tensor:
         """P, [n, H, l, c]"""
-        scores = _product(self.q, self.k.mT)
+        scores = _product(self.q, self.k.transpose(1, 2))
         future = None
         if self.plan.causal:
             rows = torch.arange(*self.rows[:2], device=scores.device)
@@ -208,12 +208,18 @@ def _places(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_Place]]:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """[n, H, l, i] times [n, i, j], as one product for all H."""
-    return (a.flatten(1, 2) @ b).unflatten(1, a.shape[1:3])
+    return (_rows(a) @ b).reshape(*a.shape[:3], b.shape[2])
 
 
 def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
     """[n, H, l, i]^T times [n, H, l, j], summed over H and l: [n, i, j]."""
-    return a.flatten(1, 2).mT @ b.flatten(1, 2)
+    return _rows(a).transpose(1, 2) @ _rows(b)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[n, H, l, i] -> [n, H l, i]. (The vmap of `is_grads_batched` knows reshape, and no flatten.)"""
+    n, heads, rows, width = x.shape
+    return x.reshape(n, heads * rows, width)
 
 
 def _drop(weights: Tensor, factors: Tensor | None) -> Tensor:
@@ -235,7 +241,7 @@ def _gradients_of(x: _Block, g: Tensor) -> Parts:
     by_v = _transposed_product(_drop(weights, factors), g) if "v" in needs else None
     if needs == "v":
         return None, None, by_v, None
-    t = weights * _centred(weights, _drop(_product(g, x.v.mT), factors))
+    t = weights * _centred(weights, _drop(_product(g, x.v.transpose(1, 2)), factors))
     by_q = _product(t, x.k) if "q" in needs else None
     by_k = _transposed_product(t, x.q) if "k" in needs else None
     return by_q, by_k, by_v, t if "m" in needs else None
@@ -246,11 +252,11 @@ def _change_of_weights(x: _Block, weights: Tensor, along: Parts) -> Tensor | Non
     dq, dk, _, dm = along
     scores: Tensor | None = None
     if dq is not None and dk is not None:  # one product of twice the width
-        scores = _product(torch.cat((dq, x.q), -1), torch.cat((x.k, dk), -1).mT)
+        scores = _product(torch.cat((dq, x.q), -1), torch.cat((x.k, dk), -1).transpose(1, 2))
     elif dq is not None:
-        scores = _product(dq, x.k.mT)
+        scores = _product(dq, x.k.transpose(1, 2))
     elif dk is not None:
-        scores = _product(x.q, dk.mT)
+        scores = _product(x.q, dk.transpose(1, 2))
     if dm is not None:
         scores = dm if scores is None else scores + dm
     if scores is None:
@@ -290,9 +296,9 @@ def _curvature_of(x: _Block, g: Tensor, along: Parts) -> Parts:
         )
     if needs in ("", "v"):
         return None, None, by_v, None, tangent
-    c = _centred(weights, _drop(_product(g, x.v.mT), factors))
+    c = _centred(weights, _drop(_product(g, x.v.transpose(1, 2)), factors))
     inner = (g * tangent).sum(-1, keepdim=True)
-    of_a = -inner if dv is None else _drop(_product(g, dv.mT), factors) - inner
+    of_a = -inner if dv is None else _drop(_product(g, dv.transpose(1, 2)), factors) - inner
     change_of_t = weights * of_a if change is None else change * c + weights * of_a
     t = weights * c if dk is not None or dq is not None else None
     by_q = by_k = None
@@ -374,11 +380,13 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
         return [part for part in _curvature_of(block, g, vector) if part is not None]
 
     kinds = [kind for kind in KINDS if kind in (*x.plan.needs, "y")]
-    if which == "jvp":
-        tangents = _or_zeros([given[i] for i in known], primals)
-        found = iter(torch.func.jvp(curvature, primals, tangents)[1])
-        return [next(found) if kind in kinds else None for kind in KINDS]
     outputs, pull, *_ = torch.func.vjp(curvature, *primals)
+    if which == "jvp":  # by the vjp of the vjp, which is linear: torch nests no forward mode here
+        _, turn, *_ = torch.func.vjp(pull, list(outputs))
+        tangents = _or_zeros([given[i] for i in known], primals)
+        (found,) = turn(tangents)
+        left = iter(found)
+        return [next(left) if kind in kinds else None for kind in KINDS]
     arrived = [c for kind, c in zip(KINDS, given, strict=True) if kind in kinds]
     gradients = dict(zip(known, pull(list(_or_zeros(arrived, outputs))), strict=True))
     return [gradients.get(i) for i in range(len(values))]

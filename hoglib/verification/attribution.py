@@ -198,6 +198,10 @@ class _Attribution:
     def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
         """Record a Function that backward applies."""
         app = application(function, args)
+        if function.__module__.startswith(
+            "hoglib.ops."
+        ):  # may read outputs as if they were constants
+            return
         if app is not None and function not in [other.function for other in self._inner]:
             self._inner.append(app)
 

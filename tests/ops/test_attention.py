@@ -1,4 +1,4 @@
-"""Attention beside torch's own, and where torch has none: derivatives, hidden rows, half precision."""
+"""Attention beside torch's own, and where torch has none: by its formula and by blocks of rows."""
 
 import math
 
@@ -8,9 +8,30 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
+from experiments.benchmarks.memory import peak_bytes
+from hoglib.ops import _attention, _attention_blocks, _philox
+from tests.language_models import language_model, padded_batch
 
 attention = hog.ops.scaled_dot_product_attention
 F64 = torch.float64
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """All lengths run by blocks, of which small tensors have several."""
+    monkeypatch.setattr(_attention, "CROSSOVER", {"cpu": 0})
+    monkeypatch.setattr(_attention_blocks, "BLOCK_ELEMENTS", {"cpu": 24})
+    monkeypatch.setattr(_attention_blocks, "FEWEST_ROWS", 2)
+    monkeypatch.setattr(_attention_blocks, "FUSED_MASK_ELEMENTS", 40)
+
+
+@pytest.fixture(params=["formula", "blocks"])
+def route(request):
+    if request.param == "blocks":
+        request.getfixturevalue("blocks")
+
+
+either_route = pytest.mark.usefixtures("route")
 
 
 def draw(*shape, dtype=F64, seed=0):
@@ -45,6 +66,7 @@ OPTIONS = {
 # fmt: on
 
 
+@either_route
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients_are_torchs(name):
     options = OPTIONS[name]
@@ -60,6 +82,7 @@ def test_values_and_gradients_are_torchs(name):
     )
 
 
+@either_route
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_derivatives_in_every_mode(name):
     options = {
@@ -77,6 +100,7 @@ def test_the_derivatives_in_every_mode(name):
     assert report.ok, report
 
 
+@either_route
 def test_a_hidden_row_is_zero_and_so_are_its_derivatives():
     inputs = [x.requires_grad_() for x in qkv()]
     for mask in (HIDDEN, torch.zeros(5, 6, dtype=F64).masked_fill(~HIDDEN, -math.inf)):
@@ -88,6 +112,7 @@ def test_a_hidden_row_is_zero_and_so_are_its_derivatives():
         assert all(t.isfinite().all() for t in (*grads, *twice))
 
 
+@either_route
 def test_large_logits():
     q, k, v = (1e4 * qkv()[0], 1e4 * qkv()[1], qkv()[2])
     q.requires_grad_()
@@ -97,6 +122,7 @@ def test_large_logits():
     assert all(t.isfinite().all() for t in (y, g, h))
 
 
+@either_route
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_once(dtype):
     narrow = qkv(dtype)
@@ -108,12 +134,14 @@ def test_half_precision_is_rounded_once(dtype):
     )
 
 
+@either_route
 def test_autocast_gives_torchs_dtype():
     inputs = qkv(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(*inputs).dtype == F.scaled_dot_product_attention(*inputs).dtype
 
 
+@either_route
 def test_autocast_takes_several_dtypes():
     q, k, v = qkv(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -123,6 +151,7 @@ def test_autocast_takes_several_dtypes():
     torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
 
 
+@either_route
 def test_heads_can_be_viewed_as_one():
     q, k, v = (draw(2, 5, 4, 8, seed=i).transpose(1, 2) for i in range(3))
     y = attention(q, k, v)
@@ -132,20 +161,21 @@ def test_heads_can_be_viewed_as_one():
     assert attention(q, k, v).view(8, 5, 8).shape == (8, 5, 8)
 
 
+@either_route
 def test_dropout_draws_as_torchs_generator_says():
-    inputs = qkv()
+    inputs = [x[0, :1] for x in qkv()]
 
-    def drawn(seed):
+    def drawn(seed, count=1):
         torch.manual_seed(seed)
-        return attention(*inputs, dropout_p=0.5)
+        return attention(*(x.expand(count, *x.shape[1:]) for x in inputs), dropout_p=0.5)
 
     assert torch.equal(drawn(0), drawn(0))
     assert not torch.equal(drawn(0), drawn(1))
-    torch.manual_seed(0)
-    mean = torch.stack([attention(*inputs, dropout_p=0.5) for _ in range(2000)]).mean(0)
-    torch.testing.assert_close(mean, attention(*inputs), rtol=0, atol=0.15)
+    mean = drawn(0, 4000).mean(0, keepdim=True)
+    torch.testing.assert_close(mean, attention(*inputs), rtol=0, atol=0.08)
 
 
+@either_route
 def test_a_learned_bias_gets_its_gradient():
     q, k, v = qkv()
     bias = draw(1, 4, 1, 6).requires_grad_()  # broadcast over batch and rows
@@ -154,9 +184,217 @@ def test_a_learned_bias_gets_its_gradient():
     assert hog.verify(lambda b: attention(q, k, v, attn_mask=b), bias.detach()[..., :6]).ok
 
 
+@either_route
 def test_no_keys_and_no_queries():
     assert not attention(draw(2, 5, 8), draw(2, 0, 8), draw(2, 0, 3)).any()
     assert attention(draw(2, 0, 8), draw(2, 6, 8), draw(2, 6, 3)).shape == (2, 0, 3)
+
+
+# fmt: off
+BLOCKS = {  # shapes of query, key, value and, where it is differentiated, of the mask; options
+    "plain": ([(2, 4, 7, 3), (2, 4, 6, 3), (2, 4, 6, 3)], {}),
+    "two widths": ([(2, 4, 7, 3), (2, 4, 6, 3), (2, 4, 6, 2)], {}),
+    "causal": ([(2, 4, 7, 3), (2, 4, 6, 3), (2, 4, 6, 3)], {"is_causal": True}),
+    "causal, grouped": ([(2, 4, 7, 3), (2, 2, 6, 3), (2, 2, 6, 3)], {"is_causal": True, "enable_gqa": True}),
+    "padding, grouped": ([(2, 4, 7, 3), (2, 2, 6, 3), (2, 2, 6, 3)], {"enable_gqa": True, "attn_mask": (2, 1, 1, 6)}),
+    "a mask by head, grouped": ([(2, 4, 7, 3), (2, 2, 6, 3), (2, 2, 6, 3)], {"enable_gqa": True, "attn_mask": (4, 7, 6)}),
+    "a hidden row": ([(2, 4, 7, 3), (2, 4, 6, 3), (2, 4, 6, 3)], {"attn_mask": (2, 1, 7, 6)}),
+    "a bias by head": ([(2, 4, 7, 3), (2, 4, 6, 3), (2, 4, 6, 3), (4, 7, 6)], {}),
+    "a bias, grouped": ([(2, 4, 7, 3), (2, 2, 6, 3), (2, 2, 6, 3), (2, 4, 7, 6)], {"enable_gqa": True}),
+    "a bias of columns": ([(2, 4, 7, 3), (2, 4, 6, 3), (2, 4, 6, 3), (2, 1, 1, 6)], {}),
+    "broadcast": ([(3, 1, 7, 3), (2, 6, 3), (6, 3)], {}),
+    "dropout": ([(2, 4, 7, 3), (2, 4, 6, 3), (2, 4, 6, 3)], {"dropout_p": 0.3}),
+    "dropout, causal, grouped": ([(2, 4, 7, 3), (2, 2, 6, 3), (2, 2, 6, 2)], {"dropout_p": 0.3, "is_causal": True, "enable_gqa": True}),
+    "dropout and a bias": ([(2, 4, 7, 3), (2, 4, 6, 3), (2, 4, 6, 3), (4, 7, 6)], {"dropout_p": 0.3}),
+}
+# fmt: on
+
+
+def by_formula(q, k, v, bias=None, *, kept=None, dropout_p=0.0, is_causal=False, enable_gqa=False, attn_mask=None):  # fmt: skip
+    """The formula in the plainest of operations; kept: what dropout keeps."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = torch.einsum("...le,...se->...ls", q, k) / math.sqrt(q.shape[-1])
+    scores = scores if bias is None else scores + bias
+    weights = (scores - scores.detach().amax(-1, True)).exp()
+    if is_causal:
+        weights = weights * torch.ones(scores.shape[-2:]).tril()
+    if attn_mask is not None:
+        weights = weights * attn_mask
+    total = weights.sum(-1, keepdim=True)
+    weights = weights / torch.where(total > 0, total, 1)
+    return (weights if kept is None else weights * kept / (1 - dropout_p)) @ v
+
+
+def nested(loss, inputs, along):
+    """The derivatives of a loss to third order, by all ways to nest reverse and forward mode."""
+
+    def gradient(f):
+        return torch.func.grad(lambda *x: f(*x), argnums=tuple(range(len(inputs))))
+
+    def slope(f, v):
+        return lambda *x: torch.func.jvp(f, x, v)[1]
+
+    def dot(f, v):
+        return lambda *x: sum((a * b).sum() for a, b in zip(f(*x), v, strict=True))
+
+    v, w = along
+    yield "r", gradient(loss)(*inputs)
+    yield "f", [slope(loss, v)(*inputs)]
+    yield "rr", gradient(dot(gradient(loss), v))(*inputs)
+    yield "fr", slope(gradient(loss), v)(*inputs)
+    yield "rf", gradient(slope(loss, v))(*inputs)
+    yield "ff", [slope(slope(loss, v), w)(*inputs)]
+    yield "rrr", gradient(dot(gradient(dot(gradient(loss), v)), w))(*inputs)
+    yield "rrf", gradient(dot(gradient(slope(loss, v)), w))(*inputs)
+    yield "frr", slope(gradient(dot(gradient(loss), v)), w)(*inputs)
+    both = [torch.stack(pair) for pair in zip(v, w, strict=True)]
+    products = torch.func.vmap(lambda *u: slope(gradient(loss), u)(*inputs), randomness="same")
+    yield "vectors at once", products(*both)
+    for i in range(len(inputs)):
+
+        def of_one(x, i=i):
+            return gradient(loss)(*inputs[:i], x, *inputs[i + 1 :])
+
+        samples = torch.stack([inputs[i], v[i]])
+        yield f"samples of input {i}", torch.func.vmap(of_one, randomness="same")(samples)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_the_formula_at_every_order(name):
+    shapes, options = BLOCKS[name]
+    inputs = tuple(draw(*shape, seed=i) for i, shape in enumerate(shapes))
+    along = [tuple(draw(*s, seed=10 * n + i) for i, s in enumerate(shapes)) for n in (1, 2)]
+    if "attn_mask" in options:
+        seen = draw(*options["attn_mask"], seed=5) > -0.5
+        seen[..., seen.shape[-2] // 2, :] = seen[..., seen.shape[-2] // 2, :] & (
+            seen.shape[-2] == 1
+        )
+        options = {**options, "attn_mask": seen}
+    kept = None
+    if "dropout_p" in options:
+        torch.manual_seed(0)
+        others = {key: value for key, value in options.items() if key != "is_causal"}
+        kept = hog.ops.attention_dropout_mask(*inputs, **others)
+
+    def ours(*x):
+        torch.manual_seed(0)
+        return attention(*x[:3], **({"attn_mask": x[3]} if len(x) > 3 else {}), **options)
+
+    def right(*x):
+        return by_formula(*x, **options, kept=kept)
+
+    weights = draw(*right(*inputs).shape, seed=7)
+    found = nested(lambda *x: (ours(*x).sin() * weights).sum(), inputs, along)
+    expected = nested(lambda *x: (right(*x).sin() * weights).sum(), inputs, along)
+    for (way, a), (_, b) in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            list(a), list(b), rtol=1e-9, atol=1e-9, msg=lambda m, way=way: f"{way}: {m}"
+        )
+
+
+@pytest.mark.usefixtures("blocks")
+def test_blocks_of_batched_cotangents():
+    """torch.autograd.grad(is_grads_batched=True), whose vmap is not that of torch.func."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    y = attention(q, k, v)
+    g = torch.eye(y.numel(), dtype=F64)[:3].reshape(3, *y.shape)
+    rows = torch.autograd.grad(y, (q, k, v), g, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        expected = torch.autograd.grad(y, (q, k, v), g[i], retain_graph=True)
+        torch.testing.assert_close([row[i] for row in rows], list(expected))
+
+
+def products(x, mode):
+    return hog.hvp(lambda x: attention(*x).square().sum(), x, x, mode=mode)
+
+
+def slopes_gradient(x, mode):
+    def slope(*x):
+        return torch.func.jvp(attention, x, x)[1].square().sum()
+
+    return torch.func.grad(slope, argnums=(0, 1, 2))(*x)
+
+
+@pytest.mark.parametrize(
+    ("run", "mode"),
+    [
+        (products, "reverse-over-reverse"),
+        (products, "forward-over-reverse"),
+        (slopes_gradient, "reverse-over-forward"),
+    ],
+)
+def test_memory_grows_with_the_length(run, mode):
+    peaks = []
+    for length in (600, 1200, 2400):
+        x = tuple(torch.randn(1, 2, length, 4) for _ in range(3))
+        peaks.append(peak_bytes(lambda x=x: run(x, mode), torch.device("cpu")))
+    assert peaks[1] < 2.1 * peaks[0]
+    assert peaks[2] < 2.1 * peaks[1]
+    assert peaks[2] < 2 * 2400 * 2400  # a quarter of the scores of both heads
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.usefixtures("blocks")
+def test_blocks_in_a_captured_graph(p):
+    def loss(x):
+        return attention(*x, is_causal=True, dropout_p=p).square().sum()
+
+    x = qkv()
+    for mode in ("reverse-over-reverse", "forward-over-reverse"):
+        torch.manual_seed(0)
+        right = hog.hvp(loss, x, x, mode=mode)
+        hog.hvp(loss, x, x, mode=mode, compile="eager")  # captures, and draws once more
+        torch.manual_seed(0)
+        torch.testing.assert_close(hog.hvp(loss, x, x, mode=mode, compile="eager"), right)
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"]
+)
+def test_unmodified_models(name, monkeypatch):
+    model = language_model(name, attn_implementation="sdpa")
+    loss, params = hog.functional_loss(model), hog.trainable_params(model)
+    torch.manual_seed(0)
+    v = {key: torch.randn_like(x) for key, x in params.items()}
+    called = []
+    run = _attention_blocks.attention
+    monkeypatch.setattr(_attention_blocks, "attention", lambda *x: called.append(x) or run(*x))
+    found = [
+        hog.hvp(loss, params, v, padded_batch(), mode=mode)
+        for mode in ("reverse-over-reverse", "forward-over-reverse")
+    ]
+    assert called
+    monkeypatch.setattr(_attention, "CROSSOVER", {"cpu": 2**40})
+    expected = hog.hvp(loss, params, v, padded_batch())
+    for one in found:
+        for key, right in expected[1].items():  # these models have parts in float32
+            assert (one[1][key] - right).norm() < 1e-5 * right.norm() + 1e-9
+
+
+def test_philox_is_that_of_its_authors():
+    """A known answer of Random123, and one by Python's integers."""
+    zero = torch.zeros(1, 2, dtype=torch.long)
+    words = _philox.random_words(zero, torch.zeros(1, dtype=torch.long), 4)
+    assert words.flatten().tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@either_route
+def test_what_dropout_keeps_is_what_the_attention_drops():
+    """Values that tell which weights were dropped: the rows of an identity."""
+    q, k = draw(2, 4, 5, 8), draw(2, 2, 6, 8)
+    v = torch.eye(6, dtype=F64).expand(2, 2, 6, 6)
+    torch.manual_seed(3)
+    kept = hog.ops.attention_dropout_mask(q, k, v, dropout_p=0.4, enable_gqa=True)
+    torch.manual_seed(3)
+    y = attention(q, k, v, dropout_p=0.4, enable_gqa=True)
+    assert kept.shape == (2, 4, 5, 6)
+    assert torch.equal(y != 0, kept)
+    assert len({tuple(row) for row in kept.flatten(0, 2).tolist()}) > 10  # heads and rows differ
+    torch.testing.assert_close(y, attention(q, k, v, enable_gqa=True) * kept / 0.6)
+    assert hog.ops.attention_dropout_mask(q, k, v, enable_gqa=True).all()
 
 
 # fmt: off

@@ -1,0 +1,126 @@
+"""Derivatives of attention by blocks of rows, beside the formula that holds all scores.
+
+    python -m experiments.benchmarks.attention [--smoke]
+
+One thread, float32, one sequence, 4 heads of 32, not causal. Times are medians of interleaved runs;
+peaks are what torch's allocator had given at one time. The longest sequences run by blocks alone: the
+formula needs 36 GiB for 16,384.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hoglib as hog
+from experiments.benchmarks.memory import peak_allocated
+from experiments.benchmarks.timing import interleaved, machine, smoke
+
+HEADS, WIDTH = 4, 32
+LENGTHS, LONGER = (256, 512, 1024, 2048), (4096, 8192, 16384)
+Attention = Callable[..., Tensor]
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+
+
+def in_remat(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The formula for chunks of queries, each recomputed in backward."""
+    chunk = hog.ops.remat(formula)
+    return torch.cat([chunk(part, k, v) for part in q.split(256, -2)], -2)
+
+
+def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return hog.ops.scaled_dot_product_attention(q, k, v)
+
+
+def gradient(attention: Attention, inputs: tuple[Tensor, ...]) -> Any:
+    inputs = tuple(x.detach().requires_grad_() for x in inputs)
+    return torch.autograd.grad(attention(*inputs).square().sum(), inputs)
+
+
+def hvp(attention: Attention, inputs: tuple[Tensor, ...], mode: str) -> Any:
+    return hog.hvp(lambda inputs: attention(*inputs).square().sum(), inputs, inputs, mode=mode)[1]
+
+
+def jvp(attention: Attention, inputs: tuple[Tensor, ...]) -> Any:
+    return torch.func.jvp(attention, inputs, inputs)[1]
+
+
+def through_jvp(attention: Attention, inputs: tuple[Tensor, ...]) -> Any:
+    """The gradient of a derivative along a vector."""
+
+    def slope(*inputs: Tensor) -> Tensor:
+        return torch.func.jvp(attention, inputs, inputs)[1].square().sum()
+
+    return torch.func.grad(slope, argnums=(0, 1, 2))(*inputs)
+
+
+DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "gradient": gradient,
+    "HVP, reverse over reverse": partial(hvp, mode="reverse-over-reverse"),
+    "HVP, forward over reverse": partial(hvp, mode="forward-over-reverse"),
+    "jvp": jvp,
+    "gradient of a jvp": through_jvp,
+}
+
+
+def draw(length: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(1, HEADS, length, WIDTH) for _ in range(3))
+
+
+def row(name: str, length: int, repeats: int) -> str:
+    derivative, inputs = DERIVATIVES[name], draw(length)
+    routes: dict[str, Attention] = {"formula": formula, "blocks": by_blocks}
+    if name == "gradient":
+        routes["torch"] = F.scaled_dot_product_attention
+    if name == "HVP, reverse over reverse":
+        routes["remat"] = in_remat
+    runs = {route: partial(derivative, attention, inputs) for route, attention in routes.items()}
+    for route in ("blocks", *(set(runs) - {"blocks", "formula"})):
+        torch.testing.assert_close(runs[route](), runs["formula"](), rtol=1e-3, atol=1e-4)
+    seconds = interleaved(runs, repeats)
+    peaks = {route: peak_allocated(run) for route, run in runs.items()}
+    beside = {
+        route: f"{seconds[route] / seconds['formula']:.2f} of the time, "
+        f"{peaks[route] / peaks['formula']:.2f} of the peak"
+        for route in runs
+    }
+    others = "; ".join(
+        f"{'fused kernel' if route == 'torch' else 'chunks in ops.remat'}: {beside[route]}"
+        for route in runs
+        if route not in ("formula", "blocks")
+    )
+    return (
+        f"| {name} | {length} | {seconds['formula'] * 1e3:.1f} | {peaks['formula'] / 2**20:.1f} "
+        f"| {beside['blocks']} | {others} |"
+    )
+
+
+def main() -> None:
+    small = smoke(__doc__)
+    torch.set_num_threads(1)
+    print(f"{machine()}\n")
+    print("| derivative | length | formula, ms | MiB | blocks, of the formula's | others |")
+    print("|---|---|---|---|---|---|")
+    for name in DERIVATIVES:
+        for length in (8, 600) if small else LENGTHS:
+            print(row(name, length, 1 if small else 5), flush=True)
+    print("\n| length | HVP by blocks, s | MiB | of half the length |\n|---|---|---|---|")
+    before = 0
+    for length in (600,) if small else (LENGTHS[-1], *LONGER):
+        run = partial(hvp, by_blocks, draw(length), "reverse-over-reverse")
+        (seconds,) = interleaved({"blocks": run}, 1).values()
+        peak = peak_allocated(run)
+        ratio = f"{peak / before:.2f}" if before else ""
+        print(f"| {length} | {seconds:.1f} | {peak / 2**20:.1f} | {ratio} |", flush=True)
+        before = peak
+
+
+if __name__ == "__main__":
+    main()
