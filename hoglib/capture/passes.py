@@ -192,6 +192,46 @@ def _scale(graph: fx.Graph, value: Any, factor: Any) -> Any:
     return new_node(graph, aten.mul.Tensor, (value, factor))
 
 
+def lay_out_concatenations(module: fx.GraphModule) -> None:
+    """Replaces a concatenation with empty tensors, or of one tensor, by a copy in the same layout.
+
+        cat([empty, x]) = x        in memory as cat lays it out, for instance in row-major order
+
+    torch's compiler copies x in the layout of x, so that a view of the result may be impossible.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is not aten.cat.default:
+            continue
+        tensors: Any = node.args[0]
+        left = [x for x in tensors if not _is_empty(fake_value(x))]
+        if len(left) == len(tensors) > 1 or not left or node.kwargs:
+            continue
+        with graph.inserting_before(node):
+            found = left[0]
+            if len(left) > 1:
+                found = new_node(graph, aten.cat.default, (left, *node.args[1:]))
+            elif fake_value(found).dtype is not fake_value(node).dtype:
+                options = {"dtype": fake_value(node).dtype}
+                found = new_node(graph, aten._to_copy.default, (found,), options)
+            options = {"memory_format": _memory_format(fake_value(node))}
+            replace_node(graph, node, new_node(graph, aten.clone.default, (found,), options))
+    module.recompile()
+
+
+def _is_empty(value: Tensor) -> bool:
+    return any(isinstance(n, int) and n == 0 for n in value.shape)
+
+
+def _memory_format(value: Tensor) -> torch.memory_format:
+    """The layout of a dense tensor that torch made."""
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if value.dim() == dims and not value.is_contiguous():
+            if value.is_contiguous(memory_format=layout):
+                return layout
+    return torch.contiguous_format
+
+
 def specialize_convolutions(module: fx.GraphModule) -> None:
     """Removes unused gradients of convolutions, and uses the kernel for gradients of weights.
 
