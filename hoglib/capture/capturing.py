@@ -22,7 +22,7 @@ from hoglib.capture import backend as backends
 from hoglib.capture.check import check_equal
 from hoglib.capture.guards import Guards, discard_traced_tensors
 from hoglib.capture.nodes import is_random
-from hoglib.capture.passes import simplify
+from hoglib.capture.passes import pin_strides, simplify
 from hoglib.capture.reads import ReadGuards, split_reads
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
@@ -265,6 +265,7 @@ def capture(
         began = perf_counter()
         with discard_traced_tensors(walk):
             traced, shared = _trace(function, form, tensors)
+        pin_strides(traced.graph)
         reads = split_reads(traced.graph, traced.reads)
         simplify(traced.graph)
         seconds = perf_counter() - began

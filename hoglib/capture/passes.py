@@ -68,6 +68,30 @@ def functionalize(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModu
     return found
 
 
+def pin_strides(module: fx.GraphModule) -> None:
+    """Makes views have the strides that the trace assumed.
+
+    Fake tensors and torch's kernels give a dimension of size 1 different strides, by which torch
+    chooses a memory format: what the trace took for channels-last would be refused when the graph runs.
+    """
+    for node in module.graph.nodes:
+        if node.target not in RESHAPES or 1 not in fake_value(node).shape:
+            continue
+        source, found = _layout(node.args[0]), _layout(node)
+        if source is None or found is None or not _is_static(source) or not _is_static(found):
+            continue
+        _, shape, strides, _ = source
+        real = torch.empty_strided(shape, strides, device="meta").reshape(found[1])
+        if real.stride() != found[2]:
+            node.target = aten.as_strided.default
+            node.args = (node.args[0], list(found[1]), list(found[2]))
+    module.recompile()
+
+
+def _is_static(layout: tuple[Any, ...]) -> bool:
+    return all(isinstance(n, int) for n in (*layout[1], *layout[2]))
+
+
 def simplify(module: fx.GraphModule) -> None:
     """Removes unused nodes, repeated computations and views of views; results stay equal bit for bit.
 
@@ -118,7 +142,7 @@ def _viewed_node(node: fx.Node) -> fx.Node | None:
     if node.target not in VIEWS:
         return None
     wanted = _layout(node)
-    if wanted is None or not all(isinstance(n, int) for n in (*wanted[1], *wanted[2])):
+    if wanted is None or not _is_static(wanted):
         return None
     at: Any = node
     while isinstance(at, fx.Node) and at.target in VIEWS:

@@ -131,7 +131,8 @@ class OperationChecks(TorchDispatchMode):
             a, b = args
             if a is b or self._values.same(a, b):  # unless it contains NaN
                 return not read(aten.isnan(a).any(), any_dtype=True)
-            return a.shape == b.shape and bool(read(aten.eq(a, b).all()))
+            given = self._values.is_given(a) and self._values.is_given(b)  # as data, not computed
+            return a.shape == b.shape and bool(read(aten.eq(a, b).all(), any_dtype=given))
         if func is aten.index.Tensor and all(x is None or x.dim() for x in args[1]):
             return func(args[0], self._without_masks(args[1]))
         if func is aten.nonzero.default and args[0].dim():

@@ -83,6 +83,7 @@ FLOATS = {
     "a comparison": lambda p, x, mask: (x @ p).sum() if x.sum() > 0 else p.sum(),
     "an integer of a float": lambda p, x, mask: (x @ p).sum() * int(x.sum().long()),
     "the parameter": lambda p, x, mask: (x @ p).sum() * p.sum().item(),
+    "whether results are equal": lambda p, x, mask: p.sum() if torch.equal(x @ p, x[:, :2]) else (x @ p).sum(),
     "of mask and float": lambda p, x, mask: (x @ p).sum() * int((mask * x[:, 0] > 0).sum()),
 }
 
@@ -169,8 +170,16 @@ def same(p, A):
     return (p[:2] * A).sum() if torch.equal(A, A) else p.square().sum()
 
 
+STORED = FACTORS.clone()
+
+
+def stored(p, A):
+    """Whether data is that of training, as libraries of Gaussian processes ask."""
+    return (p[:2] * A).sum() if torch.equal(A[:, None], STORED[:, None]) else p.square().sum()
+
+
 @pytest.mark.parametrize(
-    ("f", "other"), [(solved, FACTORS - 2 * torch.eye(2, dtype=torch.float64)), (same, FACTORS * torch.nan)]
+    ("f", "other"), [(solved, FACTORS - 2 * torch.eye(2, dtype=torch.float64)), (same, FACTORS * torch.nan), (stored, FACTORS + 1)]
 )  # fmt: skip
 def test_reads_of_floats_that_are_guards(f, other):
     graph = hog.compile(f, backend="eager", check=False)
