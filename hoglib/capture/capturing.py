@@ -19,7 +19,7 @@ from hoglib._core.closures import ClosureWalker
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib.capture import backend as backends
-from hoglib.capture.check import check_equal
+from hoglib.capture.check import OF_BACKEND, OF_CAPTURE, Comparison, tolerance_of
 from hoglib.capture.guards import Guards, discard_traced_tensors
 from hoglib.capture.nodes import is_random
 from hoglib.capture.passes import pin_strides, simplify
@@ -275,17 +275,16 @@ def capture(
         nodes = sum(node.op == "call_function" for node in traced.graph.graph.nodes)
         code, draws = traced.graph.code, any(map(is_random, traced.graph.graph.nodes))
         inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
-        runner, backend = backends.make_runner(function, traced.graph, inputs)
         entry = GraphEntry(
             arguments=form.describe(tensors),
             nodes=nodes,
-            backend=backend,
-            source=runner.source,
+            backend="eager",
+            source="compiled",
             seconds_to_trace=seconds,
-            seconds_to_compile=runner.seconds,
+            seconds_to_compile=0.0,
             draws=draws,
             code=code,
-            run=runner.run,
+            run=traced.graph.forward,
             reached=reached,
             reads=reads,
             shared=shared,
@@ -294,14 +293,22 @@ def capture(
             differentiable=traced.differentiable,
             holds=_shape_guards(traced.graph, own) if function.dynamic else _always,
         )
-        if function.check:
+        if function.check:  # before compiling, which may take minutes
             with _eager_mode():
-                check_equal(
-                    function.name, function.on_tensors(form), tensors, traced.lifted, entry,
+                comparison = Comparison(
+                    function.name, function.on_tensors(form), tensors, entry,
+                    tolerance_of(traced.graph),
                     independent=getattr(function.fn, "independent", False),
                 )  # fmt: skip
+                comparison.check(entry, traced.lifted, OF_CAPTURE)
             reached = reached.refresh(function.name, root, traced.lifted, traced.modules)
-            entry = replace(entry, reached=reached)
+        runner, backend = backends.make_runner(function, traced.graph, inputs)
+        entry = replace(
+            entry, backend=backend, source=runner.source, seconds_to_compile=runner.seconds,
+            run=runner.run, reached=reached,
+        )  # fmt: skip
+        if function.check and backend != "eager":
+            comparison.check(entry, traced.lifted, OF_BACKEND)
     return entry, traced.lifted
 
 

@@ -238,8 +238,8 @@ def lay_out_concatenations(module: fx.GraphModule) -> None:
             elif fake_value(found).dtype is not fake_value(node).dtype:
                 options = {"dtype": fake_value(node).dtype}
                 found = new_node(graph, aten._to_copy.default, (found,), options)
-            options = {"memory_format": _memory_format(fake_value(node))}
-            replace_node(graph, node, new_node(graph, aten.clone.default, (found,), options))
+            layout = {"memory_format": _memory_format(fake_value(node))}
+            replace_node(graph, node, new_node(graph, aten.clone.default, (found,), layout))
     module.recompile()
 
 
@@ -249,10 +249,11 @@ def _is_empty(value: Tensor) -> bool:
 
 def _memory_format(value: Tensor) -> torch.memory_format:
     """The layout of a dense tensor that torch made."""
+    if value.is_contiguous():
+        return torch.contiguous_format
     for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if value.dim() == dims and not value.is_contiguous():
-            if value.is_contiguous(memory_format=layout):
-                return layout
+        if value.dim() == dims and value.is_contiguous(memory_format=layout):
+            return layout
     return torch.contiguous_format
 
 

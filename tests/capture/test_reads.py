@@ -83,7 +83,9 @@ FLOATS = {
     "a comparison": lambda p, x, mask: (x @ p).sum() if x.sum() > 0 else p.sum(),
     "an integer of a float": lambda p, x, mask: (x @ p).sum() * int(x.sum().long()),
     "the parameter": lambda p, x, mask: (x @ p).sum() * p.sum().item(),
-    "whether results are equal": lambda p, x, mask: p.sum() if torch.equal(x @ p, x[:, :2]) else (x @ p).sum(),
+    "whether results are equal": lambda p, x, mask: (
+        p.sum() if torch.equal(x @ p, x[:, :2]) else (x @ p).sum()
+    ),
     "of mask and float": lambda p, x, mask: (x @ p).sum() * int((mask * x[:, 0] > 0).sum()),
 }
 
