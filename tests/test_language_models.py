@@ -218,8 +218,12 @@ class TestFisher:
             hog.fisher_vp(chunked, params, params, batch)
 
 
-@pytest.mark.parametrize("product", [hog.hvp, hog.ggn_vp], ids=["hvp", "ggn"])
-def test_memory(product):
+@pytest.mark.parametrize(
+    ("product", "options"),
+    [(hog.hvp, {}), (hog.ggn_vp, {}), (hog.hvp, {"compile": "eager"})],
+    ids=["hvp", "ggn", "captured hvp"],
+)
+def test_memory(product, options):
     rows, classes, width, chunk = 128, 4000, 8, 16
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, width), nn.Linear(width, classes, bias=False))
@@ -227,8 +231,8 @@ def test_memory(product):
     loss = hog.language_model_loss(model, head="1", shift=False, chunk_size=chunk)
     params = hog.trainable_params(model)
     v = random_like(params)
-    loss(params, batch)
-    peak = peak_bytes(lambda: product(loss, params, v, batch), torch.device("cpu"))
+    product(loss, params, v, batch, **options)
+    peak = peak_bytes(lambda: product(loss, params, v, batch, **options), torch.device("cpu"))
     chunk_bytes, weight_bytes = 4 * chunk * classes, 4 * width * classes
     assert peak < 2.5 * chunk_bytes + 7 * weight_bytes
     assert peak < 4 * rows * classes  # less than one tensor of logits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hoglib.capture.nodes import is_random
+from hoglib.capture.nodes import is_fresh, is_random
 
 aten: Any = torch.ops.aten
 
@@ -103,7 +103,7 @@ def simplify(module: fx.GraphModule) -> None:
     if not any(writes_in_place(node) for node in graph.nodes):
         known: dict[Hashable, fx.Node] = {}
         for node in list(graph.nodes):
-            if node.op != "call_function" or is_random(node):
+            if node.op != "call_function" or is_random(node) or is_fresh(node):
                 continue
             same = _viewed_node(node) or known.get(key := _key(node))
             if same is None:
