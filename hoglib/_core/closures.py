@@ -278,7 +278,7 @@ class ClosureWalker:
             names = set().union(*map(_names_in_method, methods))
 
     def _add_class(self, kind: type) -> set[str]:
-        """Adds the methods of a class, and returns the names that those of them read that are called."""
+        """Adds the methods of a class, and returns the names that those read which are called."""
         found: set[str] = set()
         for base in set(kind.__mro__) - self._bases:
             self._bases.add(base)

@@ -21,6 +21,7 @@ from hoglib._core.state import preserve_random_state
 from hoglib.capture import backend as backends
 from hoglib.capture.check import OF_BACKEND, OF_CAPTURE, Comparison, tolerance_of
 from hoglib.capture.guards import Guards, discard_traced_tensors
+from hoglib.capture.head_loss import HeadLosses
 from hoglib.capture.nodes import is_random
 from hoglib.capture.passes import pin_strides, simplify
 from hoglib.capture.reads import ReadGuards, split_reads
@@ -338,8 +339,13 @@ def _trace(
     in which they are two.
     """
     run, name = function.on_tensors(form), function.name
+
+    def traced_with(run: Callable[..., Any], tensors: list[Tensor]) -> Traced:
+        heads = None if function.dynamic else HeadLosses()  # their sizes must be known
+        return trace(name, run, tensors, function.dynamic, heads)
+
     try:
-        traced = trace(name, run, tensors, function.dynamic)
+        traced = traced_with(run, tensors)
         also_reached = {i for i, _ in shared_tensors(tensors, traced.lifted)}
     except Exception:
         # a derivative with respect to one of the two, where the other one was used; or a comparison of
@@ -355,7 +361,7 @@ def _trace(
             left = iter(given)
             return run(*[x if i in also_reached else next(left) for i, x in enumerate(tensors)])
 
-        traced = trace(name, with_reached, own, function.dynamic)
+        traced = traced_with(with_reached, own)
     return traced, shared_tensors(tensors, traced.lifted)
 
 
