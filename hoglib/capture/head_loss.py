@@ -56,7 +56,8 @@ class HeadLosses:
         result = run(*args, **kwargs)
         if func is F.linear:
             if result.numel() > chunked.CHUNK_ELEMENTS:
-                self._add(_Logits(result, *_linear(*args, **kwargs), result.numel(), []))
+                features, weight, bias = _linear(*args, **kwargs)
+                self._add(_Logits(result, features, weight, bias, result.numel(), []))
         elif func in FOLLOWED and (logits := self._at(args[0])) is not None:
             if func is Tensor.register_hook or func is Tensor.retain_grad:
                 del self._known[id(args[0])]  # the gradient of the logits is wanted
