@@ -14,7 +14,7 @@ _DECODER = {
     "max_position_embeddings": 32,
 }  # fmt: skip
 _GROUPED = {**_DECODER, "num_key_value_heads": 1}
-_ENCODER_DECODER = {
+ENCODER_DECODER = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
     "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32,
     "decoder_start_token_id": 2,
@@ -49,8 +49,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2,
         "decoder_start_token_id": 0,
     },
-    "BartForConditionalGeneration": _ENCODER_DECODER,
-    "PegasusForConditionalGeneration": _ENCODER_DECODER,
+    "BartForConditionalGeneration": ENCODER_DECODER,
+    "PegasusForConditionalGeneration": ENCODER_DECODER,
 }  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def language_model(name: str, **options: Any) -> nn.Module:
     transformers.logging.set_verbosity_error()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     cls = getattr(transformers, name)
-    config = cls.config_class(vocab_size=VOCABULARY, **{**CONFIGS[name], **options})
+    config = cls.config_class(vocab_size=VOCABULARY, **{**CONFIGS.get(name, {}), **options})
     torch.manual_seed(0)
     with contextlib.redirect_stdout(io.StringIO()):
         model: nn.Module = cls(config)

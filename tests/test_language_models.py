@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
+from hoglib.ops import _linear_cross_entropy
 from tests.language_models import CONFIGS, VOCABULARY, language_model, padded_batch
 from tests.oracles import random_like, relative
 
@@ -218,17 +219,32 @@ class TestFisher:
             hog.fisher_vp(chunked, params, params, batch)
 
 
-@pytest.mark.parametrize("product", [hog.hvp, hog.ggn_vp], ids=["hvp", "ggn"])
-def test_memory(product):
+@pytest.mark.parametrize(
+    ("product", "options"),
+    [(hog.hvp, {}), (hog.ggn_vp, {}), (hog.hvp, {"compile": "eager"})],
+    ids=["hvp", "ggn", "captured hvp"],
+)
+def test_memory(product, options):
+    peak_is_a_few_chunks(product, options)
+
+
+def test_memory_of_a_captured_loss_of_all_logits(monkeypatch):
+    monkeypatch.setattr(_linear_cross_entropy, "CHUNK_ELEMENTS", 16 * 4000)
+    peak_is_a_few_chunks(hog.hvp, {"compile": "eager"}, all_logits=True)
+
+
+def peak_is_a_few_chunks(product, options, all_logits=False):
     rows, classes, width, chunk = 128, 4000, 8, 16
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, width), nn.Linear(width, classes, bias=False))
     batch = (torch.randint(10, (1, rows)), torch.randint(classes, (1, rows)))
     loss = hog.language_model_loss(model, head="1", shift=False, chunk_size=chunk)
+    if all_logits:
+        loss = hog.functional_loss(model, lambda z, y: F.cross_entropy(z.flatten(0, 1), y.view(-1)))
     params = hog.trainable_params(model)
     v = random_like(params)
-    loss(params, batch)
-    peak = peak_bytes(lambda: product(loss, params, v, batch), torch.device("cpu"))
+    product(loss, params, v, batch, **options)
+    peak = peak_bytes(lambda: product(loss, params, v, batch, **options), torch.device("cpu"))
     chunk_bytes, weight_bytes = 4 * chunk * classes, 4 * width * classes
     assert peak < 2.5 * chunk_bytes + 7 * weight_bytes
     assert peak < 4 * rows * classes  # less than one tensor of logits

@@ -200,7 +200,8 @@ class ClosureWalker:
         self._depths = {0: 0}
         self._names = set(IMPLICIT)  # that some code reads
         self._unread: dict[str, list[tuple[int, Reference]]] = defaultdict(list)
-        self._classes: set[type] = set()
+        self._bases: set[type] = {nn.Module, object}  # classes on the way, and theirs
+        self._methods: dict[str, list[Any]] = defaultdict(list)  # of these, by name
         self._queue = deque([self.add(root)])
         while self._queue and len(self.objects) < _MAX_OBJECTS:
             self._enter(self._queue.popleft())
@@ -230,9 +231,8 @@ class ClosureWalker:
         value = self.objects[place]
         if isinstance(value, FunctionType):
             self._read(names_in(value.__code__))
-        elif type(value) not in self._classes:
-            self._classes.add(type(value))
-            self._read(self._names_of_methods(self._names))
+        elif type(value) not in self._bases:
+            self._read(self._add_class(type(value)))
         for reference in references(value, self._scope.libraries):
             if self._is_followed(reference):
                 self._follow(place, reference)
@@ -274,24 +274,25 @@ class ClosureWalker:
             for name in names & self._unread.keys():
                 for place, reference in self._unread.pop(name):
                     self._follow(place, reference)
-            names = self._names_of_methods(names)
+            methods = [x for name in names for x in self._methods.get(name, ())]
+            names = set().union(*map(_names_in_method, methods))
 
-    def _names_of_methods(self, called: Set[str]) -> set[str]:
-        """The names that methods of the classes on the way read, if the methods are called."""
+    def _add_class(self, kind: type) -> set[str]:
+        """Adds the methods of a class, and returns the names that those read which are called."""
         found: set[str] = set()
-        if not self._classes:
-            return found
-        bases = {base for kind in self._classes for base in kind.__mro__}
-        for base in bases - {nn.Module, object}:
-            members = vars(base)
-            for name in called:
-                if name not in members or name in NEVER:
-                    continue
-                method = members[name]
-                code = getattr(getattr(method, "fget", method), "__code__", None)
-                if isinstance(code, CodeType):
-                    found |= names_in(code)
+        for base in set(kind.__mro__) - self._bases:
+            self._bases.add(base)
+            for name, method in vars(base).items():
+                if name not in NEVER:
+                    self._methods[name].append(method)
+                    if name in self._names:
+                        found |= _names_in_method(method)
         return found
+
+
+def _names_in_method(method: Any) -> set[str]:
+    code = getattr(getattr(method, "fget", method), "__code__", None)
+    return set(names_in(code)) if isinstance(code, CodeType) else set()
 
 
 _NOT_RECORDED = (ModuleType, CodeType, torch.jit.ScriptFunction)

@@ -109,6 +109,12 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(proxy) is not None
 
 
+def fresh_copy(x: Tensor) -> Tensor:
+    """While a graph is traced, a copy; what is computed from it is computed again, where the graph has
+    computed it before, instead of being kept. Otherwise the tensor itself."""
+    return x.clone(memory_format=torch.preserve_format) if tracing() else x
+
+
 class Applying:
     """How many custom Functions are running their forward."""
 

@@ -34,6 +34,7 @@ from hoglib.capture.passes import (
     channels_last,
     expand_alpha_beta,
     functionalize,
+    lay_out_concatenations,
     simplify,
     specialize_convolutions,
 )
@@ -239,6 +240,7 @@ def _optimize(
     own.output(own.graph_copy(graph.graph, {}))
     module = fx.GraphModule(graph, own)
     expand_alpha_beta(module)
+    lay_out_concatenations(module)
     if not dynamic:
         module = functionalize(module, tensors)
         simplify(module)

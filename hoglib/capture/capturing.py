@@ -19,10 +19,11 @@ from hoglib._core.closures import ClosureWalker
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib.capture import backend as backends
-from hoglib.capture.check import check_equal
+from hoglib.capture.check import OF_BACKEND, OF_CAPTURE, Comparison, tolerance_of
 from hoglib.capture.guards import Guards, discard_traced_tensors
+from hoglib.capture.head_loss import HeadLosses
 from hoglib.capture.nodes import is_random
-from hoglib.capture.passes import simplify
+from hoglib.capture.passes import pin_strides, simplify
 from hoglib.capture.reads import ReadGuards, split_reads
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, OutputSlot, Traced, trace
@@ -265,6 +266,7 @@ def capture(
         began = perf_counter()
         with discard_traced_tensors(walk):
             traced, shared = _trace(function, form, tensors)
+        pin_strides(traced.graph)
         reads = split_reads(traced.graph, traced.reads)
         simplify(traced.graph)
         seconds = perf_counter() - began
@@ -274,17 +276,16 @@ def capture(
         nodes = sum(node.op == "call_function" for node in traced.graph.graph.nodes)
         code, draws = traced.graph.code, any(map(is_random, traced.graph.graph.nodes))
         inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
-        runner, backend = backends.make_runner(function, traced.graph, inputs)
         entry = GraphEntry(
             arguments=form.describe(tensors),
             nodes=nodes,
-            backend=backend,
-            source=runner.source,
+            backend="eager",
+            source="compiled",
             seconds_to_trace=seconds,
-            seconds_to_compile=runner.seconds,
+            seconds_to_compile=0.0,
             draws=draws,
             code=code,
-            run=runner.run,
+            run=traced.graph.forward,
             reached=reached,
             reads=reads,
             shared=shared,
@@ -293,14 +294,22 @@ def capture(
             differentiable=traced.differentiable,
             holds=_shape_guards(traced.graph, own) if function.dynamic else _always,
         )
-        if function.check:
+        if function.check:  # before compiling, which may take minutes
             with _eager_mode():
-                check_equal(
-                    function.name, function.on_tensors(form), tensors, traced.lifted, entry,
+                comparison = Comparison(
+                    function.name, function.on_tensors(form), tensors, entry,
+                    tolerance_of(traced.graph),
                     independent=getattr(function.fn, "independent", False),
                 )  # fmt: skip
+                comparison.check(entry, traced.lifted, OF_CAPTURE)
             reached = reached.refresh(function.name, root, traced.lifted, traced.modules)
-            entry = replace(entry, reached=reached)
+        runner, backend = backends.make_runner(function, traced.graph, inputs)
+        entry = replace(
+            entry, backend=backend, source=runner.source, seconds_to_compile=runner.seconds,
+            run=runner.run, reached=reached,
+        )  # fmt: skip
+        if function.check and backend != "eager":
+            comparison.check(entry, traced.lifted, OF_BACKEND)
     return entry, traced.lifted
 
 
@@ -330,8 +339,13 @@ def _trace(
     in which they are two.
     """
     run, name = function.on_tensors(form), function.name
+
+    def traced_with(run: Callable[..., Any], tensors: list[Tensor]) -> Traced:
+        heads = None if function.dynamic else HeadLosses()  # their sizes must be known
+        return trace(name, run, tensors, function.dynamic, heads)
+
     try:
-        traced = trace(name, run, tensors, function.dynamic)
+        traced = traced_with(run, tensors)
         also_reached = {i for i, _ in shared_tensors(tensors, traced.lifted)}
     except Exception:
         # a derivative with respect to one of the two, where the other one was used; or a comparison of
@@ -347,7 +361,7 @@ def _trace(
             left = iter(given)
             return run(*[x if i in also_reached else next(left) for i, x in enumerate(tensors)])
 
-        traced = trace(name, with_reached, own, function.dynamic)
+        traced = traced_with(with_reached, own)
     return traced, shared_tensors(tensors, traced.lifted)
 
 

@@ -1,19 +1,19 @@
 """Whether a graph computes what its function does: at the values of the first call, and at others."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from hoglib._core import validation
 from hoglib._core.state import random_state, set_random_state
 from hoglib.capture.trace import as_leaf, tensors_of
 from hoglib.errors import NoSecondDerivative
 
-# Relative to the norm of an output. Compiled code adds in another order, and in float32 a cancellation
-# or a point without a derivative amplifies that beyond rounding; a value that was traced in as a
-# constant is off by far more.
+# Relative to the norm of an output, by the least precise dtype inside. Compiled code adds in another
+# order, and in float32 a cancellation or a point without a derivative amplifies that beyond rounding; a
+# value that was traced in as a constant is off by far more.
 TOLERANCES = {
     torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 2e-3, torch.complex64: 2e-3,
 }  # fmt: skip
@@ -21,6 +21,14 @@ HALF_PRECISION_TOLERANCE = 5e-2
 # Relative to the norm of all outputs: a gradient that cancels, such as that of a last bias, consists
 # of rounding errors only.
 ROUNDING = 1e-4
+OF_CAPTURE = (
+    "The graph contains a constant that should be an input (a result of NumPy, a value kept from an "
+    "earlier call, random numbers of another library). Pass the value as an argument"
+)
+OF_BACKEND = (
+    "The operations of the graph compute it when they run one by one, so what compiled them is wrong. "
+    "Pass backend='eager'"
+)
 
 
 class Graph(Protocol):
@@ -34,61 +42,97 @@ class Graph(Protocol):
     def graph_inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]: ...
 
 
-def check_equal(
-    name: str, function: Callable[..., Any], tensors: list[Tensor], lifted: list[Tensor],
-    graph: Graph, *, independent: bool,
-) -> None:  # fmt: skip
-    """Raises NoSecondDerivative if the outputs of a graph differ from those of its function.
+@final
+class Comparison:
+    """Of graphs with their function, whose outputs are computed once.
 
     It compares at perturbed values first, so that what modules keep of their last run belongs to the
     given values. At the given values, the tensors keep their graphs, because the function may
     differentiate with respect to them; with ``independent``, it differentiates with respect to each
     argument as if none was computed from another. The state of the random generators changes.
     """
-    perturbed = _perturbed(tensors)
-    given = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
-    for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
-        perturbed[i] = given[i] = tensors[i]
-    for where, values in ((" at other values than those of the capture", perturbed), ("", given)):
-        try:
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], tensors: list[Tensor], graph: Graph,
+        tolerance: float, *, independent: bool,
+    ) -> None:  # fmt: skip
+        self._name, self._tolerance = name, tolerance
+        self._cases: list[_Case] = []
+        perturbed = _perturbed(tensors)
+        given = [
+            x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors
+        ]
+        for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
+            perturbed[i] = given[i] = tensors[i]
+        for where, values in (
+            (" at other values than those of the capture", perturbed),
+            ("", given),
+        ):
             state = random_state()
-            expected = tensors_of(function(*values))
-        except Exception:
-            if where:  # a function need not accept every value
-                continue
-            raise
-        set_random_state(state)
-        found = graph.execute(graph.graph_inputs([x.detach() for x in values], lifted))
-        scale = _norm(expected)
-        for i, (a, b) in enumerate(zip(expected, found, strict=True)):
-            _compare(name, i, a.detach(), b, scale, where)
+            try:
+                expected = [x.detach() for x in tensors_of(function(*values))]
+            except Exception:
+                if where:  # a function need not accept every value
+                    continue
+                raise
+            self._cases.append(_Case(where, [x.detach() for x in values], state, expected))
+
+    def check(self, graph: Graph, lifted: list[Tensor], cause: str) -> None:
+        """Raises NoSecondDerivative, with the cause, if the outputs of a graph are others."""
+        for case in self._cases:
+            set_random_state(case.state)
+            found = graph.execute(graph.graph_inputs(case.values, lifted))
+            scale = _norm(case.expected)
+            for i, (a, b) in enumerate(zip(case.expected, found, strict=True)):
+                difference = _difference(a, b, scale, self._tolerance)
+                if difference is not None:
+                    raise NoSecondDerivative(
+                        f"{self._name}: expected a graph that computes what the function does, got "
+                        f"{difference} in output {i}{case.where}. {cause}, or pass check=False to skip "
+                        "this comparison."
+                    )
 
 
-def _compare(name: str, i: int, expected: Tensor, found: Tensor, scale: float, where: str) -> None:
-    if expected.shape != found.shape or expected.dtype is not found.dtype:
-        difference = f"{validation.describe(found)} instead of {validation.describe(expected)}"
-    elif expected.is_meta:
-        return
-    elif not (expected.is_floating_point() or expected.is_complex()):
-        if torch.equal(expected, found):
-            return
-        difference = "other integers"
-    else:
-        finite = expected.isfinite() & found.isfinite()
-        same_nans = torch.equal(expected.isnan(), found.isnan())
-        distance = _norm([torch.where(finite, expected - found, 0)])
-        norm = _norm([torch.where(finite, expected, 0)])
-        tolerance = TOLERANCES.get(expected.dtype, HALF_PRECISION_TOLERANCE)
-        if same_nans and distance <= tolerance * max(norm, ROUNDING * scale, 1e-30):
-            return
-        difference = f"a difference of norm {distance:.1e} where the norm is {norm:.1e}"
-    raise NoSecondDerivative(
-        f"{name}: expected a graph that computes what the function does, got {difference} in output "
-        f"{i}{where}. Either the graph contains a constant that should be an input (a result of "
-        "NumPy, a value kept from an earlier call, random numbers of another library), or the "
-        "compiler is wrong: try backend='eager' to find out. Pass the value as an argument, or pass "
-        "check=False to skip this comparison."
+class _Case(NamedTuple):
+    """The outputs of a function at some values."""
+
+    where: str  # in words
+    values: list[Tensor]
+    state: Any  # of the random generators
+    expected: list[Tensor]
+
+
+def tolerance_of(graph: fx.GraphModule) -> float:
+    """Of the least precise floating-point numbers that a graph computes.
+
+    A model in float64 may compute a loss, a norm or an angle in float32.
+    """
+    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
+    dtypes = {x.dtype for x in tensors_of(values) if _is_inexact(x)}
+    return max(
+        (TOLERANCES.get(x, HALF_PRECISION_TOLERANCE) for x in dtypes),
+        default=TOLERANCES[torch.float64],
     )
+
+
+def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float) -> str | None:
+    if expected.shape != found.shape or expected.dtype is not found.dtype:
+        return f"{validation.describe(found)} instead of {validation.describe(expected)}"
+    if expected.is_meta:
+        return None
+    if not _is_inexact(expected):
+        return None if torch.equal(expected, found) else "other integers"
+    finite = expected.isfinite() & found.isfinite()
+    same_nans = torch.equal(expected.isnan(), found.isnan())
+    distance = _norm([torch.where(finite, expected - found, 0)])
+    norm = _norm([torch.where(finite, expected, 0)])
+    if same_nans and distance <= tolerance * max(norm, ROUNDING * scale, 1e-30):
+        return None
+    return f"a difference of norm {distance:.1e} where the norm is {norm:.1e}"
+
+
+def _is_inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
@@ -96,7 +140,7 @@ def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator("cpu").manual_seed(0)
     found = []
     for x in tensors:
-        if (x.is_floating_point() or x.is_complex()) and x.numel():
+        if _is_inexact(x) and x.numel():
             # All memory that x spans, of which it may show parts more than once.
             span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
             plain = x.detach()
@@ -116,6 +160,6 @@ def _perturbed(tensors: list[Tensor]) -> list[Tensor]:
 def _norm(tensors: list[Tensor]) -> float:
     total = 0.0
     for x in tensors:
-        if (x.is_floating_point() or x.is_complex()) and not x.is_meta:
+        if _is_inexact(x) and not x.is_meta:
             total += float(torch.nan_to_num(x.detach().abs().double()).square().sum())
     return total**0.5

@@ -23,6 +23,14 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags and not _has_no_dropout(node)
 
 
+def is_fresh(node: fx.Node) -> bool:
+    """Whether it is a copy by `torch_internals.fresh_copy`."""
+    return (
+        node.target is aten.clone.default
+        and node.kwargs.get("memory_format") is torch.preserve_format
+    )
+
+
 def _has_no_dropout(node: fx.Node) -> bool:
     """Whether it is attention or a recurrent layer, which draw for dropout only, without dropout."""
     schema = getattr(node.target, "_schema", None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hoglib.capture.nodes import is_random
+from hoglib.capture.nodes import is_fresh, is_random
 
 aten: Any = torch.ops.aten
 
@@ -68,6 +68,30 @@ def functionalize(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModu
     return found
 
 
+def pin_strides(module: fx.GraphModule) -> None:
+    """Makes views have the strides that the trace assumed.
+
+    Fake tensors and torch's kernels give a dimension of size 1 different strides, by which torch
+    chooses a memory format: what the trace took for channels-last would be refused when the graph runs.
+    """
+    for node in module.graph.nodes:
+        if node.target not in RESHAPES or 1 not in fake_value(node).shape:
+            continue
+        source, found = _layout(node.args[0]), _layout(node)
+        if source is None or found is None or not _is_static(source) or not _is_static(found):
+            continue
+        _, shape, strides, _ = source
+        real = torch.empty_strided(shape, strides, device="meta").reshape(found[1])
+        if real.stride() != found[2]:
+            node.target = aten.as_strided.default
+            node.args = (node.args[0], list(found[1]), list(found[2]))
+    module.recompile()
+
+
+def _is_static(layout: tuple[Any, ...]) -> bool:
+    return all(isinstance(n, int) for n in (*layout[1], *layout[2]))
+
+
 def simplify(module: fx.GraphModule) -> None:
     """Removes unused nodes, repeated computations and views of views; results stay equal bit for bit.
 
@@ -79,7 +103,7 @@ def simplify(module: fx.GraphModule) -> None:
     if not any(writes_in_place(node) for node in graph.nodes):
         known: dict[Hashable, fx.Node] = {}
         for node in list(graph.nodes):
-            if node.op != "call_function" or is_random(node):
+            if node.op != "call_function" or is_random(node) or is_fresh(node):
                 continue
             same = _viewed_node(node) or known.get(key := _key(node))
             if same is None:
@@ -118,7 +142,7 @@ def _viewed_node(node: fx.Node) -> fx.Node | None:
     if node.target not in VIEWS:
         return None
     wanted = _layout(node)
-    if wanted is None or not all(isinstance(n, int) for n in (*wanted[1], *wanted[2])):
+    if wanted is None or not _is_static(wanted):
         return None
     at: Any = node
     while isinstance(at, fx.Node) and at.target in VIEWS:
@@ -190,6 +214,47 @@ def _scale(graph: fx.Graph, value: Any, factor: Any) -> Any:
     if not isinstance(value, fx.Node):
         return value * factor
     return new_node(graph, aten.mul.Tensor, (value, factor))
+
+
+def lay_out_concatenations(module: fx.GraphModule) -> None:
+    """Replaces a concatenation with empty tensors, or of one tensor, by a copy in the same layout.
+
+        cat([empty, x]) = x        in memory as cat lays it out, for instance in row-major order
+
+    torch's compiler copies x in the layout of x, so that a view of the result may be impossible.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is not aten.cat.default:
+            continue
+        tensors: Any = node.args[0]
+        left = [x for x in tensors if not _is_empty(fake_value(x))]
+        if len(left) == len(tensors) > 1 or not left or node.kwargs:
+            continue
+        with graph.inserting_before(node):
+            found = left[0]
+            if len(left) > 1:
+                found = new_node(graph, aten.cat.default, (left, *node.args[1:]))
+            elif fake_value(found).dtype is not fake_value(node).dtype:
+                options = {"dtype": fake_value(node).dtype}
+                found = new_node(graph, aten._to_copy.default, (found,), options)
+            layout = {"memory_format": _memory_format(fake_value(node))}
+            replace_node(graph, node, new_node(graph, aten.clone.default, (found,), layout))
+    module.recompile()
+
+
+def _is_empty(value: Tensor) -> bool:
+    return any(isinstance(n, int) and n == 0 for n in value.shape)
+
+
+def _memory_format(value: Tensor) -> torch.memory_format:
+    """The layout of a dense tensor that torch made."""
+    if value.is_contiguous():
+        return torch.contiguous_format
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if value.dim() == dims and value.is_contiguous(memory_format=layout):
+            return layout
+    return torch.contiguous_format
 
 
 def specialize_convolutions(module: fx.GraphModule) -> None:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from hoglib._core import torch_internals
 from hoglib._core.source_location import is_user_file
 from hoglib.capture.nodes import is_random, needed_nodes
-from hoglib.capture.passes import simplify
+from hoglib.capture.passes import VIEWS, simplify
 from hoglib.errors import UnsupportedError
 
 aten: Any = torch.ops.aten
@@ -84,6 +84,13 @@ class Recorder:
         *_, output = graph.graph.nodes
         found: Any = output.args[0]
         return found[0] is found[1]
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether it consists of the items of an argument, or of a tensor that exists before."""
+        node, _ = self._node(aten.clone.default(tensor))
+        nodes = needed_nodes(node.graph.nodes, [node])
+        copies = {*VIEWS, *_NEW_CONSTANTS, aten.clone.default}
+        return all(x.op != "call_function" or x.target in copies for x in nodes)
 
     def _node(self, tensor: Tensor) -> tuple[fx.Node, Any]:
         """The node of a traced tensor, and what holds the constants of its graph."""

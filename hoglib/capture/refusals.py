@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from hoglib._core import pytree, torch_internals, validation
+from hoglib.capture.head_loss import FOLLOWED, HeadLosses
 from hoglib.capture.reads import Recorder, outside_trace, user_line, value_read_error
 from hoglib.errors import HoglibError, UnsupportedError
 
@@ -41,10 +42,11 @@ class PythonChecks(TorchFunctionMode):
     """Handles calls that read values, also of tensors that are not arguments, and refuses
     `backward()`."""
 
-    def __init__(self, what: str, values: Recorder) -> None:
+    def __init__(self, what: str, values: Recorder, heads: HeadLosses | None = None) -> None:
         super().__init__()
         self._what = what
         self._values = values
+        self._heads = heads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,9 +61,10 @@ class PythonChecks(TorchFunctionMode):
             raise value_read_error(self._what, "Tensor.data_ptr", user_line())
         if func is Tensor.backward:
             raise backward_call_error(self._what, user_line())
-        if func is Tensor.__getitem__:
-            return _item(*args)
-        return func(*args, **kwargs)
+        run = _item if func is Tensor.__getitem__ else func
+        if self._heads is not None and func in FOLLOWED:
+            return self._heads.call(func, run, args, kwargs)
+        return run(*args, **kwargs)
 
 
 def _item(tensor: Tensor, index: Any) -> Tensor:
@@ -131,7 +134,8 @@ class OperationChecks(TorchDispatchMode):
             a, b = args
             if a is b or self._values.same(a, b):  # unless it contains NaN
                 return not read(aten.isnan(a).any(), any_dtype=True)
-            return a.shape == b.shape and bool(read(aten.eq(a, b).all()))
+            given = self._values.is_given(a) and self._values.is_given(b)  # as data, not computed
+            return a.shape == b.shape and bool(read(aten.eq(a, b).all(), any_dtype=given))
         if func is aten.index.Tensor and all(x is None or x.dim() for x in args[1]):
             return func(args[0], self._without_masks(args[1]))
         if func is aten.nonzero.default and args[0].dim():

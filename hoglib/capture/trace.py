@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree, validation
 from hoglib._core.gradient_graph import leaf_tensors, walk
+from hoglib.capture.head_loss import HeadLosses, exist
 from hoglib.capture.reads import Read, Recorder
 from hoglib.capture.refusals import (
     OperationChecks,
@@ -62,8 +63,11 @@ class InputRef:
         self.is_argument = is_argument
 
 
-def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynamic: bool) -> Traced:
-    """The graph of a function at tensors of these shapes.
+def trace(
+    name: str, function: Callable[..., Any], tensors: list[Tensor], dynamic: bool,
+    heads: HeadLosses | None = None,
+) -> Traced:  # fmt: skip
+    """The graph of a function at tensors of these shapes, with logits in chunks if ``heads`` is given.
 
     Raises UnsupportedError, with the user's line, for what a graph cannot contain.
     """
@@ -86,7 +90,7 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
     with (
         translate_tracing_errors(name),
         record_modules(name, modules),
-        PythonChecks(name, values),
+        PythonChecks(name, values, heads),
         warnings.catch_warnings(),
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled modules run eagerly
     ):
@@ -98,6 +102,8 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
             run, tracing_mode="symbolic" if dynamic else "fake", _allow_non_fake_inputs=True
         )
         graph = tracer(*[as_leaf(x) for x in tensors])
+    if heads is not None and exist(graph.graph, heads.replaced):
+        return trace(name, function, tensors, dynamic)
     _check_outputs(name, out["leaves"])
     lifted = _lift(name, graph, out["recorded"])
     if out["recorded"]:

@@ -223,11 +223,15 @@ def _of_logits(z: Tensor, t: Tensor, weight: Tensor | None, smoothing: float) ->
     return (1 - smoothing) * loss - smoothing / z.shape[1] * (w * log_p).sum(1)
 
 
-def _chunks(size: int, *tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The tensors by rows, at least one chunk; None stays None."""
-    (count, *_) = (len(x) for x in tensors if x is not None)
-    for start in range(0, max(count, 1), size):
-        yield tuple(None if x is None else x[start : start + size] for x in tensors)
+def _chunks(size: int, h: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """The tensors by rows, at least one chunk; None stays None.
+
+    A captured graph, too, computes the logits of h again instead of keeping those of all chunks.
+    """
+    for start in range(0, max(len(h), 1), size):
+        rows = slice(start, start + size)
+        own = torch_internals.fresh_copy(h[rows]) if len(h) > size else h
+        yield own, *(None if x is None else x[rows] for x in others)
 
 
 def _reference(

@@ -154,6 +154,25 @@ def test_rounding_and_what_is_not_finite_is_not_refused():
     halves(draw(4).float())
 
 
+def test_the_comparison_is_by_the_precision_inside():
+    def rounded(graph, inputs):
+        return lambda *tensors: [x * (1 + 1e-6) for x in graph.forward(*tensors)]
+
+    in_float32 = hog.compile(lambda x: x.float().exp().double(), backend=rounded)
+    in_float32(draw(3))
+    of_float32 = hog.compile(lambda x: x.double().exp(), backend=rounded)
+    with pytest.raises(RuntimeError, match="what compiled them is wrong"):
+        of_float32(draw(3).float())
+
+
+def test_the_comparison_comes_before_the_compiler():
+    compiled = []
+    fast = hog.compile(Counting(), backend=lambda graph, inputs: compiled.append(1))
+    with pytest.raises(RuntimeError, match="a constant that should be an input"):
+        fast(draw(3))
+    assert not compiled
+
+
 def test_a_function_that_refuses_other_values_is_compared_at_its_own():
     def fn(x):
         if not torch.compiler.is_compiling() and type(x) is torch.Tensor and x[0] != 2.0:

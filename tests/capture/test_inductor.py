@@ -372,6 +372,26 @@ def test_factors_in_the_options_of_sums_are_heeded(other_cache, dynamic):
         assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
+NOTHING = torch.empty(0, dtype=torch.float64)
+CONCATENATED = {
+    "nothing and a transpose": lambda x: torch.cat([NOTHING, x.mT], -2).view(2, 12),
+    "a transpose and no rows": lambda x: torch.cat([x.mT, x.mT[:, :0]], -2).view(2, 12),
+    "one": lambda x: torch.cat([x.mT]).view(8, 3),
+    "two and nothing": lambda x: torch.cat([x.mT, NOTHING, x.mT], 1).view(2, 24),
+    "one of another dtype": lambda x: torch.cat([NOTHING, x.mT.float()], 1).view(2, 12),
+    "channels last": lambda x: torch.cat([x[None].to(memory_format=torch.channels_last)]).permute(0, 2, 3, 1).view(24),
+}  # fmt: skip
+
+
+def test_a_concatenation_with_nothing_is_laid_out_as_torch_does(other_cache):
+    def fn(x):
+        return [case(x) for case in CONCATENATED.values()]
+
+    x = draw(2, 3, 4)
+    for ours, expected in zip(hog.compile(fn, check=False)(x), fn(x), strict=True):
+        assert_close(ours, expected, rtol=0, atol=0)
+
+
 def test_machine_code_goes_with_them_and_what_is_not_ours_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(backends, "MAX_BYTES", 25)
     (tmp_path / "torch" / "a").mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
 import hoglib as hog
@@ -53,3 +54,13 @@ def test_a_gradient_shares_what_it_shares_with_its_value():
     fast = hog.compile(fn, backend="eager")
     fast(draw(3))
     assert fast.signatures[0].code.count("aten.exp.default") == 1
+
+
+def test_a_view_of_a_batch_of_one_has_the_layout_of_the_trace():
+    """As in attention over the pixels of an image."""
+
+    def fn(x):
+        return F.group_norm(x.transpose(1, 2).view(1, 8, 2, 2), 2).square().mean((2, 3)).sin()
+
+    x = draw(1, 4, 8)
+    assert_close(hog.compile(fn, backend="eager")(x), fn(x))

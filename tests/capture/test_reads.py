@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.errors import UnsupportedError
-from tests.language_models import language_model, padded_batch
+from tests.language_models import ENCODER_DECODER, language_model, padded_batch
 
 W = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(3, 2)
 X = torch.linspace(0, 2, 12, dtype=torch.float64).reshape(4, 3)
@@ -83,6 +83,9 @@ FLOATS = {
     "a comparison": lambda p, x, mask: (x @ p).sum() if x.sum() > 0 else p.sum(),
     "an integer of a float": lambda p, x, mask: (x @ p).sum() * int(x.sum().long()),
     "the parameter": lambda p, x, mask: (x @ p).sum() * p.sum().item(),
+    "whether results are equal": lambda p, x, mask: (
+        p.sum() if torch.equal(x @ p, x[:, :2]) else (x @ p).sum()
+    ),
     "of mask and float": lambda p, x, mask: (x @ p).sum() * int((mask * x[:, 0] > 0).sum()),
 }
 
@@ -141,9 +144,43 @@ def test_a_table_that_makes_objects_is_captured_once():
     assert len(traced) == before
 
 
-@pytest.mark.parametrize("name", ["BartForConditionalGeneration", "FalconForCausalLM"])
-def test_models_of_transformers_that_read_their_masks(name):
-    model, batch = language_model(name), padded_batch()
+def convolved(p, x, edges):
+    """A convolution on a graph, whose number of nodes is that of its edges, as torch_geometric's."""
+    count = int(edges.max()) + 1
+    source, target = torch.cat([edges, torch.arange(count).expand(2, -1)], 1)
+    degree = torch.zeros(count, dtype=x.dtype).scatter_add(0, target, torch.ones_like(target).to(x))
+    scale = degree.pow(-0.5)
+    messages = (scale[source] * scale[target])[:, None] * (x @ p)[source]
+    return torch.zeros(count, 2, dtype=x.dtype).index_add(0, target, messages).tanh().square().sum()
+
+
+def test_graphs_of_other_sizes():
+    for edges in ([[0, 1, 2], [1, 2, 0]], [[1, 0, 1], [0, 1, 1]], [[2, 3, 0], [3, 1, 2]]):
+        given = W, torch.ones_like(W), X, torch.tensor(edges)
+        assert_close(hog.hvp(convolved, *given, compile="eager"), hog.hvp(convolved, *given))
+
+
+def whisper():
+    """Encoder and decoder are those of BART; sounds are its input."""
+    options = {"num_mel_bins": 4, "max_source_positions": 4, "max_target_positions": 8}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    name = "WhisperForConditionalGeneration"
+    model = language_model(name, **ENCODER_DECODER, **options, **special)
+    sounds = torch.linspace(-1, 1, 64, dtype=torch.float64).sin().reshape(2, 4, 8)
+    return model, {"input_features": sounds, "labels": torch.tensor([[3, 4, 5], [6, 7, 8]])}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (language_model("BartForConditionalGeneration"), padded_batch()),
+        lambda: (language_model("FalconForCausalLM"), padded_batch()),
+        whisper,
+    ],
+    ids=["BART", "Falcon", "Whisper"],
+)
+def test_models_of_transformers_that_read_their_masks(make):
+    model, batch = make()
     loss, params = hog.functional_loss(model), hog.trainable_params(model)
     v = {
         k: torch.linspace(-1, 1, p.numel(), dtype=p.dtype).reshape(p.shape)
@@ -169,8 +206,16 @@ def same(p, A):
     return (p[:2] * A).sum() if torch.equal(A, A) else p.square().sum()
 
 
+STORED = FACTORS.clone()
+
+
+def stored(p, A):
+    """Whether data is that of training, as libraries of Gaussian processes ask."""
+    return (p[:2] * A).sum() if torch.equal(A[:, None], STORED[:, None]) else p.square().sum()
+
+
 @pytest.mark.parametrize(
-    ("f", "other"), [(solved, FACTORS - 2 * torch.eye(2, dtype=torch.float64)), (same, FACTORS * torch.nan)]
+    ("f", "other"), [(solved, FACTORS - 2 * torch.eye(2, dtype=torch.float64)), (same, FACTORS * torch.nan), (stored, FACTORS + 1)]
 )  # fmt: skip
 def test_reads_of_floats_that_are_guards(f, other):
     graph = hog.compile(f, backend="eager", check=False)
