@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hoglib._core import validation
+from hoglib._core.autograd import translate_hook_errors
 from hoglib._core.pytree import tensors_in
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
 from hoglib._core.torch_internals import eagerly, has_compiled
@@ -333,7 +334,11 @@ class FunctionalLoss:
     def _outputs(self, params: Params, batch: Any) -> Any:
         """The model's outputs, where its parameters have been swapped."""
         reference = params or list(self.model.parameters())
-        with _translate_device_errors(batch, reference), eagerly(self._compiled):
+        with (
+            translate_hook_errors("loss(params, batch)"),
+            _translate_device_errors(batch, reference),
+            eagerly(self._compiled),
+        ):
             if self._forward is not None:
                 return self._forward(self.model, batch)
             args, keywords = (

@@ -651,3 +651,58 @@ def test_a_batch_on_the_cpu_for_a_model_on_a_gpu(layer):
     loss = hog.functional_loss(copy.deepcopy(layer).double().cuda(), lambda o, b: o.sum())
     with pytest.raises(ValueError, match=r"on cuda:0, .* on cpu; move .*\.to\('cuda:0'\)"):
         loss({}, X)
+
+
+class PerExample(nn.Module):
+    """A wrapper with hooks for one forward and one backward, as opacus.GradSampleModule has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.inputs, self.hooks = model, [], []
+        for layer in model:
+            for p in layer.parameters():
+                p.calls = 0
+            self.hooks += [
+                layer.register_forward_hook(self.keep),
+                layer.register_full_backward_hook(self.use),
+            ]
+
+    def forward(self, x):
+        return self.model(x)
+
+    def keep(self, layer, args, output):
+        self.inputs.append(args[0])
+        for p in layer.parameters():
+            p.calls += 1
+
+    def use(self, layer, grad_inputs, grad_outputs):
+        self.inputs.pop()
+
+    def disable_hooks(self):
+        for hook in self.hooks:
+            hook.remove()
+
+
+TURN_OFF = r"`disable_hooks\(\)` of the PerExample before"
+
+
+def test_hooks_that_count_passes_on_the_parameters():
+    model = PerExample(net().double())
+    loss, params = hog.functional_loss(model, mean_square), hog.trainable_params(model)
+    with pytest.raises(hog.errors.UnsupportedError, match=f"'calls'.*{TURN_OFF}"):
+        hog.hvp(loss, params, params, (X, Y))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # not the hooks'
+        hog.hvp(loss, params, params, (X[:, :1], Y))
+    model.disable_hooks()
+    hog.hvp(loss, params, params, (X, Y))
+
+
+def test_hooks_of_one_backward():
+    model = PerExample(net().double())
+    with pytest.raises(
+        hog.errors.UnsupportedError,
+        match=f"^r1: .*a PerExample with hooks that failed: .*pop from empty.*{TURN_OFF}",
+    ):
+        hog.penalties.r1(lambda x: model(x)[:, 0], X)
+    model.disable_hooks()
+    hog.penalties.r1(lambda x: model(x)[:, 0], X).backward()
