@@ -195,7 +195,7 @@ class DatasetSum:
         # of several processes the coarsest dtype of a loss is that of the parameters
         dtype = self._loss_dtype if self.alone else self._space.dtype
         if totals.shared:
-            self._check_split(totals.whole, totals, dtype)
+            self._check_split(totals.whole, totals, dtype, None)
         self._determinism.finish(totals.loss / totals.weight, totals.largest, dtype)
         self._splits_checked = True
         self._warn_unused()
@@ -243,7 +243,7 @@ class DatasetSum:
             for piece, weight, number in local.pieces:
                 share = weight if self._mean and not self._at_once else 1.0
                 value = add(piece, number, share)
-                self._determinism.record(piece, value)
+                self._determinism.record(piece, value, self.loss_of)
                 self._loss_dtype = value.dtype
                 shares.append(share)
                 losses.append(float(value.detach()))
@@ -254,7 +254,7 @@ class DatasetSum:
             elif len(local.pieces) > 1:
                 totals = _totals(shares[first:], losses[first:])
                 value = self.loss_of(local.batch)
-                self._check_split(float(value), totals, value.dtype)
+                self._check_split(float(value), totals, value.dtype, local.batch)
         self._state = self._fingerprint.now()  # a forward may count its calls
         return _totals(shares, losses)._replace(whole=whole, shared=shared)
 
@@ -270,7 +270,7 @@ class DatasetSum:
         """
         if not self._options.check_deterministic:
             return value
-        self._determinism.record(batch, value)
+        self._determinism.record(batch, value, self.loss_of)
         self._determinism.finish_pass()
         leaves, batch = clone_inference_tensors((self._space.leaves(), batch))
         with self.evaluation_context():
@@ -322,10 +322,20 @@ class DatasetSum:
         value = self._loss(self._space.params_of(leaves), batch)
         return validation.scalar("loss(params, batch)", value)
 
-    def _check_split(self, whole: float, totals: PassTotals, dtype: torch.dtype) -> None:
+    def _check_split(
+        self, whole: float, totals: PassTotals, dtype: torch.dtype, batch: Any
+    ) -> None:
         """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
         pieces = totals.loss / totals.weight if self._mean else totals.loss
         if not close(whole, pieces, dtype, [totals.largest]):
+            random = batch is not None and self._determinism.random_cause(
+                lambda: self.loss_of(batch), self._space.device
+            )
+            if random:
+                raise NondeterministicError(
+                    "micro_batch: expected the same loss for a batch and for its pieces, got "
+                    f"{whole:.8g} and {pieces:.8g}: {random}"
+                )
             raise ArgumentValueError(
                 f"{'processes' if totals.shared else 'micro_batch'}: expected a loss that is the "
                 f"{'mean' if self._mean else 'sum'} over "
