@@ -32,13 +32,13 @@ from hoglib.verification.subject import is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
 Met = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
-# What to use instead of Functions of a package, which its users cannot change.
+# What to use instead of Functions that their users cannot change, by module.
 INSTEAD = {
-    "linear_operator": "GPyTorch estimates these derivatives by conjugate gradients; it takes the "
-    "exact ones by a Cholesky factor inside `gpytorch.settings.fast_computations(False, False, "
-    "False)`, or up to `gpytorch.settings.max_cholesky_size` points.",
-    "torchdiffeq": "Use `torchdiffeq.odeint` instead of odeint_adjoint: torch differentiates its steps "
-    "to any order.",
+    "linear_operator.functions.": "GPyTorch estimates these derivatives by conjugate gradients; it "
+    "takes the exact ones by a Cholesky factor inside `gpytorch.settings.fast_computations(False, "
+    "False, False)`, or up to `gpytorch.settings.max_cholesky_size` points.",
+    "torchdiffeq._impl.adjoint": "Use `torchdiffeq.odeint` instead of odeint_adjoint: torch "
+    "differentiates its steps to any order.",
 }
 # The entry points, and what they told.
 _TOLD: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
@@ -205,8 +205,8 @@ def _tell(
 ) -> None:
     """Raises, or warns once for a Function and an entry point."""
     text = f"{caller}: {verdict.text}"
-    if instead := INSTEAD.get(function.__module__.split(".")[0]):
-        text = f"{text} {instead}"
+    for module, instead in INSTEAD.items():
+        text += f" {instead}" * function.__module__.startswith(module)
     if action == "raise":
         raise VerificationError(text)
     if nothing_left and verdict.status == "wrong" and verdict.order == 2:
