@@ -207,8 +207,9 @@ class Compiled:
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph for such a call, as a function of the tensors among its arguments, in their order.
 
-        It skips the lookup, so it is valid for calls with the same signature as long as parameters,
-        buffers and modes stay the same. A tensor that is passed twice here need not be the same tensor
+        It skips the lookup, so it is valid for calls with the same signature as long as all that ``fn``
+        reads stays the same: parameters, buffers, modes, and values in closures, globals and attributes,
+        which a call of the compiled function checks and this does not. A tensor that is passed twice here need not be the same tensor
         later.
 
         Args:
