@@ -27,7 +27,7 @@ PRODUCTS: dict[str, Product] = {"hvp": hog.hvp, "ggn_vp": hog.ggn_vp}
 MODES: dict[str, tuple[Product, tuple[str, ...]]] = {
     "`hvp`": (hog.hvp, ("reverse-over-reverse", "forward-over-reverse")),
     "`ggn_vp`": (hog.ggn_vp, ("reverse", "forward")),
-    'either, `mode="finite-differences"`': (hog.hvp, ("finite-differences",)),
+    '`hvp`, `mode="finite-differences"`': (hog.hvp, ("finite-differences",)),
 }
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 
