@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
+from numbers import Number
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hoglib._core import validation
+from hoglib._core.autograd import translate_hook_errors
 from hoglib._core.pytree import tensors_in
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
 from hoglib._core.torch_internals import eagerly, has_compiled
@@ -242,7 +245,11 @@ class FunctionalLoss:
         if self._criterion is None:
             return _own_loss(self.model, outputs)
         targets = self.targets(batch)
-        with _translate_device_errors(batch, outputs):
+        explain = partial(_explain_criterion, self._criterion, outputs, targets, targets is batch)
+        with (
+            _translate_device_errors(batch, outputs),
+            _translate_call_errors(self._criterion, (outputs, targets), {}, explain),
+        ):
             if self._dtype is not None and isinstance(self._criterion, nn.Module):
                 with swap_parameters(self._criterion, {}, self._dtype):
                     value = self._criterion(outputs, targets)
@@ -327,14 +334,43 @@ class FunctionalLoss:
     def _outputs(self, params: Params, batch: Any) -> Any:
         """The model's outputs, where its parameters have been swapped."""
         reference = params or list(self.model.parameters())
-        with _translate_device_errors(batch, reference), eagerly(self._compiled):
+        with (
+            translate_hook_errors("loss(params, batch)"),
+            _translate_device_errors(batch, reference),
+            eagerly(self._compiled),
+        ):
             if self._forward is not None:
                 return self._forward(self.model, batch)
             args, keywords = (
                 _whole_batch(batch) if self._criterion is None else (_inputs_of(batch), {})
             )
-            with _translate_call_errors(self.model, args, keywords, batch):
+            explain = partial(self._explain_call, args, keywords, batch)
+            with _translate_call_errors(self.model, args, keywords, explain):
                 return self.model(*args, **keywords)
+
+    def _explain_call(
+        self, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: Any, reason: str
+    ) -> str:
+        """What to do about arguments that the model does not take."""
+        forward = self.model.forward
+        given = (*args, *keywords.values())
+        passed = ", ".join([*map(_describe, args), *keywords])
+        criterion = "" if self._criterion is None else "criterion, "
+        text = (
+            f"model: expected the arguments of {type(self.model).__name__}.forward"
+            f"({', '.join(inspect.signature(forward).parameters)}), got {len(given)} from the batch: "
+            f"{passed} ({reason}). Say how the model is called: "
+            f"`functional_loss(model, {criterion}forward={_forward_hint(forward, args, batch)})`."
+        )
+        if not criterion:
+            return text
+        text += " The criterion then gets (outputs, batch)."
+        if isinstance(batch, Mapping) and "labels" in batch and "**batch" in text:
+            text += (
+                " Without a criterion, `functional_loss(model)` passes a mapping as keywords, and "
+                "takes the loss that the model returns."
+            )
+        return text
 
     def _swapped(self, params: Params) -> AbstractContextManager[None]:
         """A context in which the model has these parameters."""
@@ -450,27 +486,74 @@ def _is_sequence(batch: Any) -> bool:
 
 @contextmanager
 def _translate_call_errors(
-    model: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: Any
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    explain: Callable[[str], str],
 ) -> Iterator[None]:
-    """Inside, a TypeError about the arguments of the model becomes one that says how to call it.
+    """Inside, an error about the arguments of a function or module becomes one that says what to do.
 
-    Only if the arguments do not bind and forward was never entered: other TypeErrors are the model's.
+    Such errors are a TypeError if the arguments do not bind and the function was never entered, and one
+    about an argument that is no tensor and is used as one. Other errors are the function's own.
     """
     try:
         yield
-    except TypeError as error:
-        reason = _binding_error(model.forward, args, keywords)
-        if reason is None or _was_entered(model.forward, error.__traceback__):
+    except (TypeError, AttributeError) as error:
+        if isinstance(error, HoglibError):
             raise
-        signature = ", ".join(inspect.signature(model.forward).parameters)
-        given = (*args, *keywords.values())
-        passed = ", ".join([*map(_describe, args), *keywords])
-        raise ArgumentTypeError(
-            f"model: expected the arguments of {type(model).__name__}.forward({signature}), got "
-            f"{len(given)} from the batch: {passed} ({reason}). Say how the model is called: "
-            f"`functional_loss(model, criterion, forward={_forward_hint(args, batch)})`. The criterion "
-            "then gets (outputs, batch)."
-        ) from error
+        target = function.forward if isinstance(function, nn.Module) else function
+        reason = _misuse(error, args)
+        if reason is None and isinstance(error, TypeError):
+            reason = _binding_error(target, args, keywords)
+            if _was_entered(target, error.__traceback__):
+                raise
+        if reason is None:
+            raise
+        raise ArgumentTypeError(explain(reason)) from error
+
+
+def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
+    """What to say of an argument that is no tensor and is used as one; None for another error."""
+    for x in args:
+        if x is None or isinstance(x, Tensor | Number | str):
+            continue
+        name = type(x).__name__
+        if isinstance(error, AttributeError):
+            if error.obj is x and hasattr(Tensor, error.name or ""):
+                return f"{name!r} object has no attribute {error.name!r}"
+        elif f"must be Tensor, not {name}" in str(error) or f"- got ({name}," in str(error):
+            return str(error).splitlines()[0]
+    return None
+
+
+def _explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, reason: str) -> str:
+    """What to do about outputs and targets that a criterion does not take."""
+    second = "batch" if whole else "targets"
+    function = criterion.forward if isinstance(criterion, nn.Module) else criterion
+    name = _name(function) if function is criterion else f"{type(criterion).__name__}.forward"
+    if "missing" in reason:
+        advice = "Give it the other arguments beforehand, by functools.partial."
+    else:
+        both = f"{_tensor_hint('outputs', outputs)}, {_tensor_hint(second, targets)}"
+        arguments = "outputs" if "too many" in reason else both
+        advice = f"Write for instance `lambda outputs, {second}: criterion({arguments})`."
+    return (
+        f"criterion: expected a function of (outputs, {second}), got {name}"
+        f"({', '.join(inspect.signature(function).parameters)}) ({reason}). It is called with what the "
+        f"model returned, {_describe(outputs)}, and with "
+        f"{'the batch' if whole else 'the last of the batch'}, {_describe(targets)}. {advice}"
+    )
+
+
+def _tensor_hint(name: str, value: Any) -> str:
+    """An expression for a tensor of some outputs or targets."""
+    if isinstance(value, Tensor):
+        return name
+    if hasattr(value, "logits"):
+        return f"{name}.logits"
+    if isinstance(value, Mapping):
+        return f"{name}[{'labels' if 'labels' in value else next(reversed([*value]), '...')!r}]"
+    return f"{name}[0]" if isinstance(value, tuple | list) else f"{name}.y"
 
 
 def _binding_error(
@@ -503,16 +586,22 @@ def _describe(value: Any) -> str:
     return validation.describe(value)
 
 
-def _forward_hint(args: tuple[Any, ...], batch: Any) -> str:
+def _forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: Any) -> str:
     """A `forward` that may be what the user needs."""
     whole = len(args) == 1 and args[0] is batch
     part = "batch" if whole else "batch[0]"
     if not args:
         call = "**{name: batch[name] for name in ...}"
-    elif len(args) > 1:
+    elif len(args) > 1 and not isinstance(args[0], Mapping):
         call = part
     elif isinstance(args[0], Mapping):
-        call = f"**{part}"
+        taken = [name for name in args[0] if name in inspect.signature(forward).parameters]
+        if len(taken) == len(args[0]) or _binding_error(forward, (), args[0]) is None:
+            call = f"**{part}"
+        elif taken:
+            call = ", ".join(f"{name}={part}[{name!r}]" for name in taken)
+        else:
+            call = _tensor_hint(part, args[0])
     elif isinstance(args[0], tuple | list):
         call = f"*{part}"
     else:

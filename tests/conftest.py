@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from hoglib._core import source_location
 from hoglib.verification import entry_points
 
 torch.set_num_threads(1)
@@ -32,3 +33,4 @@ def pytest_collection_finish() -> None:
 def _as_in_a_new_process() -> None:
     torch.manual_seed(0)
     entry_points.forget_verdicts()
+    source_location.forget_warned()

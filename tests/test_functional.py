@@ -513,6 +513,17 @@ def fails_inside(self, x):
     return self.net(x, x)  # a binding error, but not of the model's own call
 
 
+class OwnLoss(nn.Module):
+    """It is given its targets, if by keyword, as transformers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x, labels=None):
+        return mean_square(self.net(x), labels)
+
+
 class Wrapped(TwoInputs):
     forward = torch.autocast("cpu", enabled=False)(TwoInputs.forward)
 
@@ -544,6 +555,37 @@ ERRORS = {
     "a pair for a model with two inputs": (of(TwoInputs(), (X, Y)), TypeError, r"model\(\*batch\)"),
     "inputs as a tuple": (of(TwoInputs(), ((X, Y), Z)), TypeError, r"model\(\*batch\[0\]\)"),
     "inputs as a dict": (of(TwoInputs(), ({"a": X}, Z)), TypeError, r"model\(\*\*batch\[0\]\)"),
+    "a mapping for a model of a tensor": (
+        of(Of(lambda self, x: self.net(x.view(5, 2))), UserDict(x=X)), TypeError,
+        r"Of\.forward\(x\), got 1 .*: UserDict with 'x' \('UserDict' object has no attribute 'view'\).*model\(\*\*batch\)",
+    ),
+    "a mapping with labels": (
+        of(OwnLoss(), {"x": X, "labels": Y}), TypeError, r"model\(\*\*batch\).* `functional_loss\(model\)` passes .* as keywords",
+    ),
+    "a mapping with other names": (
+        of(net(), {"x": X}), TypeError, r"must be Tensor, not dict\).*model\(batch\['x'\]\)",
+    ),
+    "a mapping of which the model takes a part": (
+        of(Of(lambda self, x: self.net(x)), ({"x": X, "id": Y}, Z)), TypeError, r"model\(x=batch\[0\]\['x'\]\)",
+    ),
+    "a pair with a mapping, without a criterion": (
+        of(Of(lambda self, x: self.net(x)), [{"x": X}], None), TypeError, r"functional_loss\(model, forward=.*\*\*batch\[0\]\)\)`\.$",
+    ),
+    "an attribute of the user's own": (of(Of(lambda self, x: x.image), {"x": X}), AttributeError, "image"),
+    "a criterion of one argument": (
+        of(net(), (X, Y), lambda outputs: outputs.mean()), TypeError,
+        r"function of \(outputs, targets\), got <lambda>\(outputs\) \(too many .*: criterion\(outputs\)`",
+    ),
+    "a criterion of three": (
+        of(net(), X, lambda outputs, batch, weight: 1.0), TypeError, r"\(outputs, batch\), got .*'weight'\).* functools\.partial",
+    ),
+    "a criterion of tensors and a batch": (
+        of(net(), {"x": X, "labels": Y}, nn.MSELoss(), forward=lambda model, batch: {"logits": model(batch["x"])}), TypeError,
+        r"got MSELoss\.forward\(input, target\) \(.*has no.* 'size'\).* dict with 'x', 'labels'.* criterion\(outputs\['logits'\], batch\['labels'\]\)",
+    ),
+    "a TypeError inside of a criterion": (
+        of(net(), (X, Y), lambda outputs, targets: mean_square(outputs)), TypeError, r"^mean_square\(\) missing",
+    ),
     "an object": (of(TwoInputs(), Sample(X, Y)), TypeError, r"model\(batch\.x, batch\.y\)"),
     "a decorated forward": (of(Wrapped(), (X, Y)), TypeError, r"Wrapped\.forward\(a, b\), got 1"),
     "a TypeError deep inside": (
@@ -609,3 +651,58 @@ def test_a_batch_on_the_cpu_for_a_model_on_a_gpu(layer):
     loss = hog.functional_loss(copy.deepcopy(layer).double().cuda(), lambda o, b: o.sum())
     with pytest.raises(ValueError, match=r"on cuda:0, .* on cpu; move .*\.to\('cuda:0'\)"):
         loss({}, X)
+
+
+class PerExample(nn.Module):
+    """A wrapper with hooks for one forward and one backward, as opacus.GradSampleModule has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.inputs, self.hooks = model, [], []
+        for layer in model:
+            for p in layer.parameters():
+                p.calls = 0
+            self.hooks += [
+                layer.register_forward_hook(self.keep),
+                layer.register_full_backward_hook(self.use),
+            ]
+
+    def forward(self, x):
+        return self.model(x)
+
+    def keep(self, layer, args, output):
+        self.inputs.append(args[0])
+        for p in layer.parameters():
+            p.calls += 1
+
+    def use(self, layer, grad_inputs, grad_outputs):
+        self.inputs.pop()
+
+    def disable_hooks(self):
+        for hook in self.hooks:
+            hook.remove()
+
+
+TURN_OFF = r"`disable_hooks\(\)` of the PerExample before"
+
+
+def test_hooks_that_count_passes_on_the_parameters():
+    model = PerExample(net().double())
+    loss, params = hog.functional_loss(model, mean_square), hog.trainable_params(model)
+    with pytest.raises(hog.errors.UnsupportedError, match=f"'calls'.*{TURN_OFF}"):
+        hog.hvp(loss, params, params, (X, Y))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # not the hooks'
+        hog.hvp(loss, params, params, (X[:, :1], Y))
+    model.disable_hooks()
+    hog.hvp(loss, params, params, (X, Y))
+
+
+def test_hooks_of_one_backward():
+    model = PerExample(net().double())
+    with pytest.raises(
+        hog.errors.UnsupportedError,
+        match=f"^r1: .*a PerExample with hooks that failed: .*pop from empty.*{TURN_OFF}",
+    ):
+        hog.penalties.r1(lambda x: model(x)[:, 0], X)
+    model.disable_hooks()
+    hog.penalties.r1(lambda x: model(x)[:, 0], X).backward()

@@ -17,6 +17,7 @@ from hoglib._core.gradient_graph import (
     check_custom_functions,
     graph_summary,
 )
+from hoglib._core.source_location import raising_module
 from hoglib._core.torch_internals import apply, transforms_active
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError
@@ -141,9 +142,11 @@ def dense(part: Tensor) -> Tensor:
 
 @contextmanager
 def translate_errors(what: str) -> Iterator[None]:
-    """Raises UnsupportedError for torch's error about an operation that it cannot differentiate."""
+    """Raises UnsupportedError for torch's error about an operation that it cannot differentiate, and
+    for hooks that fail (see :func:`translate_hook_errors`)."""
     try:
-        yield
+        with translate_hook_errors(what):
+            yield
     except RuntimeError as error:
         if isinstance(error, HoglibError) or not any(
             word in str(error) for word in NOT_DIFFERENTIABLE
@@ -153,6 +156,29 @@ def translate_errors(what: str) -> Iterator[None]:
             f"{what}: expected operations that torch can differentiate twice, got one that it cannot: "
             f"{str(error).splitlines()[0]}. Write it by other operations; `hoglib env` lists those "
             "that have a stand-in, which is used with stand_ins=True."
+        ) from error
+
+
+@contextmanager
+def translate_hook_errors(what: str) -> Iterator[None]:
+    """Raises UnsupportedError where hooks of a module fail that can be turned off.
+
+    Opacus' GradSampleModule has such hooks: they count forward passes on the parameters, which hoglib
+    replaces, and expect one backward for each.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, HoglibError):
+            raise
+        owner = raising_module(error)
+        if not hasattr(owner, "disable_hooks"):
+            raise
+        name = type(owner).__name__
+        raise UnsupportedError(
+            f"{what}: expected a model without hooks of one forward and backward pass, got a {name} "
+            f"with hooks that failed: {type(error).__name__}: {str(error).splitlines()[0]}. Call "
+            f"`disable_hooks()` of the {name} before, and `enable_hooks()` after."
         ) from error
 
 

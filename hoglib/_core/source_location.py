@@ -62,6 +62,24 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+_WARNED: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Gives a UserWarning, unless it was given before in this process.
+
+    Python's own filter forgets what was shown whenever code calls `warnings.catch_warnings`.
+    """
+    if message not in _WARNED:
+        _WARNED.add(message)
+        warn(message)
+
+
+def forget_warned() -> None:
+    """Forgets what was given once, so that it is given again."""
+    _WARNED.clear()
+
+
 def is_user_file(file: str) -> bool:
     """Whether a file belongs neither to hoglib nor to torch."""
     return not (file.startswith("<") or _is_library(file))

@@ -1,7 +1,7 @@
 """Saving and restoring what a function reads and changes besides its arguments, so that it runs again
 alike: random numbers, settings, autocast, and the modes, tensors and attributes of modules.
 
-    random numbers         preserve_random_state, RandomState, draw_from
+    random numbers         preserve_random_state, RandomState, draw_from, line_that_draws
     global settings        preserve_settings
     a run that is repeated RunState (autocast, generators, train or eval mode)
     whole modules          StateGuard
@@ -19,8 +19,10 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hoglib._core.finite_differences import to_double
+from hoglib._core.source_location import SourceLine, torch_call_line
 from hoglib._core.swap import RNN_WEIGHT_LISTS
 
 
@@ -135,6 +137,41 @@ class RandomState:
         if a is not None and (a[2:] != b[2:] or not (a[1] == b[1]).all()):
             found.append("NumPy's random")
         return found
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The state of torch's global generator of a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def line_that_draws(function: Callable[[], Any], device: torch.device) -> SourceLine | None:
+    """The first line whose torch call draws random numbers on a device while a function runs.
+
+    The generators are as before afterwards. None also for numbers that torch does not draw.
+    """
+    with preserve_random_state(), _FirstDraw(device) as mode:
+        function()
+    return mode.line
+
+
+@final
+class _FirstDraw(TorchFunctionMode):
+    """Notes the first call that draws from torch's generator, or from one that it is given."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.line: SourceLine | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.line is not None:
+            return func(*args, **(kwargs or {}))
+        before = generator_state(self._device)
+        result = func(*args, **(kwargs or {}))
+        given = (kwargs or {}).get("generator") is not None
+        if given or not torch.equal(before, generator_state(self._device)):
+            self.line = torch_call_line()
+        return result
 
 
 class _KeptGenerator(NamedTuple):

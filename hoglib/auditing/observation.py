@@ -18,7 +18,7 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.module_names import ModuleNames, watching_modules
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import running_module
-from hoglib._core.state import RandomState, StateGuard
+from hoglib._core.state import RandomState, StateGuard, generator_state
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import (
     eagerly,
@@ -208,9 +208,9 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_autocast_enabled(self._device.type):
             self._note("autocast", "the code around the call" if self._around else "")
-        state = _generator_state(self._device)
+        state = generator_state(self._device)
         result = func(*args, **(kwargs or {}))
-        if not torch.equal(state, _generator_state(self._device)):
+        if not torch.equal(state, generator_state(self._device)):
             self._note("dropout" if "dropout" in name_of_call(func) else "random numbers")
         return result
 
@@ -231,7 +231,3 @@ class _Watch(TorchFunctionMode):
 
     def _note(self, row: str, name: str = "") -> None:
         self._notes[row][name or self._names.briefly(running_module())] = None
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

@@ -208,9 +208,10 @@ class Compiled:
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph for such a call, as a function of the tensors among its arguments, in their order.
 
-        It skips the lookup, so it is valid for calls with the same signature as long as parameters,
-        buffers and modes stay the same. A tensor that is passed twice here need not be the same tensor
-        later.
+        It skips the lookup, so it is valid for calls with the same signature as long as all that ``fn``
+        reads stays the same: parameters, buffers, modes, and values in closures, globals and
+        attributes. A call of the compiled function checks them, this one does not. A tensor that is
+        passed twice here need not be the same tensor later.
 
         Args:
             args: Arguments of ``fn``.

@@ -14,6 +14,7 @@ from hoglib.curvature.processes import Processes, checksum
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 BatchSize = Callable[[Any], float]
+IGNORED = -100
 
 
 class Piece(NamedTuple):
@@ -141,6 +142,19 @@ def leading_dimension(batch: Any) -> float:
         f"{validation.describe(batch)}; give the weight of a batch by batch_size=, a function of the "
         "batch."
     )
+
+
+def counted_labels(batch: Any) -> dict[str, tuple[int, bool]]:
+    """For each integer tensor in a batch how many elements are not -100, and whether some are.
+
+    -100 is the label that torch's `cross_entropy` leaves out of its mean.
+    """
+    found = {}
+    for name, x in tensors_in("batch", batch):
+        if x.dtype in (torch.int32, torch.int64) and x.device.type != "meta":
+            kept = int((x != IGNORED).sum())
+            found[name] = kept, kept < x.numel()
+    return found
 
 
 def fingerprint(batch: Any) -> tuple[float, ...]:

@@ -30,8 +30,9 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.fingerprint import StateFingerprint
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.data import Batches, BatchSize
+from hoglib.curvature.data import IGNORED, Batches, BatchSize, counted_labels
 from hoglib.curvature.likelihood import check_reduction
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.processes import (
@@ -107,6 +108,8 @@ class DatasetSum:
         self._mean = options.reduction == "mean"
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
         self._batches = Batches(data, space.device, batch_size, options.micro_batch, processes)
+        # whether the first pass looks for labels that a mean leaves out, but not the size of a batch
+        self._counts_labels = self._mean and batch_size is None and not self._batches.single
         # the weight of the only batch cancels
         self._at_once = self._batches.single and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
@@ -195,7 +198,7 @@ class DatasetSum:
         # of several processes the coarsest dtype of a loss is that of the parameters
         dtype = self._loss_dtype if self.alone else self._space.dtype
         if totals.shared:
-            self._check_split(totals.whole, totals, dtype)
+            self._check_split(totals.whole, totals, dtype, None)
         self._determinism.finish(totals.loss / totals.weight, totals.largest, dtype)
         self._splits_checked = True
         self._warn_unused()
@@ -236,14 +239,17 @@ class DatasetSum:
         self._determinism.start()
         shares: list[float] = []
         losses: list[float] = []
+        labels: list[tuple[dict[str, tuple[int, bool]], float]] = []
         whole, shared = 0.0, False
         for local in self._batches:
             first = len(shares)
             self._fraction = 1 / (max(len(self._batches), 1) * max(len(local.pieces), 1))
             for piece, weight, number in local.pieces:
                 share = weight if self._mean and not self._at_once else 1.0
+                if self._counts_labels:
+                    labels.append((counted_labels(piece), weight))
                 value = add(piece, number, share)
-                self._determinism.record(piece, value)
+                self._determinism.record(piece, value, self.loss_of)
                 self._loss_dtype = value.dtype
                 shares.append(share)
                 losses.append(float(value.detach()))
@@ -254,7 +260,9 @@ class DatasetSum:
             elif len(local.pieces) > 1:
                 totals = _totals(shares[first:], losses[first:])
                 value = self.loss_of(local.batch)
-                self._check_split(float(value), totals, value.dtype)
+                self._check_split(float(value), totals, value.dtype, local.batch)
+        self._counts_labels = False
+        self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
         return _totals(shares, losses)._replace(whole=whole, shared=shared)
 
@@ -270,7 +278,7 @@ class DatasetSum:
         """
         if not self._options.check_deterministic:
             return value
-        self._determinism.record(batch, value)
+        self._determinism.record(batch, value, self.loss_of)
         self._determinism.finish_pass()
         leaves, batch = clone_inference_tensors((self._space.leaves(), batch))
         with self.evaluation_context():
@@ -322,10 +330,20 @@ class DatasetSum:
         value = self._loss(self._space.params_of(leaves), batch)
         return validation.scalar("loss(params, batch)", value)
 
-    def _check_split(self, whole: float, totals: PassTotals, dtype: torch.dtype) -> None:
+    def _check_split(
+        self, whole: float, totals: PassTotals, dtype: torch.dtype, batch: Any
+    ) -> None:
         """The loss of a batch is that of its pieces, weighted: no layer or criterion mixes examples."""
         pieces = totals.loss / totals.weight if self._mean else totals.loss
         if not close(whole, pieces, dtype, [totals.largest]):
+            random = batch is not None and self._determinism.random_cause(
+                lambda: self.loss_of(batch), self._space.device
+            )
+            if random:
+                raise NondeterministicError(
+                    "micro_batch: expected the same loss for a batch and for its pieces, got "
+                    f"{whole:.8g} and {pieces:.8g}: {random}"
+                )
             raise ArgumentValueError(
                 f"{'processes' if totals.shared else 'micro_batch'}: expected a loss that is the "
                 f"{'mean' if self._mean else 'sum'} over "
@@ -345,6 +363,25 @@ class DatasetSum:
                 stacklevel=2,
             )
             self._unused = set()
+
+    def _warn_of_ignored_labels(
+        self, batches: list[tuple[dict[str, tuple[int, bool]], float]]
+    ) -> None:
+        """Warn where batches have other numbers of labels for each example that enter a mean."""
+        for name in batches[0][0] if batches else ():
+            found = [(*counts[name], weight) for counts, weight in batches if name in counts]
+            ratios = [kept / weight for kept, _, weight in found]
+            if any(ignored for _, ignored, _ in found) and min(ratios) < max(ratios):
+                warn(
+                    f"{self._name}: expected batches with as many labels for each example, got "
+                    f"{min(ratios):.3g} to {max(ratios):.3g} elements of {name} that are not "
+                    f"{IGNORED}. A mean over these labels, as cross_entropy's, is not that over the "
+                    "data, because batches are weighted by their examples. Pass "
+                    f"`batch_size=lambda batch: ({name} != {IGNORED}).sum()`, or use "
+                    "`hoglib.language_model_loss`, which counts them; for a mean over examples pass "
+                    "`batch_size=` with their number."
+                )
+                return
 
     def _check_state(self) -> bool:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then."""

@@ -26,7 +26,7 @@ from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.vector_space import Blocks, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
+from hoglib.verification.entry_points import examined_functions, note_lost_graph
 
 Tree = Any
 Groups = list[list[int]]  # the leaves that share a block, for each block
@@ -180,7 +180,9 @@ def _by_rows(
     loss: BoundLoss, leaves: Vector, groups: Groups, options: ProductOptions, bar: ProgressBar
 ) -> Entries:
     """H[a][b] for each pair of leaves in a group, one backward pass a row."""
-    _, own, gradient, _ = gradient_with_graph(loss, leaves, options.caller, options.create_graph)
+    found = gradient_with_graph(loss, leaves, options.caller, options.create_graph)
+    note_lost_graph(found)
+    _, own, gradient, _ = found
     entries = {}
     with bar.over("products", _size(leaves, groups)):
         for group in groups:

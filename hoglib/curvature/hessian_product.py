@@ -25,6 +25,7 @@ from hoglib.curvature.linear_map import (
     no_forward_mode,
 )
 from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
+from hoglib.verification.entry_points import note_lost_graph
 
 REVERSE, FORWARD = "reverse-over-reverse", "forward-over-reverse"
 
@@ -56,7 +57,9 @@ class HessianKind(CurvatureKind):
 def reverse_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:
     """H v = d <grad f, v> / d p; the graph of the gradient is kept from one v to the next."""
     caller, create_graph = options.caller, options.create_graph
-    value, own, gradient, graph = gradient_with_graph(loss, leaves, caller, create_graph)
+    found = gradient_with_graph(loss, leaves, caller, create_graph)
+    note_lost_graph(found)
+    value, own, gradient, graph = found
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         with graph.backward_modes():

@@ -199,7 +199,8 @@ class HessianOperator(DatasetOperator):
         mode: How H v is computed: "reverse-over-reverse", "forward-over-reverse", "auto" or
             "finite-differences", which `hoglib.hvp` describes.
         batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
-            its first tensor.
+            its first tensor. It should be what the criterion's mean counts: the labels that are not
+            -100, where some are.
         micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
             where the loss mixes examples.
         memory_limit: If data is one batch whose gradient graph holds less than so many bytes
@@ -285,7 +286,8 @@ class GGNOperator(DatasetOperator):
         mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
             or "finite-differences", which `hoglib.ggn_vp` describes.
         batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
-            its first tensor.
+            its first tensor. It should be what the criterion's mean counts: the labels that are not
+            -100, where some are.
         micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
             where the loss mixes examples.
         memory_limit: If data is one batch whose gradient graph holds less than so many bytes
@@ -379,7 +381,8 @@ class FisherOperator(DatasetOperator):
         mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
             or "finite-differences", which `hoglib.ggn_vp` describes.
         batch_size: The weight n_b of a batch, as a function of it; by default the leading dimension of
-            its first tensor.
+            its first tensor. It should be what the criterion's mean counts: the labels that are not
+            -100, where some are.
         micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
             where the loss mixes examples.
         memory_limit: If data is one batch whose gradient graph holds less than so many bytes

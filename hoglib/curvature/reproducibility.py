@@ -6,7 +6,7 @@ compare: an operator whose matrix changes has no eigenvalues, and no solver conv
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import fsum, isfinite
 from typing import Any, NamedTuple, final
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib._core.pytree import tensors_in
+from hoglib._core.state import line_that_draws
 from hoglib._core.tolerances import TOLERANCES
 from hoglib.curvature.data import fingerprint
 from hoglib.errors import NondeterministicError, NonFiniteError
@@ -51,8 +52,11 @@ class Determinism:
         """Forget the total, because parameters changed in another process."""
         self._total = None
 
-    def record(self, batch: Any, value: Tensor) -> None:
-        """Record the loss of the next batch, and compare it with the first pass."""
+    def record(self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor]) -> None:
+        """Record the loss of the next batch, and compare it with the first pass.
+
+        loss_of: computes it again, to find the line that draws random numbers.
+        """
         number = float(value.detach())
         if not isfinite(number):
             raise NonFiniteError(
@@ -62,7 +66,7 @@ class Determinism:
             )
         if self._enabled:
             self._now.append(BatchRecord(number, fingerprint(batch)))
-            self._compare_batch(value.dtype)
+            self._compare_batch(batch, value, loss_of)
 
     def finish_pass(self) -> list[BatchRecord]:
         """End a pass; its records."""
@@ -83,7 +87,7 @@ class Determinism:
                 f"{total:.8g}: {self._cause_in_data(now)}"
             )
 
-    def _compare_batch(self, dtype: torch.dtype) -> None:
+    def _compare_batch(self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor]) -> None:
         """Raise where the same batch as in the first pass has another loss."""
         k = len(self._now) - 1
         if k >= len(self._first):
@@ -95,14 +99,24 @@ class Determinism:
                 "samples of kind='mc' are drawn for each batch by its number. Use a loader with "
                 "shuffle=False, or kind='exact'."
             )
-        if before == after and not close(was, now, dtype):
+        if before == after and not close(was, now, value.dtype):
+            cause = self.random_cause(lambda: loss_of(batch), value.device) or (
+                "the model or the criterion draws random numbers outside of torch, or changes a state "
+                "of its own. Look for noise and counters in forward, and call model.eval(); or allow "
+                "it by check_deterministic=False."
+            )
             raise NondeterministicError(
                 f"loss: expected the same value for the same batch, got {was:.8g} and then {now:.8g} "
-                f"at batch {k}: {self._cause_in_model()}"
+                f"at batch {k}: {cause}"
             )
 
-    def _cause_in_model(self) -> str:
-        random = self._modules(RANDOM)
+    def random_cause(self, loss: Callable[[], Tensor], device: torch.device) -> str:
+        """What draws random numbers in a loss, and what to do; empty if nothing does."""
+        random = [
+            f"{name} ({type(m).__name__})"
+            for name, m in self._named_modules()
+            if m.training and isinstance(m, RANDOM) and getattr(m, "p", None) != 0
+        ]
         random += [
             name
             for name, m in self._named_modules()
@@ -113,10 +127,12 @@ class Determinism:
                 f"{', '.join(random)} {'draw' if len(random) > 1 else 'draws'} at random in train "
                 "mode. Call model.eval(), or allow it by check_deterministic=False."
             )
+        line = line_that_draws(loss, device)
+        if line is None:
+            return ""
         return (
-            "the model or the criterion draws random numbers, or changes a state of its own. Look for "
-            "dropout and noise in forward, and call model.eval(); or allow it by "
-            "check_deterministic=False."
+            f"random numbers are drawn at {line}. Pass them in the batch, or turn them off, as "
+            "model.eval() may do; or allow it by check_deterministic=False."
         )
 
     def _cause_in_data(self, now: list[BatchRecord]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
-from hoglib._core.source_location import warn
+from hoglib._core.source_location import warn_once
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError, HoglibError, NoSecondDerivative, UnsupportedError
 from hoglib.stand_ins.mode import stand_ins_if
@@ -136,7 +136,7 @@ def run_tasks(
         # The loop either raises the same error, without vmap around it, or works.
         with translate_errors(what):
             result = runner.each(each(tasks))
-    warn(
+    warn_once(
         f"{what} loops over the tasks, because vmap cannot run this model: {reason} "
         f"Pass over_tasks='loop' to loop without this warning."
     )

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import pytree
-from hoglib._core.autograd import Vector, materialize_grads, with_gradients
+from hoglib._core.autograd import Vector, materialize_grads, translate_errors, with_gradients
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
@@ -162,7 +162,8 @@ def is_batch_dependent(point: InputVJP) -> bool | None:
         return None
     last = samples.count - 1
     score = point.y.reshape(samples.count, -1)[last].sum()
-    grads = torch.autograd.grad(score, point.leaves, retain_graph=True, allow_unused=True)
+    with translate_errors(point.options.name):
+        grads = torch.autograd.grad(score, point.leaves, retain_graph=True, allow_unused=True)
     own = others = 0.0
     for k, grad in enumerate(grads):
         if grad is None or not grad.numel():

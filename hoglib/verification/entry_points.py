@@ -20,17 +20,26 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import torch_internals
+from hoglib._core.autograd import Gradient
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import watching_functions
-from hoglib._core.torch_modes import value_checks_on
-from hoglib.errors import VerificationError
+from hoglib._core.torch_modes import value_checks_on, without_stand_ins
+from hoglib.errors import NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification.examination import Applied, Verdict, applied, examine
 from hoglib.verification.subject import is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
 Met = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
+# What to use instead of Functions that their users cannot change, by module.
+INSTEAD = {
+    "linear_operator.functions.": "GPyTorch estimates these derivatives by conjugate gradients; it "
+    "takes the exact ones by a Cholesky factor inside `gpytorch.settings.fast_computations(False, "
+    "False, False)`, or up to `gpytorch.settings.max_cholesky_size` points.",
+    "torchdiffeq._impl.adjoint": "Use `torchdiffeq.odeint` instead of odeint_adjoint: torch "
+    "differentiates its steps to any order.",
+}
 # The entry points, and what they told.
 _TOLD: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
 # Ambient, because entry points call one another, also from within the user's function.
@@ -53,13 +62,15 @@ def examined_functions(
         The Functions that are met; None where nothing is examined.
     Raises:
         VerificationError: at the end, for a wrong Function, inside `second_order(on_wrong="raise")`.
+        NoSecondDerivative: at the end, for a Function whose second derivative is wrong, where nothing
+            of the gradient can be differentiated.
     """
     action = on_wrong()
     if action == "ignore" or getattr(_THREAD, "examining", False) or not value_checks_on():
         yield None
         return
     met = MetFunctions()
-    _THREAD.examining = True
+    _THREAD.examining, _THREAD.met = True, met
     try:
         with watching_functions(met.see):
             yield met
@@ -69,9 +80,22 @@ def examined_functions(
                 verdict = _examined(met.applied[function, kinds], verdict)
                 _VERDICTS[function][kinds] = verdict
             if verdict.is_told and verdict.order <= (1 if first_order else order):
-                _tell(caller, function, verdict, action)
+                _tell(caller, function, verdict, action, met.nothing_left)
     finally:
-        _THREAD.examining = False
+        _THREAD.examining, _THREAD.met = False, None
+
+
+def note_lost_graph(gradient: Gradient) -> None:
+    """Notes a gradient of which nothing can be differentiated, so that its product is zero.
+
+    That is right for a linear loss, but not with a Function whose second derivative is wrong.
+    """
+    met: MetFunctions | None = getattr(_THREAD, "met", None)
+    if met is None or not gradient.graph.user_functions:
+        return
+    with without_stand_ins():
+        if not any(g is not None and g.requires_grad for g in gradient.parts):
+            met.nothing_left = True
 
 
 @contextmanager
@@ -106,6 +130,7 @@ class MetFunctions:
     def __init__(self) -> None:
         self.applied: dict[Met, Applied] = {}
         self.differentiated: dict[Met, int] = {}
+        self.nothing_left = False
         self._traced: set[type[Function]] = set()
 
     @property
@@ -175,11 +200,20 @@ def _kind(x: Any, needs_grad: bool) -> Any:
     return x if x is None or isinstance(x, bool | str) else type(x)
 
 
-def _tell(caller: str, function: type[Function], verdict: Verdict, action: str) -> None:
+def _tell(
+    caller: str, function: type[Function], verdict: Verdict, action: str, nothing_left: bool
+) -> None:
     """Raises, or warns once for a Function and an entry point."""
     text = f"{caller}: {verdict.text}"
+    for module, instead in INSTEAD.items():
+        text += f" {instead}" * function.__module__.startswith(module)
     if action == "raise":
         raise VerificationError(text)
+    if nothing_left and verdict.status == "wrong" and verdict.order == 2:
+        raise NoSecondDerivative(
+            f"{text} Nothing of the second derivative is left in this loss: the gradient that would be "
+            f"differentiated has no graph. `hvp(mode='finite-differences')` needs none."
+        )
     told = _TOLD.setdefault(function, set())
     if (caller, verdict.status) not in told:
         told.add((caller, verdict.status))

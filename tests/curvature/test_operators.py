@@ -6,6 +6,7 @@ import io
 import weakref
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,7 +134,12 @@ def test_the_weight_of_a_batch_can_be_given():
     v = draw(counted.shape[0])
     assert relative(counted @ v, dense_hessian(loss, params, (x, y)) @ v) < 1e-7
     uncounted = hog.HessianOperator(loss, params, loader((x, y), batch_size=4))
-    assert relative(uncounted @ v, counted @ v) > 0.01
+    with pytest.warns(UserWarning, match=r"0.5 to 0.667 elements of batch\[1\] that are not -100"):
+        wrong = uncounted @ v
+    assert relative(wrong, counted @ v) > 0.01
+    assert relative(uncounted @ v, wrong) < 1e-7  # without another warning
+    y[:6] = torch.tensor([-100, 0, 1, 2, 0, -100])
+    hog.HessianOperator(loss, params, loader((x[:6], y[:6]), batch_size=3)) @ v  # one of three each
 
 
 def test_forms_of_a_vector():
@@ -382,8 +388,17 @@ def random_model(layer):
 
 
 class Noise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.off = nn.Dropout(0.0)
+
     def forward(self, x):
-        return x + torch.randn_like(x)
+        return x + self.off(torch.randn_like(x))
+
+
+class NumPyNoise(nn.Module):
+    def forward(self, x):
+        return x + np.random.randn()
 
 
 def repeat(operator, times):
@@ -398,20 +413,24 @@ PASSES = {"one batch": BATCH, "a loader": loader(BATCH), "micro-batches": BATCH}
 @pytest.mark.parametrize("given", PASSES)
 @pytest.mark.parametrize(
     ("layer", "message"),
-    [(partial(nn.Dropout, 0.5), r"1 \(Dropout\) draws at random in train mode.*model.eval"), (Noise, r"draws random numbers.*check_deterministic=False")],
-    ids=["dropout", "noise"],
+    [
+        (partial(nn.Dropout, 0.5), r"1 \(Dropout\) draws at random in train mode.*model.eval"),
+        (Noise, r"numbers are drawn at .*test_operators.py:\d+: `return x \+ self.off\(torch.randn_like\(x\)\)`.*check_deterministic=False"),
+        (NumPyNoise, "draws random numbers outside of torch"),
+    ],
+    ids=["dropout", "noise beside a dropout of 0", "noise of NumPy"],
 )  # fmt: skip
 def test_a_random_model_raises(layer, message, given):
     loss = hog.functional_loss(random_model(layer()), F.cross_entropy)
     options = {"micro_batch": 3} if given == "micro-batches" else {}
     operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), PASSES[given], **options)
     v = draw(operator.shape[0])
-    with pytest.raises(
-        (RuntimeError, ValueError), match="micro_batch: expected" if options else message
-    ):
+    if options and layer is NumPyNoise:
+        message = "micro_batch: expected a loss that is the mean"
+    with pytest.raises((RuntimeError, ValueError), match=message):
         repeat(operator, 2)
     loss.model.eval()
-    if layer is not Noise:
+    if layer not in (Noise, NumPyNoise):
         assert_close(operator @ v, operator @ v)
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hoglib as hog
 from hoglib import curvature, meta, penalties
-from hoglib.errors import UnsupportedError, VerificationError
+from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import entry_points, examination
 from tests.functions import Cube, Detached
 from tests.verification.faults import RIGHT, WEIGHT, WRONG, Accumulates
@@ -183,7 +183,7 @@ def told(call, function):
         warnings.simplefilter("always")
         try:
             call(function)
-        except UnsupportedError as error:
+        except (UnsupportedError, NoSecondDerivative) as error:
             warnings.warn(f"a derivative of {function}: {error}", stacklevel=1)
     texts = [str(w.message) for w in found]
     return [
@@ -294,6 +294,31 @@ def test_on_wrong():
     assert told(hvp, function)
     with pytest.raises(ValueError, match="on_wrong: expected"), hog.second_order(on_wrong="shout"):
         pass
+
+
+def test_a_second_derivative_of_which_nothing_is_left_raises():
+    class Adjoint(Detached):
+        __module__ = "torchdiffeq._impl.adjoint"
+
+    def loss(p, batch=None):
+        return Adjoint.apply(p).sum()
+
+    message = (
+        r"Adjoint is wrong.*Use `torchdiffeq.odeint` .*Nothing of .* is left.*finite-differences"
+    )
+    for call in (
+        lambda: hog.hvp(loss, X, X),
+        lambda: hog.hvp(loss, X, X),  # each time
+        lambda: hog.hessian(loss, X),
+        lambda: hog.HessianOperator(loss, X, torch.zeros(1)) @ X,
+    ):
+        with pytest.raises(NoSecondDerivative, match=message):
+            call()
+    with hog.second_order(on_wrong="ignore"):
+        hog.hvp(loss, X, X)
+    with pytest.warns(UserWarning, match=r"Adjoint is wrong.*Use `torchdiffeq.odeint`"):
+        hog.hvp(lambda p: loss(p) + p.pow(4).sum(), X, X)  # a part is there
+    assert told(lambda f: hog.hvp(lambda p: p.sum(), X, X), None) == []
 
 
 def test_what_does_not_enter_the_derivative_is_not_told():

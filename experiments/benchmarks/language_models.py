@@ -1,0 +1,160 @@
+"""`python -m experiments.benchmarks.language_models`: products of a language model, whose logits exist
+in chunks or all at once, and their errors in half precision.
+
+Peak memory is what torch's allocator had given, in tensors of logits; time is that of the processor,
+the median of five.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hoglib as hog
+from experiments.benchmarks.memory import peak_allocated
+from experiments.benchmarks.timing import machine, smoke
+
+Product = Callable[..., Any]
+TOKENS, VOCABULARY, CHUNKS = 512, 20_000, (256, 64)
+WIDTHS = (64, 512)
+PRODUCTS: dict[str, Product] = {"hvp": hog.hvp, "ggn_vp": hog.ggn_vp}
+MODES: dict[str, tuple[Product, tuple[str, ...]]] = {
+    "`hvp`": (hog.hvp, ("reverse-over-reverse", "forward-over-reverse")),
+    "`ggn_vp`": (hog.ggn_vp, ("reverse", "forward")),
+    '`hvp`, `mode="finite-differences"`': (hog.hvp, ("finite-differences",)),
+}
+HALVES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Model(nn.Module):
+    """Causal transformer layers and a linear head."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
+            for _ in range(layers)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            ids.shape[1], ids.device, self.embed.weight.dtype
+        )
+        for layer in self.layers:
+            h = layer(h, mask)
+        logits: Tensor = self.head(self.norm(h))
+        return logits
+
+
+def all_logits(model: nn.Module) -> Any:
+    """The loss of the logits of all positions, which are compared with the next token."""
+    return hog.functional_loss(
+        model,
+        lambda logits, ids: F.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
+        ),
+        forward=lambda model, ids: model(ids),
+    )
+
+
+def in_chunks(model: nn.Module, size: int | None = None) -> Any:
+    """The same by chunks of so many positions."""
+    return hog.language_model_loss(model, head="head", shift=True, chunk_size=size)
+
+
+def cpu_seconds(run: Callable[[], Any], repeats: int) -> float:
+    """The median of the processor's seconds for a call."""
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        run()
+        seconds.append(time.process_time() - start)
+    return statistics.median(seconds)
+
+
+def memory_rows(small: bool) -> list[str]:
+    tokens, vocabulary = (64, 50) if small else (TOKENS, VOCABULARY)
+    lines = []
+    for width in (16,) if small else WIDTHS:
+        torch.manual_seed(0)
+        model = Model(width, 2, vocabulary).eval()
+        ids = torch.randint(vocabulary, (4, tokens // 4))
+        params = hog.trainable_params(model)
+        v = {name: torch.randn_like(p) for name, p in params.items()}
+        losses = [all_logits(model), *(in_chunks(model, size) for size in CHUNKS)]
+        for name, product in PRODUCTS.items():
+            runs = {str(i): partial(product, loss, params, v, ids) for i, loss in enumerate(losses)}
+            first, *others = (run()[1] for run in runs.values())
+            for other in others:
+                torch.testing.assert_close(other, first, rtol=1e-2, atol=1e-4)
+            seconds = {key: cpu_seconds(run, 1 if small else 5) for key, run in runs.items()}
+            logits = 4 * tokens * vocabulary
+            cells = [
+                f"{peak_allocated(run) / logits:.1f}, {seconds[key]:.2f} s"
+                for key, run in runs.items()
+            ]
+            lines.append(f"| `{name}` | {width} | {' | '.join(cells)} |")
+    return lines
+
+
+def trained(width: int, layers: int, steps: int) -> tuple[nn.Module, Tensor]:
+    """A model in float64 that has learned to count; its weights are numbers of bfloat16."""
+    torch.manual_seed(0)
+    model = Model(width, layers, 64)
+    ids = (torch.randint(64, (16, 1)) + torch.arange(32) * torch.randint(1, 4, (16, 1))) % 64
+    optimizer, loss = torch.optim.Adam(model.parameters(), lr=3e-3), all_logits(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss({}, ids).backward()
+        optimizer.step()
+    return model.eval().bfloat16().double(), ids
+
+
+def error_rows(small: bool) -> list[str]:
+    """The largest error over the modes of each product, relative to float64."""
+    model, ids = trained(16, 1, 2) if small else trained(64, 4, 60)
+
+    def applied(product: Product, mode: str, dtype: torch.dtype) -> Tensor:
+        cast = copy.deepcopy(model).to(dtype)
+        params = hog.trainable_params(cast)
+        torch.manual_seed(1)
+        v = {n: torch.randn(p.shape).bfloat16().to(dtype) for n, p in params.items()}
+        _, found = product(in_chunks(cast), params, v, ids, mode=mode)
+        return torch.cat([x.flatten().double() for x in found.values()])
+
+    lines = []
+    for name, (product, modes) in MODES.items():
+        exact = applied(product, "auto", torch.float64)
+        worst = [
+            max(
+                float((applied(product, mode, dtype) - exact).norm() / exact.norm())
+                for mode in modes
+            )
+            for dtype in HALVES
+        ]
+        lines.append(f"| {name} | {' | '.join(f'{error:.0e}' for error in worst)} |")
+    return lines
+
+
+def main() -> None:
+    small = smoke(__doc__)
+    print(f"{machine()}\n\npeak in tensors of all logits, and CPU time\n")
+    print(f"| | width D | all logits | {' | '.join(f'chunks of {size}' for size in CHUNKS)} |")
+    print("|---|---|---|---|---|")
+    print("\n".join(memory_rows(small)))
+    print("\nlargest relative error over the modes\n")
+    print("| | float32 | float16 | bfloat16 |\n|---|---|---|---|")
+    print("\n".join(error_rows(small)))
+
+
+if __name__ == "__main__":
+    main()
