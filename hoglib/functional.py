@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
 from hoglib._core import validation
 from hoglib._core.pytree import tensors_in
@@ -326,6 +327,11 @@ class FunctionalLoss:
 
     def _outputs(self, params: Params, batch: Any) -> Any:
         """The model's outputs, where its parameters have been swapped."""
+        if isinstance(batch, DataLoader):
+            raise ArgumentTypeError(
+                "batch: expected one batch, got a DataLoader; pass next(iter(loader)), or for the mean "
+                "over all batches use an operator: `hoglib.HessianOperator(loss, params, loader) @ v`."
+            )
         reference = params or list(self.model.parameters())
         with _translate_device_errors(batch, reference), eagerly(self._compiled):
             if self._forward is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hoglib._core.pytree import tensors_in
 from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.validation import listing
 from hoglib.curvature.data import fingerprint
 from hoglib.errors import NondeterministicError, NonFiniteError
 
@@ -102,24 +103,31 @@ class Determinism:
             )
 
     def _cause_in_model(self) -> str:
+        return self._random_modules() or (
+            "the model or the criterion draws random numbers, or changes a state of its own. Look for "
+            "dropout and noise in forward, and call model.eval(); or allow it by "
+            "check_deterministic=False."
+        )
+
+    def _random_modules(self) -> str:
+        """A sentence on the modules that draw random numbers in train mode; "" for none."""
         random = self._modules(RANDOM)
         random += [
             name
             for name, m in self._named_modules()
             if m.training and isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout
         ]
-        if random:
-            return (
-                f"{', '.join(random)} {'draw' if len(random) > 1 else 'draws'} at random in train "
-                "mode. Call model.eval(), or allow it by check_deterministic=False."
-            )
+        if not random:
+            return ""
         return (
-            "the model or the criterion draws random numbers, or changes a state of its own. Look for "
-            "dropout and noise in forward, and call model.eval(); or allow it by "
-            "check_deterministic=False."
+            f"{listing(random)} {'draw' if len(random) > 1 else 'draws'} at random in train mode. "
+            "Call model.eval(), or allow it by check_deterministic=False."
         )
 
     def _cause_in_data(self, now: list[BatchRecord]) -> str:
+        random = self._random_modules()
+        if random:  # shuffled batches differ too, but eval mode may be all that is missing
+            return random
         before, after = (
             [record.fingerprint for record in batches] for batches in (self._first, now)
         )
@@ -211,6 +219,7 @@ class Symmetry:
                 f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
                 f"{gap / size:.1g} of their size. A backward in the loss is not the derivative of its "
                 "forward, or cannot be differentiated: `hoglib.verify` of its custom Functions names "
-                "it, and mode='finite-differences' computes the product to compare with.",
+                "it, and mode='finite-differences' computes the product to compare with. Or the loss "
+                "draws random numbers, as dropout does in train mode.",
                 stacklevel=5,
             )
