@@ -6,7 +6,7 @@ and for the state that a curvature operator depends on. A :class:`Scope` says ho
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -200,7 +200,8 @@ class ClosureWalker:
         self._depths = {0: 0}
         self._names = set(IMPLICIT)  # that some code reads
         self._unread: dict[str, list[tuple[int, Reference]]] = defaultdict(list)
-        self._classes: set[type] = set()
+        self._classes: set[type] = {nn.Module, object}  # whose methods are known, or left out
+        self._owners: dict[str, list[type]] = defaultdict(list)  # the classes that have a member
         self._queue = deque([self.add(root)])
         while self._queue and len(self.objects) < _MAX_OBJECTS:
             self._enter(self._queue.popleft())
@@ -231,8 +232,7 @@ class ClosureWalker:
         if isinstance(value, FunctionType):
             self._read(names_in(value.__code__))
         elif type(value) not in self._classes:
-            self._classes.add(type(value))
-            self._read(self._names_of_methods(self._names))
+            self._read(self._add_classes(type(value).__mro__))
         for reference in references(value, self._scope.libraries):
             if self._is_followed(reference):
                 self._follow(place, reference)
@@ -276,22 +276,35 @@ class ClosureWalker:
                     self._follow(place, reference)
             names = self._names_of_methods(names)
 
+    def _add_classes(self, kinds: Iterable[type]) -> set[str]:
+        """Adds classes on the way; the names that their methods read, of those that are called."""
+        found: set[str] = set()
+        for kind in kinds:
+            if kind not in self._classes:
+                self._classes.add(kind)
+                for name in vars(kind):
+                    self._owners[name].append(kind)
+                found |= _names_in_methods(kind, vars(kind).keys() & self._names)
+        return found
+
     def _names_of_methods(self, called: Set[str]) -> set[str]:
         """The names that methods of the classes on the way read, if the methods are called."""
         found: set[str] = set()
-        if not self._classes:
-            return found
-        bases = {base for kind in self._classes for base in kind.__mro__}
-        for base in bases - {nn.Module, object}:
-            members = vars(base)
-            for name in called:
-                if name not in members or name in NEVER:
-                    continue
-                method = members[name]
-                code = getattr(getattr(method, "fget", method), "__code__", None)
-                if isinstance(code, CodeType):
-                    found |= names_in(code)
+        for name in called & self._owners.keys():
+            for kind in self._owners[name]:
+                found |= _names_in_methods(kind, {name})
         return found
+
+
+def _names_in_methods(kind: type, called: Set[str]) -> set[str]:
+    """The names that the methods of a class with these names read."""
+    found: set[str] = set()
+    for name in called - NEVER:
+        method = vars(kind)[name]
+        code = getattr(getattr(method, "fget", method), "__code__", None)
+        if isinstance(code, CodeType):
+            found |= names_in(code)
+    return found
 
 
 _NOT_RECORDED = (ModuleType, CodeType, torch.jit.ScriptFunction)
