@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader
 
 from hoglib._core import validation
 from hoglib._core.autograd import translate_hook_errors
@@ -333,6 +334,11 @@ class FunctionalLoss:
 
     def _outputs(self, params: Params, batch: Any) -> Any:
         """The model's outputs, where its parameters have been swapped."""
+        if isinstance(batch, DataLoader):
+            raise ArgumentTypeError(
+                "batch: expected one batch, got a DataLoader; pass next(iter(loader)), or for the mean "
+                "over all batches use an operator: `hoglib.HessianOperator(loss, params, loader) @ v`."
+            )
         reference = params or list(self.model.parameters())
         with (
             translate_hook_errors("loss(params, batch)"),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 import hoglib as hog
 from hoglib._core.swap import keep_swapped
@@ -553,6 +554,7 @@ ERRORS = {
         r"TwoInputs\.forward\(a, b\), got 1 .*: dict with 'a', 'b' \(missing .*'b'.*forward=lambda model, batch: model\(\*\*batch\)",
     ),
     "a pair for a model with two inputs": (of(TwoInputs(), (X, Y)), TypeError, r"model\(\*batch\)"),
+    "a loader": (of(net(), DataLoader(X)), TypeError, "expected one batch, got a DataLoader"),
     "inputs as a tuple": (of(TwoInputs(), ((X, Y), Z)), TypeError, r"model\(\*batch\[0\]\)"),
     "inputs as a dict": (of(TwoInputs(), ({"a": X}, Z)), TypeError, r"model\(\*\*batch\[0\]\)"),
     "a mapping for a model of a tensor": (

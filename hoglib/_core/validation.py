@@ -7,7 +7,7 @@ from numbers import Integral, Number, Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib._core import pytree
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError, NonFiniteError
@@ -162,6 +162,24 @@ def function(what: str, value: Any) -> Any:
     return value
 
 
+def loss_function(what: str, value: Any) -> Any:
+    """Checks for a function of (params, batch)."""
+    if isinstance(value, nn.Module):
+        raise ArgumentTypeError(
+            f"{what}: expected a function (params, batch) -> scalar, got the module "
+            f"{type(value).__name__}; make one with `hoglib.functional_loss(model, criterion)`."
+        )
+    return function(what, value)
+
+
+def not_the_model(what: str, value: Any, params: Any) -> None:
+    """Checks that a function is not the module whose parameters it should be a function of."""
+    if isinstance(value, nn.Module) and isinstance(params, Mapping):
+        names = {name for name, _ in value.named_parameters(remove_duplicate=False)}
+        if params.keys() <= names:
+            loss_function(what, value)
+
+
 def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
     """Checks for at least one tensor, and for elements in each."""
     if not tensors:
@@ -187,6 +205,12 @@ def parameters(params: Any, what: str = "params") -> Any:
         )
     if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):  # names take time
+            if not isinstance(leaf, Tensor):
+                raise ArgumentTypeError(
+                    f"{_leaf(what, name)}: expected a torch.Tensor, got {describe(leaf)}; "
+                    "`hoglib.trainable_params(model)` returns a dict of a model's own, and "
+                    '`hoglib.trainable_params(model, "head.*")` those with such names.'
+                )
             differentiable(_leaf(what, name), leaf)
     return params
 
@@ -195,7 +219,7 @@ def other_structure(what: str, tree: Any, params: Any, leaf: str = "...") -> Arg
     """The error for a tree whose structure differs from params; `leaf` describes an expected leaf."""
     names, came = pytree.paths(params), pytree.paths(tree)
     missing = [name for name in names if name not in set(came)]
-    extra = sorted(set(came) - set(names))
+    extra = sorted(set(came) - {*names, ""})  # "" is a tensor by itself, which has no name
     return ArgumentValueError(
         f"{what}: expected the structure of params ({type(params).__name__} of {len(names)}), got "
         f"another one ({type(tree).__name__} of {len(came)})"
@@ -299,6 +323,8 @@ def finite(what: str, values: Tensor, advice: str) -> Tensor:
 
 
 def _leaf(what: str, name: str) -> str:
+    if name.startswith("["):  # a position
+        return what + name
     return f"{what}[{name!r}]" if name else what
 
 

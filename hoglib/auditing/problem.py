@@ -61,12 +61,7 @@ DTYPES = (
 
 def check_arguments(loss: Any, params: Any, batch: Any) -> None:
     """Raises for a loss, parameters or a batch of the wrong kind."""
-    if isinstance(loss, nn.Module):
-        raise ArgumentTypeError(
-            "loss: expected a function (params, batch) -> scalar, got the module "
-            f"{type(loss).__name__}; make one with `hoglib.functional_loss(model, criterion)`."
-        )
-    validation.function("loss", loss)
+    validation.loss_function("loss", loss)
     if not isinstance(params, dict | list | tuple | Tensor):
         raise ArgumentTypeError(
             f"params: expected a dict of tensors by qualified name, or another pytree, got "

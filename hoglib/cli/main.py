@@ -89,7 +89,16 @@ Exit status: 0 it is fine, 1 a check failed, 2 the checks could not be run.
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; its exit status is 0, 1 where something is wrong, 2 where something did not
     run."""
-    given = _parser().parse_args(args)
+    parser = _parser()
+    words = sys.argv[1:] if args is None else list(args)
+    if not words:
+        parser.print_help()
+        return 2
+    given, rest = parser.parse_known_args(words)
+    if rest:
+        target = getattr(given, "target", ":")
+        hint = f"; name a Function of a file as {target}:{rest[0]}" if ":" not in target else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint if rest[0][0] != '-' else ''}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     try:

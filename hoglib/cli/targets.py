@@ -38,7 +38,8 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
         return [_named_function(target, name, inputs)], []
     if not path.endswith(".py"):
         raise ArgumentValueError(
-            f"expected package.module:Function or path/to/file.py, got {target!r}."
+            f"expected package.module:Function or path/to/file.py, got {target!r}"
+            + (f"; perhaps {':'.join(target.rsplit('.', 1))!r}." if "." in target else ".")
         )
     if inputs:
         raise ArgumentValueError(

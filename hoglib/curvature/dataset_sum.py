@@ -15,7 +15,7 @@ from math import fsum
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
@@ -95,11 +95,7 @@ class DatasetSum:
         self, loss: Any, space: Space, data: Any, options: DatasetOptions, processes: Processes,
         bar: ProgressBar, *, name: str, seed: int, fixed_batches: bool,
     ) -> None:  # fmt: skip
-        if isinstance(loss, nn.Module):
-            raise ArgumentTypeError(
-                f"loss: expected a function of (params, batch), got the module {type(loss).__name__}; "
-                "make one with `hoglib.functional_loss(model, criterion)`."
-            )
+        validation.loss_function("loss", loss)
         refuse_wrapped(getattr(loss, "model", None))
         refuse_sharded(space.leaves())
         check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})

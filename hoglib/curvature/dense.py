@@ -81,6 +81,7 @@ def hessian(
                 [2., 0.]])
     """
     validation.function("func", func)
+    validation.not_the_model("func", func, params)
     leaves, structure = _real_leaves(params)
     groups = groups_of(blocks, params)
     bar = ProgressBar("hessian", validation.flag("progress", progress))

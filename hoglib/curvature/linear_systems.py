@@ -194,7 +194,8 @@ def _check_positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
         error = NotPositiveDefiniteError(
             f"solve: expected a positive definite matrix, got a direction p with p^T A p = "
             f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Use damping larger than "
-            f"{abs(rayleigh):.3g}, or a GGNOperator, which has no negative curvature."
+            f"{abs(rayleigh):.3g}. A Hessian has negative curvature far from a minimum; a GGNOperator "
+            "has none but by rounding, where it is singular."
         )
         error.iterations = iterations
         raise error

@@ -234,6 +234,7 @@ def _product(
 ) -> tuple[Tensor, Tree]:
     """The value, and the product of a matrix with v or with each vector of a block."""
     kind.check_loss(func)
+    validation.not_the_model("func", func, params)
     validation.parameters(params)
     vector, block = validation.vectors("v", v, params)
     leaves, structure = pytree.flatten(params)

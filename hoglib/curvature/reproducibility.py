@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hoglib._core.pytree import tensors_in
 from hoglib._core.state import line_that_draws
 from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.validation import listing
 from hoglib.curvature.data import fingerprint
 from hoglib.errors import NondeterministicError, NonFiniteError
 
@@ -111,7 +112,18 @@ class Determinism:
             )
 
     def random_cause(self, loss: Callable[[], Tensor], device: torch.device) -> str:
-        """What draws random numbers in a loss, and what to do; empty if nothing does."""
+        """What draws random numbers in a loss, and what to do; "" if nothing does."""
+        modules = self._random_modules()
+        line = None if modules else line_that_draws(loss, device)
+        if line is None:
+            return modules
+        return (
+            f"random numbers are drawn at {line}. Pass them in the batch, or turn them off, as "
+            "model.eval() may do; or allow it by check_deterministic=False."
+        )
+
+    def _random_modules(self) -> str:
+        """A sentence on the modules that draw random numbers in train mode; "" for none."""
         random = [
             f"{name} ({type(m).__name__})"
             for name, m in self._named_modules()
@@ -122,20 +134,17 @@ class Determinism:
             for name, m in self._named_modules()
             if m.training and isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout
         ]
-        if random:
-            return (
-                f"{', '.join(random)} {'draw' if len(random) > 1 else 'draws'} at random in train "
-                "mode. Call model.eval(), or allow it by check_deterministic=False."
-            )
-        line = line_that_draws(loss, device)
-        if line is None:
+        if not random:
             return ""
         return (
-            f"random numbers are drawn at {line}. Pass them in the batch, or turn them off, as "
-            "model.eval() may do; or allow it by check_deterministic=False."
+            f"{listing(random)} {'draw' if len(random) > 1 else 'draws'} at random in train mode. "
+            "Call model.eval(), or allow it by check_deterministic=False."
         )
 
     def _cause_in_data(self, now: list[BatchRecord]) -> str:
+        random = self._random_modules()
+        if random:  # shuffled batches differ too, but eval mode may be all that is missing
+            return random
         before, after = (
             [record.fingerprint for record in batches] for batches in (self._first, now)
         )
@@ -227,6 +236,7 @@ class Symmetry:
                 f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
                 f"{gap / size:.1g} of their size. A backward in the loss is not the derivative of its "
                 "forward, or cannot be differentiated: `hoglib.verify` of its custom Functions names "
-                "it, and mode='finite-differences' computes the product to compare with.",
+                "it, and mode='finite-differences' computes the product to compare with. Or the loss "
+                "draws random numbers, as dropout does in train mode.",
                 stacklevel=5,
             )

@@ -217,12 +217,13 @@ class Learner(nn.Module, ABC):
                 "`maml.adapt(support)` and `maml(x, params=adapted)`, which run inside of any."
             )
         tasks = task_sets.unpack(tasks)
-        task_sets.check_tasks(tasks)
+        count = task_sets.check_tasks(tasks)
         wanted = torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        with examined, outside_inference_mode():
+        stacked = task_sets.stacks_in_errors(what, tasks, count)
+        with examined, outside_inference_mode(), stacked:
             start = pytree.map(Tensor.detach, own)
             tasks = clone_inference_tensors(tasks)
             if wanted and self._checked_model != id(self.model):

@@ -5,7 +5,8 @@ come stacked, as one pair whose tensors have a leading task dimension, or as a l
 run all at once, by vmap, or one after the other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -254,6 +255,20 @@ def check_tasks(tasks: Any) -> int:
     return counts[0]
 
 
+@contextmanager
+def stacks_in_errors(what: str, tasks: Any, count: int) -> Iterator[None]:
+    """Add to an error that a model raises how the tasks were read, which a single task shows by it."""
+    try:
+        yield
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if not isinstance(tasks, list) and not isinstance(error, HoglibError):
+            error.add_note(
+                f"{what}.loss read (support, query) as stacks of {count} tasks, along the leading "
+                "dimension; for one task pass a list, [(support, query)]."
+            )
+        raise
+
+
 def check_batch(what: str, batch: Any) -> None:
     """Raise for a batch without examples, and for a pair of tensors of different lengths."""
     sizes = _pair(what, batch, dims=1)
@@ -336,8 +351,9 @@ def _pair(what: str, batch: Any, dims: int) -> list[tuple[int, ...]]:
     for part in batch:
         if part.dim() < dims:
             expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
+            single = "; for one task pass a list, [(support, query)]" if dims == 2 else ""
             raise ArgumentValueError(
-                f"{what}: expected tensors {expected}, got {validation.describe(part)}."
+                f"{what}: expected tensors {expected}, got {validation.describe(part)}{single}."
             )
     return [tuple(part.shape[:dims]) for part in batch]
 

@@ -167,7 +167,7 @@ def _why_not_run(error: Exception) -> str:
     if isinstance(error, TypeError) and "argument" in str(error):
         text += (
             " `inputs` are the arguments one by one; put an argument that is a list or tuple into "
-            "another list."
+            "another list. On the command line, each has an --input of its own."
         )
     return text
 

@@ -227,6 +227,7 @@ NOT_RUN = {
     "no module": (("nothing:Good",), "the import failed"),
     "no name": (("mine.py:Other",), "expected a name in mine.py, got 'Other'; its names are Good, Thing"),
     "a bare module": (("mine",), "expected package.module:Function or path/to/file.py"),
+    "a dot for the colon": (("mine.Good",), "perhaps 'mine:Good'"),
     "an input for a file": (("mine.py", "--input", "randn(3)"), "--input belongs to one Function"),
     "an input that is no expression": (("mine:Good", "--input", "randn(3"), "--input 'randn(3'"),
     "a file that exits": (("exits.py",), "the import failed: SystemExit"),
@@ -258,12 +259,18 @@ def test_a_bad_option(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["verify", "--nothing"])
     assert stopped.value.code == 2
+    with pytest.raises(SystemExit):
+        main(["verify", "mine.py", "Good"])
+    assert "name a Function of a file as mine.py:Good" in capsys.readouterr().err
+    assert main([]) == 2
+    assert "hoglib check" in capsys.readouterr().out
 
 
 def test_the_command_itself(write):
     path = Path(write(GOOD, BAD)).resolve()
     done = subprocess.run(
-        [sys.executable, "-m", "hoglib", "verify", str(path)], capture_output=True, text=True,
+        [sys.executable, "-m", "hoglib", "verify", str(path), "--time-limit", "0"],
+        capture_output=True, text=True,
         cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert done.returncode == 1
@@ -272,9 +279,8 @@ def test_the_command_itself(write):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
-def test_a_full_disk(write):
-    write(GOOD)
-    command = [sys.executable, "-m", "hoglib", "verify", "mine.py"]
+def test_a_full_disk():
+    command = [sys.executable, "-m", "hoglib", "env"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2

@@ -453,6 +453,15 @@ def test_shuffled_batches_through_batch_norm_raise():
         repeat(operator, 5)
 
 
+def test_dropout_is_named_where_batches_are_shuffled_too():
+    loss = hog.functional_loss(random_model(nn.Dropout(0.5)), F.cross_entropy)
+    operator = hog.HessianOperator(
+        loss, hog.trainable_params(loss.model), loader(BATCH, shuffle=True)
+    )
+    with pytest.raises(RuntimeError, match=r"1 \(Dropout\) draws at random"):
+        repeat(operator, 5)
+
+
 class Augmented:
     """A loader whose batches are different at every pass."""
 

@@ -352,6 +352,20 @@ ERRORS = {
     "misspelt parameter": (
         lambda: hog.hvp(OWN_LOSS, *2 * [{"weigth": W["w"]}], (X, X)), ValueError, "did you mean 'weight'",
     ),
+    "the model itself": (
+        lambda: hog.hvp(OWN, *2 * [hog.trainable_params(OWN)], (X, X)), TypeError,
+        r"func: expected a function \(params, batch\).* module Linear; make one with .hoglib.functional_loss",
+    ),
+    "the model itself, whole": (
+        lambda: hog.hessian(OWN, hog.trainable_params(OWN), (X, X)), TypeError, "got the module Linear",
+    ),
+    "names for parameters": (
+        lambda: hog.hvp(OWN_LOSS, ["weight"], X, (X, X)), TypeError,
+        r"params\[0\]: expected a torch.Tensor, got str 'weight'; .hoglib.trainable_params",
+    ),
+    "a vector that is one tensor": (
+        lambda: hog.hvp(OWN_LOSS, hog.trainable_params(OWN), X, (X, X)), ValueError, "missing: weight, bias. Build v",
+    ),
     "parameters as a list": (
         lambda: OWN_LOSS([X], (X, X)), TypeError, "expected a dict of tensors by qualified name",
     ),

@@ -172,7 +172,8 @@ def test_images_of_a_folder():
     assert "5-way 1-shot, own" in (folder() / "table.txt").read_text()
 
 
-@pytest.mark.parametrize("algorithm", ["maml", pytest.param("prototypes", marks=FULL)])
+@FULL  # test_verify.py has the config, and test_spectrum.py the spectrum of MAML
+@pytest.mark.parametrize("algorithm", ["maml", "prototypes"])
 @DRAWN
 def test_the_derivatives_are_verified_and_the_spectrum_is_drawn(algorithm):
     how = ("--model.algorithm", algorithm, "--model.channels", "4")

@@ -1,6 +1,7 @@
 """The sinusoid experiment end to end: smoke runs, resume, test, Ctrl-C, bad input."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,7 +238,7 @@ def test_bad_input_is_one_paragraph_before_training(case, capsys):
 )
 def test_bad_commands(args, capsys):
     assert main(args) == 2
-    assert "error: " in capsys.readouterr().err
+    assert re.search("^error: .*experiments list", capsys.readouterr().err, re.M)
 
 
 def test_a_baseline_of_another_size_is_refused_before_training(capsys):

@@ -56,7 +56,8 @@ def poisoned(monkeypatch):
 
 @pytest.mark.parametrize(
     "path",
-    all_but(lambda path: "smoke" in path.parts, CONFIGS),  # one config of each experiment
+    # one config of each experiment
+    all_but(lambda path: "smoke" in path.parts and path.stem != "glyphs_20w5s", CONFIGS),
     ids=lambda p: str(p.relative_to(ROOT / "configs")),
 )
 def test_every_config_is_right(path, capsys):

@@ -377,6 +377,9 @@ ERRORS = {
         lambda: maml("plain").loss([((SX[0], SY[0, :1]), (QX[0], QY[0]))]), ValueError,
         r"tasks\[0\]: support.* 4, 1",
     ),
+    "one task that is no list": (
+        lambda: maml("plain").loss(((SX[0, 0], SY[0, 0]), (QX[0, 0], QY[0, 0]))), ValueError, "for one task pass a list",
+    ),
     "tasks are one tensor": (lambda: maml("plain").loss(SX), ValueError, r"pair \(support, query\)"),
     "tasks that require grad": (
         lambda: maml("plain").loss(((SX.clone().requires_grad_(), SY), (QX, QY))), RuntimeError, "Detach them",
@@ -402,6 +405,14 @@ def test_errors(error):
     call, kind, message = ERRORS[error]
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_an_error_of_the_model_says_how_the_tasks_were_read():
+    task = {"x": SX[0]}  # a batch, where a stack of batches is expected
+    loss = hog.MAML(nn.Linear(7, 1).double(), lambda o, b: o.mean(), forward=lambda m, b: m(b["x"]))
+    with pytest.raises(RuntimeError) as raised:
+        loss.loss((task, task))
+    assert f"stacks of {len(SX[0])} tasks" in raised.value.__notes__[0]
 
 
 @pytest.mark.gpu

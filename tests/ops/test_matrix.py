@@ -1,5 +1,6 @@
 """Every cell of the matrix for every sample of every op, or the reason why not."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from hoglib import ops
 from hoglib.testing.opinfo import CATALOGUE, OpInfo, SampleInput
-from tests.long_tail import FULL
+from tests.long_tail import FULL, all_but
 from tests.ops.matrix import CELLS, ONCE, Case, in_one_graph
 
 # What each sample of an op goes through in `make test`; the other cells get the first one. That ops
@@ -39,8 +40,17 @@ def test_cell(info: OpInfo, sample: SampleInput, cell: str) -> None:
     CELLS[cell](info, sample)
 
 
-@pytest.mark.parametrize("theme", sorted({info.theme for info in CATALOGUE}))
-def test_inductor_takes_a_theme_as_one_graph(theme: str) -> None:
+THEMES = sorted({info.theme for info in CATALOGUE})
+GRAPHS = itertools.product(THEMES, ["aot_eager", "inductor"])
+# What inductor gets are torch's own operations, whatever the theme: three themes show that it takes them.
+BY_INDUCTOR = ("linear", "pointwise", "reduce")
+
+
+@pytest.mark.parametrize(
+    ("theme", "backend"),
+    all_but(lambda theme, backend: (theme in BY_INDUCTOR) == (backend == "inductor"), GRAPHS),
+)
+def test_a_theme_is_one_graph(theme: str, backend: str) -> None:
     """One graph for all ops of a theme: inductor takes seconds for each graph, whatever is in it."""
     in_one_graph(
         [
@@ -48,7 +58,7 @@ def test_inductor_takes_a_theme_as_one_graph(theme: str) -> None:
             for info in CATALOGUE
             if info.theme == theme and "compile" not in info.skips
         ],
-        "inductor",
+        backend,
     )
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from hoglib.cli.main import main
 from hoglib.testing.opinfo import CATALOGUE, overview
@@ -38,6 +39,17 @@ def test_a_bad_command():
     with pytest.raises(SystemExit) as stopped:
         main(["opps"])
     assert stopped.value.code == 2
+
+
+def test_without_numpy_the_ops_that_call_it_are_left_out(monkeypatch, capsys):
+    some = [info for info in CATALOGUE if info.theme == "external" or info.name == "stop_gradient"]
+    monkeypatch.setattr(overview, "CATALOGUE", some)
+    monkeypatch.setattr(overview, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch.Tensor, "numpy", None, raising=False)
+    assert main(["ops"]) == 0
+    out, error = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["stop_gradient"]
+    assert "Left out, because NumPy is not installed: cube by hand; external" in error
 
 
 def faulty(function):

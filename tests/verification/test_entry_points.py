@@ -3,6 +3,7 @@
 ENTRY_POINTS x (WRONG, RIGHT of faults.py). All that is public is an entry point, or listed with a reason.
 """
 
+import itertools
 import logging
 import time
 import warnings
@@ -21,6 +22,7 @@ from hoglib import curvature, meta, penalties
 from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import entry_points, examination
 from tests.functions import Cube, Detached
+from tests.long_tail import all_but
 from tests.verification.faults import RIGHT, WEIGHT, WRONG, Accumulates
 
 F64 = torch.float64
@@ -193,16 +195,37 @@ def told(call, function):
     ]
 
 
-@pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_wrong_functions_are_told_and_right_ones_are_not(name):
+# These take seconds for all faults, and are "compile", "r1" and "HessianOperator" once more.
+ALIKE = (
+    "hvp compiled",
+    "r1 compiled",
+    "compile without check",
+    "compiled_loss",
+    "CurvatureMonitor",
+)
+FEW = ("an intermediate saved", "NumPy", "all of it", "new style", "under remat")
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    all_but(
+        lambda name, faults: (name in ALIKE) == (faults == "few"),
+        itertools.product(ENTRY_POINTS, ["few", "all"]),
+    ),
+)
+def test_wrong_functions_are_told_and_right_ones_are_not(name, faults):
     call = ENTRY_POINTS[name]
+    wrong, right = (
+        {fault: case for fault, case in cases.items() if faults == "all" or fault in FEW}
+        for cases in (WRONG, RIGHT)
+    )
     silent = [
-        fault for fault, (function, words) in WRONG.items()
+        fault for fault, (function, words) in wrong.items()
         if not any(words in text or "expected a function whose graph" in text for text in told(call, function))
     ]  # fmt: skip
     assert not silent
     assert {
-        kind: texts for kind, function in RIGHT.items() if (texts := told(call, function))
+        kind: texts for kind, function in right.items() if (texts := told(call, function))
     } == {}
 
 

@@ -1,6 +1,7 @@
 """What each op of the catalogue supports, found by running it: the table of `hoglib ops`."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -24,8 +25,16 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """The table, found by running every op."""
-    return [row(info) for info in CATALOGUE]
+    """The table, found by running every op but those of `left_out`."""
+    without = left_out()
+    return [row(info) for info in CATALOGUE if info.name not in without]
+
+
+def left_out() -> list[str]:
+    """The ops that call NumPy, where it is not installed: torch does not need it."""
+    if find_spec("numpy") is not None:
+        return []
+    return [info.name for info in CATALOGUE if "by NumPy" in info.formula]
 
 
 def row(info: OpInfo) -> Row:
