@@ -17,6 +17,7 @@ from hoglib.curvature import (
     ggn_vp,
     hessian,
     hvp,
+    jvp,
     laplacian,
 )
 from hoglib.drawing import Graph, graph
@@ -50,6 +51,7 @@ __all__ = [
     "graph",
     "hessian",
     "hvp",
+    "jvp",
     "language_model_loss",
     "laplacian",
     "meta",

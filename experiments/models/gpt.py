@@ -25,11 +25,7 @@ class CharacterGPT(nn.Module):
 
     def __init__(self, vocabulary: int, length: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
-        at_least("layers", layers, 1)
-        if at_least("width", width, 1) % at_least("heads", heads, 1):
-            raise ArgumentValueError(
-                f"width: expected a multiple of the {heads} heads, got {width}."
-            )
+        check_blocks(width, layers, heads)
         self.embedding = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(0.02 * torch.randn(length, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -46,11 +42,11 @@ class CharacterGPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a hidden layer, each added to what it is given."""
+    """Attention and a hidden layer, each added to what it is given."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
@@ -61,9 +57,16 @@ class Block(nn.Module):
             x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
             for x in self.attention(self.norm_1(h)).chunk(3, -1)
         )
-        attended = hog.ops.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = hog.ops.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         h = h + self.projection(attended.transpose(-2, -3).flatten(-2))
         return h + self.output(F.gelu(self.hidden(self.norm_2(h))))
+
+
+def check_blocks(width: int, layers: int, heads: int) -> None:
+    """Raise for sizes that no transformer has."""
+    at_least("layers", layers, 1)
+    if at_least("width", width, 1) % at_least("heads", heads, 1):
+        raise ArgumentValueError(f"width: expected a multiple of the {heads} heads, got {width}.")
 
 
 class LowRank(nn.Module):

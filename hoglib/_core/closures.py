@@ -6,7 +6,7 @@ and for the state that a curvature operator depends on. A :class:`Scope` says ho
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -116,6 +116,21 @@ def name_of(fn: Any) -> str:
     """The name of a function, or of the class of a callable object, for messages."""
     inner = fn.func if isinstance(fn, partial) else fn
     return str(getattr(inner, "__qualname__", type(inner).__name__)).rpartition("<locals>.")[2]
+
+
+def owner_of(func: Callable[..., Any]) -> Any:
+    """The module, object or code of a function: the same object in each call, also for a function that
+    is created anew for each call."""
+    if isinstance(func, partial):
+        return owner_of(func.func)
+    if hasattr(func, "__wrapped__"):
+        return owner_of(func.__wrapped__)
+    if isinstance(func, nn.Module):
+        return func
+    owner = getattr(func, "__self__", None)
+    if owner is not None and not isinstance(owner, ModuleType):
+        return owner
+    return getattr(func, "__code__", None) or getattr(type(func).__call__, "__code__", func)
 
 
 # What every module has, and an LSTM's list of its own parameters.

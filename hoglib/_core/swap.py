@@ -15,8 +15,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hoglib._core.torch_internals import forward_mode_active, transforms_active
+from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
 from hoglib.errors import UnsupportedError
 
 Params = dict[str, Tensor]
@@ -181,6 +182,62 @@ class ModulePatch:
             yield
         finally:
             self._busy.pop()
+
+
+@contextmanager
+def restore_buffers() -> Iterator[list[nn.Module]]:
+    """Collects the modules that run inside, in order, each once, and restores their buffers at the end.
+
+    Modules in training mode run with copies of their buffers: running statistics, and the vectors of
+    spectral norm, are updated by a training step and not by a penalty.
+    """
+    seen: set[int] = set()
+    patch, thread = ModulePatch(), threading.get_ident()
+    copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        if id(module) in seen:
+            return
+        if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
+            return
+        if threading.get_ident() != thread:
+            return
+        seen.add(id(module))
+        modules.append(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            scripted.extend(_copy_scripted_buffers(module))
+            return
+        # hooks of the parts of a compiled module are not called
+        for part in module.modules() if is_compiled(module) else (module,):
+            for name, buffer in list(part._buffers.items()) if part.training else ():
+                if buffer is not None:
+                    patch.put(part, name, _copy(buffer, copies))
+
+    modules: list[nn.Module] = []
+    scripted: list[tuple[nn.Module, str, Tensor]] = []
+    handle = register_module_forward_pre_hook(before_forward)
+    try:
+        yield modules
+    finally:
+        handle.remove()
+        patch.restore()
+        for module, name, buffer in scripted:
+            setattr(module, name, buffer)
+
+
+def _copy(buffer: Tensor, copies: dict[int, Tensor]) -> Tensor:
+    if id(buffer) not in copies:
+        copies[id(buffer)] = buffer.clone()
+    return copies[id(buffer)]
+
+
+def _copy_scripted_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Replaces the buffers of a scripted module and its parts, whose hooks are not called, by copies;
+    yields the originals."""
+    for part in module.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)) if part.training else ():
+            yield part, name, buffer
+            setattr(part, name, buffer.clone())
 
 
 # What is replaced in modules: the thread that did it, and how often. Two threads that swap the

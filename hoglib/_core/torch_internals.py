@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, overrides
@@ -71,9 +71,47 @@ def forward_levels() -> int:
     return sum(level.key() == _functorch.TransformType.Jvp for level in stack)
 
 
+def innermost_is_forward() -> bool:
+    """Whether the innermost derivative of torch.func around the caller is a `jvp`, not a gradient."""
+    kinds = [level.key() for level in _functorch.get_interpreter_stack() or ()]
+    types = _functorch.TransformType
+    return next((kind == types.Jvp for kind in reversed(kinds) if kind != types.Vmap), False)
+
+
 def forward_mode_active() -> bool:
     """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0
+
+
+@final
+class StopsTangents(TorchFunctionMode):
+    """Inside, what runs under no_grad is a constant of forward mode too, as it is of backward.
+
+    `outside`, which raises, is called at a torch call within a checkpoint that begins inside: what that
+    runs again in a later backward would have no tangents.
+    """
+
+    def __init__(self, outside: Callable[[], None]) -> None:
+        super().__init__()
+        self._outside = outside
+        self._frame = checkpoint_frame()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch._C._set_grad_enabled:
+            torch._C._set_fwd_grad_enabled(args[0])
+        elif checkpoint_frame() is not self._frame:
+            self._outside()
+        return result
+
+    def __enter__(self) -> "StopsTangents":
+        self._before = torch._C._is_fwd_grad_enabled()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_fwd_grad_enabled(self._before)
 
 
 def checkpoint_frame() -> Any:
@@ -245,8 +283,11 @@ def outside_transforms(
 
 
 def _is_differentiated(x: Tensor) -> bool:
-    if x.requires_grad or _functorch.is_gradtrackingtensor(x):
-        return True
+    return x.requires_grad or _functorch.is_gradtrackingtensor(x) or has_tangent(x)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether the innermost level of forward mode differentiates a tensor."""
     if forward_ad._current_level < 0 or x.layout is not torch.strided:
         return False
     return forward_ad.unpack_dual(x).tangent is not None

@@ -207,31 +207,42 @@ def parameters(params: Any, what: str = "params") -> Any:
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):  # names take time
             if not isinstance(leaf, Tensor):
                 raise ArgumentTypeError(
-                    f"{_leaf(what, name)}: expected a torch.Tensor, got {describe(leaf)}; "
+                    f"{leaf_name(what, name)}: expected a torch.Tensor, got {describe(leaf)}; "
                     "`hoglib.trainable_params(model)` returns a dict of a model's own, and "
                     '`hoglib.trainable_params(model, "head.*")` those with such names.'
                 )
-            differentiable(_leaf(what, name), leaf)
+            differentiable(leaf_name(what, name), leaf)
     return params
 
 
-def other_structure(what: str, tree: Any, params: Any, leaf: str = "...") -> ArgumentValueError:
+def other_structure(
+    what: str, tree: Any, params: Any, leaf: str = "...", like: str = "params"
+) -> ArgumentValueError:
     """The error for a tree whose structure differs from params; `leaf` describes an expected leaf."""
     names, came = pytree.paths(params), pytree.paths(tree)
-    missing = [name for name in names if name not in set(came)]
-    extra = sorted(set(came) - {*names, ""})  # "" is a tensor by itself, which has no name
+    missing = [name for name in names if name and name not in set(came)]
+    extra = sorted(set(came) - {*names, ""})
     return ArgumentValueError(
-        f"{what}: expected the structure of params ({type(params).__name__} of {len(names)}), got "
+        f"{what}: expected the structure of {like} ({type(params).__name__} of {len(names)}), got "
         f"another one ({type(tree).__name__} of {len(came)})"
         + (f"; missing: {listing(missing)}" if missing else "")
-        + (f"; not in params: {listing(extra)}" if extra else "")
-        + f". Build {what} from params, for instance "
-        f"`{{name: {leaf} for name, p in params.items()}}`."
+        + (f"; not in {like}: {listing(extra)}" if extra else "")
+        + f". Build {what} from {like}, "
+        + (
+            f"for instance `{{name: {leaf} for name, p in {like}.items()}}`."
+            if isinstance(params, Mapping) or like == "params"
+            else f"with {leaf} in the place of each tensor."
+        )
     )
 
 
-def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
-    """The leaves of a vector in the structure of params, or of a block with a trailing dimension."""
+def vectors(
+    what: str, tree: Any, params: Any, like: str = "params", blocks: bool = True
+) -> tuple[list[Tensor], bool]:
+    """The leaves of a vector in the structure of params, or of a block with a trailing dimension.
+
+    like: what params are called. blocks: whether a block is accepted.
+    """
     mappings = isinstance(tree, Mapping) and isinstance(params, Mapping)
     if mappings and tree.keys() == params.keys() and _differ(tree, params):
         same: Any = copy(params)  # the order of names is no matter, nor the kind of mapping
@@ -241,32 +252,34 @@ def vectors(what: str, tree: Any, params: Any) -> tuple[list[Tensor], bool]:
     leaves, structure = pytree.flatten(tree)
     expected, expected_structure = pytree.flatten(params)
     if structure != expected_structure:
-        raise other_structure(what, tree, params, "torch.randn_like(p)")
+        raise other_structure(what, tree, params, "torch.randn_like(p)", like)
     names = [""] * len(leaves) if _all_like(leaves, expected) else pytree.paths(params)
-    first = tensor(_leaf(what, names[0]), leaves[0])
-    columns = first.shape[-1:] if first.dim() == expected[0].dim() + 1 else ()
-    for name, leaf, like in zip(names, leaves, expected, strict=True):
-        where = _leaf(what, name)
+    first = tensor(leaf_name(what, names[0]), leaves[0])
+    columns = first.shape[-1:] if blocks and first.dim() == expected[0].dim() + 1 else ()
+    for name, leaf, x in zip(names, leaves, expected, strict=True):
+        where = leaf_name(what, name)
         tensor(where, leaf)
-        if leaf.shape != (*like.shape, *columns):
+        if leaf.shape != (*x.shape, *columns):
             hint = (
                 f"all leaves of a block have {columns[0]} columns, as the first."
                 if columns
                 else "it must have the shape of its parameter, or that and a trailing dimension for a "
                 "block."
+                if blocks
+                else f"it must have the shape of its place in {like}."
             )
             raise ArgumentValueError(
-                f"{where}: expected {(*like.shape, *columns)}, got {tuple(leaf.shape)}; {hint}"
+                f"{where}: expected {(*x.shape, *columns)}, got {tuple(leaf.shape)}; {hint}"
             )
-        if leaf.dtype != like.dtype:
+        if leaf.dtype != x.dtype:
             raise ArgumentTypeError(
-                f"{where}: expected {like.dtype} as in params, got {leaf.dtype}; "
-                f"convert it with `.to({like.dtype})`."
+                f"{where}: expected {x.dtype} as in {like}, got {leaf.dtype}; "
+                f"convert it with `.to({x.dtype})`."
             )
-        if leaf.device != like.device:
+        if leaf.device != x.device:
             raise ArgumentValueError(
-                f"{where}: expected device {like.device} as in params, got {leaf.device}; "
-                f"move it with `.to({str(like.device)!r})`."
+                f"{where}: expected device {x.device} as in {like}, got {leaf.device}; "
+                f"move it with `.to({str(x.device)!r})`."
             )
     if columns and not columns[0]:
         raise ArgumentValueError(f"{what}: expected at least one vector in the block, got none.")
@@ -322,10 +335,9 @@ def finite(what: str, values: Tensor, advice: str) -> Tensor:
     return values
 
 
-def _leaf(what: str, name: str) -> str:
-    if name.startswith("["):  # a position
-        return what + name
-    return f"{what}[{name!r}]" if name else what
+def leaf_name(what: str, name: str) -> str:
+    """A leaf by its name: ``params['w']``, ``primals[0]``."""
+    return f"{what}{name}" if name.startswith("[") else f"{what}[{name!r}]" if name else what
 
 
 def listing(names: Sequence[str], limit: int = 5) -> str:

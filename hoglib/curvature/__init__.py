@@ -4,6 +4,7 @@ from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.density import spectral_density
 from hoglib.curvature.eigenvalues import eigsh
 from hoglib.curvature.input_derivatives import laplacian
+from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
 from hoglib.curvature.newton import NewtonCG, NewtonStep
@@ -36,6 +37,7 @@ __all__ = [
     "hutchinson_frobenius",
     "hutchinson_trace",
     "hvp",
+    "jvp",
     "laplacian",
     "spectral_density",
     "xtrace",

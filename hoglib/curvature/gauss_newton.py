@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any, final
 
 import torch
@@ -31,9 +30,8 @@ from hoglib._core.gradient_graph import (
     graph_bytes,
     graph_summary,
 )
-from hoglib._core.tolerances import TOLERANCES
-from hoglib._core.torch_modes import value_checks_on
 from hoglib.curvature.hessian_product import forward_over_reverse, reverse_over_reverse
+from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, detached
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     BoundLoss,
@@ -241,40 +239,23 @@ def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     every = composite.outputs(own)
     depends, ys = _dependent(every)
     _check_graph(ys, leaves, composite.options)
-    us = [torch.ones_like(y, requires_grad=True) for y in ys]
-    with translate_errors(caller):
-        by_u = torch.autograd.grad(ys, own, us, create_graph=True, allow_unused=True)
-    if any(part is not None and not part.requires_grad for part in by_u):
-        raise _detached(caller)  # J^T u is linear in u: a part without a graph was detached
-    used = [i for i, part in enumerate(by_u) if part is not None]
-    parts = [part for part in by_u if part is not None]
+    jacobian = TransposedJacobian(ys, own, caller)
     metric, value = composite.metric(every), composite.value(every)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        with translate_errors(caller):
-            along = torch.autograd.grad(
-                parts,
-                us,
-                [vector[i] for i in used],
-                retain_graph=keep_graph or create_graph,
-                create_graph=create_graph,
-                allow_unused=True,
-            )
+        along = jacobian.derivative(vector, keep_graph, create_graph)
         tangents = [torch.zeros_like(y) for y in every]
         for i, part in zip(depends, along, strict=True):
-            tangents[i] = tangents[i] if part is None else part
+            tangents[i] = part
         weighted = metric(tangents, keep_graph)
         product = _transposed_product(
             ys, own, [weighted[i] for i in depends], composite.options, keep_graph
         )
-        if not _are_adjoint(vector, product, tangents, weighted):
-            raise _detached(caller)
+        if not are_adjoint(vector, product, tangents, weighted):
+            raise detached(caller)
         return value, product
 
-    def unused() -> tuple[int, ...]:
-        return tuple(i for i, part in enumerate(by_u) if part is None)
-
-    return LinearMap(apply, lambda: graph_bytes(parts), unused)
+    return LinearMap(apply, lambda: graph_bytes(jacobian.parts), lambda: jacobian.unused)
 
 
 def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
@@ -300,7 +281,7 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
-        if not _are_adjoint(vector, product, tangents, weighted):
+        if not are_adjoint(vector, product, tangents, weighted):
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
@@ -367,38 +348,6 @@ def _transposed_product(
             allow_unused=True,
         )
     return materialize_grads(list(parts), own)
-
-
-def _are_adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vector) -> bool:
-    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products."""
-    if not value_checks_on():
-        return True
-    pairs = [
-        [(a.detach(), b.detach()) for a, b in zip(*sides, strict=True)]
-        for sides in ((vector, product), (tangents, weighted))
-    ]
-    lhs, rhs = (sum(float((a * b).sum()) for a, b in side) for side in pairs)
-    lengths = [
-        float(pytree.norm([a for a, _ in side]) * pytree.norm([b for _, b in side]))
-        for side in pairs
-    ]
-    size = sum(float((a * b).abs().sum()) for side in pairs for a, b in side)
-    dtypes = {x.dtype for side in pairs for pair in side for x in pair}
-    rtol = max(TOLERANCES[dtype].rtol for dtype in dtypes)
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    if not isfinite(lhs + rhs):
-        return True  # a value that is not finite is reported elsewhere
-    rounding = rtol * size + 100 * eps * max(lengths)
-    return abs(lhs - rhs) <= rounding
-
-
-def _detached(caller: str) -> Exception:
-    return NoSecondDerivative(
-        f"{caller}(mode='reverse'): expected a backward that can be differentiated, got one whose "
-        "gradient has lost its graph: it runs under no_grad, detaches, or leaves torch. "
-        "`hoglib.verify` of the custom Functions in the model names the line; mode='forward' does "
-        "not need that graph, if they have a jvp."
-    )
 
 
 def _check_graph(ys: Vector, leaves: Vector, options: ProductOptions) -> None:

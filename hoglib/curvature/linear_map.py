@@ -129,12 +129,16 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
     return value, [whole.movedim(0, -1) for whole in found]
 
 
-def check_backend(caller: str, compile: Any, kind: CurvatureKind) -> str:
+def backend_named(compile: Any) -> str:
     """The backend that compile= names, or "" for none."""
     if isinstance(compile, str):
-        backend = validation.one_of("compile", compile, ["inductor", "eager"])
-    else:
-        backend = "inductor" if validation.flag("compile", compile) else ""
+        return validation.one_of("compile", compile, ["inductor", "eager"])
+    return "inductor" if validation.flag("compile", compile) else ""
+
+
+def check_backend(caller: str, compile: Any, kind: CurvatureKind) -> str:
+    """The backend that compile= names, or "" for none; raises for a kind that has no graph."""
+    backend = backend_named(compile)
     if backend and kind.mode == DIFFERENCES:
         raise ArgumentValueError(
             f"{caller}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates twice, "

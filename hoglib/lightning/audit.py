@@ -9,11 +9,11 @@ from torch import distributed
 
 from hoglib._core import validation
 from hoglib._core.source_location import error_text, warn
+from hoglib._core.swap import restore_buffers
 from hoglib.auditing.api import audit
 from hoglib.auditing.problem import NamedProblem, problems
 from hoglib.auditing.routes import requested_routes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
-from hoglib.penalties.critic_context import restore_buffers
 from hoglib.verification.report import Report
 
 METHOD = "second_order_problem"

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
 from hoglib._core import pytree, validation
+from hoglib._core.swap import restore_buffers
 from hoglib.curvature import Spectrum, hessian_spectrum
 from hoglib.curvature.density import SpectralDensity
 from hoglib.errors import (
@@ -19,7 +20,6 @@ from hoglib.errors import (
     NonFiniteError,
 )
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
-from hoglib.penalties.critic_context import restore_buffers
 
 LARGEST = "largest"
 PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold besides tensors

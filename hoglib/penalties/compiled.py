@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree
+from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.state import preserve_random_state
 from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import Place, kept, runs_elsewhere
 from hoglib.capture.loss import CompiledLoss
 from hoglib.capture.signature import parse_call
-from hoglib.penalties.critic_context import owner_of
 from hoglib.penalties.samples import random_like
 
 

@@ -27,6 +27,7 @@ from hoglib._core.gradient_graph import (
     check_custom_functions,
     graph_summary,
 )
+from hoglib._core.swap import restore_buffers
 from hoglib._core.torch_internals import transforms_active, uncompiled, watching_functions
 from hoglib.errors import (
     ArgumentTypeError,
@@ -39,7 +40,6 @@ from hoglib.penalties.critic_context import (
     cast_like_parameters,
     is_frozen,
     parameters_of,
-    restore_buffers,
 )
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like

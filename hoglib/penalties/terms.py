@@ -14,13 +14,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, materialize_grads, translate_errors, with_gradients
+from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_off, value_checks_on
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.penalties.compiled import RecordedDraws, backend_of, leaves_of, run_as_graph
-from hoglib.penalties.critic_context import autocast_devices, owner_of
+from hoglib.penalties.critic_context import autocast_devices
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import (
     NOT_OF_PARAMETERS,

@@ -155,13 +155,13 @@ class MetFunctions:
             return None
         if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
             return None  # its derivative has no elements
-        in_forward_mode = torch_internals.forward_mode_active()
-        met = function, (in_forward_mode, *map(_kind, args, by))
+        mode = _forward_mode()
+        met = function, (mode, *map(_kind, args, by))
         verdict = _VERDICTS.setdefault(function, {}).get(met[1])
         if (verdict is not None and not verdict.is_told) or self.differentiated.get(met) == 2:
             return None
         if (verdict is None or verdict.left) and met not in self.applied:
-            self.applied[met] = applied(function, args, by, in_forward_mode)
+            self.applied[met] = applied(function, args, by, mode)
         return partial(self._note_backward, met)
 
     def _note_backward(self, met: Met, result: Any) -> None:
@@ -191,6 +191,13 @@ def _examined(given: Applied, before: Verdict | None) -> Verdict:
 
 def _is_ours(function: type[Function] | None) -> bool:
     return function is None or function.__module__.startswith(("hoglib.", "torch."))
+
+
+def _forward_mode() -> str:
+    """The mode of second derivatives in which a jvp is used: "fr" or "rf"; empty where none is."""
+    if not torch_internals.forward_mode_active():
+        return ""
+    return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
 def _kind(x: Any, needs_grad: bool) -> Any:

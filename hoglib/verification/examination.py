@@ -68,13 +68,13 @@ class Applied:
 
     app: Application
     by_module: Lifted | None  # if it got a module and its parameters
-    in_forward_mode: bool  # its jvp is used too
+    forward: str  # the mode in which its jvp is used too: "fr" or "rf"
     autocast: AutocastState
     stand_ins: bool
 
 
 def applied(
-    function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...], in_forward_mode: bool
+    function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...], forward: str
 ) -> Applied:
     """An application with copies of its tensors, which may be changed before it is examined."""
     with torch_internals.without_transforms(), torch.no_grad():
@@ -88,7 +88,7 @@ def applied(
             lambda x: x.detach().clone().requires_grad_(x.requires_grad), by_module.inputs
         )
         by_module = by_module._replace(inputs=inputs)
-    return Applied(app, by_module, in_forward_mode, AutocastState(tensors), active())
+    return Applied(app, by_module, forward, AutocastState(tensors), active())
 
 
 def examine(given: Applied) -> Verdict:
@@ -142,17 +142,17 @@ def _judged(given: Applied) -> Verdict:
         raise _NotExamined(stop.text.rstrip("."))
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     function = app.function
-    with_jvp = given.in_forward_mode and function_rules.offers_jvp(function)
-    found = _compared(function, subject, here, with_jvp)
+    jvp = given.forward if function_rules.offers_jvp(function) else ""
+    found = _compared(function, subject, here, jvp)
     if found.is_told and (projections := structures(subject.call)):
         subject.call.projections = projections
         subject.find_outputs()
-        within = _compared(function, subject, here, with_jvp)
+        within = _compared(function, subject, here, jvp)
         found = within if within.status == "right" else found
     if found.status != "right" or not several:
         return found
     for x in _other_points(subject):  # values that may take another branch of backward
-        elsewhere = _compared(function, subject, [x], with_jvp, if_first_is_right=True)
+        elsewhere = _compared(function, subject, [x], jvp, if_first_is_right=True)
         if elsewhere.status == "wrong":
             return elsewhere
     return found
@@ -176,15 +176,16 @@ def _subject(app: Application) -> tuple[Subject, bool]:
 
 
 def _compared(
-    function: type[Function], subject: Subject, points: list[list[Tensor]], with_jvp: bool, *,
+    function: type[Function], subject: Subject, points: list[list[Tensor]], jvp: str, *,
     if_first_is_right: bool = False,
 ) -> Verdict:  # fmt: skip
     """The verdict on the derivatives at some points.
 
-    if_first_is_right: at points that the user did not pass, where a first derivative that is wrong says
-    nothing: they may be outside of the domain.
+    jvp: the mode in which its jvp is differentiated, if it is. if_first_is_right: at points that the
+    user did not pass, where a first derivative that is wrong says nothing: they may be outside of the
+    domain.
     """
-    modes = ("rr", "fr") if with_jvp else ("rr",)
+    modes = ("rr", jvp) if jvp else ("rr",)
     options = Options(
         orders=(1, 2), modes=tuple(MODES[key] for key in modes),
         surrogate=getattr(function, "surrogate", False) is True, full=False, compile=False,

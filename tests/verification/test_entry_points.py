@@ -120,6 +120,7 @@ def monitored(function):
 ENTRY_POINTS = {
     "hvp": with_loss(lambda loss, p, v, b: hog.hvp(loss, p, v, b)),
     "hvp compiled": with_loss(lambda loss, p, v, b: hog.hvp(loss, p, v, b, compile="eager")),
+    "jvp": lambda function: hog.jvp(Net(function), X, torch.ones_like(X)),
     "ggn_vp": with_loss(lambda loss, p, v, b: hog.ggn_vp(loss, p, v, b)),
     "fisher_vp": with_loss(lambda loss, p, v, b: hog.fisher_vp(loss, p, v, b)),
     "hessian": with_loss(lambda loss, p, v, b: hog.hessian(loss, p, b)),

@@ -1,0 +1,374 @@
+"""J v: a function of tensors and its derivative along a vector, in forward mode or by two backwards."""
+
+from collections.abc import Callable
+from functools import partial
+from math import isfinite
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import (
+    Vector,
+    clone_inference_tensors,
+    fresh_leaves,
+    grad_enabled,
+    translate_errors,
+)
+from hoglib._core.closures import owner_of
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.swap import keep_swapped, restore_buffers
+from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.torch_modes import (
+    ActiveStandIns,
+    value_checks_off,
+    value_checks_on,
+    without_stand_ins,
+)
+from hoglib.capture.api import Compiled, function_name
+from hoglib.capture.capturing import Place, runs_elsewhere
+from hoglib.curvature.linear_map import backend_named, no_forward_mode
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
+from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
+from hoglib.verification.function_rules import offers_jvp
+from hoglib.verification.subject import is_users
+
+Tree = Any
+FORWARD, REVERSE = "forward", "reverse"
+CALLER = "jvp"
+
+
+def jvp(
+    func: Callable[..., Tree],
+    primals: Tree,
+    tangents: Tree,
+    *,
+    mode: str = "auto",
+    stand_ins: bool = True,
+    compile: bool | str = False,
+) -> tuple[Tree, Tree]:
+    r"""The value of a function and its derivative along a vector.
+
+        y = func(*primals)        t = J v = d/de func(*(primals + e v)) at e = 0,  v = tangents
+
+    One run of func computes both. Both can be differentiated by the parameters of the modules that func
+    calls, and by primals and tangents, where gradients are enabled; under no_grad they have no graph.
+    The derivative of t by parameters is reverse mode over forward mode, wrong without an error in
+    torch's own layer norm, batch norm and others; ``stand_ins`` replaces them.
+
+    A loss that takes t for a constant, as those of MeanFlow and of continuous consistency models do,
+    uses ``t.detach()``. What func computes under ``no_grad`` is a constant, as it is for backward.
+
+    The inputs are not changed, nor are buffers: the running statistics of a batch norm in training mode
+    stay as they are. It works under no_grad and inference_mode, inside of itself and inside torch.func
+    transforms.
+
+    Args:
+        func: The function ``func(*primals)``, or an `nn.Module`, that returns a tensor or a pytree of
+            tensors.
+        primals: Where the derivative is taken: a tuple of the arguments of func, or its one argument.
+            Each argument is a pytree of floating-point tensors. What is no such tensor (a class, a
+            mask) is a constant, which func reaches by itself: ``lambda x, t: model(x, t, labels)``.
+        tangents: The vector v, with the structure, shapes and dtypes of primals.
+        mode: "forward" runs func once with tangents, and needs a forward-mode rule for every operation.
+            "reverse" differentiates J^T u by u, and needs a double backward instead. "auto" is
+            "forward", or "reverse" in a second run of func where that is not possible: for a custom
+            Function without a jvp, or a checkpoint. Inside torch.func transforms it is "forward".
+        stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
+            such derivatives, or wrong ones.
+        compile: Capture value and derivative as a graph and compile it: True for inductor, "eager" to
+            run the captured graph by torch. Later calls with the same signature reuse it, also those of
+            a func that is created anew for each call. A backward is a second graph, in which func runs
+            again; `hoglib.compiled_loss` of a loss that calls this function compiles both as one.
+    Returns:
+        The pair (y, t), in the order of `torch.func.jvp`; t has the structure of y. An integer tensor
+        has a tangent of zeros.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for primals, tangents or a value of the wrong kind,
+            naming the leaf.
+        NoSecondDerivative: where the value does not depend on primals, or a custom Function's backward
+            has lost its graph, which "reverse" differentiates.
+        UnsupportedError: where torch has no derivative of an operation.
+    References:
+        Griewank and Walther, Evaluating Derivatives, 2008, chapter 3.
+        Baydin, Pearlmutter, Radul and Siskind, Automatic Differentiation in Machine Learning: a Survey,
+        2018.
+        Geng, Deng, Bai, Kolter and He, Mean Flows for One-step Generative Modeling, 2025, algorithm 1.
+    Example:
+        >>> x, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])
+        >>> hog.jvp(lambda x: x[0] ** 2 * x, x, v)
+        (tensor([1., 2.]), tensor([3., 4.]))
+        >>> u = nn.Bilinear(2, 1, 2)  # a velocity u(z, t), and its derivative along (v, 1)
+        >>> z, t = torch.randn(5, 2), torch.rand(5, 1)
+        >>> value, dudt = hog.jvp(u, (z, t), (torch.ones_like(z), torch.ones_like(t)))
+        >>> dudt.shape, dudt.requires_grad
+        (torch.Size([5, 2]), True)
+    """
+    validation.function("func", func)
+    options = _Options(validation.one_of("mode", mode, ("auto", FORWARD, REVERSE)), stand_ins)
+    backend = backend_named(compile)
+    leaves, structure = _primals(primals)
+    vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
+    run = _Function(torch_internals.uncompiled(func), structure)
+    if not backend or runs_elsewhere():
+        with examined_functions(CALLER):
+            return _value_and_tangent(run, options, leaves, vector)
+    with torch.inference_mode(False):
+        leaves, vector = clone_inference_tensors((leaves, vector))
+        compiled = Compiled(
+            partial(_captured, run, options), backend=backend, name=f"jvp of {function_name(func)}",
+            place=Place(owner_of(func), ("jvp", structure, options)),
+            before=partial(_value_and_tangent, run, options),
+        )  # fmt: skip
+        # new tensors: one that is both primal and tangent would be one input of the graph
+        value, tangent = compiled(leaves, [v.view_as(v) for v in vector])
+    return value, tangent
+
+
+class _Options(NamedTuple):
+    mode: str
+    stand_ins: bool
+
+
+@final
+class _Function:
+    """A function of the leaves of its arguments."""
+
+    def __init__(self, func: Callable[..., Tree], structure: Any) -> None:
+        self.func, self.structure = func, structure
+
+    def __call__(self, *leaves: Tensor) -> tuple[Vector, Any]:
+        """The tensors that it returns, and their structure."""
+        args = pytree.unflatten(leaves, self.structure)
+        value = self.func(*args) if type(args) is tuple else self.func(args)
+        found, structure = pytree.flatten(value)
+        if not found or not all(isinstance(y, Tensor) for y in found):
+            other = next((y for y in found if not isinstance(y, Tensor)), value)
+            raise ArgumentTypeError(
+                "func(*primals): expected a tensor, or a tuple, list or dict of tensors, got "
+                f"{validation.describe(other)}"
+                + ("" if other is value else " among them")
+                + "; return the tensors alone."
+            )
+        return found, structure
+
+
+def _primals(primals: Tree) -> tuple[Vector, Any]:
+    """The leaves and the structure of primals, all of which can be differentiated by."""
+    leaves, structure = pytree.flatten(primals)
+    if not leaves:
+        raise ArgumentValueError(
+            "primals: expected at least one tensor, got none; pass the arguments of func that it is "
+            "to be differentiated by."
+        )
+    for name, leaf in zip(pytree.paths(primals), leaves, strict=True):
+        if not pytree.is_float(leaf):
+            raise ArgumentTypeError(
+                f"{validation.leaf_name('primals', name)}: expected a floating-point or complex "
+                f"tensor, got {validation.describe(leaf)}, which has no derivatives; let func reach it "
+                "by itself, `lambda x: model(x, labels)`, or make it one (`torch.tensor(0.5)`)."
+            )
+    return leaves, structure
+
+
+def _captured(*given: Any) -> tuple[Tree, Tree]:
+    """What is captured, after a run in eager mode with all checks of values."""
+    with value_checks_off():
+        return _value_and_tangent(*given)
+
+
+def _value_and_tangent(
+    run: _Function, options: _Options, leaves: Vector, vector: Vector
+) -> tuple[Tree, Tree]:
+    """The value and the tangent in eager mode, in their structure."""
+    inside = torch_internals.transforms_active()
+    create_graph = torch.is_grad_enabled() or inside
+    if torch_internals.forward_mode_active() and not inside:
+        raise UnsupportedError(
+            f"{CALLER}: expected to run outside of torch.autograd.forward_ad.dual_level, which cannot "
+            f"be nested, got a call inside; use hoglib.{CALLER} or torch.func.jvp for the outer one."
+        )
+    if options.mode == REVERSE and inside:
+        raise UnsupportedError(
+            f"{CALLER}: expected mode='auto' or '{FORWARD}' inside torch.func transforms, got "
+            f"'{REVERSE}', which they do not see."
+        )
+    with grad_enabled(), restore_buffers(), keep_swapped(), stand_ins_if(options.stand_ins):
+        leaves, vector = clone_inference_tensors((leaves, vector))
+        if options.mode == REVERSE:
+            found = by_reverse(run, leaves, vector, create_graph)
+        else:
+            try:
+                found = by_forward(run, leaves, vector)
+            except (RuntimeError, NotImplementedError) as error:
+                reason = no_forward_mode(CALLER, FORWARD, error)
+                if not isinstance(reason, UnsupportedError) or options.mode == FORWARD or inside:
+                    raise reason from error
+                found = by_reverse(run, leaves, vector, create_graph)
+    values, tangents, structure = found
+    if not create_graph:
+        values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
+    return pytree.unflatten(values, structure), pytree.unflatten(tangents, structure)
+
+
+def by_forward(run: _Function, leaves: Vector, vector: Vector) -> tuple[Vector, Vector, Any]:
+    """One run with tangents: the values, the tangents, and the structure of both."""
+    structure = None
+
+    def checked(*own: Tensor) -> tuple[Tensor, ...]:
+        nonlocal structure
+        values, structure = run(*own)
+        if not any(map(torch_internals.has_tangent, values)):
+            raise _independent()
+        return tuple(values)
+
+    # beneath the stand-ins, which functions of hoglib suspend only where they are the innermost mode
+    stand_ins = ActiveStandIns()
+    with (
+        without_stand_ins(), torch_internals.StopsTangents(_refuse_checkpoint), stand_ins.resume(),
+        torch_internals.watching_functions(_refuse_own_jvp),
+    ):  # fmt: skip
+        output: Any = torch.func.jvp(checked, tuple(leaves), tuple(vector))
+    values, tangents = output
+    return list(values), list(tangents), structure
+
+
+def _refuse_checkpoint() -> None:
+    raise UnsupportedError(
+        f"{CALLER}(mode='{FORWARD}'): expected no torch.utils.checkpoint in func, got one, which would "
+        f"run again without tangents in backward; use mode='{REVERSE}' or hoglib.ops.remat."
+    )
+
+
+def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
+    """Raise for a Function of the user's with a jvp of its own under two levels of forward mode."""
+    if torch_internals.forward_levels() < 2:
+        return
+    function, args, by = torch_internals.outside_transforms(function, args)
+    if any(by) and is_users(function) and offers_jvp(function):
+        name = function.__qualname__
+        raise UnsupportedError(
+            f"{CALLER}(mode='{FORWARD}'): expected Functions without a jvp of their own under two "
+            f"levels of forward mode, got {name}: torch takes the second derivative of {name}.jvp for "
+            f"zero, without an error. Use mode='{REVERSE}' for the outer one."
+        )
+
+
+def by_reverse(
+    run: _Function, leaves: Vector, vector: Vector, create_graph: bool
+) -> tuple[Vector, Vector, Any]:
+    """The same by J^T u and its derivative by u: two backward passes, no forward mode."""
+    with without_stand_ins():
+        own = fresh_leaves(leaves, create_graph)
+    values, structure = run(*own)
+    depends = [i for i, y in enumerate(values) if y.requires_grad]
+    ys = [values[i] for i in depends]
+    if not ys:
+        raise _independent()
+    graph = graph_summary(ys)
+    check_custom_functions(graph, CALLER)
+    create_graph = create_graph and (
+        any(v.requires_grad for v in vector) or len(graph.leaves) > len(graph.reached(own))
+    )
+    jacobian = TransposedJacobian(ys, own, CALLER)
+    if len(jacobian.unused) == len(own):
+        raise _independent()
+    along = jacobian.derivative(vector, create_graph, create_graph)
+    if not jacobian.agrees(vector, along):
+        raise detached(CALLER)
+    tangents = [torch.zeros_like(y) for y in values]
+    for i, part in zip(depends, along, strict=True):
+        tangents[i] = part
+    if not create_graph:  # of the leaves made here
+        values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
+    return values, tangents, structure
+
+
+@final
+class TransposedJacobian:
+    """J^T u as a function of u with a graph of its own, whose derivative along v is J v."""
+
+    def __init__(self, ys: Vector, own: Vector, caller: str) -> None:
+        self._caller, self._ys = caller, ys
+        self._us = [_weights(y).requires_grad_() for y in ys]
+        with translate_errors(caller):
+            by_u = torch.autograd.grad(ys, own, self._us, create_graph=True, allow_unused=True)
+        if any(part is not None and not part.requires_grad for part in by_u):
+            raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
+        self.unused = tuple(i for i, part in enumerate(by_u) if part is None)
+        self._used = [i for i, part in enumerate(by_u) if part is not None]
+        self.parts = [part for part in by_u if part is not None]
+
+    def derivative(self, vector: Vector, keep_graph: bool, create_graph: bool) -> Vector:
+        """J v, for each of the outputs."""
+        along: list[Tensor | None] = [None] * len(self._ys)
+        if self.parts:
+            with translate_errors(self._caller):
+                along = list(
+                    torch.autograd.grad(
+                        self.parts, self._us, [vector[i] for i in self._used],
+                        retain_graph=keep_graph or create_graph, create_graph=create_graph,
+                        allow_unused=True,
+                    )
+                )  # fmt: skip
+        return [
+            torch.zeros_like(y) if part is None else part
+            for y, part in zip(self._ys, along, strict=True)
+        ]
+
+    def agrees(self, vector: Vector, along: Vector) -> bool:
+        """Whether <v, J^T u> = <J v, u>."""
+        return are_adjoint([vector[i] for i in self._used], self.parts, along, self._us)
+
+
+def _weights(y: Tensor) -> Tensor:
+    """A cotangent: no two elements are equal, since equal ones cancel for a softmax."""
+    weights = torch.linspace(1, 2, max(y.numel(), 1), device=y.device)[: y.numel()]
+    return weights.to(y.dtype).reshape(y.shape)
+
+
+def are_adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vector) -> bool:
+    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products."""
+    if not value_checks_on():
+        return True
+    pairs = [
+        [(a.detach().conj(), b.detach()) for a, b in zip(*sides, strict=True)]
+        for sides in ((vector, product), (tangents, weighted))
+    ]
+    lhs, rhs = (sum(float((a * b).real.sum()) for a, b in side) for side in pairs)
+    lengths = [
+        float(pytree.norm([a for a, _ in side]) * pytree.norm([b for _, b in side]))
+        for side in pairs
+    ]
+    size = sum(float((a * b).abs().sum()) for side in pairs for a, b in side)
+    dtypes = {x.dtype for side in pairs for pair in side for x in pair}
+    rtol = max(TOLERANCES[dtype].rtol for dtype in dtypes)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if not isfinite(lhs + rhs):
+        return True  # a value that is not finite is reported elsewhere
+    rounding = rtol * size + 100 * eps * max(lengths)
+    return abs(lhs - rhs) <= rounding
+
+
+def detached(caller: str) -> Exception:
+    return NoSecondDerivative(
+        f"{caller}(mode='reverse'): expected a backward that can be differentiated, got one whose "
+        "gradient has lost its graph: it runs under no_grad, detaches, or leaves torch. "
+        "`hoglib.verify` of the custom Functions in the model names the line; mode='forward' does "
+        "not need that graph, if they have a jvp."
+    )
+
+
+def _independent() -> Exception:
+    return NoSecondDerivative(
+        "func(*primals): expected a value that depends on primals, got one that does not. Look for "
+        ".detach(), .item(), .data or torch.no_grad() in func, and for a func that uses other tensors "
+        "than those it is given, such as the model's own parameters."
+    )
