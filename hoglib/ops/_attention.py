@@ -57,7 +57,8 @@ def scaled_dot_product_attention(
         Y, of the dtype of query, or of autocast.
     Raises:
         TypeError: for tensors of different dtypes, or that are not real and floating-point.
-        ValueError: for a mask together with is_causal, or numbers of heads that do not divide.
+        ValueError: for a mask together with is_causal, numbers of heads that do not divide, or a
+            dropout_p that is no probability.
     Shape:
         - query: [..., L, E]
         - key: [..., S, E]
@@ -78,6 +79,7 @@ def scaled_dot_product_attention(
         raise ArgumentValueError(
             "attn_mask: expected None with is_causal=True, got a mask; combine both in one mask."
         )
+    _check_probability(dropout_p)
     if autocast_on(query.device.type):  # which casts what is not double
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = (
@@ -89,7 +91,7 @@ def scaled_dot_product_attention(
         )
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
-    short = _is_short(query, key)
+    short = _is_short(query, key, value)
     if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()
     query = query * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -128,6 +130,8 @@ def attention_dropout_mask(
         enable_gqa: As for the attention. Default: False.
     Returns:
         A boolean tensor.
+    Raises:
+        ValueError: for a dropout_p that is no probability.
     Shape:
         - query, key, value: as for the attention
         - mask: [..., L, S], with the heads of query
@@ -139,7 +143,8 @@ def attention_dropout_mask(
         >>> mask.shape, abs(mask.float().mean().item() - 0.75) < 0.01
         (torch.Size([1000, 1000]), True)
     """
-    if _is_short(query, key):
+    _check_probability(dropout_p)
+    if _is_short(query, key, value):
         own = _repeat_heads(key, query) if enable_gqa else key
         ones = torch.ones_like((query @ own.mT).detach(), dtype=torch.float32)
         if attn_mask is not None:
@@ -156,9 +161,15 @@ def attention_dropout_mask(
     return form.result(kept.unflatten(1, (heads, length)))
 
 
-def _is_short(query: Tensor, key: Tensor) -> bool:
+def _check_probability(dropout_p: float) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ArgumentValueError(f"dropout_p: expected a number from 0 to 1, got {dropout_p!r}.")
+
+
+def _is_short(query: Tensor, key: Tensor, value: Tensor) -> bool:
     scores = query.shape[-2] * key.shape[-2]
-    return scores <= CROSSOVER.get(query.device.type, OTHER_CROSSOVER) or not scores
+    empty = not all(x.numel() for x in (query, key, value))
+    return empty or scores <= CROSSOVER.get(query.device.type, OTHER_CROSSOVER)
 
 
 def _by_formula(

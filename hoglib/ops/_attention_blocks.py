@@ -36,13 +36,7 @@ from hoglib._core import pytree, torch_internals
 from hoglib._core.mixed_precision import without_autocast
 from hoglib._core.recomputation import recompute
 from hoglib.errors import UnsupportedError
-from hoglib.ops._function import (
-    Saved,
-    apply_function,
-    batch_to_front,
-    make_function,
-    sum_terms,
-)
+from hoglib.ops._function import Saved, apply_function, batch_to_front, make_function, sum_terms
 from hoglib.ops._philox import WORDS, random_words
 
 # The scores in a block. On a processor a block stays in its cache; a GPU wants many at once.
@@ -129,7 +123,8 @@ class _Block(NamedTuple):
         rows = rows + length * torch.arange(heads, device=self.keys.device)[:, None]
         p = self.plan.dropout_p
         kept = kept_by_dropout(self.keys, rows.flatten(), self.k.shape[1], p)
-        return kept.unflatten(1, self.q.shape[1:3]).to(self.q.dtype) / (1 - p)
+        factors = kept.unflatten(1, self.q.shape[1:3]).to(self.q.dtype)
+        return factors / (1 - p) if p < 1 else factors
 
 
 class _Place(NamedTuple):

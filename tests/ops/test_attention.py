@@ -188,6 +188,12 @@ def test_a_learned_bias_gets_its_gradient():
 def test_no_keys_and_no_queries():
     assert not attention(draw(2, 5, 8), draw(2, 0, 8), draw(2, 0, 3)).any()
     assert attention(draw(2, 0, 8), draw(2, 6, 8), draw(2, 6, 3)).shape == (2, 0, 3)
+    assert attention(draw(0, 5, 8), draw(0, 6, 8), draw(0, 6, 3)).shape == (0, 5, 3)
+
+
+@either_route
+def test_dropout_of_everything():
+    assert not attention(*qkv(), dropout_p=1.0).any()
 
 
 # fmt: off
@@ -401,6 +407,7 @@ def test_what_dropout_keeps_is_what_the_attention_drops():
 ERRORS = {
     "a mask and causal": (lambda: attention(*qkv(), attn_mask=SEEN, is_causal=True), ValueError, "is_causal"),
     "two dtypes": (lambda: attention(qkv()[0].float(), *qkv()[1:]), TypeError, "one dtype"),
+    "no probability": (lambda: attention(*qkv(), dropout_p=1.5), ValueError, "from 0 to 1"),
     "complex": (lambda: attention(*(x.cfloat() for x in qkv())), TypeError, "real"),
     "heads that do not divide": (lambda: attention(*qkv(keys=3), enable_gqa=True), ValueError, "multiple"),
 }
