@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -403,3 +404,14 @@ def test_machine_code_goes_with_them_and_what_is_not_ours_stays(tmp_path, monkey
     backends._evict(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {"torch/a/y.so", "b.bin", "mine.txt", "mine/of.so"}
+
+
+def test_operators_with_lists_of_tensors(cache):
+    """As one C++ program, a call of such an operator ends the process."""
+    sine = hog.ops.external(np.sin, np.cos, lambda x: -np.sin(x))
+    x = draw(3)
+
+    def loss(x):
+        return sine(2 * x).square().sum()
+
+    assert_close(hog.hvp(loss, x, x, compile=True), hog.hvp(loss, x, x))

@@ -352,3 +352,15 @@ def test_a_function_is_applied_in_and_outside_of_transforms():
     torch_internals.apply(Cube, y).backward()
     assert y.grad == 12
     assert torch.func.vmap(lambda x: torch_internals.apply(Cube, x))(y[None]) == 8
+
+
+def test_the_fused_attention_of_the_cpu():
+    q, k, v, g = (torch.randn(2, 1, 5, 4).mT.contiguous().mT.requires_grad_() for _ in range(4))
+    bias = torch.randn(2, 1, 5, 5)
+    y, logsumexp = torch_internals.cpu_attention(q, k, v, bias, False)
+    scores = q @ k.mT + bias
+    right = torch.softmax(scores, -1) @ v
+    torch.testing.assert_close((y, logsumexp), (right, scores.logsumexp(-1).squeeze(1)))
+    with torch.no_grad():
+        found = torch_internals.cpu_attention_gradients(g, q, k, v, y, logsumexp, bias, False)
+    torch.testing.assert_close(found, torch.autograd.grad(right, (q, k, v), g))
