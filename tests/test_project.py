@@ -59,6 +59,7 @@ def test_public_names():
     ]
     assert hog.ops.__all__ == [
         "amax",
+        "attention_dropout_mask",
         "batch_norm",
         "bias_add",
         "cdist",
