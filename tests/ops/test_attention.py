@@ -171,8 +171,8 @@ def test_dropout_draws_as_torchs_generator_says():
 
     assert torch.equal(drawn(0), drawn(0))
     assert not torch.equal(drawn(0), drawn(1))
-    mean = drawn(0, 4000).mean(0, keepdim=True)
-    torch.testing.assert_close(mean, attention(*inputs), rtol=0, atol=0.08)
+    mean = drawn(0, 1000).mean(0, keepdim=True)
+    torch.testing.assert_close(mean, attention(*inputs), rtol=0, atol=0.15)
 
 
 @either_route
