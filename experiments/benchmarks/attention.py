@@ -3,13 +3,15 @@
     python -m experiments.benchmarks.attention [--smoke]
 
 One thread, float32, one sequence, 4 heads of 32, not causal. Times are medians of interleaved runs;
-peaks are what torch's allocator had given at one time. The longest sequences run by blocks alone: the
-formula needs 36 GiB for 16,384.
+peaks are what torch's allocator had given at one time, which does not see JAX. The longest sequences
+run by blocks alone: the formula needs 44 GiB for 16,384.
 """
 
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.timing import interleaved, machine, smoke
+from experiments.benchmarks.with_jax import to_jax
 
 HEADS, WIDTH = 4, 32
 LENGTHS, LONGER = (256, 512, 1024, 2048), (4096, 8192, 16384)
@@ -61,6 +64,18 @@ def through_jvp(attention: Attention, inputs: tuple[Tensor, ...]) -> Any:
     return torch.func.grad(slope, argnums=(0, 1, 2))(*inputs)
 
 
+def hvp_in_jax(inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+    """The same product by JAX's attention, jitted."""
+    jax = importlib.import_module("jax")
+    arrays = tuple(to_jax(x.transpose(1, 2)) for x in inputs)
+
+    def loss(inputs: Any) -> Any:
+        return (jax.nn.dot_product_attention(*inputs) ** 2).sum()
+
+    product = jax.jit(lambda x: jax.jvp(jax.grad(loss), (x,), (x,))[1])
+    return lambda: jax.block_until_ready(product(arrays))
+
+
 DERIVATIVES: dict[str, Callable[..., Any]] = {
     "gradient": gradient,
     "HVP, reverse over reverse": partial(hvp, mode="reverse-over-reverse"),
@@ -78,23 +93,25 @@ def row(name: str, length: int, repeats: int) -> str:
     derivative, inputs = DERIVATIVES[name], draw(length)
     routes: dict[str, Attention] = {"formula": formula, "blocks": by_blocks}
     if name == "gradient":
-        routes["torch"] = F.scaled_dot_product_attention
+        routes["fused kernel"] = F.scaled_dot_product_attention
     if name == "HVP, reverse over reverse":
-        routes["remat"] = in_remat
-    runs = {route: partial(derivative, attention, inputs) for route, attention in routes.items()}
+        routes["chunks in ops.remat"] = in_remat
+    runs: dict[str, Callable[[], Any]] = {
+        route: partial(derivative, attention, inputs) for route, attention in routes.items()
+    }
     for route in ("blocks", *(set(runs) - {"blocks", "formula"})):
         torch.testing.assert_close(runs[route](), runs["formula"](), rtol=1e-3, atol=1e-4)
+    if name == "HVP, forward over reverse" and find_spec("jax"):
+        runs["JAX jit"] = hvp_in_jax(inputs)
     seconds = interleaved(runs, repeats)
-    peaks = {route: peak_allocated(run) for route, run in runs.items()}
+    peaks = {route: peak_allocated(run) for route, run in runs.items() if route != "JAX jit"}
     beside = {
-        route: f"{seconds[route] / seconds['formula']:.2f} of the time, "
-        f"{peaks[route] / peaks['formula']:.2f} of the peak"
+        route: f"{seconds[route] / seconds['formula']:.2f} of the time"
+        + (f", {peaks[route] / peaks['formula']:.2f} of the peak" if route in peaks else "")
         for route in runs
     }
     others = "; ".join(
-        f"{'fused kernel' if route == 'torch' else 'chunks in ops.remat'}: {beside[route]}"
-        for route in runs
-        if route not in ("formula", "blocks")
+        f"{route}: {beside[route]}" for route in runs if route not in ("formula", "blocks")
     )
     return (
         f"| {name} | {length} | {seconds['formula'] * 1e3:.1f} | {peaks['formula'] / 2**20:.1f} "
