@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
+from hoglib._core.sharding import whole
+from hoglib._core.torch_internals import (
+    computed_dtypes,
+    forward_mode_active,
+    is_compiled,
+    transforms_active,
+    wrapped_attributes,
+)
 from hoglib.errors import UnsupportedError
 
 Params = dict[str, Tensor]
@@ -284,7 +291,12 @@ def _patch_model(
     for name, value in params.items():
         path, _, own_name = name.rpartition(".")
         replacements[id(getattr(model.get_submodule(path), own_name))] = value
+    computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
     for prefix, module in model.named_modules():  # each module once, under its first name
+        for name, attribute in wrapped_attributes(module, mixed_precision=dtype is None).items():
+            patch.put(module, name, attribute)
+        if dtype is None:
+            computed_in.update(computed_dtypes(module))
         if isinstance(module, torch.jit.ScriptModule) and (
             transforms_active() or forward_mode_active()
         ):
@@ -298,8 +310,10 @@ def _patch_model(
             if own is None:
                 continue
             if id(own) not in replacements:
-                replacements[id(own)] = _in_dtype(own, dtype)
+                replacements[id(own)] = _in_dtype(whole(own), dtype)
             value = replacements[id(own)]
+            if id(own) in computed_in:
+                value = value.to(computed_in[id(own)])
             if value is not own or renormalized:
                 patch.put(module, name, value.clone() if renormalized else value)
         for name, buffer in list(module._buffers.items()):

@@ -1,6 +1,7 @@
 """Products of curvature matrices with vectors: Hessian, generalised Gauss-Newton, Fisher."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.finite_differences import to_double
+from hoglib._core.sharding import Sharding
 from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
@@ -238,9 +240,14 @@ def _product(
     validation.parameters(params)
     vector, block = validation.vectors("v", v, params)
     leaves, structure = pytree.flatten(params)
+    sharding = Sharding.of(leaves)
+    if sharding is not None:
+        _refuse_sharded(options)
+        vector = sharding.local_vector("v", vector, pytree.paths(params))
+        leaves = sharding.local(leaves)
     if kind.mode == DIFFERENCES:
         _refuse_graph(options)
-        loss = BoundLoss(double_loss(func), structure, to_double(args))
+        loss = BoundLoss(double_loss(func), structure, to_double(args), sharding)
         value, product = _applied(kind, loss, to_double(leaves), to_double(vector), block, options)
         value = value.to(leaves[0].dtype)
         product = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
@@ -252,9 +259,11 @@ def _product(
             with torch.set_grad_enabled(options.create_graph):
                 value, product = apply_block(point, vector, block)
     else:
-        loss = BoundLoss(func, structure, args)
+        loss = BoundLoss(func, structure, args, sharding)
         with examined_functions(options.caller):
             value, product = _applied(kind, loss, leaves, vector, block, options)
+    if sharding is not None:
+        value, product = sharding.mean(value), sharding.wrap(product)
     return value, pytree.unflatten(product, structure)
 
 
@@ -271,13 +280,28 @@ def _applied(
         options = options._replace(create_graph=True)
     with grad_enabled(), keep_swapped():
         leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
-        loss = BoundLoss(loss.func, loss.structure, args)
+        loss = replace(loss, args=args)
         with stand_ins_if(options.stand_ins):
             linear_map = kind.linearize(loss, leaves, options, block)
             value, product = apply_block(linear_map, vector, block)
     if options.create_graph:
         return value, product
     return value.detach().clone(), [part.detach() for part in product]
+
+
+def _refuse_sharded(options: ProductOptions) -> None:
+    """Raise for options that DTensors among the parameters do not go with."""
+    for name, given in (("create_graph", options.create_graph), ("compile", options.backend)):
+        if given:
+            raise UnsupportedError(
+                f"{options.caller}({name}={given!r}): expected parameters that this process holds "
+                f"whole, got DTensors, whose products have no graph; leave {name} out."
+            )
+    if torch_internals.transforms_active():
+        raise UnsupportedError(
+            f"{options.caller}: expected parameters that this process holds whole inside torch.func "
+            "transforms, got DTensors; call it outside of them."
+        )
 
 
 def _refuse_graph(options: ProductOptions) -> None:

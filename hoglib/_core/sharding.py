@@ -1,0 +1,226 @@
+"""Parameters that torch.distributed shards (DTensor), as the whole tensors that a loss takes.
+
+Each process r computes the loss f_r of its own batch, and differentiates by its own shards x. With
+weights w_r that add up to one,
+
+    gather(x) = the whole tensors               average(a) = the shards of sum_r w_r a_r
+
+are adjoint to each other, for the inner products  <x, y> = sum over all shards  and
+<a, b> = sum_r w_r <a_r, b_r>  of whole tensors, which differ between processes. As each is the
+derivative of the other, autograd gives derivatives of any order of sum_r w_r f_r.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hoglib._core.torch_internals import apply
+from hoglib.errors import ArgumentValueError
+
+Vector = list[Tensor]
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether it is a DTensor, without importing the module that defines them."""
+    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
+    return library is not None and isinstance(value, library.DTensor)
+
+
+def whole(value: Any) -> Any:
+    """A DTensor as the whole tensor, without a graph; anything else as it is."""
+    return value.detach().full_tensor() if is_sharded(value) else value
+
+
+class Layout(NamedTuple):
+    """How a tensor is spread over the processes of a mesh."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> "Layout":
+        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def wrap(self, local: Tensor) -> Any:
+        """The DTensor of these shards. Trailing dimensions that the layout lacks are not sharded."""
+        from torch.distributed.tensor import DTensor
+
+        more = local.shape[len(self.shape) :]
+        shape = torch.Size((*self.shape, *more))
+        stride = torch.empty(shape, device="meta").stride() if more else self.stride
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def gather(self, local: Tensor) -> Tensor:
+        found: Tensor = self.wrap(local.contiguous()).full_tensor()
+        return found
+
+    def average(self, value: Tensor, weight: float) -> Tensor:
+        """The shards of the sum over the processes of weight times value."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        partial = DTensor.from_local(
+            (weight * value).contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
+            shape=value.shape, stride=value.contiguous().stride(),
+        )  # fmt: skip
+        local: Tensor = partial.redistribute(placements=self.placements).to_local()
+        return local
+
+    def copies(self) -> int:
+        """How many processes of its mesh hold the same shard."""
+        found = 1
+        for size, placement in zip(self.mesh.shape, self.placements, strict=True):
+            found *= size if placement.is_replicate() else 1
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class Sharding:
+    """How several tensors are spread over the processes of one mesh.
+
+    Attributes:
+        layouts: That of each tensor; one that is no DTensor is held by every process.
+        weight: w of this process.
+    """
+
+    layouts: tuple[Layout, ...]
+    mesh: Any
+    weight: float
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Sharding | None":
+        """That of the tensors, with equal weights; None if none of them is a DTensor."""
+        found: list[Any] = [t for t in tensors if is_sharded(t)]
+        if not found:
+            return None
+        from torch.distributed.tensor import Replicate
+
+        mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
+        everywhere = tuple(Replicate() for _ in mesh.shape)
+        layouts = tuple(
+            Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride())
+            for t in tensors
+        )
+        return cls(layouts, mesh, 1 / mesh.size())
+
+    def weighted(self, weight: float) -> "Sharding":
+        return replace(self, weight=weight)
+
+    def local(self, tensors: Sequence[Any]) -> Vector:
+        """The shards of this process, without a graph."""
+        return [t.detach().to_local() if is_sharded(t) else t for t in tensors]
+
+    def local_vector(self, what: str, tensors: Sequence[Any], names: Sequence[str]) -> Vector:
+        """The shards of vectors, which have to be spread as the parameters are."""
+        for name, layout, x in zip(names, self.layouts, tensors, strict=True):
+            expected = layout.mesh, layout.placements
+            got = (x.device_mesh, x.placements) if is_sharded(x) else None
+            held = not any(p.is_shard() for p in layout.placements)
+            if got != expected and not (got is None and held):
+                raise ArgumentValueError(
+                    f"{what}[{name!r}]: expected a DTensor with the placements of its parameter, "
+                    f"{layout.placements}, got "
+                    + (f"{got[1]}" if got else "a tensor that is not sharded")
+                    + "; `torch.randn_like(p)` makes one, and "
+                    "`torch.distributed.tensor.distribute_tensor(x, p.device_mesh, p.placements)` "
+                    "shards a whole tensor."
+                )
+        return self.local(tensors)
+
+    def wrap(self, shards: Sequence[Tensor]) -> Vector:
+        """DTensors of these shards."""
+        return [layout.wrap(x) for layout, x in zip(self.layouts, shards, strict=True)]
+
+    def gather(self, shards: Sequence[Tensor]) -> Vector:
+        """The whole tensors, differentiable to any order by the shards."""
+        return [
+            apply(_Gather, x, layout, self.weight)
+            for layout, x in zip(self.layouts, shards, strict=True)
+        ]
+
+    def part(self, index: int) -> float:
+        """What a shard of that tensor counts in a sum over processes: copies count once together."""
+        layout = self.layouts[index]
+        return layout.mesh.size() / (layout.copies() * self.mesh.size())
+
+    def size(self) -> int:
+        """The number of elements of the whole tensors."""
+        return sum(layout.shape.numel() for layout in self.layouts)
+
+    def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        """<a, b> of shards, in float64, the same in all processes."""
+        total = torch.zeros((), dtype=torch.float64, device=a[0].device)
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            flat = x.detach().reshape(-1).double(), y.detach().reshape(-1).double()
+            total += self.part(i) * torch.dot(*flat)
+        return self.sum(total)
+
+    def norm(self, a: Sequence[Tensor]) -> Tensor:
+        return self.dot(a, a).sqrt()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """sum_r w_r value_r, without a graph."""
+        return self.sum(self.weight * value.detach())
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the processes, in place."""
+        for group in self.mesh.get_all_groups():
+            dist.all_reduce(value, group=group)
+        return value
+
+
+class _Gather(torch.autograd.Function):
+    """The whole tensor of shards; its derivative averages over the processes."""
+
+    @staticmethod
+    def forward(local: Tensor, layout: Layout, weight: float) -> Tensor:
+        return layout.gather(local)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.options = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return apply(_Average, grad, *ctx.options), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Gather, tangent, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, local: Tensor, *options: Any) -> Any:
+        return apply(_Gather, local.movedim(in_dims[0], -1), *options), -1
+
+
+class _Average(torch.autograd.Function):
+    """The shards of an average over the processes; its derivative gathers."""
+
+    @staticmethod
+    def forward(value: Tensor, layout: Layout, weight: float) -> Tensor:
+        return layout.average(value, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.options = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return apply(_Gather, grad, *ctx.options), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Average, tangent, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: Tensor, *options: Any) -> Any:
+        return apply(_Average, value.movedim(in_dims[0], -1), *options), -1
