@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hoglib._core import torch_internals
 from hoglib._core.torch_internals import apply
 from hoglib.errors import ArgumentValueError
 
@@ -33,7 +34,10 @@ def is_sharded(value: Any) -> bool:
 
 def whole(value: Any) -> Any:
     """A DTensor as the whole tensor, without a graph; anything else as it is."""
-    return value.detach().full_tensor() if is_sharded(value) else value
+    if not is_sharded(value):
+        return value
+    with torch_internals.without_transforms(), torch.no_grad():
+        return value.full_tensor()
 
 
 class Layout(NamedTuple):
@@ -67,6 +71,8 @@ class Layout(NamedTuple):
         """The shards of the sum over the processes of weight times value."""
         from torch.distributed.tensor import DTensor, Partial
 
+        if self.copies() == self.mesh.size():
+            return all_reduce(weight * value, self.mesh)
         partial = DTensor.from_local(
             (weight * value).contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
             shape=value.shape, stride=value.contiguous().stride(),
@@ -142,8 +148,9 @@ class Sharding:
 
     def gather(self, shards: Sequence[Tensor]) -> Vector:
         """The whole tensors, differentiable to any order by the shards."""
+        # what a submesh averages over is 1 / copies of the whole mesh
         return [
-            apply(_Gather, x, layout, self.weight)
+            apply(_Gather, x, layout, self.weight * self.mesh.size() / layout.mesh.size())
             for layout, x in zip(self.layouts, shards, strict=True)
         ]
 
@@ -173,9 +180,14 @@ class Sharding:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the processes, in place."""
-        for group in self.mesh.get_all_groups():
-            dist.all_reduce(value, group=group)
-        return value
+        return all_reduce(value, self.mesh)
+
+
+def all_reduce(value: Tensor, mesh: Any) -> Tensor:
+    """The sum over the processes of a mesh, in place."""
+    for group in mesh.get_all_groups():
+        dist.all_reduce(value, group=group)
+    return value
 
 
 class _Gather(torch.autograd.Function):

@@ -32,6 +32,12 @@ def transforms_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def without_transforms() -> AbstractContextManager[None]:
+    """Inside, operations on tensors from outside of torch.func transforms are not part of these."""
+    found: AbstractContextManager[None] = torch._C._DisableFuncTorch()
+    return found
+
+
 def unwrap(tensor: Any) -> Any:
     """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
