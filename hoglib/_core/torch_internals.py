@@ -496,16 +496,26 @@ def fsdp_state(module: nn.Module) -> Any:
     return found._get_fsdp_state()
 
 
-def computed_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """The dtypes in which fully_shard's mixed precision computes with parameters, by their ids."""
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that fully_shard gathers for a module."""
     state = fsdp_state(module)
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11
         groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def reshards_after_backward(module: nn.Module) -> bool:
+    """Whether fully_shard frees the gathered parameters of a module after each backward."""
+    return any(group.reshard_after_backward for group in fsdp_groups(module))
+
+
+def computed_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
+    """The dtypes in which fully_shard's mixed precision computes with parameters, by their ids."""
     return {
         id(param.sharded_param): group.mp_policy.param_dtype
-        for group in groups
-        if group is not None and group.mp_policy.param_dtype is not None
+        for group in fsdp_groups(module)
+        if group.mp_policy.param_dtype is not None
         for param in group.fsdp_params
     }
 
