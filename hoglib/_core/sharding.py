@@ -11,19 +11,36 @@ derivative of the other, autograd gives derivatives of any order of sum_r w_r f_
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib._core import torch_internals
+from hoglib._core.fingerprint import checksum_of_tensors
 from hoglib._core.torch_internals import apply
-from hoglib.errors import ArgumentValueError
+from hoglib.errors import (
+    ArgumentValueError,
+    DistributedError,
+    HoglibError,
+    UnsupportedError,
+)
 
 Vector = list[Tensor]
+ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike machines
+AGREEMENT = (
+    "number of parameters", "number of vectors", "vectors, where they are not sharded,",
+    "parameters, where they are not sharded,",
+)  # fmt: skip
+# what the backends of torch.distributed say where a process does not take part
+COMMUNICATION = (
+    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
+    "gloo", "NCCL", "ncclUnhandled",
+)  # fmt: skip
 
 
 def is_sharded(value: Any) -> bool:
@@ -40,6 +57,28 @@ def whole(value: Any) -> Any:
         return value.full_tensor()
 
 
+def refuse_sharded(caller: str, tensors: Sequence[Any], what: str = "params") -> None:
+    """Raise for DTensors, in functions that need whole tensors."""
+    if any(map(is_sharded, tensors)):
+        raise UnsupportedError(
+            f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
+            "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp` and `fisher_vp` take them; "
+            "for anything else use the model before it is sharded."
+        )
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise for FullyShardedDataParallel, whose parameters are parts of flat ones."""
+    library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
+    for name, module in model.named_modules() if library is not None else ():
+        if isinstance(module, library.FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"{f'model.{name}' if name else 'model'}: expected a module whose parameters have "
+                "their own shapes, got FullyShardedDataParallel (FSDP1), which flattens them; use "
+                "`torch.distributed.fsdp.fully_shard`, or the module before it is wrapped."
+            )
+
+
 class Layout(NamedTuple):
     """How a tensor is spread over the processes of a mesh."""
 
@@ -47,6 +86,7 @@ class Layout(NamedTuple):
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    plain: bool = False  # every process holds it, as a tensor of its own
 
     @classmethod
     def of(cls, tensor: Any) -> "Layout":
@@ -113,7 +153,7 @@ class Sharding:
         mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
         everywhere = tuple(Replicate() for _ in mesh.shape)
         layouts = tuple(
-            Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride())
+            Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride(), True)
             for t in tensors
         )
         return cls(layouts, mesh, 1 / mesh.size())
@@ -144,7 +184,10 @@ class Sharding:
 
     def wrap(self, shards: Sequence[Tensor]) -> Vector:
         """DTensors of these shards."""
-        return [layout.wrap(x) for layout, x in zip(self.layouts, shards, strict=True)]
+        return [
+            x if layout.plain else layout.wrap(x)
+            for layout, x in zip(self.layouts, shards, strict=True)
+        ]
 
     def gather(self, shards: Sequence[Tensor]) -> Vector:
         """The whole tensors, differentiable to any order by the shards."""
@@ -162,6 +205,25 @@ class Sharding:
     def size(self) -> int:
         """The number of elements of the whole tensors."""
         return sum(layout.shape.numel() for layout in self.layouts)
+
+    def check_agreement(self, caller: str, vector: Vector, leaves: Vector) -> None:
+        """Raise in all processes where what each of them holds whole differs, by one all-reduce."""
+        held = [i for i, x in enumerate(self.layouts) if x.copies() == x.mesh.size()]
+        columns = vector[0].shape[len(self.layouts[0].shape) :].numel()
+        numbers = [
+            len(vector), columns, *(checksum_of_tensors([x[i] for i in held]) for x in (vector, leaves))
+        ]  # fmt: skip
+        local = torch.tensor(numbers, dtype=torch.float64, device=vector[0].device)
+        extremes = all_reduce(torch.cat([local, -local]), self.mesh, dist.ReduceOp.MAX)
+        most, least = extremes[:4], -extremes[4:]
+        differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
+        for wrong, what in zip(differs, AGREEMENT, strict=True):
+            if wrong:
+                raise DistributedError(
+                    f"{caller}: expected the same {what} in all {self.mesh.size()} processes, got "
+                    "different ones. All processes have to make the same call; random numbers need a "
+                    "generator with the same seed in each."
+                )
 
     def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         """<a, b> of shards, in float64, the same in all processes."""
@@ -183,11 +245,26 @@ class Sharding:
         return all_reduce(value, self.mesh)
 
 
-def all_reduce(value: Tensor, mesh: Any) -> Tensor:
-    """The sum over the processes of a mesh, in place."""
+def all_reduce(value: Tensor, mesh: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum, or another reduction, over the processes of a mesh, in place."""
     for group in mesh.get_all_groups():
-        dist.all_reduce(value, group=group)
+        dist.all_reduce(value, op, group=group)
     return value
+
+
+@contextmanager
+def translate_distributed_errors(caller: str) -> Iterator[None]:
+    """Says of an error of the communication that another process ended, raised or made another call."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, HoglibError) or not any(word in str(error) for word in COMMUNICATION):
+            raise
+        raise DistributedError(
+            f"{caller}: expected all processes to make the same calls, got one that ended, raised an "
+            "error of its own or made another call: look at the output of the others. (torch says: "
+            f"{str(error).splitlines()[0][:200]})"
+        ) from error
 
 
 class _Gather(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hoglib._core.sharding import whole
+from hoglib._core.sharding import refuse_sharded, whole
 from hoglib._core.torch_internals import (
     computed_dtypes,
     forward_mode_active,
@@ -287,6 +287,7 @@ def _patch_model(
     A tensor that several modules share gets one replacement, except in an embedding with max_norm,
     which changes its weight in place and so gets a copy.
     """
+    refuse_sharded(type(model).__name__, list(params.values()))
     replacements: dict[int, Tensor] = {}
     for name, value in params.items():
         path, _, own_name = name.rpartition(".")

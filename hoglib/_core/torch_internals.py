@@ -32,12 +32,6 @@ def transforms_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
-def without_transforms() -> AbstractContextManager[None]:
-    """Inside, operations on tensors from outside of torch.func transforms are not part of these."""
-    found: AbstractContextManager[None] = torch._C._DisableFuncTorch()
-    return found
-
-
 def unwrap(tensor: Any) -> Any:
     """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -481,10 +475,12 @@ def averages_otherwise(ddp: DistributedDataParallel) -> bool:
     return hooked or bool(ddp._join_config.enable)
 
 
-# What wraps a module to share its parameters or its data among processes does so in hooks of forward, and
-# with parameters of its own.
+# What shares the parameters or the data of a module among processes does so in hooks of its forward.
 
-_SHARDING_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.tensor.")  # modules that define them
+_SHARDING_HOOKS = (
+    "torch.distributed.fsdp.",
+    "torch.distributed.tensor.",
+)  # modules that define them
 
 
 def fsdp_state(module: nn.Module) -> Any:
@@ -532,7 +528,7 @@ def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, An
     before, after = module._forward_pre_hooks, module._forward_hooks
     if not any(map(_is_sharding, (*before.values(), *after.values()))):
         return {}
-    found = {
+    found: dict[str, dict[int, Any]] = {
         name: {key: hook for key, hook in hooks.items() if not _is_sharding(hook)}
         for name, hooks in (("_forward_pre_hooks", before), ("_forward_hooks", after))
     }

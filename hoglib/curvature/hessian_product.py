@@ -115,9 +115,7 @@ def differences_of_gradient(loss: BoundLoss, leaves: Vector, options: ProductOpt
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         value = loss(*fresh_leaves(leaves, False))
         check_uses_given_params(graph_summary(value), leaves, options.caller)
-        product = finite_differences.directional_derivative(
-            gradient, leaves, vector, loss.sharding
-        )
+        product = finite_differences.directional_derivative(gradient, leaves, vector, loss.sharding)
         return value.detach(), product
 
     return LinearMap(apply)

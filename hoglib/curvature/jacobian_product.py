@@ -18,7 +18,7 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
-from hoglib._core.sharding import Sharding
+from hoglib._core.sharding import Sharding, refuse_sharded
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import (
@@ -169,6 +169,7 @@ def _primals(primals: Tree) -> tuple[Vector, Any]:
             "primals: expected at least one tensor, got none; pass the arguments of func that it is "
             "to be differentiated by."
         )
+    refuse_sharded(CALLER, leaves, "primals")
     for name, leaf in zip(pytree.paths(primals), leaves, strict=True):
         if not pytree.is_float(leaf):
             raise ArgumentTypeError(

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
-from hoglib._core.sharding import Sharding
+from hoglib._core.sharding import Sharding, translate_distributed_errors
 from hoglib._core.swap import keep_swapped
+from hoglib._core.torch_internals import wrapped_attributes
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.fisher_metric import FisherMetric
@@ -240,31 +242,58 @@ def _product(
     validation.parameters(params)
     vector, block = validation.vectors("v", v, params)
     leaves, structure = pytree.flatten(params)
-    sharding = Sharding.of(leaves)
-    if sharding is not None:
-        _refuse_sharded(options)
-        vector = sharding.local_vector("v", vector, pytree.paths(params))
-        leaves = sharding.local(leaves)
+    loss = BoundLoss(func, structure, args, Sharding.of(leaves))
+    if loss.sharding is None:
+        value, product = _computed(kind, loss, leaves, vector, block, options)
+    else:
+        value, product = _sharded(kind, loss, params, vector, block, options)
+    return value, pytree.unflatten(product, structure)
+
+
+def _computed(
+    kind: CurvatureKind,
+    loss: BoundLoss,
+    leaves: Vector,
+    vector: Vector,
+    block: bool,
+    options: ProductOptions,
+) -> tuple[Tensor, Vector]:
+    """The value and the product by finite differences, by a compiled graph, or in eager mode."""
     if kind.mode == DIFFERENCES:
         _refuse_graph(options)
-        loss = BoundLoss(double_loss(func), structure, to_double(args), sharding)
-        value, product = _applied(kind, loss, to_double(leaves), to_double(vector), block, options)
-        value = value.to(leaves[0].dtype)
-        product = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
-    elif options.backend and not runs_elsewhere():
+        double = replace(loss, func=double_loss(loss.func), args=to_double(loss.args))
+        at, along = to_double(leaves), to_double(vector)
+        value, product = _applied(kind, double, at, along, block, options)
+        parts = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
+        return value.to(leaves[0].dtype), parts
+    if options.backend and not runs_elsewhere():
         with torch.inference_mode(False):
-            leaves, vector, args = clone_inference_tensors((leaves, vector, args))
-            loss = BoundLoss(func, structure, args)
-            point = compiled_linear_map(kind, loss, leaves, options, block)
+            leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
+            point = compiled_linear_map(kind, replace(loss, args=args), leaves, options, block)
             with torch.set_grad_enabled(options.create_graph):
-                value, product = apply_block(point, vector, block)
-    else:
-        loss = BoundLoss(func, structure, args, sharding)
-        with examined_functions(options.caller):
-            value, product = _applied(kind, loss, leaves, vector, block, options)
-    if sharding is not None:
-        value, product = sharding.mean(value), sharding.wrap(product)
-    return value, pytree.unflatten(product, structure)
+                return apply_block(point, vector, block)
+    with examined_functions(options.caller):
+        return _applied(kind, loss, leaves, vector, block, options)
+
+
+def _sharded(
+    kind: CurvatureKind,
+    loss: BoundLoss,
+    params: Tree,
+    vector: Vector,
+    block: bool,
+    options: ProductOptions,
+) -> tuple[Tensor, Vector]:
+    """The value and the product where DTensors are among the parameters: means over the processes."""
+    sharding = loss.sharding
+    assert sharding is not None
+    _refuse_sharded(loss.func, options)
+    shards = sharding.local_vector("v", vector, pytree.paths(params))
+    leaves = sharding.local(pytree.leaves(params))
+    with translate_distributed_errors(options.caller):
+        sharding.check_agreement(options.caller, shards, leaves)
+        value, product = _computed(kind, loss, leaves, shards, block, options)
+        return sharding.mean(value), sharding.wrap(product)
 
 
 def _applied(
@@ -289,8 +318,8 @@ def _applied(
     return value.detach().clone(), [part.detach() for part in product]
 
 
-def _refuse_sharded(options: ProductOptions) -> None:
-    """Raise for options that DTensors among the parameters do not go with."""
+def _refuse_sharded(func: Any, options: ProductOptions) -> None:
+    """Raise for options and functions that DTensors among the parameters do not go with."""
     for name, given in (("create_graph", options.create_graph), ("compile", options.backend)):
         if given:
             raise UnsupportedError(
@@ -301,6 +330,16 @@ def _refuse_sharded(options: ProductOptions) -> None:
         raise UnsupportedError(
             f"{options.caller}: expected parameters that this process holds whole inside torch.func "
             "transforms, got DTensors; call it outside of them."
+        )
+    if getattr(func, "model", None) is None and any(
+        isinstance(part, torch.nn.Module) and wrapped_attributes(part, mixed_precision=True)
+        for found in ClosureWalker(func, STATE).objects
+        for part in (found.modules() if isinstance(found, torch.nn.Module) else ())
+    ):
+        raise UnsupportedError(
+            f"{options.caller}: expected `hoglib.functional_loss(model, criterion, forward=...)` of a "
+            "module whose parameters are DTensors, got another function that calls it: its hooks would "
+            "gather the module's own parameters."
         )
 
 
