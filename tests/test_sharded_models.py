@@ -184,14 +184,20 @@ def products(rank, folder, found):
             if (layout, mode) != NO_FORWARD and (layout == "fsdp" or mode in ("hvp", "ggn_vp")):
                 found[f"{layout}: {mode}"] = error_of(product, *make(rank, world))
     found["fsdp: a block"] = error_of(hog.hvp, *fsdp(rank, world), columns=(3,))
-    found["DistributedDataParallel"] = error_of(
-        hog.hvp, DistributedDataParallel(model()), slice(0, 12)
-    )
+    for name, product in {"hvp": hog.hvp, "operator": by_operator}.items():
+        wrapped = DistributedDataParallel(model()), slice(0, 12)
+        found[f"DistributedDataParallel: {name}"] = error_of(product, *wrapped)
     found["mixed precision"] = mixed_precision(rank, world)
     found["penalties"] = penalties(rank, world)
     found["refused"] = refused(rank, world)
+    found["messages"] = messages(rank, world)
     found["after"] = its_own_backward(rank, world)
     found["ended"] = one_process_ends(rank, world)
+
+
+def by_operator(loss, params, v, batch):
+    operator = hog.HessianOperator(loss, params, batch)
+    return operator.value(), operator @ v
 
 
 def mixed_precision(rank, world):
@@ -323,6 +329,35 @@ REFUSED = {
 }
 
 
+def messages(rank, world):
+    """How often a product gathers and averages each parameter; what docs/distributed.md says."""
+    net, rows = fsdp(rank, world)
+    counts = dict.fromkeys(("gather", "average"), 0)
+    originals = {name: getattr(sharding.Layout, name) for name in counts}
+
+    def counted(name):
+        def run(*args):
+            counts[name] += 1
+            return originals[name](*args)
+
+        return run
+
+    for name in counts:
+        setattr(sharding.Layout, name, counted(name))
+    try:
+        x, y = data()
+        loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
+        found = []
+        for mode in ("hvp", "ggn_vp", "ggn_vp, reverse"):
+            counts.update(gather=0, average=0)
+            MODES[mode](loss, params, vectors(params), (x[rows], y[rows]))
+            found.append([counts["gather"] / len(params), counts["average"] / len(params)])
+        return found
+    finally:
+        for name, original in originals.items():
+            setattr(sharding.Layout, name, original)
+
+
 def its_own_backward(rank, world):
     """The error of FSDP's own gradient after a product: hooks and parameters are as they were."""
     net, rows = fsdp(rank, world)
@@ -359,6 +394,7 @@ def test_processes_equal_one(count, tmp_path):
         assert kind == "DistributedError"
         assert "expected all processes to make the same calls" in words
         assert 1e-4 < found.pop("mixed precision") < 5e-2, rank
+        assert found.pop("messages") == [[2, 2], [2, 1], [2, 2]]
         for name, error in found.items():
             if name not in ("refused", "ended"):
                 assert error < (1e-9 if "differences" in name else 1e-10), (rank, name, error)

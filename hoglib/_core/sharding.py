@@ -104,17 +104,18 @@ class Layout(NamedTuple):
         )
 
     def gather(self, local: Tensor) -> Tensor:
-        found: Tensor = self.wrap(local.contiguous()).full_tensor()
+        found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
         return found
 
     def average(self, value: Tensor, weight: float) -> Tensor:
         """The shards of the sum over the processes of weight times value."""
         from torch.distributed.tensor import DTensor, Partial
 
+        value = weight * value.detach()
         if self.copies() == self.mesh.size():
-            return all_reduce(weight * value, self.mesh)
+            return all_reduce(value, self.mesh)
         partial = DTensor.from_local(
-            (weight * value).contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
+            value.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
             shape=value.shape, stride=value.contiguous().stride(),
         )  # fmt: skip
         local: Tensor = partial.redistribute(placements=self.placements).to_local()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.sharding import refuse_sharded, whole
 from hoglib._core.torch_internals import (
@@ -289,11 +290,17 @@ def _patch_model(
     """
     refuse_sharded(type(model).__name__, list(params.values()))
     replacements: dict[int, Tensor] = {}
+    reached = not params  # whether a backward may reach the model's own parameters
     for name, value in params.items():
         path, _, own_name = name.rpartition(".")
-        replacements[id(getattr(model.get_submodule(path), own_name))] = value
+        own = getattr(model.get_submodule(path), own_name)
+        replacements[id(own)] = value
+        reached = reached or value is own or value.grad_fn is not None
     computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
     for prefix, module in model.named_modules():  # each module once, under its first name
+        if isinstance(module, DistributedDataParallel) and not reached:  # it waits for gradients
+            for name in ("require_backward_grad_sync", "require_forward_param_sync"):
+                patch.put(module, name, False)
         for name, attribute in wrapped_attributes(module, mixed_precision=dtype is None).items():
             patch.put(module, name, attribute)
         if dtype is None:

@@ -10,6 +10,7 @@ import inspect
 import math
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -519,26 +520,24 @@ def computed_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
 def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, Any]:
     """The attributes with which a wrapped module computes with the parameters that are in it, alone.
 
-    fully_shard gathers parameters in hooks, parallelize_module makes DTensors of inputs, and
-    DistributedDataParallel prepares its reducer and broadcasts buffers. mixed_precision: whether inputs
-    and outputs are converted as the policy of fully_shard says.
+    fully_shard gathers parameters in hooks, and parallelize_module makes DTensors of inputs.
+    mixed_precision: whether inputs and outputs are converted as the policy of fully_shard says.
     """
-    if isinstance(module, DistributedDataParallel):
-        return {"require_backward_grad_sync": False, "require_forward_param_sync": False}
     before, after = module._forward_pre_hooks, module._forward_hooks
     if not any(map(_is_sharding, (*before.values(), *after.values()))):
         return {}
-    found: dict[str, dict[int, Any]] = {
-        name: {key: hook for key, hook in hooks.items() if not _is_sharding(hook)}
+    found: dict[str, OrderedDict[int, Any]] = {
+        name: OrderedDict((key, hook) for key, hook in hooks.items() if not _is_sharding(hook))
         for name, hooks in (("_forward_pre_hooks", before), ("_forward_hooks", after))
     }
     policy = getattr(fsdp_state(module), "_mp_policy", None)
     if policy is not None and mixed_precision:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             cast = partial(_cast_inputs, policy.param_dtype)
-            found["_forward_pre_hooks"] = {-1: cast, **found["_forward_pre_hooks"]}
+            found["_forward_pre_hooks"][-1] = cast
+            found["_forward_pre_hooks"].move_to_end(-1, last=False)
             with_kwargs = module._forward_pre_hooks_with_kwargs
-            found["_forward_pre_hooks_with_kwargs"] = {-1: True, **with_kwargs}
+            found["_forward_pre_hooks_with_kwargs"] = OrderedDict({-1: True, **with_kwargs})
         if policy.output_dtype is not None:
             found["_forward_hooks"][-1] = partial(_cast_output, policy.output_dtype)
     return found
