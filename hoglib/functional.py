@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from hoglib._core import validation
 from hoglib._core.autograd import translate_hook_errors
 from hoglib._core.pytree import tensors_in
+from hoglib._core.sharding import refuse_fsdp1
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
 from hoglib._core.torch_internals import eagerly, has_compiled
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
@@ -425,6 +426,7 @@ def _check_module(model: Any) -> None:
         raise ArgumentTypeError(
             f"model: expected a torch.nn.Module, got {validation.describe(model)}."
         )
+    refuse_fsdp1(model)
     if isinstance(model, nn.DataParallel) and len(model.device_ids) > 1:
         raise ArgumentTypeError(
             "model: expected a module that runs in the calling thread, got a DataParallel, whose "

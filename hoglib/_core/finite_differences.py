@@ -24,6 +24,7 @@ from hoglib._core.autograd import (
     materialize_grads,
     translate_errors,
 )
+from hoglib._core.sharding import Sharding
 
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
 STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
@@ -78,16 +79,22 @@ def difference_quotient(above: Sequence[Tensor], below: Sequence[Tensor], h: flo
     return [(a - b) / (2 * h) for a, b in zip(above, below, strict=True)]
 
 
-def directional_derivative(function: VectorFunction, leaves: Vector, vector: Vector) -> Vector:
+def directional_derivative(
+    function: VectorFunction, leaves: Vector, vector: Vector, sharding: Sharding | None = None
+) -> Vector:
     """The derivative of a function along a vector, in float64, by Richardson's extrapolation.
 
         R(h) = (100 D(h / 10) - D(h)) / 99        error ~ O(h^4)
 
     Of all steps that one is taken at which R and the next R agree best.
+
+    sharding: of the leaves and the vector, where each process holds a part of them.
     """
-    if not pytree.norm([v.detach() for v in vector]):
+    if not _norm([v.detach() for v in vector], sharding):
         return [torch.zeros_like(x) for x in function(leaves)]
-    slopes = central_differences(function, leaves, vector, steps("product", torch.float64))
+    slopes = central_differences(
+        function, leaves, vector, steps("product", torch.float64), sharding
+    )
     extrapolated = [
         [(100 * fine - coarse) / 99 for coarse, fine in zip(*pair, strict=True)]
         for pair in pairwise(slopes)
@@ -100,15 +107,20 @@ def directional_derivative(function: VectorFunction, leaves: Vector, vector: Vec
 
 
 def central_differences(
-    function: VectorFunction, leaves: Vector, vector: Vector, steps: Sequence[float]
+    function: VectorFunction,
+    leaves: Vector,
+    vector: Vector,
+    steps: Sequence[float],
+    sharding: Sharding | None = None,
 ) -> list[Vector]:
     """D(h) for several steps along a nonzero vector, all with the current random numbers.
 
     A step is in units of the root mean square of the leaves, at least 1, over the norm of the vector.
     """
     leaves, vector = ([x.detach() for x in parts] for parts in (leaves, vector))
-    size = max(1.0, float(pytree.norm(leaves)) / max(1, pytree.size(leaves)) ** 0.5)
-    unit = size / float(pytree.norm(vector))
+    count = pytree.size(leaves) if sharding is None else sharding.size()
+    size = max(1.0, _norm(leaves, sharding) / max(1, count) ** 0.5)
+    unit = size / _norm(vector, sharding)
 
     def reproducible(point: Vector) -> Vector:
         with fixed_random_numbers(leaves):
@@ -118,6 +130,10 @@ def central_differences(
         difference_quotient(*both_sides(reproducible, leaves, vector, step * unit), step * unit)
         for step in steps
     ]
+
+
+def _norm(vector: Vector, sharding: Sharding | None) -> float:
+    return float(pytree.norm(vector) if sharding is None else sharding.norm(vector))
 
 
 def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:

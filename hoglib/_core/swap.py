@@ -16,8 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
+from hoglib._core.sharding import refuse_sharded, whole
+from hoglib._core.torch_internals import (
+    computed_dtypes,
+    forward_mode_active,
+    is_compiled,
+    transforms_active,
+    wrapped_attributes,
+)
 from hoglib.errors import UnsupportedError
 
 Params = dict[str, Tensor]
@@ -280,11 +288,23 @@ def _patch_model(
     A tensor that several modules share gets one replacement, except in an embedding with max_norm,
     which changes its weight in place and so gets a copy.
     """
+    refuse_sharded(type(model).__name__, list(params.values()))
     replacements: dict[int, Tensor] = {}
+    reached = not params  # whether a backward may reach the model's own parameters
     for name, value in params.items():
         path, _, own_name = name.rpartition(".")
-        replacements[id(getattr(model.get_submodule(path), own_name))] = value
+        own = getattr(model.get_submodule(path), own_name)
+        replacements[id(own)] = value
+        reached = reached or value is own or value.grad_fn is not None
+    computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
     for prefix, module in model.named_modules():  # each module once, under its first name
+        if isinstance(module, DistributedDataParallel) and not reached:  # it waits for gradients
+            for name in ("require_backward_grad_sync", "require_forward_param_sync"):
+                patch.put(module, name, False)
+        for name, attribute in wrapped_attributes(module, mixed_precision=dtype is None).items():
+            patch.put(module, name, attribute)
+        if dtype is None:
+            computed_in.update(computed_dtypes(module))
         if isinstance(module, torch.jit.ScriptModule) and (
             transforms_active() or forward_mode_active()
         ):
@@ -298,8 +318,10 @@ def _patch_model(
             if own is None:
                 continue
             if id(own) not in replacements:
-                replacements[id(own)] = _in_dtype(own, dtype)
+                replacements[id(own)] = _in_dtype(whole(own), dtype)
             value = replacements[id(own)]
+            if id(own) in computed_in:
+                value = value.to(computed_in[id(own)])
             if value is not own or renormalized:
                 patch.put(module, name, value.clone() if renormalized else value)
         for name, buffer in list(module._buffers.items()):

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from hoglib._core import pytree, validation
+from hoglib._core.fingerprint import checksum
 from hoglib._core.pytree import rows, tensors_in
-from hoglib.curvature.processes import Processes, checksum
+from hoglib.curvature.processes import Processes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 BatchSize = Callable[[Any], float]

@@ -28,8 +28,9 @@ from hoglib._core.autograd import (
     translate_errors,
     without_graph,
 )
-from hoglib._core.fingerprint import StateFingerprint
+from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.sharding import refuse_sharded
 from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
 from hoglib.curvature.data import IGNORED, Batches, BatchSize, counted_labels
@@ -39,11 +40,8 @@ from hoglib.curvature.processes import (
     PassTotals,
     Processes,
     checksum_of_rows,
-    checksum_of_tensors,
     combine,
     constants_of,
-    refuse_sharded,
-    refuse_wrapped,
 )
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space
@@ -96,8 +94,7 @@ class DatasetSum:
         bar: ProgressBar, *, name: str, seed: int, fixed_batches: bool,
     ) -> None:  # fmt: skip
         validation.loss_function("loss", loss)
-        refuse_wrapped(getattr(loss, "model", None))
-        refuse_sharded(space.leaves())
+        refuse_sharded(name, space.leaves())
         check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
         self._loss, self._space, self._options = loss, space, options
         self._processes, self._bar, self._name, self._seed = processes, bar, name, seed

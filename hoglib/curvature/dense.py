@@ -16,6 +16,7 @@ from hoglib._core.autograd import (
     materialize_grads,
     translate_errors,
 )
+from hoglib._core.sharding import refuse_sharded
 from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
@@ -82,7 +83,7 @@ def hessian(
     """
     validation.function("func", func)
     validation.not_the_model("func", func, params)
-    leaves, structure = _real_leaves(params)
+    leaves, structure = _real_leaves("hessian", params)
     groups = groups_of(blocks, params)
     bar = ProgressBar("hessian", validation.flag("progress", progress))
     kind = HessianKind()
@@ -154,7 +155,7 @@ def ggn(
     """
     kind = GaussNewtonKind()
     kind.check_loss(loss)
-    leaves, structure = _real_leaves(params)
+    leaves, structure = _real_leaves("ggn", params)
     groups = groups_of(blocks, params)
     bar = ProgressBar("ggn", validation.flag("progress", progress))
     with examined_functions("ggn"), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
@@ -166,9 +167,10 @@ def ggn(
     return _nested(entries, params, structure, blocks)
 
 
-def _real_leaves(params: Tree) -> tuple[Vector, Any]:
+def _real_leaves(caller: str, params: Tree) -> tuple[Vector, Any]:
     validation.parameters(params)
     leaves, structure = pytree.flatten(params)
+    refuse_sharded(caller, leaves)
     if any(leaf.is_complex() for leaf in leaves):
         raise ArgumentTypeError(
             "params: expected real tensors, got a complex one, whose Hessian is not defined; pass "

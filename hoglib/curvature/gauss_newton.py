@@ -180,7 +180,7 @@ class CompositeLoss:
     def __init__(
         self, loss: BoundLoss, metric: OutputMetric, mode: str, options: ProductOptions
     ) -> None:
-        self.loss, self.options = loss.func, options
+        self.loss, self.options, self.sharding = loss.func, options, loss.sharding
         (self.batch,) = loss.args
         self._params_of, self._metric, self._mode = loss.params_of, metric, mode
         self._last: Any = None  # the outputs as the model gave them last, in their structure
@@ -251,7 +251,7 @@ def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
         product = _transposed_product(
             ys, own, [weighted[i] for i in depends], composite.options, keep_graph
         )
-        if not are_adjoint(vector, product, tangents, weighted):
+        if not are_adjoint(vector, product, tangents, weighted, composite.sharding):
             raise detached(caller)
         return value, product
 
@@ -281,7 +281,7 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
-        if not are_adjoint(vector, product, tangents, weighted):
+        if not are_adjoint(vector, product, tangents, weighted, composite.sharding):
             raise UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
@@ -322,7 +322,9 @@ def differences_of_outputs(composite: CompositeLoss, leaves: Vector) -> LinearMa
     """J v by central differences of the outputs, J^T by ordinary backward."""
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        tangents = directional_derivative(composite.detached_outputs, leaves, vector)
+        tangents = directional_derivative(
+            composite.detached_outputs, leaves, vector, composite.sharding
+        )
         own = fresh_leaves(leaves, False)
         every = composite.outputs(own)
         depends, ys = _dependent(every)

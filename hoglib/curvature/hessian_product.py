@@ -108,14 +108,15 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
     return LinearMap(apply)
 
 
-def differences_of_gradient(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:
+def differences_of_gradient(loss: BoundLoss, leaves: Vector, options: ProductOptions) -> LinearMap:
     """H v by central differences of the gradient."""
     gradient = finite_differences.gradient_function(loss)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         value = loss(*fresh_leaves(leaves, False))
         check_uses_given_params(graph_summary(value), leaves, options.caller)
-        return value.detach(), finite_differences.directional_derivative(gradient, leaves, vector)
+        product = finite_differences.directional_derivative(gradient, leaves, vector, loss.sharding)
+        return value.detach(), product
 
     return LinearMap(apply)
 

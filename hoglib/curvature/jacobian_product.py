@@ -18,6 +18,7 @@ from hoglib._core.autograd import (
 )
 from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.sharding import Sharding, refuse_sharded
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import (
@@ -168,6 +169,7 @@ def _primals(primals: Tree) -> tuple[Vector, Any]:
             "primals: expected at least one tensor, got none; pass the arguments of func that it is "
             "to be differentiated by."
         )
+    refuse_sharded(CALLER, leaves, "primals")
     for name, leaf in zip(pytree.paths(primals), leaves, strict=True):
         if not pytree.is_float(leaf):
             raise ArgumentTypeError(
@@ -334,20 +336,35 @@ def _weights(y: Tensor) -> Tensor:
     return weights.to(y.dtype).reshape(y.shape)
 
 
-def are_adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vector) -> bool:
-    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products."""
+def are_adjoint(
+    vector: Vector,
+    product: Vector,
+    tangents: Vector,
+    weighted: Vector,
+    sharding: Sharding | None = None,
+) -> bool:
+    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products.
+
+    sharding: of v and J^T w, where each process holds a part of them; all processes then agree.
+    """
     if not value_checks_on():
         return True
     pairs = [
         [(a.detach().conj(), b.detach()) for a, b in zip(*sides, strict=True)]
         for sides in ((vector, product), (tangents, weighted))
     ]
-    lhs, rhs = (sum(float((a * b).real.sum()) for a, b in side) for side in pairs)
-    lengths = [
-        float(pytree.norm([a for a, _ in side]) * pytree.norm([b for _, b in side]))
-        for side in pairs
-    ]
-    size = sum(float((a * b).abs().sum()) for side in pairs for a, b in side)
+    # of each side: <a, b>, the sum of |a b|, |a|^2, |b|^2
+    sums = torch.zeros(2, 4, dtype=torch.float64)
+    for row, side in enumerate(pairs):
+        for i, (a, b) in enumerate(side):
+            found = [(a * b).real.sum(), (a * b).abs().sum(), _square(a), _square(b)]
+            share = 1.0 if sharding is None else sharding.weight if row else sharding.part(i)
+            sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
+    if sharding is not None:
+        sharding.sum(sums)
+    lhs, rhs = sums[:, 0].tolist()
+    size = float(sums[:, 1].sum())
+    lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()
     dtypes = {x.dtype for side in pairs for pair in side for x in pair}
     rtol = max(TOLERANCES[dtype].rtol for dtype in dtypes)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
@@ -355,6 +372,10 @@ def are_adjoint(vector: Vector, product: Vector, tangents: Vector, weighted: Vec
         return True  # a value that is not finite is reported elsewhere
     rounding = rtol * size + 100 * eps * max(lengths)
     return abs(lhs - rhs) <= rounding
+
+
+def _square(x: Tensor) -> Tensor:
+    return (x.conj() * x).real.sum()
 
 
 def detached(caller: str) -> Exception:

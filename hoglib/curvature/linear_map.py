@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import NOT_DIFFERENTIABLE, Vector
+from hoglib._core.sharding import Sharding
 from hoglib.errors import ArgumentValueError, HoglibError, UnsupportedError
 
 DIFFERENCES = "finite-differences"
@@ -34,13 +35,16 @@ class BoundLoss:
     func: Any
     structure: Any  # of the parameters, as `pytree.flatten` gives it
     args: tuple[Any, ...]
+    sharding: Sharding | None = None  # of the leaves, where each process holds a part of them
 
     def __call__(self, *leaves: Tensor) -> Tensor:
         value = self.func(self.params_of(leaves), *self.args)
         return validation.scalar("func(params, *args)", value)
 
     def params_of(self, leaves: Sequence[Tensor]) -> Any:
-        """The parameters, made of their leaves."""
+        """The parameters, made of their leaves; whole ones of shards."""
+        if self.sharding is not None:
+            leaves = self.sharding.gather(leaves)
         return pytree.unflatten(leaves, self.structure)
 
 

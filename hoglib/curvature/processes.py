@@ -7,7 +7,6 @@ data. A process that fails takes part too, so that the others raise as well, ins
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
@@ -15,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from hoglib._core import validation
-from hoglib._core.fingerprint import sums_and_norms
-from hoglib.errors import ArgumentValueError, DistributedError, UnsupportedError
+from hoglib._core.fingerprint import checksum
+from hoglib.errors import ArgumentValueError, DistributedError
 
 SHARD, SHARDED = "shard", "sharded"
 # by how much of its size a checksum may differ between processes, which may run on unlike machines
@@ -195,18 +193,6 @@ class Processes:
             )
 
 
-def checksum(numbers: Sequence[float]) -> float:
-    """One number that changes with each of them, and with their order."""
-    values = torch.tensor(numbers, dtype=torch.float64)
-    weights = torch.arange(1, len(values) + 1, dtype=torch.float64).sin()
-    return float((values * weights).sum().nan_to_num())
-
-
-def checksum_of_tensors(tensors: Sequence[Tensor]) -> float:
-    """A number that changes with each of the tensors."""
-    return checksum(sums_and_norms(list(tensors)))
-
-
 def checksum_of_rows(rows: Tensor) -> float:
     """A number that changes with each number in the rows."""
     dtype = torch.promote_types(rows.dtype, torch.float32)  # half counts to 2048 only
@@ -234,36 +220,3 @@ def split_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
         rows.append(numbers.to(dtype))
         numbers = numbers - rows[-1].double()
     return torch.stack(rows)
-
-
-def refuse_wrapped(model: Any) -> None:
-    """Raise for DistributedDataParallel, which waits for gradients, and for FSDP."""
-    if not isinstance(model, nn.Module):
-        return
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
-    splitting = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    for name, module in model.named_modules():
-        where = f"model.{name}" if name else "model"
-        if isinstance(module, DistributedDataParallel):
-            raise UnsupportedError(
-                f"{where}: expected a module that is not wrapped, got DistributedDataParallel, which "
-                f"waits for gradients of its own backward; pass {where}.module, which has the same "
-                "parameters, and share the data by `processes=`."
-            )
-        if isinstance(module, splitting):
-            raise UnsupportedError(
-                f"{where}: expected a module that has its parameters, got {type(module).__name__} of "
-                "FSDP, which gathers them for a first derivative only; use the module before it is "
-                "wrapped, and share the data by `processes=`."
-            )
-
-
-def refuse_sharded(params: Sequence[Tensor]) -> None:
-    """Raise for parameters of which a process holds a part only."""
-    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
-    if library is not None and any(isinstance(p, library.DTensor) for p in params):
-        raise UnsupportedError(
-            "params: expected whole tensors in each process, got DTensors, which fully_shard (FSDP2) "
-            "and tensor parallelism make and which have no second derivatives; use the parameters "
-            "before they are sharded, and `processes=` to share the data."
-        )

@@ -1,6 +1,7 @@
 """Products of curvature matrices with vectors: Hessian, generalised Gauss-Newton, Fisher."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,8 +9,11 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
+from hoglib._core.sharding import Sharding, translate_distributed_errors
 from hoglib._core.swap import keep_swapped
+from hoglib._core.torch_internals import wrapped_attributes
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.fisher_metric import FisherMetric
@@ -238,24 +242,58 @@ def _product(
     validation.parameters(params)
     vector, block = validation.vectors("v", v, params)
     leaves, structure = pytree.flatten(params)
+    loss = BoundLoss(func, structure, args, Sharding.of(leaves))
+    if loss.sharding is None:
+        value, product = _computed(kind, loss, leaves, vector, block, options)
+    else:
+        value, product = _sharded(kind, loss, params, vector, block, options)
+    return value, pytree.unflatten(product, structure)
+
+
+def _computed(
+    kind: CurvatureKind,
+    loss: BoundLoss,
+    leaves: Vector,
+    vector: Vector,
+    block: bool,
+    options: ProductOptions,
+) -> tuple[Tensor, Vector]:
+    """The value and the product by finite differences, by a compiled graph, or in eager mode."""
     if kind.mode == DIFFERENCES:
         _refuse_graph(options)
-        loss = BoundLoss(double_loss(func), structure, to_double(args))
-        value, product = _applied(kind, loss, to_double(leaves), to_double(vector), block, options)
-        value = value.to(leaves[0].dtype)
-        product = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
-    elif options.backend and not runs_elsewhere():
+        double = replace(loss, func=double_loss(loss.func), args=to_double(loss.args))
+        at, along = to_double(leaves), to_double(vector)
+        value, product = _applied(kind, double, at, along, block, options)
+        parts = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
+        return value.to(leaves[0].dtype), parts
+    if options.backend and not runs_elsewhere():
         with torch.inference_mode(False):
-            leaves, vector, args = clone_inference_tensors((leaves, vector, args))
-            loss = BoundLoss(func, structure, args)
-            point = compiled_linear_map(kind, loss, leaves, options, block)
+            leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
+            point = compiled_linear_map(kind, replace(loss, args=args), leaves, options, block)
             with torch.set_grad_enabled(options.create_graph):
-                value, product = apply_block(point, vector, block)
-    else:
-        loss = BoundLoss(func, structure, args)
-        with examined_functions(options.caller):
-            value, product = _applied(kind, loss, leaves, vector, block, options)
-    return value, pytree.unflatten(product, structure)
+                return apply_block(point, vector, block)
+    with examined_functions(options.caller):
+        return _applied(kind, loss, leaves, vector, block, options)
+
+
+def _sharded(
+    kind: CurvatureKind,
+    loss: BoundLoss,
+    params: Tree,
+    vector: Vector,
+    block: bool,
+    options: ProductOptions,
+) -> tuple[Tensor, Vector]:
+    """The value and the product where DTensors are among the parameters: means over the processes."""
+    sharding = loss.sharding
+    assert sharding is not None
+    _refuse_sharded(loss.func, options)
+    shards = sharding.local_vector("v", vector, pytree.paths(params))
+    leaves = sharding.local(pytree.leaves(params))
+    with translate_distributed_errors(options.caller):
+        sharding.check_agreement(options.caller, shards, leaves)
+        value, product = _computed(kind, loss, leaves, shards, block, options)
+        return sharding.mean(value), sharding.wrap(product)
 
 
 def _applied(
@@ -271,13 +309,38 @@ def _applied(
         options = options._replace(create_graph=True)
     with grad_enabled(), keep_swapped():
         leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
-        loss = BoundLoss(loss.func, loss.structure, args)
+        loss = replace(loss, args=args)
         with stand_ins_if(options.stand_ins):
             linear_map = kind.linearize(loss, leaves, options, block)
             value, product = apply_block(linear_map, vector, block)
     if options.create_graph:
         return value, product
     return value.detach().clone(), [part.detach() for part in product]
+
+
+def _refuse_sharded(func: Any, options: ProductOptions) -> None:
+    """Raise for options and functions that DTensors among the parameters do not go with."""
+    for name, given in (("create_graph", options.create_graph), ("compile", options.backend)):
+        if given:
+            raise UnsupportedError(
+                f"{options.caller}({name}={given!r}): expected parameters that this process holds "
+                f"whole, got DTensors, whose products have no graph; leave {name} out."
+            )
+    if torch_internals.transforms_active():
+        raise UnsupportedError(
+            f"{options.caller}: expected parameters that this process holds whole inside torch.func "
+            "transforms, got DTensors; call it outside of them."
+        )
+    if getattr(func, "model", None) is None and any(
+        isinstance(part, torch.nn.Module) and wrapped_attributes(part, mixed_precision=True)
+        for found in ClosureWalker(func, STATE).objects
+        for part in (found.modules() if isinstance(found, torch.nn.Module) else ())
+    ):
+        raise UnsupportedError(
+            f"{options.caller}: expected `hoglib.functional_loss(model, criterion, forward=...)` of a "
+            "module whose parameters are DTensors, got another function that calls it: its hooks would "
+            "gather the module's own parameters."
+        )
 
 
 def _refuse_graph(options: ProductOptions) -> None:

@@ -43,6 +43,7 @@ from hoglib.penalties.critic_context import (
 )
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like
+from hoglib.penalties.sharded_critics import GatheredParameters
 from hoglib.stand_ins.mode import in_module, stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
@@ -133,6 +134,7 @@ class InputVJP:
         own = {id(leaf) for leaf in self.leaves}
         self.trainable = [leaf for key, leaf in self.graph.leaves.items() if key not in own]
         self.create_graph = create_graph and bool(self.trainable)
+        self.gathered = GatheredParameters(self.modules if self.create_graph else ())
         self.check_functions = self.create_graph and self.graph.has_user_code
         if self.check_functions:
             check_gradient_flow(self.options.name, self.graph)
@@ -197,6 +199,7 @@ class InputVJP:
                         allow_unused=True,
                     )
                 )
+        self.gathered.until_backward_of(grads)
         if self.create_graph and all(g is None for g in grads):
             raise self.no_gradient_flow(NOT_OF_POINTS)
         return materialize_grads(grads, self.leaves)

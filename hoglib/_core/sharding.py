@@ -1,0 +1,316 @@
+"""Parameters that torch.distributed shards (DTensor), as the whole tensors that a loss takes.
+
+Each process r computes the loss f_r of its own batch, and differentiates by its own shards x. With
+weights w_r that add up to one,
+
+    gather(x) = the whole tensors               average(a) = the shards of sum_r w_r a_r
+
+are adjoint to each other, for the inner products  <x, y> = sum over all shards  and
+<a, b> = sum_r w_r <a_r, b_r>  of whole tensors, which differ between processes. As each is the
+derivative of the other, autograd gives derivatives of any order of sum_r w_r f_r.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hoglib._core import torch_internals
+from hoglib._core.fingerprint import checksum_of_tensors
+from hoglib._core.torch_internals import apply
+from hoglib.errors import (
+    ArgumentValueError,
+    DistributedError,
+    HoglibError,
+    UnsupportedError,
+)
+
+Vector = list[Tensor]
+ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike machines
+AGREEMENT = (
+    "number of parameters", "number of vectors", "vectors, where they are not sharded,",
+    "parameters, where they are not sharded,",
+)  # fmt: skip
+# what the backends of torch.distributed say where a process does not take part
+COMMUNICATION = (
+    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
+    "gloo", "NCCL", "ncclUnhandled",
+)  # fmt: skip
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether it is a DTensor, without importing the module that defines them."""
+    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
+    return library is not None and isinstance(value, library.DTensor)
+
+
+def whole(value: Any) -> Any:
+    """A DTensor as the whole tensor, without a graph; anything else as it is."""
+    if not is_sharded(value):
+        return value
+    with torch_internals.without_transforms(), torch.no_grad():
+        return value.full_tensor()
+
+
+def refuse_sharded(caller: str, tensors: Sequence[Any], what: str = "params") -> None:
+    """Raise for DTensors, in functions that need whole tensors."""
+    if any(map(is_sharded, tensors)):
+        raise UnsupportedError(
+            f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
+            "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp` and `fisher_vp` take them; "
+            "for anything else use the model before it is sharded."
+        )
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise for FullyShardedDataParallel, whose parameters are parts of flat ones."""
+    library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
+    for name, module in model.named_modules() if library is not None else ():
+        if isinstance(module, library.FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"{f'model.{name}' if name else 'model'}: expected a module whose parameters have "
+                "their own shapes, got FullyShardedDataParallel (FSDP1), which flattens them; use "
+                "`torch.distributed.fsdp.fully_shard`, or the module before it is wrapped."
+            )
+
+
+class Layout(NamedTuple):
+    """How a tensor is spread over the processes of a mesh."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    plain: bool = False  # every process holds it, as a tensor of its own
+
+    @classmethod
+    def of(cls, tensor: Any) -> "Layout":
+        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def wrap(self, local: Tensor) -> Any:
+        """The DTensor of these shards. Trailing dimensions that the layout lacks are not sharded."""
+        from torch.distributed.tensor import DTensor
+
+        more = local.shape[len(self.shape) :]
+        shape = torch.Size((*self.shape, *more))
+        stride = torch.empty(shape, device="meta").stride() if more else self.stride
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def gather(self, local: Tensor) -> Tensor:
+        found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
+        return found
+
+    def average(self, value: Tensor, weight: float) -> Tensor:
+        """The shards of the sum over the processes of weight times value."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        value = weight * value.detach()
+        if self.copies() == self.mesh.size():
+            return all_reduce(value, self.mesh)
+        partial = DTensor.from_local(
+            value.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
+            shape=value.shape, stride=value.contiguous().stride(),
+        )  # fmt: skip
+        local: Tensor = partial.redistribute(placements=self.placements).to_local()
+        return local
+
+    def copies(self) -> int:
+        """How many processes of its mesh hold the same shard."""
+        found = 1
+        for size, placement in zip(self.mesh.shape, self.placements, strict=True):
+            found *= size if placement.is_replicate() else 1
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class Sharding:
+    """How several tensors are spread over the processes of one mesh.
+
+    Attributes:
+        layouts: That of each tensor; one that is no DTensor is held by every process.
+        weight: w of this process.
+    """
+
+    layouts: tuple[Layout, ...]
+    mesh: Any
+    weight: float
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Sharding | None":
+        """That of the tensors, with equal weights; None if none of them is a DTensor."""
+        found: list[Any] = [t for t in tensors if is_sharded(t)]
+        if not found:
+            return None
+        from torch.distributed.tensor import Replicate
+
+        mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
+        everywhere = tuple(Replicate() for _ in mesh.shape)
+        layouts = tuple(
+            Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride(), True)
+            for t in tensors
+        )
+        return cls(layouts, mesh, 1 / mesh.size())
+
+    def weighted(self, weight: float) -> "Sharding":
+        return replace(self, weight=weight)
+
+    def local(self, tensors: Sequence[Any]) -> Vector:
+        """The shards of this process, without a graph."""
+        return [t.detach().to_local() if is_sharded(t) else t for t in tensors]
+
+    def local_vector(self, what: str, tensors: Sequence[Any], names: Sequence[str]) -> Vector:
+        """The shards of vectors, which have to be spread as the parameters are."""
+        for name, layout, x in zip(names, self.layouts, tensors, strict=True):
+            expected = layout.mesh, layout.placements
+            got = (x.device_mesh, x.placements) if is_sharded(x) else None
+            held = not any(p.is_shard() for p in layout.placements)
+            if got != expected and not (got is None and held):
+                raise ArgumentValueError(
+                    f"{what}[{name!r}]: expected a DTensor with the placements of its parameter, "
+                    f"{layout.placements}, got "
+                    + (f"{got[1]}" if got else "a tensor that is not sharded")
+                    + "; `torch.randn_like(p)` makes one, and "
+                    "`torch.distributed.tensor.distribute_tensor(x, p.device_mesh, p.placements)` "
+                    "shards a whole tensor."
+                )
+        return self.local(tensors)
+
+    def wrap(self, shards: Sequence[Tensor]) -> Vector:
+        """DTensors of these shards."""
+        return [
+            x if layout.plain else layout.wrap(x)
+            for layout, x in zip(self.layouts, shards, strict=True)
+        ]
+
+    def gather(self, shards: Sequence[Tensor]) -> Vector:
+        """The whole tensors, differentiable to any order by the shards."""
+        # what a submesh averages over is 1 / copies of the whole mesh
+        return [
+            apply(_Gather, x, layout, self.weight * self.mesh.size() / layout.mesh.size())
+            for layout, x in zip(self.layouts, shards, strict=True)
+        ]
+
+    def part(self, index: int) -> float:
+        """What a shard of that tensor counts in a sum over processes: copies count once together."""
+        layout = self.layouts[index]
+        return layout.mesh.size() / (layout.copies() * self.mesh.size())
+
+    def size(self) -> int:
+        """The number of elements of the whole tensors."""
+        return sum(layout.shape.numel() for layout in self.layouts)
+
+    def check_agreement(self, caller: str, vector: Vector, leaves: Vector) -> None:
+        """Raise in all processes where what each of them holds whole differs, by one all-reduce."""
+        held = [i for i, x in enumerate(self.layouts) if x.copies() == x.mesh.size()]
+        columns = vector[0].shape[len(self.layouts[0].shape) :].numel()
+        numbers = [
+            len(vector), columns, *(checksum_of_tensors([x[i] for i in held]) for x in (vector, leaves))
+        ]  # fmt: skip
+        local = torch.tensor(numbers, dtype=torch.float64, device=vector[0].device)
+        extremes = all_reduce(torch.cat([local, -local]), self.mesh, dist.ReduceOp.MAX)
+        most, least = extremes[:4], -extremes[4:]
+        differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
+        for wrong, what in zip(differs, AGREEMENT, strict=True):
+            if wrong:
+                raise DistributedError(
+                    f"{caller}: expected the same {what} in all {self.mesh.size()} processes, got "
+                    "different ones. All processes have to make the same call; random numbers need a "
+                    "generator with the same seed in each."
+                )
+
+    def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        """<a, b> of shards, in float64, the same in all processes."""
+        total = torch.zeros((), dtype=torch.float64, device=a[0].device)
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            flat = x.detach().reshape(-1).double(), y.detach().reshape(-1).double()
+            total += self.part(i) * torch.dot(*flat)
+        return self.sum(total)
+
+    def norm(self, a: Sequence[Tensor]) -> Tensor:
+        return self.dot(a, a).sqrt()
+
+    def mean(self, value: Tensor) -> Tensor:
+        """sum_r w_r value_r, without a graph."""
+        return self.sum(self.weight * value.detach())
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the processes, in place."""
+        return all_reduce(value, self.mesh)
+
+
+def all_reduce(value: Tensor, mesh: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum, or another reduction, over the processes of a mesh, in place."""
+    for group in mesh.get_all_groups():
+        dist.all_reduce(value, op, group=group)
+    return value
+
+
+@contextmanager
+def translate_distributed_errors(caller: str) -> Iterator[None]:
+    """Says of an error of the communication that another process ended, raised or made another call."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, HoglibError) or not any(word in str(error) for word in COMMUNICATION):
+            raise
+        raise DistributedError(
+            f"{caller}: expected all processes to make the same calls, got one that ended, raised an "
+            "error of its own or made another call: look at the output of the others. (torch says: "
+            f"{str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+class _Gather(torch.autograd.Function):
+    """The whole tensor of shards; its derivative averages over the processes."""
+
+    @staticmethod
+    def forward(local: Tensor, layout: Layout, weight: float) -> Tensor:
+        return layout.gather(local)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.options = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return apply(_Average, grad, *ctx.options), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Gather, tangent, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, local: Tensor, *options: Any) -> Any:
+        return apply(_Gather, local.movedim(in_dims[0], -1), *options), -1
+
+
+class _Average(torch.autograd.Function):
+    """The shards of an average over the processes; its derivative gathers."""
+
+    @staticmethod
+    def forward(value: Tensor, layout: Layout, weight: float) -> Tensor:
+        return layout.average(value, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.options = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return apply(_Gather, grad, *ctx.options), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Average, tangent, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: Tensor, *options: Any) -> Any:
+        return apply(_Average, value.movedim(in_dims[0], -1), *options), -1

@@ -1,0 +1,411 @@
+"""Models whose parameters several processes share: products and penalties equal those of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hoglib as hog
+from hoglib._core import sharding
+from hoglib.errors import HoglibError, UnsupportedError
+from hoglib.penalties import sharded_critics
+from tests.long_tail import FULL
+from tests.several_processes import found_by_each
+
+
+class Residual(nn.Module):
+    """Sizes that no number of processes divides, a norm, and a parameter in two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 7), nn.LayerNorm(7)
+        self.block = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 7))
+        self.last = nn.Linear(7, 3)
+        self.again = self.last
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        return self.again(x + self.block(self.norm(x)))
+
+
+def model(dtype=torch.float64):
+    torch.manual_seed(0)
+    return Residual().to(dtype)
+
+
+def data(dtype=torch.float64):
+    x = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x.to(dtype), torch.arange(12) % 3
+
+
+def part(rank, count):
+    """The rows of one of several processes."""
+    return slice(rank * 12 // count, (rank + 1) * 12 // count)
+
+
+def shard(net, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(net.block, **options)
+    fully_shard(net, **options)
+    return net
+
+
+def fsdp(rank, world):
+    return shard(model()), part(rank, world)
+
+
+def fsdp_checkpointed(rank, world):
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    net = model()
+    net.block = checkpoint_wrapper(net.block)
+    return shard(net, reshard_after_forward=False), part(rank, world)
+
+
+def fsdp_frozen(rank, world):
+    """Frozen parameters, which are gathered too, and some that every process holds."""
+    net = model()
+    net.first.requires_grad_(False)
+    return shard(net, ignored_params=set(net.norm.parameters())), part(rank, world)
+
+
+def grid(*names):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+
+
+def hybrid(rank, world):
+    return shard(model(), mesh=grid("replicate", "shard")), part(rank, world)
+
+
+def parallelize(net, mesh):
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan = {"block.0": ColwiseParallel(), "block.2": RowwiseParallel()}
+    return parallelize_module(net, mesh, plan)
+
+
+def tensor_parallel(rank, world):
+    return parallelize(model(), grid("data", "tensor")["tensor"]), slice(0, 12)
+
+
+def fsdp_and_tensor_parallel(rank, world):
+    mesh = grid("data", "tensor")
+    net = shard(parallelize(model(), mesh["tensor"]), mesh=mesh["data"])
+    return net, part(mesh.get_local_rank("data"), 2)
+
+
+LAYOUTS = {
+    "fsdp": fsdp, "fsdp, checkpointed": fsdp_checkpointed, "fsdp, frozen": fsdp_frozen,
+    "hybrid": hybrid, "tensor parallel": tensor_parallel,
+    "fsdp and tensor parallel": fsdp_and_tensor_parallel,
+}  # fmt: skip
+MODES = {
+    "hvp": lambda *at: hog.hvp(*at),
+    "hvp, forward": lambda *at: hog.hvp(*at, mode="forward-over-reverse"),
+    "hvp, differences": lambda *at: hog.hvp(*at, mode="finite-differences"),
+    "ggn_vp": lambda *at: hog.ggn_vp(*at),
+    "ggn_vp, reverse": lambda *at: hog.ggn_vp(*at, mode="reverse"),
+    "ggn_vp, differences": lambda *at: hog.ggn_vp(*at, mode="finite-differences"),
+    "fisher_vp": lambda *at: hog.fisher_vp(*at),
+    "fisher_vp, empirical": lambda *at: hog.fisher_vp(*at, kind="empirical"),
+}
+NO_FORWARD = ("fsdp, checkpointed", "hvp, forward")  # torch.func refuses saved-tensor hooks
+
+
+def vectors(params, columns=()):
+    """The same numbers in each process, spread as the parameters are."""
+    found = {}
+    for i, (name, p) in enumerate(params.items()):
+        generator = torch.Generator().manual_seed(i)
+        whole = torch.randn(*p.shape, *columns, dtype=p.dtype, generator=generator)
+        found[name] = spread(whole, p)
+    return found
+
+
+def spread(whole, like):
+    """A whole tensor as a DTensor like another, without communication."""
+    if not sharding.is_sharded(like):
+        return whole
+    local = like.detach().to_local()
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = DTensor.from_local(
+        whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False
+    )
+    found = everywhere.redistribute(placements=like.placements)
+    assert found.to_local().shape[: local.dim()] == local.shape
+    return found
+
+
+def gathered(tree):
+    return {name: sharding.whole(p).detach() for name, p in tree.items()}
+
+
+def plain_name(name):
+    return name.replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
+
+
+def error_of(product, net, rows, dtype=torch.float64, columns=()):
+    """The relative error of value and product of a wrapped model, beside those of one process."""
+    x, y = data(dtype)
+    params = hog.trainable_params(net)
+    v = vectors(params, columns)
+    value, found = product(hog.functional_loss(net, F.cross_entropy), params, v, (x[rows], y[rows]))
+    one = model(dtype)
+    own = dict(one.named_parameters())
+    mine = {plain_name(name): own[plain_name(name)] for name in params}
+    along = {plain_name(name): p for name, p in gathered(v).items()}
+    expected_value, expected = product(
+        hog.functional_loss(one, F.cross_entropy), mine, along, (x, y)
+    )
+    errors = [float((value - expected_value).abs())]
+    for name, p in found.items():
+        assert type(p) is type(params[name].data), name
+        want = expected[plain_name(name)]
+        errors.append(float((sharding.whole(p) - want).norm() / want.norm().clamp(min=1e-3)))
+    return max(errors)
+
+
+def products(rank, folder, found):
+    world = dist.get_world_size()
+    for layout, make in LAYOUTS.items():
+        if world == 2 and make in (hybrid, tensor_parallel, fsdp_and_tensor_parallel):
+            continue
+        for mode, product in MODES.items():
+            if (layout, mode) != NO_FORWARD and (layout == "fsdp" or mode in ("hvp", "ggn_vp")):
+                found[f"{layout}: {mode}"] = error_of(product, *make(rank, world))
+    found["fsdp: a block"] = error_of(hog.hvp, *fsdp(rank, world), columns=(3,))
+    for name, product in {"hvp": hog.hvp, "operator": by_operator}.items():
+        wrapped = DistributedDataParallel(model()), slice(0, 12)
+        found[f"DistributedDataParallel: {name}"] = error_of(product, *wrapped)
+    found["mixed precision"] = mixed_precision(rank, world)
+    found["penalties"] = penalties(rank, world)
+    found["refused"] = refused(rank, world)
+    found["messages"] = messages(rank, world)
+    found["after"] = its_own_backward(rank, world)
+    found["ended"] = one_process_ends(rank, world)
+
+
+def by_operator(loss, params, v, batch):
+    operator = hog.HessianOperator(loss, params, batch)
+    return operator.value(), operator @ v
+
+
+def mixed_precision(rank, world):
+    """The error in the policy's bfloat16, and whether products are of the parameters' dtype."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    net = shard(model(torch.float32), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return error_of(hog.hvp, net, part(rank, world), torch.float32)
+
+
+class Critic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 16), nn.Linear(16, 1)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.SiLU())
+
+    def forward(self, x):
+        return self.last(self.block(F.silu(self.first(x))))
+
+
+def critic_loss(critic, x, step):
+    real, fake = x, x.flip(1)
+    loss = F.softplus(critic(fake) - critic(real)).mean()
+    if step == 1:  # a penalty that is thrown away, in a step without one
+        hog.penalties.r1(critic, real)
+        return loss
+    loss = loss + hog.penalties.r1_r2(critic, real, fake)
+    return loss + hog.penalties.jacobian(critic, real, num_projections=None)
+
+
+def penalties(rank, world):
+    """The largest difference of gradients in training steps, with an optimizer's between them."""
+    x, _ = data()
+    errors = []
+    for reshard_after_forward in (True, False):
+        one = Critic().double()
+        net = shard(Critic().double(), reshard_after_forward=reshard_after_forward)
+        params = list(net.parameters()), list(one.parameters())
+        optimizers = [torch.optim.SGD(p, 0.1) for p in params]
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            critic_loss(net, x[part(rank, world)], step).backward()
+            critic_loss(one, x, step).backward()
+            errors += [
+                float((p.grad.full_tensor() - q.grad).abs().max())
+                for p, q in zip(*params, strict=True)
+            ]
+            assert not sharded_critics._HELD
+            assert all(map(sharding.is_sharded, net.parameters()))
+            for optimizer in optimizers:
+                optimizer.step()
+    return max(errors)
+
+
+def refused(rank, world):
+    """What a call with sharded parameters raises, by its name."""
+    net, rows = fsdp(rank, world)
+    loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
+    batch = data()[0][rows], data()[1][rows]
+    v = vectors(params)
+
+    def by_hand(p, batch):
+        return F.cross_entropy(torch.func.functional_call(net, p, (batch[0],)), batch[1])
+
+    other = dict(vectors(params))
+    if rank == 0:
+        other["norm.weight"] = other["norm.weight"] + 1
+    frozen, _ = fsdp_frozen(rank, world)
+    own = hog.trainable_params(frozen)
+    seeds = {name: p + rank if name == "norm.bias" else p for name, p in vectors(own).items()}
+    mean = hog.functional_loss(frozen, F.cross_entropy)
+    maml = hog.MAML(net, F.cross_entropy, inner_lr=0.1, inner_steps=1)
+    calls = {
+        "create_graph": lambda: hog.hvp(loss, params, v, batch, create_graph=True),
+        "compile": lambda: hog.hvp(loss, params, v, batch, compile="eager"),
+        "whole vectors": lambda: hog.hvp(loss, params, gathered(v), batch),
+        "a function of the module": lambda: hog.hvp(by_hand, params, v, batch),
+        "hessian": lambda: hog.hessian(loss, params, batch),
+        "ggn": lambda: hog.ggn(loss, params, batch),
+        "operator": lambda: hog.HessianOperator(loss, params, [batch]),
+        "jvp": lambda: hog.jvp(lambda p: p, (params,), (v,)),
+        "MAML": lambda: maml.adapt(batch),
+        "audit": lambda: hog.audit(loss, params, batch),
+        "the loss itself": lambda: loss(params, batch),
+        "other vectors": lambda: hog.hvp(mean, own, seeds, batch),
+        "other blocks": lambda: hog.hvp(loss, params, vectors(params, (2 + rank,)), batch),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "", "nothing was raised"
+        except HoglibError as error:
+            found[name] = type(error).__name__, str(error)
+    return found
+
+
+REFUSED = {
+    "create_graph": (
+        "UnsupportedError",
+        "hvp(create_graph=True): expected parameters that this process holds whole",
+    ),
+    "compile": ("UnsupportedError", "leave compile out"),
+    "whole vectors": (
+        "ArgumentValueError",
+        "expected a DTensor with the placements of its parameter",
+    ),
+    "a function of the module": (
+        "UnsupportedError",
+        "expected `hoglib.functional_loss(model, criterion, forward=...)`",
+    ),
+    "hessian": ("UnsupportedError", "hessian: expected params that each process holds whole"),
+    "ggn": ("UnsupportedError", "ggn: expected params that each process holds whole"),
+    "operator": (
+        "UnsupportedError",
+        "HessianOperator: expected params that each process holds whole",
+    ),
+    "jvp": ("UnsupportedError", "jvp: expected primals that each process holds whole"),
+    "MAML": ("UnsupportedError", "expected params that each process holds whole"),
+    "audit": ("UnsupportedError", "expected params that each process holds whole"),
+    "the loss itself": ("UnsupportedError", "expected params that each process holds whole"),
+    "other vectors": (
+        "DistributedError",
+        "expected the same vectors, where they are not sharded, in all",
+    ),
+    "other blocks": ("DistributedError", "expected the same number of vectors in all"),
+}
+
+
+def messages(rank, world):
+    """How often a product gathers and averages each parameter; what docs/distributed.md says."""
+    net, rows = fsdp(rank, world)
+    counts = dict.fromkeys(("gather", "average"), 0)
+    originals = {name: getattr(sharding.Layout, name) for name in counts}
+
+    def counted(name):
+        def run(*args):
+            counts[name] += 1
+            return originals[name](*args)
+
+        return run
+
+    for name in counts:
+        setattr(sharding.Layout, name, counted(name))
+    try:
+        x, y = data()
+        loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
+        found = []
+        for mode in ("hvp", "ggn_vp", "ggn_vp, reverse"):
+            counts.update(gather=0, average=0)
+            MODES[mode](loss, params, vectors(params), (x[rows], y[rows]))
+            found.append([counts["gather"] / len(params), counts["average"] / len(params)])
+        return found
+    finally:
+        for name, original in originals.items():
+            setattr(sharding.Layout, name, original)
+
+
+def its_own_backward(rank, world):
+    """The error of FSDP's own gradient after a product: hooks and parameters are as they were."""
+    net, rows = fsdp(rank, world)
+    x, y = data()
+    error_of(hog.hvp, net, rows)
+    F.cross_entropy(net(x[rows]), y[rows]).backward()
+    one = model()
+    F.cross_entropy(one(x), y).backward()
+    pairs = zip(net.parameters(), one.parameters(), strict=True)
+    return max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+
+
+def one_process_ends(rank, world):
+    """What the others say where one makes no call and ends."""
+    net, rows = fsdp(rank, world)
+    if rank == world - 1:
+        return ["DistributedError", "expected all processes to make the same calls"]
+    try:
+        error_of(hog.hvp, net, rows)
+    except HoglibError as error:
+        return [type(error).__name__, str(error)]
+    return ["", "nothing was raised"]
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(2, marks=FULL)])
+def test_processes_equal_one(count, tmp_path):
+    """One test of all cases: to start processes takes longer than what they do."""
+    for rank, found in enumerate(found_by_each(products, tmp_path, count)):
+        for name, (kind, words) in REFUSED.items():
+            got = found["refused"][name]
+            assert got[0] == kind, (rank, name, got)
+            assert words in got[1], (rank, name, got)
+        kind, words = found["ended"]
+        assert kind == "DistributedError"
+        assert "expected all processes to make the same calls" in words
+        assert 1e-4 < found.pop("mixed precision") < 5e-2, rank
+        assert found.pop("messages") == [[2, 2], [2, 1], [2, 2]]
+        for name, error in found.items():
+            if name not in ("refused", "ended"):
+                assert error < (1e-9 if "differences" in name else 1e-10), (rank, name, error)
+
+
+def test_fsdp1_is_refused_by_name():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # it needs an accelerator
+    nn.Module.__init__(wrapped)
+    with pytest.raises(
+        UnsupportedError, match=r"model.1: expected .* got FullyShardedDataParallel"
+    ):
+        hog.functional_loss(nn.Sequential(nn.Linear(1, 1), wrapped), F.mse_loss)
