@@ -13,7 +13,7 @@ derivative of the other, autograd gives derivatives of any order of sum_r w_r f_
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -158,9 +158,6 @@ class Sharding:
             for t in tensors
         )
         return cls(layouts, mesh, 1 / mesh.size())
-
-    def weighted(self, weight: float) -> "Sharding":
-        return replace(self, weight=weight)
 
     def local(self, tensors: Sequence[Any]) -> Vector:
         """The shards of this process, without a graph."""
