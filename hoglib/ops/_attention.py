@@ -44,8 +44,8 @@ def scaled_dot_product_attention(
         query: Q, a real floating-point tensor.
         key: K, of the dtype of query.
         value: V, of the dtype of query.
-        attn_mask: A boolean mask, True for what takes part; or B itself, by which it is differentiable
-            too. Default: none.
+        attn_mask: A boolean mask, True for what takes part; or B itself, in float32 or the dtype of
+            query, by which it is differentiable too. Default: none.
         dropout_p: The probability of dropout, whose random numbers follow from torch's generator:
             :func:`attention_dropout_mask` gives them. They are not those that torch would draw.
             Default: 0.
@@ -56,7 +56,8 @@ def scaled_dot_product_attention(
     Returns:
         Y, of the dtype of query, or of autocast.
     Raises:
-        TypeError: for tensors of different dtypes, or that are not real and floating-point.
+        TypeError: for tensors of different dtypes, or that are not real and floating-point, and for
+            a mask of another dtype.
         ValueError: for a mask together with is_causal, numbers of heads that do not divide, or a
             dropout_p that is no probability.
     Shape:
@@ -85,10 +86,14 @@ def scaled_dot_product_attention(
         query, key, value = (
             x if x.dtype == torch.float64 else x.to(lower) for x in (query, key, value)
         )
+        if attn_mask is not None and is_half(attn_mask):
+            attn_mask = attn_mask.float()
     if not query.dtype == key.dtype == value.dtype:
         raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
+    if attn_mask is not None:
+        _check_mask_dtype(attn_mask, query)
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     short = _is_short(query, key, value)
@@ -166,6 +171,16 @@ def _check_probability(dropout_p: float) -> None:
         raise ArgumentValueError(f"dropout_p: expected a number from 0 to 1, got {dropout_p!r}.")
 
 
+def _check_mask_dtype(mask: Tensor, query: Tensor) -> None:
+    """Raise for what torch refuses: an integer mask would be added to the scores."""
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        advice = f".to({query.dtype})" if mask.is_floating_point() else ".bool()"
+        raise ArgumentTypeError(
+            "attn_mask: expected a boolean mask, True for what takes part, or numbers in torch.float32 "
+            f"or the dtype of query, {query.dtype}, got {mask.dtype}; pass `attn_mask{advice}`."
+        )
+
+
 def _is_short(query: Tensor, key: Tensor, value: Tensor) -> bool:
     scores = query.shape[-2] * key.shape[-2]
     empty = not all(x.numel() for x in (query, key, value))
@@ -203,7 +218,9 @@ class _Form(NamedTuple):
     ) -> "_Form":  # fmt: skip
         if enable_gqa and key.shape[-3] != value.shape[-3]:
             key, value, enable_gqa = _repeat_heads(key, query), _repeat_heads(value, query), False
-        mask = None if mask is None else mask[(None,) * (3 - mask.dim())]
+        if mask is not None:
+            mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+            mask = mask[(None,) * (3 - mask.dim())]
         if enable_gqa:
             heads = key.shape[-3], _group(key, query)
             query = query.unflatten(-3, heads)

@@ -151,6 +151,45 @@ def test_autocast_takes_several_dtypes():
     torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
 
 
+# fmt: off
+MASK_DTYPES = [  # of query, mask and autocast
+    (torch.float64, torch.float32, None), (torch.bfloat16, torch.float32, None), (torch.float16, torch.float32, None),
+    (torch.float32, torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float16), (torch.float64, torch.float64, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, None), (torch.float16, torch.float16, None),
+    (torch.float32, torch.float64, None), (torch.float32, torch.float16, None), (torch.bfloat16, torch.float64, None),
+    (torch.bfloat16, torch.float64, torch.bfloat16), (torch.float32, torch.int64, None),
+]
+# fmt: on
+
+
+@either_route
+@pytest.mark.parametrize("dtypes", MASK_DTYPES, ids=lambda x: " ".join(map(str, x)))
+def test_a_mask_of_another_dtype_is_taken_where_torch_takes_it(dtypes):
+    dtype, of_mask, lower = dtypes
+    q, k, _ = qkv(dtype)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, k.flip(-1)))  # as wide: the fused kernel
+    mask = draw(5, 6).to(of_mask)
+    mask.requires_grad_(of_mask.is_floating_point)
+
+    def run(function):
+        with torch.autocast("cpu", lower, enabled=lower is not None):
+            y = function(q, k, v, attn_mask=mask)
+        return y, torch.autograd.grad(y.float().square().sum(), [q, k, v, mask])
+
+    try:
+        right = run(F.scaled_dot_product_attention)
+    except RuntimeError:
+        with pytest.raises(TypeError, match="attn_mask: expected a boolean mask"):
+            run(attention)
+        return
+    ours = run(attention)
+    assert ours[0].dtype == right[0].dtype
+    assert [g.dtype for g in ours[1]] == [g.dtype for g in right[1]]
+    eps = 1e-10 if dtype == F64 else 3e-2
+    torch.testing.assert_close(ours, right, rtol=eps, atol=eps)
+
+
 @either_route
 def test_heads_can_be_viewed_as_one():
     q, k, v = (draw(2, 5, 4, 8, seed=i).transpose(1, 2) for i in range(3))
