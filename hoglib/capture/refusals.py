@@ -147,7 +147,7 @@ class OperationChecks(TorchDispatchMode):
             if isinstance(x, Tensor)
         ):
             raise UnsupportedError(
-                f"{self._what}: expected tensor[i], with i an integer tensor without dimensions, of which "
+                f"{self._what}: expected tensor[i], with i an integer tensor without dimensions, where "
                 "neither result nor tensor is changed in place, got one that is used after the other "
                 f"one changed{user_line()}: a graph has a copy there, and no view. Write `tensor[i] = "
                 "value`, and take tensor[i] again afterwards."
