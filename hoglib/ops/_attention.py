@@ -56,10 +56,10 @@ def scaled_dot_product_attention(
     Returns:
         Y, of the dtype of query, or of autocast.
     Raises:
-        TypeError: for tensors of different dtypes, or that are not real and floating-point, and for
-            a mask of another dtype.
-        ValueError: for a mask together with is_causal, numbers of heads that do not divide, or a
-            dropout_p that is no probability.
+        TypeError: for tensors of different dtypes, or that are not dense, real and floating-point, and
+            for a mask of another dtype.
+        ValueError: for shapes or devices that do not belong together, a mask together with is_causal,
+            numbers of heads that do not divide, or a dropout_p that is no probability.
     Shape:
         - query: [..., L, E]
         - key: [..., S, E]
@@ -75,12 +75,9 @@ def scaled_dot_product_attention(
         >>> f(q), hog.hvp(lambda q: f(q).sum(), q, torch.ones(1, 1))[1]
         (tensor([[0.7311]]), tensor([[-0.0909]]))
     """
-    validation.real("query", query)
-    if attn_mask is not None and is_causal:
-        raise ArgumentValueError(
-            "attn_mask: expected None with is_causal=True, got a mask; combine both in one mask."
-        )
-    _check_probability(dropout_p)
+    _check_options(attn_mask, dropout_p, is_causal, scale)
+    for name, x in ("query", query), ("key", key), ("value", value):
+        validation.real(name, x)
     if autocast_on(query.device.type):  # which casts what is not double
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = (
@@ -92,6 +89,7 @@ def scaled_dot_product_attention(
         raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
+    _check_shapes(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None:
         _check_mask_dtype(attn_mask, query)
     dtype = query.dtype
@@ -99,7 +97,7 @@ def scaled_dot_product_attention(
     short = _is_short(query, key, value)
     if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()
-    query = query * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    query = query * (1.0 / math.sqrt(query.shape[-1] or 1) if scale is None else scale)
     if short:
         result = _by_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     else:
@@ -136,7 +134,7 @@ def attention_dropout_mask(
     Returns:
         A boolean tensor.
     Raises:
-        ValueError: for a dropout_p that is no probability.
+        ValueError: for shapes that do not belong together, or a dropout_p that is no probability.
     Shape:
         - query, key, value: as for the attention
         - mask: [..., L, S], with the heads of query
@@ -148,7 +146,10 @@ def attention_dropout_mask(
         >>> mask.shape, abs(mask.float().mean().item() - 0.75) < 0.01
         (torch.Size([1000, 1000]), True)
     """
-    _check_probability(dropout_p)
+    _check_options(attn_mask, dropout_p)
+    for name, x in ("query", query), ("key", key), ("value", value):
+        validation.real(name, x)
+    _check_shapes(query, key, value, attn_mask, enable_gqa)
     if _is_short(query, key, value):
         own = _repeat_heads(key, query) if enable_gqa else key
         ones = torch.ones_like((query @ own.mT).detach(), dtype=torch.float32)
@@ -166,9 +167,66 @@ def attention_dropout_mask(
     return form.result(kept.unflatten(1, (heads, length)))
 
 
-def _check_probability(dropout_p: float) -> None:
-    if not 0.0 <= dropout_p <= 1.0:
+def _check_options(
+    mask: Tensor | None, dropout_p: float, is_causal: bool = False, scale: float | None = None
+) -> None:
+    if mask is not None:
+        validation.tensor("attn_mask", mask)
+        if is_causal:
+            raise ArgumentValueError(
+                "attn_mask: expected None with is_causal=True, got a mask; combine both in one mask."
+            )
+    if not isinstance(is_causal, torch.SymBool):
+        validation.flag("is_causal", is_causal)
+    if not 0.0 <= validation.number("dropout_p", dropout_p) <= 1.0:
         raise ArgumentValueError(f"dropout_p: expected a number from 0 to 1, got {dropout_p!r}.")
+    if not (scale is None or isinstance(scale, torch.SymFloat)):
+        validation.tensor_or_number("scale", scale)
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> None:
+    """Raise for tensors that do not belong together: blocks and torch's kernels would not notice."""
+    named = {"query": query, "key": key, "value": value, "attn_mask": mask}
+    present = {name: x for name, x in named.items() if x is not None}
+    fewest = 3 if enable_gqa else 2
+    for name, x in present.items():
+        if x.layout is not torch.strided or x.is_nested:
+            raise ArgumentTypeError(
+                f"{name}: expected a dense tensor, got one that is "
+                f"{'nested' if x.is_nested else x.layout}; convert it, with a mask for what is added."
+            )
+        if x.device != query.device:
+            raise ArgumentValueError(
+                f"{name}: expected a tensor on {query.device}, where query is, got one on {x.device}; "
+                f"move it with `.to({str(query.device)!r})`."
+            )
+        if x.dim() < fewest and name != "attn_mask":
+            raise ArgumentValueError(
+                f"{name}: expected at least {fewest} dimensions, [{'heads, ' * enable_gqa}length, "
+                f"width], got {tuple(x.shape)}."
+            )
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        raise ArgumentValueError(
+            "query, key, value: expected [..., L, E], [..., S, E] and [..., S, Ev], got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+        )
+    lead, scores = query.shape[:-2], (query.shape[-2], key.shape[-2])
+    own = () if mask is None else mask.shape
+    fits = all(m in (1, n) for m, n in zip(own[::-1], scores[::-1], strict=False))
+    if not lead == key.shape[:-2] == value.shape[:-2] or len(own) > 2:
+        grouped = [(*x.shape[:-3], lead[-1]) if enable_gqa else x.shape[:-2] for x in (key, value)]
+        try:
+            torch.broadcast_shapes(lead, *grouped, own[:-2])
+        except RuntimeError:
+            fits = False
+    if not fits:
+        got = ", ".join(f"{name} {tuple(x.shape)}" for name, x in present.items())
+        raise ArgumentValueError(
+            "query, key, value, attn_mask: expected leading dimensions that broadcast, and a mask that "
+            f"broadcasts to [..., {scores[0]}, {scores[1]}], got {got}."
+        )
 
 
 def _check_mask_dtype(mask: Tensor, query: Tensor) -> None:

@@ -228,6 +228,9 @@ def test_no_keys_and_no_queries():
     assert not attention(draw(2, 5, 8), draw(2, 0, 8), draw(2, 0, 3)).any()
     assert attention(draw(2, 0, 8), draw(2, 6, 8), draw(2, 6, 3)).shape == (2, 0, 3)
     assert attention(draw(0, 5, 8), draw(0, 6, 8), draw(0, 6, 3)).shape == (0, 5, 3)
+    v = draw(2, 6, 3)
+    y = attention(draw(2, 5, 0), draw(2, 6, 0), v)  # all scores are zero
+    torch.testing.assert_close(y, v.mean(1, keepdim=True).expand(2, 5, 3))
 
 
 @either_route
@@ -449,10 +452,25 @@ ERRORS = {
     "no probability": (lambda: attention(*qkv(), dropout_p=1.5), ValueError, "from 0 to 1"),
     "complex": (lambda: attention(*(x.cfloat() for x in qkv())), TypeError, "real"),
     "heads that do not divide": (lambda: attention(*qkv(keys=3), enable_gqa=True), ValueError, "multiple"),
+    "no tensor": (lambda: attention(qkv()[0], None, qkv()[2]), TypeError, "key: expected a torch.Tensor"),
+    "another order": (lambda: attention(qkv()[1], qkv()[0], qkv()[2]), ValueError, r"expected \[..., L, E\]"),
+    "fewer values than keys": (lambda: attention(*qkv()[:2], qkv()[2][:, :, :4]), ValueError, r"\[..., S, Ev\]"),
+    "one dimension": (lambda: attention(*(x[0, 0, 0] for x in qkv())), ValueError, "at least 2 dimensions"),
+    "grouped without heads": (lambda: attention(*(x[0, 0] for x in qkv()), enable_gqa=True), ValueError, "at least 3"),
+    "heads that do not broadcast": (lambda: attention(*qkv(keys=3)), ValueError, "leading dimensions"),
+    "a mask of another shape": (lambda: attention(*qkv(), attn_mask=SEEN[:4]), ValueError, r"broadcasts to \[..., 5, 6\]"),
+    "a list as a mask": (lambda: attention(*qkv(), attn_mask=[[True]]), TypeError, "attn_mask: expected a torch.Tensor"),
+    "a mask on another device": (lambda: attention(*qkv(), attn_mask=SEEN.to("meta")), ValueError, "attn_mask: expected a tensor on cpu"),
+    "keys on another device": (lambda: attention(qkv()[0], qkv()[1].to("meta"), qkv()[2]), ValueError, "key: expected a tensor on cpu"),
+    "no number": (lambda: attention(*qkv(), dropout_p="0.1"), TypeError, "dropout_p: expected a real"),
+    "no flag": (lambda: attention(*qkv(), is_causal="no"), TypeError, "is_causal: expected True or False"),
+    "no scale": (lambda: attention(*qkv(), scale="1"), TypeError, "scale: expected"),
+    "sparse": (lambda: attention(qkv()[0].to_sparse(), *qkv()[1:]), TypeError, "query: expected a dense tensor"),
 }
 # fmt: on
 
 
+@either_route
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name):
     call, kind, message = ERRORS[name]
