@@ -12,11 +12,6 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops._philox import draw_keys
 
-# The scores of one head, L S, above which attention runs by blocks: measured with
-# `python -m experiments.benchmarks.attention`. Below, the formula is faster.
-CROSSOVER = {"cpu": 2**18}
-OTHER_CROSSOVER = 2**20
-
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -242,7 +237,7 @@ def _check_mask_dtype(mask: Tensor, query: Tensor) -> None:
 def _is_short(query: Tensor, key: Tensor, value: Tensor) -> bool:
     scores = query.shape[-2] * key.shape[-2]
     empty = not all(x.numel() for x in (query, key, value))
-    return empty or scores <= CROSSOVER.get(query.device.type, OTHER_CROSSOVER)
+    return empty or scores <= blocks.sizes(query).formula
 
 
 def _by_formula(

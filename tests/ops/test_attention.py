@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
-from hoglib.ops import _attention, _attention_blocks, _philox
+from hoglib.ops import _attention_blocks, _philox
 from tests.language_models import language_model, padded_batch
 
 attention = hog.ops.scaled_dot_product_attention
@@ -19,8 +19,8 @@ F64 = torch.float64
 @pytest.fixture
 def blocks(monkeypatch):
     """All lengths run by blocks, of which small tensors have several."""
-    monkeypatch.setattr(_attention, "CROSSOVER", {"cpu": 0})
-    monkeypatch.setattr(_attention_blocks, "BLOCK_ELEMENTS", {"cpu": 24})
+    small = _attention_blocks.Sizes(formula=0, block=24)
+    monkeypatch.setattr(_attention_blocks, "SIZES", {"cpu": small})
     monkeypatch.setattr(_attention_blocks, "FEWEST_ROWS", 2)
     monkeypatch.setattr(_attention_blocks, "FUSED_MASK_ELEMENTS", 40)
 
@@ -342,6 +342,15 @@ def test_blocks_are_the_formula_at_every_order(name):
         )
 
 
+@either_route
+def test_torch_checks_its_second_derivative():
+    inputs = [x[:1, :2, :3].clone().requires_grad_() for x in qkv()]
+    assert torch.autograd.gradgradcheck(
+        lambda *x: attention(*x, is_causal=True), inputs, check_fwd_over_rev=True,
+        check_rev_over_rev=True,
+    )  # fmt: skip
+
+
 @pytest.mark.usefixtures("blocks")
 def test_blocks_of_batched_cotangents():
     """torch.autograd.grad(is_grads_batched=True), whose vmap is not that of torch.func."""
@@ -398,25 +407,55 @@ def test_blocks_in_a_captured_graph(p):
         torch.testing.assert_close(hog.hvp(loss, x, x, mode=mode, compile="eager"), right)
 
 
+def unmodified(name):
+    """The loss of a model with attention, and a batch."""
+    if name == "ViT":
+        options = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}  # fmt: skip
+        model = language_model(
+            "ViTForImageClassification", image_size=8, patch_size=4, attn_implementation="sdpa", **options
+        )  # fmt: skip
+        batch = {"pixel_values": draw(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
+    elif name == "UNet2D":
+        diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+        blocks = {"down_block_types": ("AttnDownBlock2D",), "up_block_types": ("AttnUpBlock2D",)}
+        torch.manual_seed(0)
+        model = diffusers.UNet2DModel(
+            sample_size=4, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=2,
+            block_out_channels=(4,), attention_head_dim=2, **blocks,
+        ).double().eval()  # fmt: skip
+        noise = draw(2, 1, 4, 4)
+        loss = hog.functional_loss(
+            model,
+            lambda y, batch: F.mse_loss(y.sample, batch),
+            forward=lambda m, batch: m(batch, 3),
+        )
+        return loss, noise
+    else:
+        model = language_model(name, attn_implementation="sdpa")
+        batch = padded_batch()
+    return hog.functional_loss(model), batch
+
+
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize(
-    "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"]
+    "name",
+    ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViT", "UNet2D"],
 )
 def test_unmodified_models(name, monkeypatch):
-    model = language_model(name, attn_implementation="sdpa")
-    loss, params = hog.functional_loss(model), hog.trainable_params(model)
+    loss, batch = unmodified(name)
+    params = hog.trainable_params(loss.model)
     torch.manual_seed(0)
     v = {key: torch.randn_like(x) for key, x in params.items()}
     called = []
     run = _attention_blocks.attention
     monkeypatch.setattr(_attention_blocks, "attention", lambda *x: called.append(x) or run(*x))
     found = [
-        hog.hvp(loss, params, v, padded_batch(), mode=mode)
+        hog.hvp(loss, params, v, batch, mode=mode)
         for mode in ("reverse-over-reverse", "forward-over-reverse")
     ]
     assert called
-    monkeypatch.setattr(_attention, "CROSSOVER", {"cpu": 2**40})
-    expected = hog.hvp(loss, params, v, padded_batch())
+    monkeypatch.setattr(_attention_blocks, "SIZES", {"cpu": _attention_blocks.Sizes(2**40, 24)})
+    expected = hog.hvp(loss, params, v, batch)
     for one in found:
         for key, right in expected[1].items():  # these models have parts in float32
             assert (one[1][key] - right).norm() < 1e-5 * right.norm() + 1e-9
