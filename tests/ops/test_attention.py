@@ -135,6 +135,20 @@ def test_half_precision_is_rounded_once(dtype):
 
 
 @either_route
+@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_in_half_precision_are_summed_in_float32(dtype, mode):
+    """Sums over 500 keys: in half precision they would be off by many units in the last place."""
+    x, v = ([draw(2, n, 4, seed=s + n).to(dtype) for n in (3, 500, 500)] for s in (0, 1))
+    loss = lambda x: attention(x[0], x[1], x[2] + 1).double().square().sum()  # noqa: E731
+    ours = hog.hvp(loss, x, v, mode=mode)[1]
+    right = hog.hvp(loss, [y.double() for y in x], [y.double() for y in v])[1]
+    for a, b in zip(ours, right, strict=True):
+        assert a.dtype == dtype
+        assert (a.double() - b).norm() < torch.finfo(dtype).eps * b.norm()
+
+
+@either_route
 def test_autocast_gives_torchs_dtype():
     inputs = qkv(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
