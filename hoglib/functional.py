@@ -249,7 +249,7 @@ class FunctionalLoss:
         targets = self.targets(batch)
         explain = partial(_explain_criterion, self._criterion, outputs, targets, targets is batch)
         with (
-            _translate_device_errors(batch, outputs),
+            translate_device_errors(batch, outputs),
             _translate_call_errors(self._criterion, (outputs, targets), {}, explain),
         ):
             if self._dtype is not None and isinstance(self._criterion, nn.Module):
@@ -343,7 +343,7 @@ class FunctionalLoss:
         reference = params or list(self.model.parameters())
         with (
             translate_hook_errors("loss(params, batch)"),
-            _translate_device_errors(batch, reference),
+            translate_device_errors(batch, reference),
             eagerly(self._compiled),
         ):
             if self._forward is not None:
@@ -618,7 +618,7 @@ def _forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: Any
 
 
 @contextmanager
-def _translate_device_errors(batch: Any, reference: Any) -> Iterator[None]:
+def translate_device_errors(batch: Any, reference: Any) -> Iterator[None]:
     """Inside, torch's error about devices names the tensor of the batch that is on another device than
     the tensors of `reference`."""
     try:
@@ -641,7 +641,7 @@ def _translate_device_errors(batch: Any, reference: Any) -> Iterator[None]:
 
 def _is_device_error(text: str) -> bool:
     # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
-    return "device" in text.lower() or "torch.cuda." in text
+    return "device" in text.lower() or "torch.cuda." in text or "meta tensor" in text
 
 
 def _name(function: Any) -> str:

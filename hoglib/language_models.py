@@ -8,12 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from hoglib._core import torch_internals, validation
+from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params
 from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.functional import Forward, FunctionalLoss, check_instance
+from hoglib.functional import (
+    Forward,
+    FunctionalLoss,
+    check_instance,
+    translate_device_errors,
+)
 from hoglib.ops._linear_cross_entropy import (
     chunk_size_of,
     gauss_newton_product,
@@ -133,7 +138,7 @@ class LanguageModelLoss(FunctionalLoss):
         if chunk_size is not None:
             validation.at_least("chunk_size", chunk_size, 1)
         self._chunk_size = chunk_size
-        self._ignore_index = ignore_index
+        self._ignore_index = validation.whole("ignore_index", ignore_index)
         self._smoothing = validation.number("label_smoothing", label_smoothing, minimum=0)
         if self._smoothing > 1:
             raise ArgumentValueError(
@@ -155,10 +160,11 @@ class LanguageModelLoss(FunctionalLoss):
         Returns:
             A scalar.
         """
-        rows = self._rows(outputs, batch)
-        losses = row_losses(
-            rows.hidden, rows.weight, rows.bias, rows.classes, self._smoothing, rows.chunk_size
-        )
+        with translate_device_errors(batch, outputs):
+            rows = self._rows(outputs, batch)
+            losses = row_losses(
+                rows.hidden, rows.weight, rows.bias, rows.classes, self._smoothing, rows.chunk_size
+            )
         return torch.where(rows.counts, losses, 0).sum() / rows.total
 
     def batch_size(self, batch: Any) -> int:
@@ -257,7 +263,8 @@ class LanguageModelLoss(FunctionalLoss):
         if self._forward is not None:
             hidden = super()._outputs(params, batch)
         else:
-            hidden = _until_head(lambda: self._run(batch), head)
+            with translate_device_errors(batch, params or list(self.model.parameters())):
+                hidden = _until_head(lambda: self._run(batch), head)
             if not self._checked and value_checks_on() and not torch_internals.transforms_active():
                 with preserve_random_state(), torch.no_grad():
                     self._check_logits(batch, head)
@@ -320,6 +327,14 @@ class LanguageModelLoss(FunctionalLoss):
             )
         classes = labels.reshape(-1)
         counts = classes != self._ignore_index
+        if labels.device != hidden.device:
+            raise ArgumentValueError(
+                f"labels: expected a tensor on {hidden.device}, where the features are, got one on "
+                f"{labels.device}; move the batch with `.to({str(hidden.device)!r})`."
+            )
+        has_values = value_checks_on() and not labels.is_meta
+        if has_values and not torch_internals.transforms_active():
+            _check_classes(classes[counts], len(weight), self._ignore_index)
         total = counts.sum().to(torch.promote_types(hidden.dtype, torch.float32))
         size = chunk_size_of(self._chunk_size, len(weight))
         own = torch.where(counts, classes, 0)
@@ -489,12 +504,26 @@ def _labels_of(batch: Any, shift: bool, ignore_index: int) -> Tensor:
         labels = batch[-1]
     else:
         labels = batch if shift else None
-    if not isinstance(labels, Tensor) or labels.dtype.is_floating_point or labels.dim() < 1:
+    if not isinstance(labels, Tensor) or not _is_whole(labels) or labels.dim() < 1:
         raise ArgumentValueError(
             'labels: expected a batch with whole numbers as "labels", or (input_ids, labels), got '
             f"{validation.describe(batch if labels is None else labels)}."
         )
     return labels.long()
+
+
+def _is_whole(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _check_classes(classes: Tensor, count: int, ignore_index: int) -> None:
+    """Raise for labels that are no token of the head."""
+    if classes.numel() and not 0 <= (lowest := int(classes.min())) <= int(classes.max()) < count:
+        got = lowest if lowest < 0 else int(classes.max())
+        raise ArgumentValueError(
+            f"labels: expected tokens from 0 to {count - 1}, those of the head, or ignore_index = "
+            f"{ignore_index} for positions that do not count, got {got}."
+        )
 
 
 def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -505,7 +534,14 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
         given = any(name in batch for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         if callable(prepare) and not given and batch.get("labels") is not None:
             keywords["decoder_input_ids"] = prepare(labels=batch["labels"])
-        return (), keywords
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        return tuple(batch[:-1]), {}
-    return (batch,), {}
+        args: tuple[Any, ...] = ()
+    else:
+        several = isinstance(batch, tuple | list) and len(batch) > 1
+        args, keywords = tuple(batch[:-1]) if several else (batch,), {}
+    if not any(isinstance(x, Tensor) for x in pytree.leaves((args, keywords))):
+        raise ArgumentTypeError(
+            "batch: expected a mapping with the model's keyword arguments, (input_ids, labels), or a "
+            f"tensor of tokens, got {validation.describe(batch)}; make tensors, for instance by the "
+            'tokenizer\'s return_tensors="pt".'
+        )
+    return args, keywords

@@ -358,11 +358,17 @@ class TestRefused:
                 ),
                 "from 0 to 1",
             ),
+            (
+                lambda: hog.language_model_loss(
+                    Small(), head="head", shift=True, ignore_index=None
+                ),
+                "ignore_index: expected a whole number",
+            ),
         ],
-        ids=["shift", "no head", "name", "another head", "chunk size", "smoothing"],
+        ids=["shift", "no head", "name", "another head", "chunk size", "smoothing", "ignored"],
     )
     def test_arguments(self, make, words):
-        with pytest.raises(ArgumentValueError, match=words):
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=words):
             make()
 
     def test_a_head_that_is_not_linear(self):
@@ -399,15 +405,35 @@ class TestRefused:
             ({"input_ids": SHIFTED.clamp(min=0)}, None),
             ((SHIFTED.clamp(min=0), SHIFTED[:1]), "one for each position"),
             ((SHIFTED.clamp(min=0), SHIFTED.double()), "whole numbers"),
+            ((SHIFTED.clamp(min=0), SHIFTED > 0), "whole numbers"),
+            ((SHIFTED.clamp(min=0), 0 * SHIFTED + 99), "tokens from 0 to .* got 99"),
+            ((SHIFTED.clamp(min=0), 0 * SHIFTED - 5), "tokens from 0 to .* got -5"),
+            ((SHIFTED.clamp(min=0), SHIFTED.to("meta")), "labels: expected a tensor on cpu"),
+            (SHIFTED.clamp(min=0).to("meta"), "expected a tensor on cpu"),
+            (([[1, 2]], [[1, 2]]), "tensor of tokens"),
+            ("text", "tensor of tokens"),
+            ({}, "tensor of tokens"),
         ],
-        ids=["labels are the tokens", "other shape", "floating-point"],
+        ids=[
+            "labels are the tokens",
+            "other shape",
+            "floating-point",
+            "boolean",
+            "too large",
+            "negative",
+            "labels on another device",
+            "another device",
+            "lists",
+            "text",
+            "nothing",
+        ],
     )
     def test_labels(self, batch, words):
         _, _, chunked = small()
         if words is None:
             assert chunked({}, batch).isfinite()
             return
-        with pytest.raises(ArgumentValueError, match=words):
+        with pytest.raises((ArgumentValueError, ArgumentTypeError), match=words):
             chunked({}, batch)
 
     def test_masked_models_need_labels(self):

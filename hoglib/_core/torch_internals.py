@@ -27,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from hoglib.errors import UnsupportedError
+
 
 def transforms_active() -> bool:
     """Whether the caller runs inside a `torch.func` transform."""
@@ -83,6 +85,37 @@ def innermost_is_forward() -> bool:
 def forward_mode_active() -> bool:
     """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0
+
+
+_FORWARD_THREADS: dict[int, int] = {}  # thread -> how many entry points it is in
+_FORWARD_LOCK = threading.Lock()
+
+
+def forward_mode_elsewhere() -> bool:
+    """Whether another thread is in forward mode by an entry point of hoglib."""
+    return any(thread != threading.get_ident() for thread in [*_FORWARD_THREADS])
+
+
+@contextmanager
+def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
+    """Raises UnsupportedError if another thread is inside. torch keeps one level of forward mode for
+    all threads: the first that leaves it ends that of the others, whose tangents are lost."""
+    own = threading.get_ident()
+    with _FORWARD_LOCK:
+        # a backward on a GPU runs in a thread of its own, within the forward mode of the caller
+        if forward_mode_elsewhere() and torch._C._current_graph_task_id() == -1:
+            raise UnsupportedError(
+                f"{caller}: expected one thread at a time in forward mode, of which torch has one for "
+                "the whole process, got two; use the reverse mode, or a lock around the call."
+            )
+        _FORWARD_THREADS[own] = _FORWARD_THREADS.get(own, 0) + 1
+    try:
+        yield
+    finally:
+        with _FORWARD_LOCK:
+            _FORWARD_THREADS[own] -= 1
+            if not _FORWARD_THREADS[own]:
+                del _FORWARD_THREADS[own]
 
 
 @final

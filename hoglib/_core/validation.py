@@ -119,11 +119,16 @@ def positive(what: str, value: Any) -> float:
     return number
 
 
-def at_least(what: str, value: Any, minimum: int) -> int:
-    """Checks for an integer of at least `minimum`."""
+def whole(what: str, value: Any) -> int:
+    """Checks for an integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ArgumentTypeError(f"{what}: expected a whole number, got {describe(value)}.")
-    if value < minimum:
+    return int(value)
+
+
+def at_least(what: str, value: Any, minimum: int) -> int:
+    """Checks for an integer of at least `minimum`."""
+    if whole(what, value) < minimum:
         raise ArgumentValueError(
             f"{what}: expected a whole number of at least {minimum}, got {value}; "
             f"set {what} to {minimum} or more."

@@ -75,13 +75,16 @@ def _item(tensor: Tensor, index: Any) -> Tensor:
         x is None or x is ... or type(x) is int or isinstance(x, slice | Tensor) for x in parts
     ):
         return tensor[index]
-    tensor = tensor[tuple(slice(None) if isinstance(x, Tensor) else x for x in parts)]
+    whole = tensor = tensor[tuple(slice(None) if isinstance(x, Tensor) else x for x in parts)]
     kept = [x for x in parts if type(x) is not int]  # one dimension each, but for an ellipsis
     for i in reversed(range(len(kept))):
         if isinstance(kept[i], Tensor):
             dim = tensor.dim() - len(kept) + i if any(x is ... for x in kept[:i]) else i
             row = kept.pop(i).reshape(1)
             tensor = tensor[(slice(None),) * dim + (row,)].squeeze(dim)
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, OperationChecks) and tensor is not whole:
+        mode.note_copy(whole, tensor)
     return tensor
 
 
@@ -98,6 +101,8 @@ class OperationChecks(TorchDispatchMode):
         self._kept = {_storage_id(x) for x in given}
         self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
         self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
+        self._copies: list[tuple[int, int]] = []  # storages of tensors, and of copies for views
+        self._stale: set[int] = set()  # those that a view would have changed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,6 +118,9 @@ class OperationChecks(TorchDispatchMode):
             if isinstance(value, Tensor):
                 if not isinstance(value, FakeTensor) and value.grad_fn:
                     self.outer.append(value)
+                self.refuse_stale([value])
+                if self._copies and _writes(func, argument):
+                    self._write_copies(func, _storage_id(value))
                 if argument.alias_info is not None or _writes(func, argument):
                     if _writes(func, argument) and self._is_kept(value):
                         raise self._changes(func)
@@ -124,6 +132,36 @@ class OperationChecks(TorchDispatchMode):
                     self._views.append(one)
                     self._kept.add(_storage_id(one))
         return result
+
+    def note_copy(self, tensor: Tensor, copy: Tensor) -> None:
+        """Notes a tensor that stands for what would be a view: a write to either is not one to both."""
+        tensor, copy = torch_internals.unwrap(tensor), torch_internals.unwrap(copy)
+        self._views += [tensor, copy]
+        self._copies.append((_storage_id(tensor), _storage_id(copy)))
+
+    def refuse_stale(self, values: Sequence[Any]) -> None:
+        """Raises UnsupportedError if a view in the place of one of these copies would have changed."""
+        if self._stale and any(
+            _storage_id(torch_internals.unwrap(x)) in self._stale
+            for x in values
+            if isinstance(x, Tensor)
+        ):
+            raise UnsupportedError(
+                f"{self._what}: expected tensor[i], with i an integer tensor without dimensions, where "
+                "neither result nor tensor is changed in place, got one that is used after the other "
+                f"one changed{user_line()}: a graph has a copy there, and no view. Write `tensor[i] = "
+                "value`, and take tensor[i] again afterwards."
+            )
+
+    def _write_copies(self, func: Any, storage: int) -> None:
+        """Makes stale what a view would have changed with this storage."""
+        written, found = {storage}, {storage}
+        while found:  # copies of copies too
+            found = {x for pair in self._copies if written & {*pair} for x in pair} - written
+            written |= found
+        if written & self._kept:
+            raise self._changes(func)
+        self._stale |= written - {storage}
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation that depends on values in a way that a graph cannot record."""

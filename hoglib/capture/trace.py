@@ -76,8 +76,9 @@ def trace(
     values = Recorder(name, tensors)
 
     def run(*given: Tensor) -> list[Tensor]:
-        with OperationChecks(name, given, values):
+        with OperationChecks(name, given, values) as checks:
             leaves, out["structure"] = pytree.flatten(function(*given))
+            checks.refuse_stale(leaves)
         if any(x.grad is not None for x in given if x.is_leaf):  # by `torch.autograd.backward`
             raise backward_call_error(name, "")
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

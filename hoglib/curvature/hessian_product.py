@@ -97,7 +97,8 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         try:
-            output: Any = torch.func.jvp(gradient, tuple(at), tuple(vector))
+            with torch_internals.one_thread_in_forward_mode(options.caller):
+                output: Any = torch.func.jvp(gradient, tuple(at), tuple(vector))
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(options.caller, FORWARD, error) from error
         (_, value), (product, _) = output

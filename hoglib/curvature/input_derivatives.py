@@ -321,7 +321,10 @@ def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tup
             return tuple(_component(gradient, probe, points) for gradient in gradients)
 
         last = k == len(probes) - 1
-        with nullcontext() if last else fixed_random_numbers([x]), translate_errors(CALLER):
+        with (
+            nullcontext() if last else fixed_random_numbers([x]), translate_errors(CALLER),
+            torch_internals.one_thread_in_forward_mode(CALLER),
+        ):  # fmt: skip
             output: Any = torch.func.jvp(derivatives, (x,), (_tangent(x, probe, points),))
         total = total + torch.stack(output[1], 1)
     return value, total.reshape(value.shape)

@@ -81,7 +81,8 @@ def jvp(
         mode: "forward" runs func once with tangents, and needs a forward-mode rule for every operation.
             "reverse" differentiates J^T u by u, and needs a double backward instead. "auto" is
             "forward", or "reverse" in a second run of func where that is not possible: for a custom
-            Function without a jvp, or a checkpoint. Inside torch.func transforms it is "forward".
+            Function without a jvp, a checkpoint, or while another thread is in forward mode, of which
+            torch has one for the process. Inside torch.func transforms it is "forward".
         stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
             such derivatives, or wrong ones.
         compile: Capture value and derivative as a graph and compile it: True for inductor, "eager" to
@@ -192,7 +193,9 @@ def _value_and_tangent(
     """The value and the tangent in eager mode, in their structure."""
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
-    if torch_internals.forward_mode_active() and not inside:
+    elsewhere = torch_internals.forward_mode_elsewhere()
+    active = torch_internals.forward_mode_active()
+    if active and not (inside or elsewhere or torch_internals.forward_mode_elsewhere()):
         raise UnsupportedError(
             f"{CALLER}: expected to run outside of torch.autograd.forward_ad.dual_level, which cannot "
             f"be nested, got a call inside; use hoglib.{CALLER} or torch.func.jvp for the outer one."
@@ -234,10 +237,13 @@ def by_forward(run: _Function, leaves: Vector, vector: Vector) -> tuple[Vector, 
     # beneath the stand-ins, which functions of hoglib suspend only where they are the innermost mode
     stand_ins = ActiveStandIns()
     with (
+        torch_internals.one_thread_in_forward_mode(CALLER),
         without_stand_ins(), torch_internals.StopsTangents(_refuse_checkpoint), stand_ins.resume(),
         torch_internals.watching_functions(_refuse_own_jvp),
     ):  # fmt: skip
-        output: Any = torch.func.jvp(checked, tuple(leaves), tuple(vector))
+        # copies, because an operation in place changes both
+        primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))
+        output: Any = torch.func.jvp(checked, tuple(primals), tuple(tangents))
     values, tangents = output
     return list(values), list(tangents), structure
 

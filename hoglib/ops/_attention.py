@@ -12,11 +12,6 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops._philox import draw_keys
 
-# The scores of one head, L S, above which attention runs by blocks: measured with
-# `python -m experiments.benchmarks.attention`. Below, the formula is faster.
-CROSSOVER = {"cpu": 2**18}
-OTHER_CROSSOVER = 2**20
-
 
 def scaled_dot_product_attention(
     query: Tensor,
@@ -44,8 +39,8 @@ def scaled_dot_product_attention(
         query: Q, a real floating-point tensor.
         key: K, of the dtype of query.
         value: V, of the dtype of query.
-        attn_mask: A boolean mask, True for what takes part; or B itself, by which it is differentiable
-            too. Default: none.
+        attn_mask: A boolean mask, True for what takes part; or B itself, in float32 or the dtype of
+            query, by which it is differentiable too. Default: none.
         dropout_p: The probability of dropout, whose random numbers follow from torch's generator:
             :func:`attention_dropout_mask` gives them. They are not those that torch would draw.
             Default: 0.
@@ -56,9 +51,10 @@ def scaled_dot_product_attention(
     Returns:
         Y, of the dtype of query, or of autocast.
     Raises:
-        TypeError: for tensors of different dtypes, or that are not real and floating-point.
-        ValueError: for a mask together with is_causal, numbers of heads that do not divide, or a
-            dropout_p that is no probability.
+        TypeError: for tensors of different dtypes, or that are not dense, real and floating-point, and
+            for a mask of another dtype.
+        ValueError: for shapes or devices that do not belong together, a mask together with is_causal,
+            numbers of heads that do not divide, or a dropout_p that is no probability.
     Shape:
         - query: [..., L, E]
         - key: [..., S, E]
@@ -74,27 +70,29 @@ def scaled_dot_product_attention(
         >>> f(q), hog.hvp(lambda q: f(q).sum(), q, torch.ones(1, 1))[1]
         (tensor([[0.7311]]), tensor([[-0.0909]]))
     """
-    validation.real("query", query)
-    if attn_mask is not None and is_causal:
-        raise ArgumentValueError(
-            "attn_mask: expected None with is_causal=True, got a mask; combine both in one mask."
-        )
-    _check_probability(dropout_p)
+    _check_options(attn_mask, dropout_p, is_causal, scale)
+    for name, x in ("query", query), ("key", key), ("value", value):
+        validation.real(name, x)
     if autocast_on(query.device.type):  # which casts what is not double
         lower = torch.get_autocast_dtype(query.device.type)
         query, key, value = (
             x if x.dtype == torch.float64 else x.to(lower) for x in (query, key, value)
         )
+        if attn_mask is not None and is_half(attn_mask):
+            attn_mask = attn_mask.float()
     if not query.dtype == key.dtype == value.dtype:
         raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
+    _check_shapes(query, key, value, attn_mask, enable_gqa)
+    if attn_mask is not None:
+        _check_mask_dtype(attn_mask, query)
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     short = _is_short(query, key, value)
     if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()
-    query = query * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    query = query * (1.0 / math.sqrt(query.shape[-1] or 1) if scale is None else scale)
     if short:
         result = _by_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     else:
@@ -131,7 +129,7 @@ def attention_dropout_mask(
     Returns:
         A boolean tensor.
     Raises:
-        ValueError: for a dropout_p that is no probability.
+        ValueError: for shapes that do not belong together, or a dropout_p that is no probability.
     Shape:
         - query, key, value: as for the attention
         - mask: [..., L, S], with the heads of query
@@ -143,7 +141,10 @@ def attention_dropout_mask(
         >>> mask.shape, abs(mask.float().mean().item() - 0.75) < 0.01
         (torch.Size([1000, 1000]), True)
     """
-    _check_probability(dropout_p)
+    _check_options(attn_mask, dropout_p)
+    for name, x in ("query", query), ("key", key), ("value", value):
+        validation.real(name, x)
+    _check_shapes(query, key, value, attn_mask, enable_gqa)
     if _is_short(query, key, value):
         own = _repeat_heads(key, query) if enable_gqa else key
         ones = torch.ones_like((query @ own.mT).detach(), dtype=torch.float32)
@@ -161,15 +162,82 @@ def attention_dropout_mask(
     return form.result(kept.unflatten(1, (heads, length)))
 
 
-def _check_probability(dropout_p: float) -> None:
-    if not 0.0 <= dropout_p <= 1.0:
+def _check_options(
+    mask: Tensor | None, dropout_p: float, is_causal: bool = False, scale: float | None = None
+) -> None:
+    if mask is not None:
+        validation.tensor("attn_mask", mask)
+        if is_causal:
+            raise ArgumentValueError(
+                "attn_mask: expected None with is_causal=True, got a mask; combine both in one mask."
+            )
+    if not isinstance(is_causal, torch.SymBool):
+        validation.flag("is_causal", is_causal)
+    if not 0.0 <= validation.number("dropout_p", dropout_p) <= 1.0:
         raise ArgumentValueError(f"dropout_p: expected a number from 0 to 1, got {dropout_p!r}.")
+    if not (scale is None or isinstance(scale, torch.SymFloat)):
+        validation.tensor_or_number("scale", scale)
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
+) -> None:
+    """Raise for tensors that do not belong together: blocks and torch's kernels would not notice."""
+    named = {"query": query, "key": key, "value": value, "attn_mask": mask}
+    present = {name: x for name, x in named.items() if x is not None}
+    fewest = 3 if enable_gqa else 2
+    for name, x in present.items():
+        if x.layout is not torch.strided or x.is_nested:
+            raise ArgumentTypeError(
+                f"{name}: expected a dense tensor, got one that is "
+                f"{'nested' if x.is_nested else x.layout}; convert it, with a mask for what is added."
+            )
+        if x.device != query.device:
+            raise ArgumentValueError(
+                f"{name}: expected a tensor on {query.device}, where query is, got one on {x.device}; "
+                f"move it with `.to({str(query.device)!r})`."
+            )
+        if x.dim() < fewest and name != "attn_mask":
+            raise ArgumentValueError(
+                f"{name}: expected at least {fewest} dimensions, [{'heads, ' * enable_gqa}length, "
+                f"width], got {tuple(x.shape)}."
+            )
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
+        raise ArgumentValueError(
+            "query, key, value: expected [..., L, E], [..., S, E] and [..., S, Ev], got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+        )
+    lead, scores = query.shape[:-2], (query.shape[-2], key.shape[-2])
+    own = () if mask is None else mask.shape
+    fits = all(m in (1, n) for m, n in zip(own[::-1], scores[::-1], strict=False))
+    if not lead == key.shape[:-2] == value.shape[:-2] or len(own) > 2:
+        grouped = [(*x.shape[:-3], lead[-1]) if enable_gqa else x.shape[:-2] for x in (key, value)]
+        try:
+            torch.broadcast_shapes(lead, *grouped, own[:-2])
+        except RuntimeError:
+            fits = False
+    if not fits:
+        got = ", ".join(f"{name} {tuple(x.shape)}" for name, x in present.items())
+        raise ArgumentValueError(
+            "query, key, value, attn_mask: expected leading dimensions that broadcast, and a mask that "
+            f"broadcasts to [..., {scores[0]}, {scores[1]}], got {got}."
+        )
+
+
+def _check_mask_dtype(mask: Tensor, query: Tensor) -> None:
+    """Raise for what torch refuses: an integer mask would be added to the scores."""
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        advice = f".to({query.dtype})" if mask.is_floating_point() else ".bool()"
+        raise ArgumentTypeError(
+            "attn_mask: expected a boolean mask, True for what takes part, or numbers in torch.float32 "
+            f"or the dtype of query, {query.dtype}, got {mask.dtype}; pass `attn_mask{advice}`."
+        )
 
 
 def _is_short(query: Tensor, key: Tensor, value: Tensor) -> bool:
     scores = query.shape[-2] * key.shape[-2]
     empty = not all(x.numel() for x in (query, key, value))
-    return empty or scores <= CROSSOVER.get(query.device.type, OTHER_CROSSOVER)
+    return empty or scores <= blocks.sizes(query).formula
 
 
 def _by_formula(
@@ -203,7 +271,9 @@ class _Form(NamedTuple):
     ) -> "_Form":  # fmt: skip
         if enable_gqa and key.shape[-3] != value.shape[-3]:
             key, value, enable_gqa = _repeat_heads(key, query), _repeat_heads(value, query), False
-        mask = None if mask is None else mask[(None,) * (3 - mask.dim())]
+        if mask is not None:
+            mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+            mask = mask[(None,) * (3 - mask.dim())]
         if enable_gqa:
             heads = key.shape[-3], _group(key, query)
             query = query.unflatten(-3, heads)

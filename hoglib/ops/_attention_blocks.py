@@ -39,10 +39,19 @@ from hoglib.errors import UnsupportedError
 from hoglib.ops._function import Saved, apply_function, batch_to_front, make_function, sum_terms
 from hoglib.ops._philox import WORDS, random_words
 
-# The scores in a block. On a processor a block stays in its cache; a GPU wants many at once.
-BLOCK_ELEMENTS = {"cpu": 2**17}
-OTHER_BLOCK_ELEMENTS = 2**24
-FEWEST_ROWS = 16
+
+class Sizes(NamedTuple):
+    """What decides how attention runs, in scores."""
+
+    formula: int  # L S of one head, up to which the formula runs, which is faster there
+    block: int  # in a block
+
+
+# Measured with `python -m experiments.benchmarks.attention`. On a processor a block stays in its cache;
+# a GPU, on which it was not measured, wants many scores at once.
+SIZES = {"cpu": Sizes(formula=2**18, block=2**17)}
+OTHER_SIZES = Sizes(formula=2**20, block=2**24)
+FEWEST_ROWS = 16  # of a block
 FUSED_MASK_ELEMENTS = 2**22  # of a mask that is written out for torch's fused kernel
 
 NAMES = "qkvm"  # Q, K, V and B
@@ -66,6 +75,11 @@ class Inputs(NamedTuple):
     v: Tensor
     mask: Tensor | None  # boolean, or B
     keys: Tensor | None  # of the random numbers of dropout, [N, 2]
+
+
+def sizes(x: Tensor) -> Sizes:
+    """The sizes on the device of a tensor."""
+    return SIZES.get(x.device.type, OTHER_SIZES)
 
 
 def attention(inputs: Inputs, plan: Plan) -> Tensor:
@@ -190,7 +204,7 @@ class _Place(NamedTuple):
 def _places(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_Place]]:
     """The blocks, those of the same heads together."""
     (count, heads, length, _), keys = inputs.q.shape, inputs.k.shape[1]
-    size = BLOCK_ELEMENTS.get(inputs.q.device.type, OTHER_BLOCK_ELEMENTS)
+    size = sizes(inputs.q).block
     rows = min(length, max(FEWEST_ROWS, size // (heads * keys)))
     step = max(1, size // (heads * rows * keys))
     if whole or torch.compiler.is_compiling():

@@ -34,6 +34,8 @@ _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictio
 Met = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
 # What to use instead of Functions that their users cannot change, by module.
 INSTEAD = {
+    "gpytorch.functions.": "Inside `gpytorch.settings.trace_mode(True)` the kernels of GPyTorch are "
+    "made of operations of torch, which have all derivatives.",
     "linear_operator.functions.": "GPyTorch estimates these derivatives by conjugate gradients; it "
     "takes the exact ones by a Cholesky factor inside `gpytorch.settings.fast_computations(False, "
     "False, False)`, or up to `gpytorch.settings.max_cholesky_size` points.",
@@ -216,7 +218,7 @@ def _tell(
         text += f" {instead}" * function.__module__.startswith(module)
     if action == "raise":
         raise VerificationError(text)
-    if nothing_left and verdict.status == "wrong" and verdict.order == 2:
+    if nothing_left and verdict.second:
         raise NoSecondDerivative(
             f"{text} Nothing of the second derivative is left in this loss: the gradient that would be "
             f"differentiated has no graph. `hvp(mode='finite-differences')` needs none."

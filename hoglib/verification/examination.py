@@ -48,13 +48,15 @@ class Verdict(NamedTuple):
 
     status: "right", "wrong", "not examined" (in full), or "unknown" (it raises, which the entry point
     does too, or the point was none of the user's). order: that of the derivative that is wrong, or may
-    be. left: how many examinations may follow, at other values, because these were no good.
+    be. left: how many examinations may follow, at other values, because these were no good. second:
+    whether the second derivative is wrong, beside the first one or alone.
     """
 
     status: str
     text: str = ""
     order: int = 1
     left: int = 0
+    second: bool = False
 
     @property
     def is_told(self) -> bool:
@@ -209,7 +211,7 @@ def _compared(
         causes = [row.text for row in found][:2] or [wrong[0].text]
         advice = f"`hoglib.verify({name}, inputs)` shows all checks."
         text = f"the second derivative of {name} is wrong. {' '.join(causes)} {advice}"
-        return Verdict("wrong", text, order=1 if wrong_first else 2)
+        return Verdict("wrong", text, order=1 if wrong_first else 2, second=True)
     if wrong_first and not _stops_gradient(subject):
         text = f"the first derivative of {name} is wrong: {wrong_first[0].text}"
         return Verdict("wrong", text)

@@ -114,6 +114,57 @@ def under_grad(x):
     return torch.func.grad(lambda x: (x * x.max().item()).sum())(x)  # here
 
 
+INDEX = torch.tensor(1)
+
+
+def writing_to_a_selected_row(x):
+    y = x.clone()
+    y[INDEX].add_(1)
+    return 2 * y  # here
+
+
+def writing_below_a_selected_row(x):
+    y = x.clone()
+    row = y[INDEX]
+    y.add_(1)
+    return 2 * row  # here
+
+
+def writing_below_a_returned_row(x):
+    y = x.clone()
+    row = y[INDEX][INDEX - 1]
+    y.add_(1)
+    return row
+
+
+STALE = [writing_to_a_selected_row, writing_below_a_selected_row, writing_below_a_returned_row]
+
+
+@pytest.mark.parametrize("f", STALE)
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, lambda f: torch.func.grad(lambda x: f(x).sum())]
+)
+def test_a_copy_for_a_view_is_refused_once_a_write_would_tell_them_apart(f, transform):
+    with pytest.raises(
+        hog.errors.UnsupportedError, match=r"expected tensor\[i\], with i an integer tensor"
+    ):
+        hog.compile(transform(f), backend="eager")(torch.ones(3, 3))
+
+
+def test_a_copy_for_a_view_may_change_by_itself():
+    def f(x, i):
+        y = x * 2
+        row = y[i]
+        row.add_(1)
+        return row, row.square().sum() * x[i]
+
+    x = torch.arange(9.0).reshape(3, 3)
+    graph = hog.compile(f, backend="eager")
+    for i in (0, 2):
+        torch.testing.assert_close(graph(x, torch.tensor(i)), f(x, torch.tensor(i)))
+    assert len(graph.signatures) == 1
+
+
 READS = [
     by_if, by_while, by_item, by_float, by_int, by_tolist, by_numpy, by_asarray, by_formatting, by_dlpack, by_storage, by_comparison, by_membership,
     by_a_parameters_value, by_a_custom_function, by_nonzero, by_index, by_unique, under_grad,
@@ -158,8 +209,13 @@ def by_a_foreach(x):
     return x * BUFFER
 
 
+def of_what_an_integer_tensor_selects(x):
+    x[INDEX].add_(1)  # here
+    return x
+
+
 CHANGES = [
-    of_an_argument, of_an_item, of_a_view, of_a_parameter, of_a_view_of_a_buffer, of_statistics,
+    of_an_argument, of_what_an_integer_tensor_selects, of_an_item, of_a_view, of_a_parameter, of_a_view_of_a_buffer, of_statistics,
     by_out, by_a_foreach,
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """jvp against differences, closed forms and torch.func.jvp: value, tangent, and the tangent's gradient."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -306,3 +307,49 @@ def test_a_meanflow_step_compiles_as_one_loss():
     target = (V - 0.3 * truth(u)[1]).detach()
     expected = torch.autograd.grad((u(X) - target).square().mean(), [*u.parameters()])
     assert relative(plain, expected) < 1e-7
+
+
+def in_a_thread(call):
+    """What a call returns, or raises, in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(call)
+        return future.exception() or future.result()
+
+
+def test_another_thread_in_forward_mode():
+    """torch has one level of forward mode for all threads: the first that leaves it ends the others'."""
+    x, v = torch.linspace(-1, 1, 5, dtype=F64), torch.ones(5, dtype=F64)
+    cube = lambda p: p**3  # noqa: E731
+    loss = lambda p: cube(p).sum()  # noqa: E731
+    composite = hog.functional_loss(torch.nn.Linear(5, 1).double(), torch.nn.functional.mse_loss)
+    params = hog.trainable_params(composite.model)
+    batch = x[None], x[None, :1]
+    found = {}
+
+    def outer(p):
+        found["jvp"] = in_a_thread(lambda: hog.jvp(cube, x, v)[1])
+        found["forward jvp"] = in_a_thread(lambda: hog.jvp(cube, x, v, mode="forward"))
+        found["hvp"] = in_a_thread(lambda: hog.hvp(loss, x, v, mode="forward-over-reverse"))
+        found["reverse hvp"] = in_a_thread(lambda: hog.hvp(loss, x, v)[1])
+        found["ggn_vp"] = in_a_thread(
+            lambda: hog.ggn_vp(composite, params, params, batch, mode="forward")
+        )
+        return cube(p)
+
+    assert_close(hog.jvp(outer, x, v)[1], 3 * x**2)
+    assert_close(found["jvp"], 3 * x**2)
+    assert_close(found["reverse hvp"], 6 * x)
+    for name in ("forward jvp", "hvp", "ggn_vp"):
+        assert isinstance(found[name], UnsupportedError), name
+        assert "one thread at a time in forward mode" in str(found[name])
+    assert_close(
+        in_a_thread(lambda: hog.jvp(cube, x, v, mode="forward")[1]), 3 * x**2
+    )  # it is free
+
+
+def test_a_function_that_works_in_place_changes_neither_primals_nor_tangents():
+    x, v = torch.linspace(-1, 1, 5, dtype=F64), torch.ones(5, dtype=F64)
+    before = x.clone()
+    assert_close(hog.jvp(lambda p: p.mul_(3).relu_(), x, v)[1], 3 * (x > 0).to(F64))
+    assert torch.equal(x, before)
+    assert torch.equal(v, torch.ones_like(v))

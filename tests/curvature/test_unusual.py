@@ -162,6 +162,16 @@ def test_parameters_used_from_elsewhere_raise():
             call()
 
 
+@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+def test_with_create_graph_the_same_tensors_from_elsewhere_are_arguments_held_fixed(mode):
+    """f(q; p) = sum q^2 p^2 at q = p: H v = 2 p^2 v, whose derivative by p is 4 p v."""
+    p, v = torch.tensor([2.0, -3.0], requires_grad=True), torch.tensor([5.0, 7.0])
+    value, product = hog.hvp(lambda q: (q**2 * p**2).sum(), p, v, mode=mode, create_graph=True)
+    assert torch.allclose(product, 2 * p**2 * v)
+    by_both = torch.autograd.grad([value, product.sum()], p)[0]
+    assert torch.allclose(by_both, 4 * p**3 + 4 * p * v)
+
+
 def test_a_criterion_may_use_the_models_parameters():
     model = net()
     decay = lambda o, y: F.cross_entropy(o, y) + sum(p.square().sum() for p in model.parameters())  # noqa: E731  # fmt: skip

@@ -3,12 +3,12 @@
 import pytest
 
 from experiments.benchmarks import attention
-from hoglib.ops import _attention
+from hoglib.ops import _attention_blocks
 
 
 @pytest.mark.parametrize("name", ["gradient", "HVP, reverse over reverse"])
 def test_a_row_has_a_time_and_a_peak_of_each_route(name, monkeypatch):
-    monkeypatch.setattr(_attention, "CROSSOVER", {"cpu": 0})
+    monkeypatch.setattr(_attention_blocks, "SIZES", {"cpu": _attention_blocks.Sizes(0, 2**17)})
     row = attention.row(name, 16, repeats=1)
     assert row.startswith(f"| {name} | 16 | ")
     assert row.count("of the time") == row.count("of the peak") == 2

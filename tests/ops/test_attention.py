@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
-from hoglib.ops import _attention, _attention_blocks, _philox
+from hoglib.ops import _attention_blocks, _philox
 from tests.language_models import language_model, padded_batch
 
 attention = hog.ops.scaled_dot_product_attention
@@ -19,8 +19,8 @@ F64 = torch.float64
 @pytest.fixture
 def blocks(monkeypatch):
     """All lengths run by blocks, of which small tensors have several."""
-    monkeypatch.setattr(_attention, "CROSSOVER", {"cpu": 0})
-    monkeypatch.setattr(_attention_blocks, "BLOCK_ELEMENTS", {"cpu": 24})
+    small = _attention_blocks.Sizes(formula=0, block=24)
+    monkeypatch.setattr(_attention_blocks, "SIZES", {"cpu": small})
     monkeypatch.setattr(_attention_blocks, "FEWEST_ROWS", 2)
     monkeypatch.setattr(_attention_blocks, "FUSED_MASK_ELEMENTS", 40)
 
@@ -135,6 +135,20 @@ def test_half_precision_is_rounded_once(dtype):
 
 
 @either_route
+@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_in_half_precision_are_summed_in_float32(dtype, mode):
+    """Sums over 500 keys: in half precision they would be off by many units in the last place."""
+    x, v = ([draw(2, n, 4, seed=s + n).to(dtype) for n in (3, 500, 500)] for s in (0, 1))
+    loss = lambda x: attention(x[0], x[1], x[2] + 1).double().square().sum()  # noqa: E731
+    ours = hog.hvp(loss, x, v, mode=mode)[1]
+    right = hog.hvp(loss, [y.double() for y in x], [y.double() for y in v])[1]
+    for a, b in zip(ours, right, strict=True):
+        assert a.dtype == dtype
+        assert (a.double() - b).norm() < torch.finfo(dtype).eps * b.norm()
+
+
+@either_route
 def test_autocast_gives_torchs_dtype():
     inputs = qkv(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -149,6 +163,45 @@ def test_autocast_takes_several_dtypes():
         right = F.scaled_dot_product_attention(q.bfloat16(), k, v)
     assert ours.dtype == right.dtype
     torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+
+
+# fmt: off
+MASK_DTYPES = [  # of query, mask and autocast
+    (torch.float64, torch.float32, None), (torch.bfloat16, torch.float32, None), (torch.float16, torch.float32, None),
+    (torch.float32, torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float16), (torch.float64, torch.float64, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16, None), (torch.float16, torch.float16, None),
+    (torch.float32, torch.float64, None), (torch.float32, torch.float16, None), (torch.bfloat16, torch.float64, None),
+    (torch.bfloat16, torch.float64, torch.bfloat16), (torch.float32, torch.int64, None),
+]
+# fmt: on
+
+
+@either_route
+@pytest.mark.parametrize("dtypes", MASK_DTYPES, ids=lambda x: " ".join(map(str, x)))
+def test_a_mask_of_another_dtype_is_taken_where_torch_takes_it(dtypes):
+    dtype, of_mask, lower = dtypes
+    q, k, _ = qkv(dtype)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, k.flip(-1)))  # as wide: the fused kernel
+    mask = draw(5, 6).to(of_mask)
+    mask.requires_grad_(of_mask.is_floating_point)
+
+    def run(function):
+        with torch.autocast("cpu", lower, enabled=lower is not None):
+            y = function(q, k, v, attn_mask=mask)
+        return y, torch.autograd.grad(y.float().square().sum(), [q, k, v, mask])
+
+    try:
+        right = run(F.scaled_dot_product_attention)
+    except RuntimeError:
+        with pytest.raises(TypeError, match="attn_mask: expected a boolean mask"):
+            run(attention)
+        return
+    ours = run(attention)
+    assert ours[0].dtype == right[0].dtype
+    assert [g.dtype for g in ours[1]] == [g.dtype for g in right[1]]
+    eps = 1e-10 if dtype == F64 else 3e-2
+    torch.testing.assert_close(ours, right, rtol=eps, atol=eps)
 
 
 @either_route
@@ -189,6 +242,9 @@ def test_no_keys_and_no_queries():
     assert not attention(draw(2, 5, 8), draw(2, 0, 8), draw(2, 0, 3)).any()
     assert attention(draw(2, 0, 8), draw(2, 6, 8), draw(2, 6, 3)).shape == (2, 0, 3)
     assert attention(draw(0, 5, 8), draw(0, 6, 8), draw(0, 6, 3)).shape == (0, 5, 3)
+    v = draw(2, 6, 3)
+    y = attention(draw(2, 5, 0), draw(2, 6, 0), v)  # all scores are zero
+    torch.testing.assert_close(y, v.mean(1, keepdim=True).expand(2, 5, 3))
 
 
 @either_route
@@ -300,6 +356,15 @@ def test_blocks_are_the_formula_at_every_order(name):
         )
 
 
+@either_route
+def test_torch_checks_its_second_derivative():
+    inputs = [x[:1, :2, :3].clone().requires_grad_() for x in qkv()]
+    assert torch.autograd.gradgradcheck(
+        lambda *x: attention(*x, is_causal=True), inputs, check_fwd_over_rev=True,
+        check_rev_over_rev=True,
+    )  # fmt: skip
+
+
 @pytest.mark.usefixtures("blocks")
 def test_blocks_of_batched_cotangents():
     """torch.autograd.grad(is_grads_batched=True), whose vmap is not that of torch.func."""
@@ -356,25 +421,55 @@ def test_blocks_in_a_captured_graph(p):
         torch.testing.assert_close(hog.hvp(loss, x, x, mode=mode, compile="eager"), right)
 
 
+def unmodified(name):
+    """The loss of a model with attention, and a batch."""
+    if name == "ViT":
+        options = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}  # fmt: skip
+        model = language_model(
+            "ViTForImageClassification", image_size=8, patch_size=4, attn_implementation="sdpa", **options
+        )  # fmt: skip
+        batch = {"pixel_values": draw(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
+    elif name == "UNet2D":
+        diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+        blocks = {"down_block_types": ("AttnDownBlock2D",), "up_block_types": ("AttnUpBlock2D",)}
+        torch.manual_seed(0)
+        model = diffusers.UNet2DModel(
+            sample_size=4, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=2,
+            block_out_channels=(4,), attention_head_dim=2, **blocks,
+        ).double().eval()  # fmt: skip
+        noise = draw(2, 1, 4, 4)
+        loss = hog.functional_loss(
+            model,
+            lambda y, batch: F.mse_loss(y.sample, batch),
+            forward=lambda m, batch: m(batch, 3),
+        )
+        return loss, noise
+    else:
+        model = language_model(name, attn_implementation="sdpa")
+        batch = padded_batch()
+    return hog.functional_loss(model), batch
+
+
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize(
-    "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration"]
+    "name",
+    ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "ViT", "UNet2D"],
 )
 def test_unmodified_models(name, monkeypatch):
-    model = language_model(name, attn_implementation="sdpa")
-    loss, params = hog.functional_loss(model), hog.trainable_params(model)
+    loss, batch = unmodified(name)
+    params = hog.trainable_params(loss.model)
     torch.manual_seed(0)
     v = {key: torch.randn_like(x) for key, x in params.items()}
     called = []
     run = _attention_blocks.attention
     monkeypatch.setattr(_attention_blocks, "attention", lambda *x: called.append(x) or run(*x))
     found = [
-        hog.hvp(loss, params, v, padded_batch(), mode=mode)
+        hog.hvp(loss, params, v, batch, mode=mode)
         for mode in ("reverse-over-reverse", "forward-over-reverse")
     ]
     assert called
-    monkeypatch.setattr(_attention, "CROSSOVER", {"cpu": 2**40})
-    expected = hog.hvp(loss, params, v, padded_batch())
+    monkeypatch.setattr(_attention_blocks, "SIZES", {"cpu": _attention_blocks.Sizes(2**40, 24)})
+    expected = hog.hvp(loss, params, v, batch)
     for one in found:
         for key, right in expected[1].items():  # these models have parts in float32
             assert (one[1][key] - right).norm() < 1e-5 * right.norm() + 1e-9
@@ -410,10 +505,25 @@ ERRORS = {
     "no probability": (lambda: attention(*qkv(), dropout_p=1.5), ValueError, "from 0 to 1"),
     "complex": (lambda: attention(*(x.cfloat() for x in qkv())), TypeError, "real"),
     "heads that do not divide": (lambda: attention(*qkv(keys=3), enable_gqa=True), ValueError, "multiple"),
+    "no tensor": (lambda: attention(qkv()[0], None, qkv()[2]), TypeError, "key: expected a torch.Tensor"),
+    "another order": (lambda: attention(qkv()[1], qkv()[0], qkv()[2]), ValueError, r"expected \[..., L, E\]"),
+    "fewer values than keys": (lambda: attention(*qkv()[:2], qkv()[2][:, :, :4]), ValueError, r"\[..., S, Ev\]"),
+    "one dimension": (lambda: attention(*(x[0, 0, 0] for x in qkv())), ValueError, "at least 2 dimensions"),
+    "grouped without heads": (lambda: attention(*(x[0, 0] for x in qkv()), enable_gqa=True), ValueError, "at least 3"),
+    "heads that do not broadcast": (lambda: attention(*qkv(keys=3)), ValueError, "leading dimensions"),
+    "a mask of another shape": (lambda: attention(*qkv(), attn_mask=SEEN[:4]), ValueError, r"broadcasts to \[..., 5, 6\]"),
+    "a list as a mask": (lambda: attention(*qkv(), attn_mask=[[True]]), TypeError, "attn_mask: expected a torch.Tensor"),
+    "a mask on another device": (lambda: attention(*qkv(), attn_mask=SEEN.to("meta")), ValueError, "attn_mask: expected a tensor on cpu"),
+    "keys on another device": (lambda: attention(qkv()[0], qkv()[1].to("meta"), qkv()[2]), ValueError, "key: expected a tensor on cpu"),
+    "no number": (lambda: attention(*qkv(), dropout_p="0.1"), TypeError, "dropout_p: expected a real"),
+    "no flag": (lambda: attention(*qkv(), is_causal="no"), TypeError, "is_causal: expected True or False"),
+    "no scale": (lambda: attention(*qkv(), scale="1"), TypeError, "scale: expected"),
+    "sparse": (lambda: attention(qkv()[0].to_sparse(), *qkv()[1:]), TypeError, "query: expected a dense tensor"),
 }
 # fmt: on
 
 
+@either_route
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors(name):
     call, kind, message = ERRORS[name]

@@ -320,9 +320,14 @@ def test_on_wrong():
         pass
 
 
-def test_a_second_derivative_of_which_nothing_is_left_raises():
+@pytest.mark.parametrize("error", [0.0, 1e-2])  # of the gradient, as of a differential equation
+def test_a_second_derivative_of_which_nothing_is_left_raises(error):
     class Adjoint(Detached):
         __module__ = "torchdiffeq._impl.adjoint"
+
+        @staticmethod
+        def backward(ctx, g):
+            return (1 + error) * Detached.backward(ctx, g)
 
     def loss(p, batch=None):
         return Adjoint.apply(p).sum()
@@ -343,6 +348,14 @@ def test_a_second_derivative_of_which_nothing_is_left_raises():
     with pytest.warns(UserWarning, match=r"Adjoint is wrong.*Use `torchdiffeq.odeint`"):
         hog.hvp(lambda p: loss(p) + p.pow(4).sum(), X, X)  # a part is there
     assert told(lambda f: hog.hvp(lambda p: p.sum(), X, X), None) == []
+
+
+def test_a_kernel_of_gpytorch_is_told_with_the_setting_that_avoids_it():
+    class Covariance(Detached):
+        __module__ = "gpytorch.functions.rbf_covariance"
+
+    with pytest.warns(UserWarning, match=r"Covariance is wrong.*trace_mode\(True\)"):
+        hog.hvp(lambda p: Covariance.apply(p).sum() + p.pow(4).sum(), X, X)
 
 
 def test_what_does_not_enter_the_derivative_is_not_told():
