@@ -5,6 +5,8 @@ from hoglib.curvature.density import spectral_density
 from hoglib.curvature.eigenvalues import eigsh
 from hoglib.curvature.input_derivatives import laplacian
 from hoglib.curvature.jacobian_product import jvp
+from hoglib.curvature.kfac_operator import KFACError, KFACOperator
+from hoglib.curvature.kronecker import KroneckerMatrix
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
 from hoglib.curvature.newton import NewtonCG, NewtonStep
@@ -22,6 +24,9 @@ __all__ = [
     "FisherOperator",
     "GGNOperator",
     "HessianOperator",
+    "KFACError",
+    "KFACOperator",
+    "KroneckerMatrix",
     "LinearOperator",
     "NewtonCG",
     "NewtonStep",
