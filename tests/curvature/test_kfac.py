@@ -105,7 +105,7 @@ MODELS = {
     "conv2d, groups, dilation": (lambda: Flat(nn.Conv2d(2, 4, 2, groups=2, dilation=2), nn.Tanh(), nn.Conv2d(4, 3, (2, 1), bias=False)), draw(9, 2, 5, 4), [linear("layers.0", groups=2), linear("layers.2", bias=False)]),
     "conv2d, same, circular": (lambda: Flat(nn.Conv2d(2, 2, (2, 3), padding="same"), nn.Tanh(), nn.Conv2d(2, 3, 2, padding=1, padding_mode="circular")), draw(14, 2, 3, 3), [linear("layers.0"), linear("layers.2")]),
     "depthwise conv2d": (lambda: Flat(nn.Conv2d(3, 3, 2, groups=3)), draw(6, 3, 3, 3), [linear("layers.0", groups=3)]),
-    "conv3d": (lambda: Flat(nn.Conv3d(1, 3, 2, padding=(0, 1, 0)), nn.Tanh()), draw(10, 1, 3, 2, 3), [linear("layers.0")]),
+    "conv3d": (lambda: Flat(nn.Conv3d(1, 3, 2), nn.Tanh()), draw(10, 1, 3, 2, 3), [linear("layers.0")]),
     "an embedding": (Words, torch.tensor([[1, 1, 2], [0, 4, 3], [3, 3, 3], [2, 1, 0]]), [linear("words", bias=False), linear("head")]),
     "GPT-2's linear layer": (lambda: Flat(Conv1D(4, 3), nn.Tanh(), Conv1D(5, 4), nn.Flatten(1), nn.Unflatten(1, (3, 5))), draw(4, 3, 3), [linear("layers.0"), linear("layers.2")]),
     "LoRA": (Adapted, draw(5, 3), [linear("A", bias=False), linear("B", bias=False)]),
