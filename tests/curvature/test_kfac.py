@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from tests.curvature import kfac_of_curvlinops
 from tests.curvature.kronecker_by_definition import dense_kfac
 from tests.curvature.problems import draw
 
@@ -490,3 +492,43 @@ def test_half_precision_and_no_examples():
         hog.KFACOperator(loss, params, (batch[0] * torch.nan, batch[1])).to_dense()
     with pytest.raises(hog.errors.ArgumentTypeError, match="dict of tensors"):
         hog.KFACOperator(loss, list(params.values()), batch)
+
+
+STORED = json.loads(kfac_of_curvlinops.STORED.read_text())
+
+
+def stored(name):
+    """A matrix as curvlinops computed it."""
+    values = torch.tensor(STORED[name], dtype=F64)
+    size = round(((8 * len(values) + 1) ** 0.5 - 1) / 2)
+    lower = torch.zeros(size, size, dtype=F64)
+    lower[tuple(torch.tril_indices(size, size))] = values
+    return lower + lower.tril(-1).T
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+@pytest.mark.parametrize("name", kfac_of_curvlinops.PROBLEMS)
+def test_the_entries_of_curvlinops(name, corrected):
+    for case in kfac_of_curvlinops.cases():
+        if case[0] != name or case[4] != corrected:
+            continue
+        _, kind, approximation, joint, _ = case
+        model, criterion, data = kfac_of_curvlinops.problem(name)
+        loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+        K = hog.KFACOperator(
+            loss, params, data, kind=kind, approximation=approximation, joint_bias=joint,
+            eigenvalue_corrected=corrected,
+        )  # fmt: skip
+        # theirs takes the gradients of the sum over the outputs of an example, ours that of the mean
+        factor = 2 if kind == "empirical" and name in ("MLP, mean square", "MLP, binary") else 1
+        expected = stored(kfac_of_curvlinops.key(case))
+        assert_close(factor * K.to_dense(), expected, atol=1e-9, rtol=1e-7, msg=lambda m: f"{case}: {m}")  # noqa: B023 # fmt: skip
+
+
+def test_the_inverses_of_curvlinops():
+    model, criterion, data = kfac_of_curvlinops.problem("positions")
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    K = hog.KFACOperator(loss, params, data)
+    for method in kfac_of_curvlinops.INVERSES:
+        inverse = K.inverse(kfac_of_curvlinops.DAMPING, method=method)
+        assert_close(inverse.to_dense(), stored(f"inverse, {method}"), atol=1e-7, rtol=1e-7)
