@@ -124,6 +124,16 @@ class Batches:
         return pieces if own is batch else [type(batch)(piece) for piece in pieces]
 
 
+def first_examples(batch: Any, count: int) -> Any:
+    """The first rows of each tensor with as many as the first one; None where there are no more."""
+    own = _as_dict(batch)
+    sizes = [len(x) for x in pytree.leaves(own) if isinstance(x, Tensor) and x.dim()]
+    if not sizes or sizes[0] <= count:
+        return None
+    piece = rows(own, sizes[0], 0, count)
+    return piece if own is batch else type(batch)(piece)
+
+
 def _as_dict(batch: Any) -> Any:
     """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
     unknown = isinstance(batch, Mapping) and not isinstance(batch, dict)

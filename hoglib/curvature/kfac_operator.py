@@ -1,7 +1,7 @@
 """Kronecker-factored approximations of the Gauss-Newton and Fisher matrices, over data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.data import BatchSize
+from hoglib.curvature.data import BatchSize, first_examples
 from hoglib.curvature.dataset_sum import DatasetOptions, DatasetSum
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
@@ -255,11 +255,23 @@ class KFACOperator(KroneckerOperator):
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
             if not self._checked:
-                run.check(self._corrected or options.approximation == "reduce")
+                self._check_layers(run, leaves, batch)
                 self._checked = True
             add(sums, run, share)
         self._sum.advance()
         return value
+
+    def _check_layers(self, run: ModelRun, leaves: Vector, batch: Any) -> None:
+        """Compare the layers with autograd: at two examples, where a batch can be split."""
+        needs_examples = self._corrected or self._factors.approximation == "reduce"
+        small = first_examples(batch, 2)
+        if small is not None:
+            # whatever two examples alone run into, the whole batch decides
+            with suppress(Exception):
+                few = ModelRun(self._loss, self.space, leaves, small, run.options)
+                few.check(needs_examples)
+                return
+        run.check(needs_examples)
 
     def _add_factors(self, sums: FactorSums, run: ModelRun, share: float) -> None:
         mean = self._dataset_options.reduction == "mean"

@@ -262,6 +262,21 @@ def _inputs(layer: Layer, call: LayerCall, dtype: torch.dtype) -> Tensor:
     return torch.cat([a, a.new_ones(groups, a.shape[1], 1)], -1)
 
 
+def _mean_inputs(layer: Layer, run: ModelRun) -> Tensor:
+    """a_n, the mean over the rows of an example of all calls, [groups, examples, into]."""
+    groups, out, _ = layer.layout.sizes
+    ones = torch.ones(groups, run.examples, 1, dtype=run.dtype, device=run.device)
+    if layer.layout.weight is None:
+        return ones
+    rows = [call.shape.numel() // (groups * out) for call in layer.calls]
+    weighted = [
+        count / sum(rows) * call.mean_inputs(run.examples).to(run.dtype)
+        for count, call in zip(rows, layer.calls, strict=True)
+    ]
+    mean = torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0]
+    return mean if layer.layout.bias is None else torch.cat([mean, ones], -1)
+
+
 def _outputs(layer: Layer, call: LayerCall, gradients: Gradients) -> Tensor:
     """g_r, [groups, rows, out]; of a block of a bias alone of one group."""
     g = gradients.of(call)
@@ -365,13 +380,13 @@ class FactorSums(BlockSums):
             ones = torch.full_like(seen, weight / max(len(at), 1), dtype=run.dtype)
             sums["A"][0].index_add_(0, seen, ones)
             return
-        rows = [_inputs(layer, call, run.dtype) for call in layer.calls]
         if expand:
+            rows = [_inputs(layer, call, run.dtype) for call in layer.calls]
             total = sum(a.shape[1] for a in rows)
             for a in rows:
                 sums["A"].baddbmm_(a.mT, a, alpha=weight / max(total, 1))
         else:
-            mean = _by_example(rows, run.examples).mean(-2)
+            mean = _mean_inputs(layer, run)
             sums["A"].baddbmm_(mean.mT, mean, alpha=weight / max(run.examples, 1))
 
     def _add_gradients(

@@ -53,23 +53,36 @@ class LayerCall:
     def __init__(
         self, role: Role, weight: Region | None, bias: Region | None, x: Tensor, output: Tensor,
         rows_of_inputs: Callable[[Tensor], Tensor], rows_of_outputs: Callable[[Tensor], Tensor],
+        mean_of_inputs: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.role, self.weight, self.bias = role, weight, bias
         self.edge: GradientEdge = get_gradient_edge(output)
         self.shape, self.device = output.shape, output.device
         self._x, self._version = x.detach(), x._version
-        self._rows_of_inputs = rows_of_inputs
+        self._rows_of_inputs, self._mean_of_inputs = rows_of_inputs, mean_of_inputs
         self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
 
     def inputs(self) -> Tensor:
         """a_r, [groups, rows, into]; of an embedding the indices [1, rows, 1]; of a normalization layer
         the normalized inputs [1, rows, into]."""
+        self._check_unchanged()
+        return self._rows_of_inputs(self._x)
+
+    def mean_inputs(self, examples: int) -> Tensor:
+        """The mean of a_r over the rows of each example, [groups, examples, into]."""
+        self._check_unchanged()
+        if self._mean_of_inputs is None:
+            a = self._rows_of_inputs(self._x)
+        else:
+            a = self._mean_of_inputs(self._x)
+        return a if a.shape[1] == examples else a.unflatten(1, (examples, -1)).mean(2)
+
+    def _check_unchanged(self) -> None:
         if self._x._version != self._version:
             raise UnsupportedError(
                 f"model: expected the inputs of {self.role.name} to stay as they are, got an operation "
                 "that changes them in place afterwards; use one that makes a new tensor."
             )
-        return self._rows_of_inputs(self._x)
 
 
 @final
@@ -205,6 +218,15 @@ def _convolution(
         x = x.movedim(2, 2 + spatial)
         return x.reshape(groups, -1, weight.shape[1] * kernel.numel())
 
+    def mean_patch(x: Tensor) -> Tensor:
+        """By one small matrix for each dimension, which sums what an element of the kernel meets."""
+        x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
+        x = x.unflatten(1, (groups, -1))  # [N, groups, channels, sizes...]
+        for d in range(spatial):
+            met = _met(x.shape[3], kernel[d], stride[d], dilation[d], pads[d]).to(x)
+            x = torch.tensordot(x, met, dims=([3], [1]))  # the next dimension is third then
+        return x.movedim(1, 0).flatten(2)
+
     def rows(gradient: Tensor) -> Tensor:
         g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
         g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
@@ -213,7 +235,15 @@ def _convolution(
     into = weight.shape[1] * kernel.numel()
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
     places = recorder.region(weight), recorder.region(bias)
-    return LayerCall(role, *places, input, output, patches, rows)
+    return LayerCall(role, *places, input, output, patches, rows, mean_patch)
+
+
+def _met(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> Tensor:
+    """At which part of its positions an element of the kernel meets one of the input, [kernel, size]."""
+    count = (size + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
+    at = torch.arange(count) * stride - pads[0]
+    at = at + torch.arange(kernel).unsqueeze(1) * dilation  # [kernel, positions]
+    return (at.unsqueeze(-1) == torch.arange(size)).sum(1) / count
 
 
 def _each(value: Any, count: int) -> tuple[int, ...]:
