@@ -384,10 +384,10 @@ class FactorSums(BlockSums):
             rows = [_inputs(layer, call, run.dtype) for call in layer.calls]
             total = sum(a.shape[1] for a in rows)
             for a in rows:
-                sums["A"].baddbmm_(a.mT, a, alpha=weight / max(total, 1))
+                _add_square(sums["A"], a, weight / max(total, 1))
         else:
             mean = _mean_inputs(layer, run)
-            sums["A"].baddbmm_(mean.mT, mean, alpha=weight / max(run.examples, 1))
+            _add_square(sums["A"], mean, weight / max(run.examples, 1))
 
     def _add_gradients(
         self, layer: Layer, gradients: Gradients, sums: dict[str, Tensor], run: ModelRun,
@@ -396,15 +396,14 @@ class FactorSums(BlockSums):
         if layer.layout.role.matrix == "diagonal":
             rows = [_scaled_rows(layer, call, gradients) for call in layer.calls]
             each = _by_example(rows, run.examples).sum(-2)
-            sums["A"][0].addmm_(each.T, each, alpha=share)
+            _add_square(sums["A"], each.unsqueeze(0), share)
             return
         rows = [_outputs(layer, call, gradients) for call in layer.calls]
         if expand or _is_embedding(layer):
             for g in rows:
-                sums["G"].baddbmm_(g.mT, g, alpha=share)
+                _add_square(sums["G"], g, share)
         else:
-            g = _by_example(rows, run.examples).sum(-2)
-            sums["G"].baddbmm_(g.mT, g, alpha=share)
+            _add_square(sums["G"], _by_example(rows, run.examples).sum(-2), share)
 
     def blocks(self, divisor: float) -> list[KroneckerBlock]:
         """The blocks of sums over all of the data, whose shares sum to divisor."""
@@ -417,6 +416,14 @@ class FactorSums(BlockSums):
                 A = sums["A"] / sums["count"].clamp(min=torch.finfo(sums["A"].dtype).tiny)
                 found.append(KroneckerBlock(layout, A, sums["G"] / divisor))
         return sorted(found, key=lambda b: b.layout.weight or b.layout.bias or Region(0, 0, 0))
+
+
+def _add_square(total: Tensor, rows: Tensor, factor: float) -> None:
+    """total += factor rows^T rows, for each group."""
+    if len(total) == 1:  # faster than a batch of one
+        total[0].addmm_(rows[0].T, rows[0], alpha=factor)
+    else:
+        total.baddbmm_(rows.mT, rows, alpha=factor)
 
 
 def _shapes(layout: BlockLayout) -> dict[str, tuple[int, ...]]:
