@@ -96,7 +96,8 @@ class KFACOperator(KroneckerOperator):
         params: Where the matrix is taken: a dict of parameters of such layers.
         data: A batch, or a DataLoader or another re-iterable of batches, as of `hoglib.GGNOperator`.
         kind: What M is: "exact", the Hessian of the criterion (with a likelihood its Fisher matrix), by
-            a backward pass for each output of an example; "mc", num_samples draws; "empirical", the
+            a backward pass for each output of an example; "mc", num_samples draws from the likelihood,
+            or, of a criterion without a known one, random sums of the columns; "empirical", the
             gradients at the targets.
         approximation: "expand" or "reduce", as above. They differ for weights that are shared over
             positions.

@@ -239,7 +239,7 @@ def _convolution(
 
 
 def _met(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> Tensor:
-    """At which part of its positions an element of the kernel meets one of the input, [kernel, size]."""
+    """At which part of its positions an element of the kernel meets an input, [kernel, size]."""
     count = (size + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
     at = torch.arange(count) * stride - pads[0]
     at = at + torch.arange(kernel).unsqueeze(1) * dilation  # [kernel, positions]

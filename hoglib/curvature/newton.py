@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.operators import GGNOperator
 from hoglib.errors import (
     ArgumentTypeError,
@@ -24,6 +25,7 @@ FARTHEST = 1e8  # by which the damping may differ from the first, either way
 ENOUGH = 1e-2  # of the decrease that the slope predicts
 HALVINGS = 20
 OPTIONS = set(inspect.signature(GGNOperator).parameters) - {"loss", "params", "data"}
+KFAC_OPTIONS = OPTIONS & set(inspect.signature(KFACOperator).parameters)
 Tree = Any
 
 
@@ -77,6 +79,10 @@ class NewtonCG(torch.optim.Optimizer):
         stagnation_tol: End these where the quadratic model hardly falls any more; that of
             `hoglib.curvature.cg`.
         warm_start: The part of the last direction from which conjugate gradients start; 0 for none.
+        preconditioner: Of conjugate gradients: "kfac", the damped inverse of a
+            `hoglib.KFACOperator` of the step's batch, kind="mc"; or a function (G, damping) of the
+            matrix that returns one, as `hoglib.curvature.cg` takes it. Default: none.
+        preconditioner_every: Steps from one preconditioner to the next.
         **options: Of `hoglib.GGNOperator`, such as micro_batch, compile, processes and progress.
     Raises:
         NotPositiveDefiniteError: for a G that is not positive definite with the largest damping.
@@ -105,6 +111,8 @@ class NewtonCG(torch.optim.Optimizer):
         max_iter: int = 250,
         stagnation_tol: float = 5e-4,
         warm_start: float = 0.95,
+        preconditioner: str | Callable[[GGNOperator, float], Any] | None = None,
+        preconditioner_every: int = 1,
         **options: Any,
     ) -> None:
         unknown = sorted(set(options) - OPTIONS)
@@ -142,6 +150,14 @@ class NewtonCG(torch.optim.Optimizer):
             "stagnation_tol": validation.number("stagnation_tol", stagnation_tol, minimum=0),
             "warm_start": warm_start,
         }
+        if isinstance(preconditioner, str):
+            validation.one_of("preconditioner", preconditioner, ["kfac"])
+        elif preconditioner is not None:
+            validation.function("preconditioner", preconditioner)
+        self._preconditioner = preconditioner
+        self._every = validation.at_least("preconditioner_every", preconditioner_every, 1)
+        self._last: tuple[int, Any] | None = None  # the step of the last one, and that
+        self._steps = 0
         self.info: NewtonStep | None = None
         super().__init__(list(self._params.items()), defaults)
 
@@ -179,7 +195,16 @@ class NewtonCG(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: that of torch leaves out the attributes of subclasses."""
-        own = ("_loss", "_options", "_params", "info")
+        own = (
+            "_loss",
+            "_options",
+            "_params",
+            "info",
+            "_preconditioner",
+            "_every",
+            "_last",
+            "_steps",
+        )
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
     def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
@@ -212,7 +237,9 @@ class NewtonCG(torch.optim.Optimizer):
             self.info = NewtonStep(unmoved, unmoved, nan, group["damping"], 0, 0, 0, 0)
             return value
         model = G if curvature is None else self._matrix(curvature)
-        d, dGd, iterations = self._direction(model, g)
+        precondition = self._prepared(model, batch if curvature is None else curvature)
+        d, dGd, iterations = self._direction(model, g, precondition)
+        self._steps += 1
         slope = float(g @ d)
         damping, products = group["damping"], model.count
         after, ratio, length, values = self._search(G, float(value), d, slope, dGd)
@@ -231,7 +258,28 @@ class NewtonCG(torch.optim.Optimizer):
         """The Gauss-Newton matrix at a batch."""
         return GGNOperator(self._loss, self._params, batch, **self._options)
 
-    def _direction(self, G: GGNOperator, g: Tensor) -> tuple[Tensor, float, int]:
+    def _prepared(self, G: GGNOperator, batch: Any) -> Any:
+        """The preconditioner of this step: a new one, or one of the last steps."""
+        make = self._preconditioner
+        if make is None:
+            return None
+        if self._last is None or self._steps - self._last[0] >= self._every:
+            damping = self.param_groups[0]["damping"]
+            self._last = (
+                self._steps,
+                self._kfac(batch, damping) if make == "kfac" else make(G, damping),
+            )
+        return self._last[1]
+
+    def _kfac(self, batch: Any, damping: float) -> Any:
+        options = {name: self._options[name] for name in KFAC_OPTIONS & self._options.keys()}
+        seeded = torch.Generator(next(iter(self._params.values())).device).manual_seed(self._steps)
+        K = KFACOperator(
+            self._loss, self._params, batch, kind="mc", generator=seeded, **options
+        )  # fmt: skip
+        return K.inverse(damping)
+
+    def _direction(self, G: GGNOperator, g: Tensor, precondition: Any) -> tuple[Tensor, float, int]:
         """The direction d, d^T G d, and the iterations of conjugate gradients."""
         group = self.param_groups[0]
         start, iterations = self._start(G, g), 0
@@ -239,7 +287,8 @@ class NewtonCG(torch.optim.Optimizer):
             try:
                 d, info = G.solve(
                     -g, damping=group["damping"], max_iter=group["max_iter"], x0=start,
-                    stagnation_tol=group["stagnation_tol"], return_info=True,
+                    stagnation_tol=group["stagnation_tol"], preconditioner=precondition,
+                    return_info=True,
                 )  # fmt: skip
             except NotPositiveDefiniteError:
                 if not self._damp(10):

@@ -5,7 +5,8 @@ outputs holds a column of the square root of every block, so that one backward p
 vector J_n^T s_cn of every example at once.
 
     exact        columns of the square root of each block, as many as an example has outputs
-    mc           sqrt(w / S) times the score of each of S draws
+    mc           sqrt(w / S) times the score of each of S draws; without a likelihood S random sums of
+                 the columns
     empirical    sqrt(W) times the gradient of the loss of each example
 """
 
@@ -62,6 +63,13 @@ def columns(
             "criterion, forward=lambda model, batch: model(...).logits)`."
         )
     values = [y.detach() for y in outputs]
+    known = None
+    if metric.likelihood is None and metric.kind != "empirical":
+        with suppress(ArgumentValueError):  # no likelihood, or one with options: by its Hessian
+            known = metric.closed_form(composite, values)
+    if metric.kind == "mc" and metric.likelihood is None and known is None:
+        yield from _random_columns(metric, composite, values, options)
+        return
     if metric.kind != "exact":
         scores, weight, _ = metric.scores(composite, values, options)
         factor = sqrt(float(weight))
@@ -69,16 +77,12 @@ def columns(
             yield [factor * part[draw] for part in scores]
         return
     _check_rows(composite, values, options)
-    family = None
-    if metric.likelihood is None:
-        with suppress(ArgumentValueError):  # no likelihood, or one with options: by its Hessian
-            family = metric.closed_form(composite, values)
-    if family is None:
+    if known is None:
         yield from _dense_columns(metric, composite, values, options)
         return
-    classes = family[0].family is not None and family[0].family.classes
+    classes = known[0].family is not None and known[0].family.classes
     of_family = _class_columns if classes else _diagonal_columns
-    yield from of_family(*family, values[0], examples_of(composite, values))
+    yield from of_family(*known, values[0], examples_of(composite, values))
 
 
 def _check_rows(composite: CompositeLoss, values: Vector, options: ProductOptions) -> None:
@@ -130,6 +134,31 @@ def _class_columns(
             column[:, position] = -root[:, c : c + 1] * q
             column[:, position, c] += root[:, c]
             yield [column.reshape(p.shape).movedim(-1, axis).to(output.dtype)]
+
+
+def _random_columns(
+    metric: FisherMetric, composite: CompositeLoss, values: Vector, options: ProductOptions
+) -> Iterator[Vector]:
+    """Draws s_n = sum over c of e_nc s_nc / sqrt(S) with independent signs e, E[s s^T] = M / S.
+
+    For a criterion whose likelihood is not known, and which need not be one.
+    """
+    examples, draws = examples_of(composite, values), metric.num_samples
+    random = metric.random_numbers(values[0].device)
+    device = values[0].device if random is None else random.device
+    totals = [y.new_zeros((draws, *y.shape)) for y in values]
+    for column in _dense_columns(metric, composite, values, options):
+        bits = torch.randint(2, (draws, examples), generator=random, device=device)
+        signs = (2 * bits - 1).to(values[0].device) / sqrt(draws)
+        for total, part in zip(totals, column, strict=True):
+            each = signs.to(part.dtype)
+            if examples > 1 or part.shape[:1] == (1,):
+                each = each.reshape(draws, examples, *[1] * (part.dim() - 1))
+            else:
+                each = each.reshape(draws, *[1] * part.dim())
+            total += each * part
+    for draw in range(draws):
+        yield [total[draw] for total in totals]
 
 
 def _dense_columns(

@@ -100,6 +100,7 @@ def linear(name, *shared, bias=True, groups=1):
 # the eigenvectors are unique
 MODELS = {
     "layers": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), draw(6, 3), [linear("0"), linear("2")]),
+    "layers of hoglib": (lambda: nn.Sequential(hog.nn.Linear(3, 4), nn.Tanh(), hog.nn.Linear(4, 3)), draw(6, 3), [linear("0"), linear("2")]),
     "positions": (Sequence, draw(4, 5, 3), [linear("first"), linear("second")]),
     "a layer called twice": (Twice, draw(5, 3), [linear("layer"), linear("head")]),
     "tied weights": (Tied, draw(5, 3), [linear("first", "second", bias=False)]),
