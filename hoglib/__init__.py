@@ -18,8 +18,10 @@ from hoglib.curvature import (
     ggn_vp,
     hessian,
     hvp,
+    influence,
     jvp,
     laplacian,
+    per_example_gradients,
 )
 from hoglib.drawing import Graph, graph
 from hoglib.functional import functional_loss, trainable_params
@@ -53,6 +55,7 @@ __all__ = [
     "graph",
     "hessian",
     "hvp",
+    "influence",
     "jvp",
     "language_model_loss",
     "laplacian",
@@ -60,6 +63,7 @@ __all__ = [
     "nn",
     "ops",
     "penalties",
+    "per_example_gradients",
     "second_order",
     "testing",
     "trainable_params",

@@ -3,8 +3,11 @@
 from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.density import spectral_density
 from hoglib.curvature.eigenvalues import eigsh
+from hoglib.curvature.example_gradients import per_example_gradients
+from hoglib.curvature.influence_scores import influence
 from hoglib.curvature.input_derivatives import laplacian
 from hoglib.curvature.jacobian_product import jvp
+from hoglib.curvature.kfac import KFAC, KFACStep
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
 from hoglib.curvature.kronecker import KroneckerMatrix
 from hoglib.curvature.linear_operator import LinearOperator
@@ -21,11 +24,13 @@ from hoglib.curvature.traces import (
 )
 
 __all__ = [
+    "KFAC",
     "FisherOperator",
     "GGNOperator",
     "HessianOperator",
     "KFACError",
     "KFACOperator",
+    "KFACStep",
     "KroneckerMatrix",
     "LinearOperator",
     "NewtonCG",
@@ -42,8 +47,10 @@ __all__ = [
     "hutchinson_frobenius",
     "hutchinson_trace",
     "hvp",
+    "influence",
     "jvp",
     "laplacian",
+    "per_example_gradients",
     "spectral_density",
     "xtrace",
 ]

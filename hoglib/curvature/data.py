@@ -50,7 +50,7 @@ class Batches:
         micro_batch: int | None,
         processes: Processes,
     ) -> None:
-        self._one = one = _is_batch(data)
+        self._one = one = is_batch(data)
         self._processes = processes
         self.checksum = 0.0  # of the data that all processes were given
         self._data: Iterable[Any] = [data] if one else data
@@ -70,7 +70,7 @@ class Batches:
             if self._processes.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if self._one or takes(number):
-                moved = _to(batch, self._device)
+                moved = to_device(batch, self._device)
                 pieces = self._pieces(moved, index)
                 index += len(pieces)
                 shared = self._one and self._processes.splitting
@@ -178,7 +178,8 @@ def fingerprint(batch: Any) -> tuple[float, ...]:
     return tuple(torch.stack(numbers).tolist()) if numbers else ()
 
 
-def _is_batch(data: Any) -> bool:
+def is_batch(data: Any) -> bool:
+    """Whether data is one batch, and no re-iterable of batches; raises for what is neither."""
     if isinstance(data, Tensor | Mapping | tuple):
         return True
     if isinstance(data, list):
@@ -201,7 +202,8 @@ def _is_batch(data: Any) -> bool:
     return not isinstance(data, Iterable)
 
 
-def _to(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device."""
     tensors = [x for x in pytree.leaves(batch) if isinstance(x, Tensor)]
     if tensors:
         return pytree.map_tensors(lambda x: x.to(device), batch)

@@ -187,7 +187,7 @@ class KFACOperator(KroneckerOperator):
             metric, approximation, validation.flag("joint_bias", joint_bias), ProductOptions(name)
         )
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
-        self._checked = False  # whether the layers were compared with autograd
+        self.checked = False  # whether the layers were compared with autograd
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
 
@@ -255,9 +255,9 @@ class KFACOperator(KroneckerOperator):
             value = run.value()
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
-            if not self._checked:
+            if not self.checked:
                 self._check_layers(run, leaves, batch)
-                self._checked = True
+                self.checked = True
             add(sums, run, share)
         self._sum.advance()
         return value
@@ -325,14 +325,10 @@ class KFACOperator(KroneckerOperator):
             A dict for `load_state_dict`.
         """
         names = pytree.paths(self.space.params)
-
-        def place(region: Region | None) -> Any:
-            return None if region is None else (names[region.leaf], region.start, region.stop)
-
         blocks = [
             {
-                "role": tuple(block.layout.role), "weight": place(block.layout.weight),
-                "bias": place(block.layout.bias), "A": block.A, "G": block.G, "values": block.values,
+                **saved_layout(block.layout, names),
+                "A": block.A, "G": block.G, "values": block.values,
             }
             for block in self.blocks()
         ]  # fmt: skip
@@ -367,20 +363,11 @@ class KFACOperator(KroneckerOperator):
         dtype = torch.promote_types(self.dtype, torch.float32)
         blocks = []
         for one in state_dict["blocks"]:
-            places = [one["weight"], one["bias"]]
-            unknown = [place[0] for place in places if place is not None and place[0] not in names]
-            if unknown:
-                raise ArgumentValueError(
-                    f"state_dict: expected the parameters {validation.listing(names)}, got "
-                    f"{unknown[0]!r}; it is of other params."
-                )
-            regions = [None if p is None else Region(names.index(p[0]), p[1], p[2]) for p in places]
             tensors: Any = {
                 key: None if one[key] is None else one[key].to(self.device, dtype)
                 for key in ("A", "G", "values")
             }
-            layout = BlockLayout(Role(*one["role"]), *regions)
-            blocks.append(KroneckerBlock(layout, **tensors))
+            blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
         try:
             covered = sum(_mask(block.layout, self.space) for block in blocks)
         except (RuntimeError, IndexError):  # other shapes
@@ -395,6 +382,32 @@ class KFACOperator(KroneckerOperator):
     def __repr__(self) -> str:
         text = super().__repr__()
         return text if self._error is None else f"{text[:-1]}, {self._error})"
+
+
+def saved_layout(layout: BlockLayout, names: list[str]) -> dict[str, Any]:
+    """A layout in plain numbers and names, to be saved."""
+
+    def place(region: Region | None) -> Any:
+        return None if region is None else (names[region.leaf], region.start, region.stop)
+
+    return {
+        "role": tuple(layout.role),
+        "weight": place(layout.weight),
+        "bias": place(layout.bias),
+    }
+
+
+def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:
+    """The layout that was saved; raises ArgumentValueError for parameters of other names."""
+    regions: list[Region | None] = []
+    for place in (saved["weight"], saved["bias"]):
+        if place is not None and place[0] not in names:
+            raise ArgumentValueError(
+                f"state_dict: expected the parameters {validation.listing(names)}, got {place[0]!r}; "
+                "it is of other params."
+            )
+        regions.append(None if place is None else Region(names.index(place[0]), *place[1:]))
+    return BlockLayout(Role(*saved["role"]), *regions)
 
 
 def _mask(layout: BlockLayout, space: Space) -> Tensor:
