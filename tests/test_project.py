@@ -144,14 +144,13 @@ def test_public_names():
         "Tanh",
     ]
     assert hog.curvature.__all__ == [
+        "KFAC",
         "FisherOperator",
         "GGNOperator",
         "HessianOperator",
-        "KFAC",
         "KFACError",
         "KFACOperator",
         "KFACStep",
-        "KroneckerMatrix",
         "LinearOperator",
         "NewtonCG",
         "NewtonStep",

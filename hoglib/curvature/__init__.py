@@ -9,7 +9,6 @@ from hoglib.curvature.input_derivatives import laplacian
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac import KFAC, KFACStep
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
-from hoglib.curvature.kronecker import KroneckerMatrix
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
 from hoglib.curvature.newton import NewtonCG, NewtonStep
@@ -31,7 +30,6 @@ __all__ = [
     "KFACError",
     "KFACOperator",
     "KFACStep",
-    "KroneckerMatrix",
     "LinearOperator",
     "NewtonCG",
     "NewtonStep",

@@ -16,7 +16,13 @@ from hoglib._core.autograd import (
     translate_errors,
 )
 from hoglib._core.swap import keep_swapped
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    HoglibError,
+    UnsupportedError,
+)
+from hoglib.stand_ins.mode import stand_ins_if
 
 Tree = Any
 AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
