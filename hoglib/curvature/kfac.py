@@ -147,7 +147,7 @@ class KFAC(BatchOptimizer):
             "layouts": [],
         }
         self._options = {**options, "kind": kind}
-        self._checked = False
+        self._checked, self._orders = False, list[bool]()
         self.info: KFACStep | None = None
         super().__init__(loss, params, defaults)
 
@@ -168,7 +168,7 @@ class KFAC(BatchOptimizer):
         device = next(iter(self._params.values())).device
         seeded = torch.Generator(device).manual_seed(group["seed"] + group["steps"])
         K = KFACOperator(self._loss, self._params, batch, generator=seeded, **self._options)
-        K.checked = self._checked
+        K.checked, K.orders = self._checked, self._orders
         value, gradient = K.gradient()
         with torch.no_grad():
             g = K.ravel(gradient)
@@ -187,7 +187,7 @@ class KFAC(BatchOptimizer):
         if group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0:
             ratio = (finite_or_infinite(K.value) - float(value)) / expected
             self._adapt(ratio)
-        self._checked = True
+        self._checked, self._orders = K.checked, K.orders
         group["steps"] += 1
         self.info = KFACStep(float(value), slope, float(step.norm()), group["damping"], ratio)
         return value

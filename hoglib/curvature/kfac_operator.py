@@ -188,6 +188,7 @@ class KFACOperator(KroneckerOperator):
         )
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
         self.checked = False  # whether the layers were compared with autograd
+        self.orders: list[bool] = []  # whether the rows of calls are ordered by position first
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
 
@@ -251,7 +252,7 @@ class KFACOperator(KroneckerOperator):
             leaves, batch = clone_inference_tensors((self.space.leaves(), batch))
             metric = self._factors.metric.for_batch(number)
             options = replace(self._factors, metric=metric)
-            run = ModelRun(self._loss, self.space, leaves, batch, options)
+            run = ModelRun(self._loss, self.space, leaves, batch, options, self.orders)
             value = run.value()
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
@@ -271,8 +272,11 @@ class KFACOperator(KroneckerOperator):
             with suppress(Exception):
                 few = ModelRun(self._loss, self.space, leaves, small, run.options)
                 few.check(needs_examples)
-                return
-        run.check(needs_examples)
+                self.orders = few.orders()
+        if not self.orders:
+            run.check(needs_examples)
+            self.orders = run.orders()
+        run.reorder(self.orders)
 
     def _add_factors(self, sums: FactorSums, run: ModelRun, share: float) -> None:
         mean = self._dataset_options.reduction == "mean"

@@ -62,8 +62,9 @@ class ModelRun:
     """A model's outputs at a batch, and the calls of its layers."""
 
     def __init__(
-        self, loss: Any, space: Space, leaves: Vector, batch: Any, options: FactorOptions
-    ) -> None:
+        self, loss: Any, space: Space, leaves: Vector, batch: Any, options: FactorOptions,
+        orders: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
         self.options, self._names = options, pytree.paths(space.params)
         self._own = fresh_leaves(leaves, False)
         bound = BoundLoss(loss, pytree.flatten(space.params)[1], (batch,))
@@ -75,6 +76,8 @@ class ModelRun:
             raise NoSecondDerivative(
                 "loss.outputs(params, batch): expected outputs that depend on params, got none that do."
             )
+        self._recorded = recorder.calls
+        self.reorder(orders)
         self.layers = layers_of(recorder, options.joint_bias)
         self._check_covered(recorder)
         self.examples = examples_of(self._composite, self._outputs)
@@ -144,23 +147,39 @@ class ModelRun:
         """Raise where more rows than those of the first example have a gradient of its outputs."""
         if self.examples < 2:
             return
+        needed = needs_examples or layer.layout.role.matrix == "diagonal"
         for call in layer.calls:
-            g = gradients.of(call)
-            touched = (g != 0).any(-1).any(0)
-            rows = len(touched)
-            needed = needs_examples or layer.layout.role.matrix == "diagonal"
-            if rows % self.examples == 0:
-                own = rows // self.examples
-                mixed = int(touched.sum()) > own or (needed and bool(touched[own:].any()))
-            else:
-                mixed = needed
+            touched = (gradients.of(call) != 0).any(-1).any(0)
+            mixed = int(touched.sum()) > len(touched) / self.examples
+            if needed and not mixed:
+                mixed = not self._order(call, touched)
             if mixed:
                 raise UnsupportedError(
-                    f"{self.options.product.caller}: expected layers whose leading dimension is the "
-                    f"{self.examples} examples, and which treat these apart, got {self._name(layer)} "
+                    f"{self.options.product.caller}: expected layers that treat the {self.examples} "
+                    f"examples apart, in the rows of their leading dimension, got {self._name(layer)} "
                     f"with outputs {tuple(call.shape)}. Batch norm in train mode mixes examples: call "
-                    "model.eval(). Sequences have to come with the batch first: batch_first=True."
+                    "model.eval(). A layer that is called once for all examples, as position "
+                    "embeddings are, has no gradients of each: leave it out of params."
                 )
+
+    def _order(self, call: LayerCall, touched: Tensor) -> bool:
+        """Find how rows are ordered, from those that the first example touches; whether they are."""
+        if len(touched) % self.examples:
+            return False
+        positions = len(touched) // self.examples
+        if bool(touched[positions:].any()):
+            call.time_first = not bool(touched.view(positions, self.examples)[:, 1:].any())
+            return call.time_first
+        return True
+
+    def reorder(self, orders: Sequence[bool]) -> None:
+        """Order rows as in another run."""
+        for call, time_first in zip(self._recorded, orders, strict=False):
+            call.time_first = time_first
+
+    def orders(self) -> list[bool]:
+        """Of each call, in the order of calls, whether positions come before examples."""
+        return [call.time_first for call in self._recorded]
 
     def _name(self, layer: Layer) -> str:
         region = layer.layout.weight or layer.layout.bias
@@ -319,9 +338,10 @@ def _summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> 
     return total
 
 
-def _by_example(rows: Sequence[Tensor], examples: int) -> Tensor:
-    """Rows [..., examples positions, features] of calls as [..., examples, positions, features]."""
-    return torch.cat([x.unflatten(-2, (examples, -1)) for x in rows], -2)
+def _by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
+    """Rows of each call as [..., examples, positions of all calls, features]."""
+    pairs = zip(layer.calls, rows, strict=True)
+    return torch.cat([call.by_example(x, examples) for call, x in pairs], -2)
 
 
 class BlockSums:
@@ -396,7 +416,7 @@ class FactorSums(BlockSums):
     ) -> None:  # fmt: skip
         if layer.layout.role.matrix == "diagonal":
             rows = [_scaled_rows(layer, call, gradients) for call in layer.calls]
-            each = _by_example(rows, run.examples).sum(-2)
+            each = _by_example(layer, rows, run.examples).sum(-2)
             _add_square(sums["A"], each.unsqueeze(0), share)
             return
         rows = [_outputs(layer, call, gradients) for call in layer.calls]
@@ -404,7 +424,7 @@ class FactorSums(BlockSums):
             for g in rows:
                 _add_square(sums["G"], g, share)
         else:
-            _add_square(sums["G"], _by_example(rows, run.examples).sum(-2), share)
+            _add_square(sums["G"], _by_example(layer, rows, run.examples).sum(-2), share)
 
     def blocks(self, divisor: float) -> list[KroneckerBlock]:
         """The blocks of sums over all of the data, whose shares sum to divisor."""
@@ -465,19 +485,21 @@ class EigenvalueSums(BlockSums):
                 block, values = self._blocks[layer.layout], self.sums[layer.layout]["values"]
                 g = [_outputs(layer, call, gradients) @ block.G for call in layer.calls]
                 if _is_embedding(layer) and layer.layout.weight is not None:
-                    _add_embedding(values[0], inputs[layer.layout], g, run.examples, share)
+                    at = _by_example(layer, inputs[layer.layout], run.examples)[..., 0]
+                    rows = _by_example(layer, g, run.examples)
+                    _add_embedding(values[0], at[0], rows[0], share)
                 else:
                     _add_squares(
-                        values, inputs[layer.layout][0], _by_example(g, run.examples), share
+                        values, inputs[layer.layout][0], _by_example(layer, g, run.examples), share
                     )
 
     def _rotated_inputs(self, layer: Layer, run: ModelRun) -> list[Tensor]:
         if _is_embedding(layer) and layer.layout.weight is not None:
-            return [call.inputs()[0, :, 0] for call in layer.calls]
+            return [call.inputs() for call in layer.calls]
         QA = self._blocks[layer.layout].A
         assert QA is not None
         rows = [_inputs(layer, call, run.dtype) @ QA for call in layer.calls]
-        return [_by_example(rows, run.examples)]
+        return [_by_example(layer, rows, run.examples)]
 
     def blocks(self, divisor: float) -> list[KroneckerBlock]:
         """The blocks, whose shares sum to divisor."""
@@ -501,13 +523,9 @@ def _add_squares(values: Tensor, a: Tensor, g: Tensor, share: float) -> None:
         values.add_(each.square().sum(1), alpha=share)
 
 
-def _add_embedding(
-    values: Tensor, indices: list[Tensor], g: list[Tensor], examples: int, share: float
-) -> None:
-    """The same for an embedding, whose inputs are unit vectors; values: [out, into]."""
-    at = torch.cat([x.reshape(examples, -1) for x in indices], 1)  # [N, T]
-    rows = _by_example(g, examples)[0]  # [N, T, out]
-    number = torch.arange(examples, device=at.device).unsqueeze(1)
+def _add_embedding(values: Tensor, at: Tensor, rows: Tensor, share: float) -> None:
+    """The same for an embedding, whose inputs are unit vectors: at [N, T], rows [N, T, out]."""
+    number = torch.arange(len(at), device=at.device).unsqueeze(1)
     seen = at >= 0
     pairs, places = (number * values.shape[1] + at)[seen].unique(return_inverse=True)
     sums = rows.new_zeros(len(pairs), rows.shape[-1]).index_add_(0, places, rows[seen])

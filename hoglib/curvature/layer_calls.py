@@ -58,6 +58,7 @@ class LayerCall:
         self.role, self.weight, self.bias = role, weight, bias
         self.edge: GradientEdge = get_gradient_edge(output)
         self.shape, self.device = output.shape, output.device
+        self.time_first = False  # whether rows are ordered by position before example
         self._x, self._version = x.detach(), x._version
         self._rows_of_inputs, self._mean_of_inputs = rows_of_inputs, mean_of_inputs
         self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
@@ -75,7 +76,13 @@ class LayerCall:
             a = self._rows_of_inputs(self._x)
         else:
             a = self._mean_of_inputs(self._x)
-        return a if a.shape[1] == examples else a.unflatten(1, (examples, -1)).mean(2)
+        return a if a.shape[1] == examples else self.by_example(a, examples).mean(2)
+
+    def by_example(self, rows: Tensor, examples: int) -> Tensor:
+        """Rows [..., all, features] as [..., examples, positions, features]."""
+        if self.time_first:
+            return rows.unflatten(-2, (-1, examples)).transpose(-3, -2)
+        return rows.unflatten(-2, (examples, -1))
 
     def _check_unchanged(self) -> None:
         if self._x._version != self._version:

@@ -194,10 +194,11 @@ def _dense_columns(
         unit[:, i] = 1
         found = product(vector(unit), True)
         blocks[:, :, i] = torch.cat([x.detach().reshape(examples, -1).to(wide) for x in found], 1)
-    _check_apart(product, vector, blocks, options)
+    _check_apart(product, vector, blocks, torch.finfo(values[0].dtype).eps, options)
     eigenvalues, Q = torch.linalg.eigh((blocks + blocks.mT) / 2)
     largest = eigenvalues.abs().amax(1, keepdim=True)
-    if bool((eigenvalues < -1e3 * torch.finfo(wide).eps * largest).any()):
+    rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(values[0].dtype).eps)
+    if bool((eigenvalues < -rounding * largest).any()):
         raise ArgumentValueError(
             f"{options.caller}(kind='exact'): expected a criterion that is convex in the outputs, got "
             f"one with the eigenvalue {float(eigenvalues.min()):.3g}; give a likelihood=, or use "
@@ -208,7 +209,9 @@ def _dense_columns(
         yield vector(root[:, :, i])
 
 
-def _check_apart(product: Any, vector: Any, blocks: Tensor, options: ProductOptions) -> None:
+def _check_apart(
+    product: Any, vector: Any, blocks: Tensor, rounding: float, options: ProductOptions
+) -> None:
     """Raise for a criterion that couples examples, whose M has more than these blocks."""
     if len(blocks) < 2:
         return
@@ -217,7 +220,7 @@ def _check_apart(product: Any, vector: Any, blocks: Tensor, options: ProductOpti
     found = product(vector(u), False)
     whole = torch.cat([x.detach().reshape(len(u), -1).to(u.dtype) for x in found], 1)
     apart = (blocks @ u.unsqueeze(-1)).squeeze(-1)
-    if float((whole - apart).norm()) > 1e4 * torch.finfo(u.dtype).eps * float(whole.norm()):
+    if float((whole - apart).norm()) > 1e4 * rounding * float(whole.norm()):
         raise ArgumentValueError(
             f"{options.caller}: expected a criterion that is a sum over examples, got one that couples "
             "them, such as a contrastive loss; Kronecker factors are for sums over examples."

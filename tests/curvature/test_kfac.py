@@ -431,6 +431,17 @@ class TimeFirst(nn.Module):
         return torch.tanh(self.layer(x.transpose(0, 1))).sum(0)
 
 
+class Placed(nn.Module):
+    """Positions are embedded once, for all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(5, 3), nn.Embedding(4, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.words(x) + self.places(torch.arange(4)[None])).sum(1)
+
+
 LABELS = torch.arange(6) % 3
 REFUSED = {
     "a parameter of its own": (Scaled, draw(6, 3), LABELS, {}, r"params\['scale'\], which mul"),
@@ -438,8 +449,7 @@ REFUSED = {
     "a tied embedding": (TiedEmbedding, torch.arange(6) % 5, LABELS, {}, "an embedding tied"),
     "a Function": (InFunction, draw(6, 3), LABELS, {}, "only a part"),
     "batch norm in train": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()), draw(6, 3), LABELS, {}, r"model\.eval\(\)"),
-    "time first, reduced": (TimeFirst, draw(6, 6, 3), LABELS, {"approximation": "reduce"}, "batch_first=True"),
-    "time first, corrected": (TimeFirst, draw(6, 4, 3), LABELS, {"eigenvalue_corrected": True}, "batch_first=True"),
+    "an embedding of positions": (Placed, torch.arange(24).reshape(6, 4) % 5, LABELS, {}, "called once for all examples"),
     "flattened positions": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)), draw(3, 2, 3), LABELS, {}, "several of each"),
 }  # fmt: skip
 
@@ -462,8 +472,10 @@ def test_what_is_refused(name):
         K.update()
 
 
-def test_time_first_by_expansion():
-    """Rows need not be ordered by example where each counts for itself."""
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_positions_may_come_before_examples(approximation, corrected):
+    """As inside of torch's attention."""
     torch.manual_seed(1)
     model = TimeFirst().double()
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
@@ -472,11 +484,44 @@ def test_time_first_by_expansion():
         lambda f, batch: F.cross_entropy(f, batch[1]),
         forward=lambda m, batch: torch.tanh(m.layer(batch[0])).sum(1),
     )
-    batch = draw(6, 4, 3), LABELS
+    batch = draw(6, 6, 3), LABELS
+    data = [tuple(t[:4] for t in batch), tuple(t[4:] for t in batch)]
+    options = {"approximation": approximation, "eigenvalue_corrected": corrected}
     assert_close(
-        hog.KFACOperator(loss, params, batch).to_dense(),
-        hog.KFACOperator(batch_first, params, batch).to_dense(),
+        hog.KFACOperator(loss, params, data, **options).to_dense(),
+        hog.KFACOperator(batch_first, params, data, **options).to_dense(),
     )
+
+
+def test_the_trace_of_corrected_eigenvalues_is_that_of_the_matrix():
+    """Of a transformer's layer, whose parts are attention, norms and linear layers."""
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)).double()
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    batch = draw(5, 3, 4), LABELS[:5]
+    K = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
+    assert_close(K.trace(), hog.GGNOperator(loss, params, batch).to_dense().trace())
+
+
+def test_autocast():
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.layer(x)
+
+    torch.manual_seed(1)
+    model = Cast()
+    loss = hog.functional_loss(model, lambda f, y: F.cross_entropy(f.float(), y))
+    plain = hog.functional_loss(model.layer, F.cross_entropy)
+    batch = draw(6, 3).float(), LABELS
+    found = hog.KFACOperator(loss, hog.trainable_params(model), batch).to_dense()
+    expected = hog.KFACOperator(plain, hog.trainable_params(model.layer), batch).to_dense()
+    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 def test_half_precision_and_no_examples():
