@@ -165,12 +165,16 @@ def test_public_names():
         "hutchinson_diagonal",
         "hutchinson_frobenius",
         "hutchinson_trace",
+        "hutchpp",
         "hvp",
         "influence",
         "jvp",
         "laplacian",
+        "logdet",
+        "matrix_function",
         "per_example_gradients",
         "spectral_density",
+        "xdiag",
         "xtrace",
     ]
     assert hog.meta.__all__ == [

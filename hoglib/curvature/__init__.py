@@ -11,9 +11,11 @@ from hoglib.curvature.kfac import KFAC, KFACStep
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
+from hoglib.curvature.matrix_functions import logdet, matrix_function
 from hoglib.curvature.newton import NewtonCG, NewtonStep
 from hoglib.curvature.operators import FisherOperator, GGNOperator, HessianOperator
 from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
+from hoglib.curvature.projected_estimators import hutchpp, xdiag
 from hoglib.curvature.spectrum import Spectrum, hessian_spectrum
 from hoglib.curvature.traces import (
     hutchinson_diagonal,
@@ -44,11 +46,15 @@ __all__ = [
     "hutchinson_diagonal",
     "hutchinson_frobenius",
     "hutchinson_trace",
+    "hutchpp",
     "hvp",
     "influence",
     "jvp",
     "laplacian",
+    "logdet",
+    "matrix_function",
     "per_example_gradients",
     "spectral_density",
+    "xdiag",
     "xtrace",
 ]

@@ -294,7 +294,7 @@ class KroneckerOperator(LinearOperator):
             values = [_given(block.eigen().values).reshape(-1) for block in self.blocks()]
             return torch.cat(values).sort().values.to(self.dtype)
 
-    def logdet(self) -> Tensor:
+    def logdet(self) -> Tensor:  # type: ignore[override]
         """The logarithm of the determinant, a scalar: -inf for a singular matrix, nan where it is
         negative."""
         return self.eigenvalues().double().log().sum().to(self.dtype)

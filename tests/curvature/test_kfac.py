@@ -321,6 +321,18 @@ def test_criteria_without_a_closed_form():
     assert_close(hog.KFACOperator(squares, params, batch).to_dense(), expected)
 
 
+def test_draws_of_a_criterion_without_a_likelihood():
+    loss, params, batch, _ = problem("layers")
+    own = hog.functional_loss(
+        loss.model, lambda f, y: -f.log_softmax(1)[torch.arange(len(y)), y].mean()
+    )
+    K = hog.KFACOperator(
+        own, params, batch, kind="mc", num_samples=2000, generator=torch.Generator().manual_seed(0)
+    ).to_dense()
+    expected = hog.KFACOperator(loss, params, batch).to_dense()
+    assert (K - expected).norm() < 0.05 * expected.norm()
+
+
 def test_terms_of_positions_are_apart():
     """Outputs [N, C, L]: the positions of an example depend on each other, and each has its columns."""
 
