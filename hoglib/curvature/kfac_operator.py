@@ -187,6 +187,8 @@ class KFACOperator(KroneckerOperator):
             metric, approximation, validation.flag("joint_bias", joint_bias), ProductOptions(name)
         )
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
+        # whether the gradients of single examples are needed
+        self._by_example = self._corrected or approximation == "reduce"
         self.checked = False  # whether the layers were compared with autograd
         self.orders: list[bool] = []  # whether the rows of calls are ordered by position first
         self._blocks: list[KroneckerBlock] | None = None
@@ -223,7 +225,7 @@ class KFACOperator(KroneckerOperator):
             totals = self._pass(factors, self._add_factors)
             blocks = factors.blocks(self._sum.weight(totals))
             if self._corrected:
-                corrections = EigenvalueSums(blocks)
+                corrections = EigenvalueSums([block.eigen() for block in blocks])
                 totals = self._pass(corrections, self._add_corrections)
                 blocks = corrections.blocks(self._sum.weight(totals))
         self._blocks, self._error = blocks, None
@@ -265,16 +267,15 @@ class KFACOperator(KroneckerOperator):
 
     def _check_layers(self, run: ModelRun, leaves: Vector, batch: Any) -> None:
         """Compare the layers with autograd: at two examples, where a batch can be split."""
-        needs_examples = self._corrected or self._factors.approximation == "reduce"
         small = first_examples(batch, 2)
         if small is not None:
             # whatever two examples alone run into, the whole batch decides
             with suppress(Exception):
                 few = ModelRun(self._loss, self.space, leaves, small, run.options)
-                few.check(needs_examples)
+                few.check(self._by_example)
                 self.orders = few.orders()
         if not self.orders:
-            run.check(needs_examples)
+            run.check(self._by_example)
             self.orders = run.orders()
         run.reorder(self.orders)
 
@@ -321,6 +322,28 @@ class KFACOperator(KroneckerOperator):
         every: list[LinearOperator] = [G, BlockDiagonal(G, masks), H]
         self._error = KFACError(*(_distance(ours, A.apply(rows)) for A in every))
         return self._error
+
+    def exact_diagonal(self) -> Tensor:
+        r"""The diagonal of the Gauss-Newton or Fisher matrix that the operator approximates, exactly.
+
+            diag = sum over examples n and columns c of (d s_nc . outputs_n / d params)^2
+
+        Returns:
+            The diagonal [P].
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            # in the basis of the parameters themselves
+            blocks = [block.unrotated() for block in self.blocks()]
+            if not self._by_example:  # the order of examples is not known yet
+                self._by_example, self.checked, self.orders = True, False, []
+            squares = EigenvalueSums(blocks)
+            totals = self._pass(squares, self._add_corrections)
+            row = torch.zeros(1, self.space.size, dtype=self.dtype, device=self.device)
+            leaves = leaves_of(self.space, row)
+            for block in squares.blocks(self._sum.weight(totals)):
+                assert block.values is not None
+                block.layout.scatter(block.values.unsqueeze(0), leaves)
+        return row[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.

@@ -113,6 +113,15 @@ class KroneckerBlock:
         g, QG = eigen_of(self.G)
         return KroneckerBlock(self.layout, QA, _given(QG), g.unsqueeze(-1) * a.unsqueeze(-2))
 
+    def unrotated(self) -> "KroneckerBlock":
+        """The diagonal of the block as one with unit eigenvectors."""
+        A = None
+        if self.A is not None and self.A.dim() == 3:
+            A = torch.eye(self.A.shape[-1], dtype=self.G.dtype, device=self.G.device)
+            A = A.expand_as(self.A)
+        G = torch.eye(self.G.shape[-1], dtype=self.G.dtype, device=self.G.device)
+        return KroneckerBlock(self.layout, A, G.expand_as(self.G), diagonal_of(self))
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
         """The function of the matrix."""
         block = self.eigen()
@@ -338,7 +347,7 @@ class KroneckerOperator(LinearOperator):
             total = blocks[0].G.new_zeros(1, self.space.size)
             leaves = leaves_of(self.space, total)
             for block in blocks:
-                block.layout.scatter(_diagonal(block).unsqueeze(0), leaves)
+                block.layout.scatter(diagonal_of(block).unsqueeze(0), leaves)
             found = total[0].to(self.dtype)
         return Estimate(found, torch.zeros_like(found)) if return_error else found
 
@@ -368,7 +377,8 @@ def leaves_of(space: Space, rows: Tensor) -> Vector:
     return [part.view(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _diagonal(block: KroneckerBlock) -> Tensor:
+def diagonal_of(block: KroneckerBlock) -> Tensor:
+    """The diagonal, in the form of V."""
     if block.values is None:
         A = _given(block.A)
         a = A if A.dim() == 2 else A.diagonal(dim1=-2, dim2=-1)

@@ -470,7 +470,7 @@ class EigenvalueSums(BlockSums):
     """
 
     def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
-        self._blocks = {block.layout: block.eigen() for block in blocks}
+        self._blocks = {block.layout: block for block in blocks}
         self.sums = {
             layout: {"values": block.G.new_zeros(layout.sizes)}
             for layout, block in self._blocks.items()

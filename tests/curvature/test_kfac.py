@@ -152,6 +152,9 @@ def test_the_definition(name, approximation, corrected):
         expected = dense_kfac(loss, params, batch, layers, kind, approximation, corrected) / n
         assert_close(K.to_dense(), expected)
         assert_close(K.diagonal(), expected.diagonal())
+        options = {"kind": kind, "reduction": "mean"}
+        M = hog.FisherOperator(loss, params, split(batch), **options)
+        assert_close(K.exact_diagonal(), M.to_dense().diagonal())
         assert_close(K.trace(), expected.trace())
 
 
@@ -513,7 +516,10 @@ def test_the_trace_of_corrected_eigenvalues_is_that_of_the_matrix():
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
     batch = draw(5, 3, 4), LABELS[:5]
     K = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
-    assert_close(K.trace(), hog.GGNOperator(loss, params, batch).to_dense().trace())
+    G = hog.GGNOperator(loss, params, batch).to_dense()
+    assert_close(K.trace(), G.trace())
+    for operator in (K, hog.KFACOperator(loss, params, batch, joint_bias=False)):
+        assert_close(operator.exact_diagonal(), G.diagonal())
 
 
 def test_autocast():
