@@ -146,6 +146,15 @@ def kronecker_factors(data, rank, world):
     return torch.cat(found).tolist()
 
 
+def kfac_steps(rank, world):
+    given, how = DATA["parts of unlike sizes"](rank, world)
+    loss, params = loss_and_params("ReLU")
+    optimizer = hog.curvature.KFAC(loss, damping=0.1, kind="exact", **how)
+    for _ in range(3):
+        optimizer.step(given)
+    return flat(params).tolist()
+
+
 def messages_of_a_product(rank, world):
     """All-reduces of one product, and of a gradient, with and without a graph that is kept."""
     counts = []

@@ -21,7 +21,11 @@ CASES = {
     for kind, data in itertools.product(shared_data.KINDS, shared_data.DATA)
     if kind == "Hessian" or (data in shared_data.FEW and (kind, data) != ("mc", "one batch"))
 }
-MORE = {"algorithms": shared_data.algorithms, "float32": shared_data.in_single_precision} | {
+MORE = {
+    "algorithms": shared_data.algorithms,
+    "float32": shared_data.in_single_precision,
+    "steps of KFAC": shared_data.kfac_steps,
+} | {
     f"Kronecker factors, {data}": functools.partial(shared_data.kronecker_factors, data)
     for data in ("one batch", "fewer batches than processes", "parts of unlike sizes")
 }
