@@ -13,6 +13,7 @@ from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
 from hoglib.curvature.matrix_functions import logdet, matrix_function
 from hoglib.curvature.newton import NewtonCG, NewtonStep
+from hoglib.curvature.noise_scale import NoiseScale, gradient_noise_scale
 from hoglib.curvature.operators import FisherOperator, GGNOperator, HessianOperator
 from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
 from hoglib.curvature.projected_estimators import hutchpp, xdiag
@@ -35,12 +36,14 @@ __all__ = [
     "LinearOperator",
     "NewtonCG",
     "NewtonStep",
+    "NoiseScale",
     "Spectrum",
     "cg",
     "eigsh",
     "fisher_vp",
     "ggn",
     "ggn_vp",
+    "gradient_noise_scale",
     "hessian",
     "hessian_spectrum",
     "hutchinson_diagonal",

@@ -94,7 +94,7 @@ def gradient_rows(loss: Any, params: Tree, batch: Any, *, vmap: bool | None) -> 
     for start in range(0, count, size):
         piece = pytree.rows(own, count, start, start + size)
         _, gradients = per_example_gradients(loss, params, piece, vmap=vmap)
-        yield torch.cat([leaf.flatten(1) for leaf in pytree.leaves(gradients)], 1)
+        yield torch.cat([leaf.reshape(len(leaf), -1) for leaf in pytree.leaves(gradients)], 1)
 
 
 def _check_norms(loss: Any) -> None:

@@ -48,6 +48,18 @@ def test_batches_of_other_forms_and_what_is_refused():
         hog.per_example_gradients(loss, torch.ones(2), {"x": x[:0]})
 
 
+def test_the_noise_scale():
+    loss, params, batch = problem("ReLU", n=40)
+    found = hog.curvature.gradient_noise_scale(loss, params, [tuple(t[:17] for t in batch), tuple(t[17:] for t in batch)])  # fmt: skip
+    _, gradients = hog.per_example_gradients(loss, params, batch)
+    rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    variance = rows.var(0).sum()
+    square = rows.mean(0).square().sum() - variance / 40
+    assert_close(torch.stack([*found]), torch.stack([variance / square, variance, square]))
+    with pytest.raises(hog.errors.ArgumentValueError, match="two examples"):
+        hog.curvature.gradient_noise_scale(loss, params, tuple(t[:1] for t in batch))
+
+
 DECAY = 0.02
 
 
