@@ -1,7 +1,6 @@
 """Steps by the inverse of a Kronecker-factored matrix, as an optimizer of torch."""
 
 import inspect
-from dataclasses import replace
 from math import nan, sqrt
 from typing import Any, NamedTuple, final
 
@@ -243,7 +242,7 @@ class KFAC(BatchOptimizer):
         store, prefix = self._store(layout), self._prefix(layout)
         A, G, values = (store.get(prefix + name) for name in INVERSE)
         assert G is not None  # since the first step
-        return replace(KroneckerBlock(layout, A, G), values=values)
+        return KroneckerBlock(layout, A, G, values)
 
     def _store(self, layout: BlockLayout) -> dict[str, Any]:
         """The state of the parameter that a block begins with."""

@@ -22,16 +22,11 @@ from hoglib.curvature.kronecker import (
     KroneckerOperator,
     leaves_of,
 )
-from hoglib.curvature.kronecker_factors import (
-    BlockSums,
-    EigenvalueSums,
-    FactorOptions,
-    FactorSums,
-    ModelRun,
-)
+from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_map import ProductOptions
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
+from hoglib.curvature.model_run import FactorOptions, ModelRun
 from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate, random_signs
