@@ -103,7 +103,7 @@ def test_momentum_and_the_bound_without_rescaling():
     loss, params, batch = problem()
     options = {"damping": 0.05, "lr": 0.1, "kl_clip": 1e-4, "momentum": 0.5}
     optimizer = KFAC(loss, kind="exact", decay=0.0, rescale=False, **options)
-    last = 0
+    last = 0.0
     for _ in range(2):
         start = torch.cat([p.detach().reshape(-1) for p in params.values()]).clone()
         K = hog.KFACOperator(loss, params, batch)
