@@ -60,6 +60,25 @@ def value_checks_on() -> bool:
     return not (_VALUE_CHECKS_OFF.get() or torch_internals.tracing())
 
 
+# Ambient state for the same reason: it is read in ops that an unmodified model calls.
+_REFERENCES: ContextVar[bool] = ContextVar("hoglib_references", default=False)
+
+
+def references_wanted() -> bool:
+    """Whether ops run their references of plain torch operations."""
+    return _REFERENCES.get()
+
+
+@contextmanager
+def by_references() -> Iterator[None]:
+    """Inside, ops run as plain torch operations, which a mode sees one by one."""
+    token = _REFERENCES.set(True)
+    try:
+        yield
+    finally:
+        _REFERENCES.reset(token)
+
+
 @contextmanager
 def value_checks_off() -> Iterator[None]:
     """Inside, checks that read values are skipped: for what was checked in an earlier run."""

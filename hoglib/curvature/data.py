@@ -51,7 +51,7 @@ class Batches:
         micro_batch: int | None,
         processes: Processes,
     ) -> None:
-        self._one = one = _is_batch(data)
+        self._one = one = is_batch(data)
         self._processes = processes
         self.checksum = 0.0  # of the data that all processes were given
         self._data: Iterable[Any] = [data] if one else data
@@ -71,7 +71,7 @@ class Batches:
             if self._processes.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if self._one or takes(number):
-                moved = _to(batch, self._device)
+                moved = to_device(batch, self._device)
                 pieces = self._pieces(moved, index)
                 index += len(pieces)
                 shared = self._one and self._processes.splitting
@@ -125,6 +125,16 @@ class Batches:
         return pieces if own is batch else [type(batch)(piece) for piece in pieces]
 
 
+def first_examples(batch: Any, count: int) -> Any:
+    """The first rows of each tensor with as many as the first one; None where there are no more."""
+    own = _as_dict(batch)
+    sizes = [len(x) for x in pytree.leaves(own) if isinstance(x, Tensor) and x.dim()]
+    if not sizes or sizes[0] <= count:
+        return None
+    piece = rows(own, sizes[0], 0, count)
+    return piece if own is batch else type(batch)(piece)
+
+
 def _as_dict(batch: Any) -> Any:
     """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
     unknown = isinstance(batch, Mapping) and not isinstance(batch, dict)
@@ -169,7 +179,8 @@ def fingerprint(batch: Any) -> tuple[float, ...]:
     return tuple(torch.stack(numbers).tolist()) if numbers else ()
 
 
-def _is_batch(data: Any) -> bool:
+def is_batch(data: Any) -> bool:
+    """Whether data is one batch, and no re-iterable of batches; raises for what is neither."""
     if isinstance(data, Tensor | Mapping | tuple):
         return True
     if isinstance(data, list):
@@ -192,7 +203,8 @@ def _is_batch(data: Any) -> bool:
     return not isinstance(data, Iterable)
 
 
-def _to(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device."""
     tensors = [x for x in pytree.leaves(batch) if isinstance(x, Tensor)]
     if tensors:
         return pytree.map_tensors(lambda x: x.to(device), batch)

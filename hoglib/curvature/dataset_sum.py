@@ -172,11 +172,15 @@ class DatasetSum:
         return torch.tensor(value, dtype=self._loss_dtype, device=self._space.device)
 
     def run(
-        self, local_pass: Callable[[], PassTotals], total: Tensor, rows: Tensor | None = None
+        self,
+        local_pass: Callable[[], PassTotals],
+        total: Tensor | Callable[[], Tensor],
+        rows: Tensor | None = None,
     ) -> PassTotals:
         """The totals of all processes, each of which adds its part to `total` by `local_pass`.
 
-        rows: the vectors that are multiplied, which have to be the same in all processes.
+        total: or a function that returns it after the pass, in all processes, where its size is known
+        only then. rows: the vectors that are multiplied, which have to be the same in all processes.
         """
         if self.alone:
             self._check_state()
@@ -198,7 +202,10 @@ class DatasetSum:
         return totals
 
     def _run_distributed(
-        self, local_pass: Callable[[], PassTotals], total: Tensor, rows: Tensor | None
+        self,
+        local_pass: Callable[[], PassTotals],
+        total: Tensor | Callable[[], Tensor],
+        rows: Tensor | None,
     ) -> PassTotals:
         totals, error = PassTotals(), None
         count = len(pytree.leaves(self._space.params))
@@ -219,7 +226,8 @@ class DatasetSum:
         except Exception as caught:  # the other processes wait for this one
             error = caught
         with torch.inference_mode(False), torch.no_grad():
-            combined = combine(self._processes.all_reduce(total, used, totals, error))
+            sums = total() if callable(total) else total
+            combined = combine(self._processes.all_reduce(sums, used, totals, error))
         if combined.changed:
             self._determinism.forget_total()
             self.symmetry.forget()

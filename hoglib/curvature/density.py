@@ -115,7 +115,7 @@ def spectral_density(
             tridiagonal(
                 lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
                 v / size**0.5, steps,
-            )
+            )[0]
         )  # fmt: skip
     T = torch.cat(found)
     nodes, vectors = torch.linalg.eigh(T)
@@ -123,8 +123,10 @@ def spectral_density(
     return _smoothed(nodes, weights, grid, width, operator.count - before)
 
 
-def tridiagonal(apply: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
-    """T = V^T A V [samples, steps, steps], float64 on the CPU, V from each row v of start [samples, P].
+def tridiagonal(
+    apply: Callable[[Tensor], Tensor], start: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """T = V^T A V, float64 on the CPU, and V [samples, steps, P], from each row v of start.
 
     Where v and its products span a smaller space, the rest of T is zero, and functions of T at v do not
     depend on it.
@@ -150,7 +152,7 @@ def tridiagonal(apply: Callable[[Tensor], Tensor], start: Tensor, steps: int) ->
             break
         T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
         V[active, j + 1] = w[active] / beta[active, None]
-    return T.to("cpu", torch.float64)
+    return T.to("cpu", torch.float64), V
 
 
 def _smoothed(

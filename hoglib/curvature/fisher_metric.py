@@ -15,7 +15,7 @@ References:
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Generator, Tensor
@@ -69,12 +69,7 @@ class FisherMetric(OutputMetric):
     def at(
         self, composite: CompositeLoss, outputs: Vector, mode: str, options: ProductOptions
     ) -> MetricProduct:
-        if torch_internals.transforms_active():
-            raise UnsupportedError(
-                f"{options.caller}: expected to run outside of torch.func transforms, got a call "
-                "inside; use a loop instead of vmap, or use ggn_vp: for most criteria the exact Fisher "
-                "matrix is the Gauss-Newton matrix."
-            )
+        self._refuse_transforms(options)
         closed_form = getattr(composite.loss, "fisher", None)
         if closed_form is not None:
             self._check_closed_form(options)
@@ -86,6 +81,14 @@ class FisherMetric(OutputMetric):
         values = composite.with_values([y.detach() for y in outputs])
         product = fisher_metric(self, composite.loss, values, composite.batch)
         return lambda u, keep_graph: product(u)
+
+    def _refuse_transforms(self, options: ProductOptions) -> None:
+        if torch_internals.transforms_active():
+            raise UnsupportedError(
+                f"{options.caller}: expected to run outside of torch.func transforms, got a call "
+                "inside; use a loop instead of vmap, or use ggn_vp: for most criteria the exact Fisher "
+                "matrix is the Gauss-Newton matrix."
+            )
 
     def _check_closed_form(self, options: ProductOptions) -> None:
         """Raise for options that a loss with a Fisher matrix of its own does not have."""
@@ -99,6 +102,22 @@ class FisherMetric(OutputMetric):
                 f"{options.caller}: expected reduction='mean', that of language_model_loss, got "
                 f"{self.reduction!r}."
             )
+
+    def scores(
+        self, composite: CompositeLoss, outputs: Vector, options: ProductOptions
+    ) -> "Scores":
+        """Of the kinds "mc" and "empirical", at these outputs."""
+        self._refuse_transforms(options)
+        values = composite.with_values([y.detach() for y in outputs])
+        return fisher_scores(self, composite.loss, values, composite.batch)
+
+    def closed_form(
+        self, composite: CompositeLoss, outputs: Vector
+    ) -> tuple[Likelihood, Weight] | None:
+        """The likelihood of the criterion and the weight of a term, where its family is known."""
+        values = composite.with_values([y.detach() for y in outputs])
+        chosen, _, weight = _distribution(self, composite.loss, _Outputs(values, composite.batch))
+        return None if chosen.family is None else (chosen, weight)
 
     def seeded(self) -> "FisherMetric":
         """The metric with a seed, drawn by the generator: the same samples at each product."""
@@ -127,31 +146,64 @@ def fisher_metric(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -
     NonFiniteError for outputs that are not finite, UnsupportedError for "exact" where torch has no KL
     divergence, or one whose second derivative is not the Fisher matrix.
     """
-    leaves, structure = pytree.flatten(outputs)
-    places = _check_outputs(outputs, leaves)
-    dtypes = [leaves[i].dtype for i in places]
-
-    def rebuild(values: Vector) -> Tree:
-        whole = list(leaves)
-        for i, value in zip(places, values, strict=True):
-            whole[i] = value
-        return pytree.unflatten(whole, structure)
-
-    with _evaluation_context(leaves[places[0]]):
-        leaves, batch = clone_inference_tensors((leaves, batch))
-        own = [upcast_half(leaves[i].detach()).requires_grad_() for i in places]
+    at = _Outputs(outputs, batch)
+    with _evaluation_context(at.own[0]):
         if options.kind == "empirical":
-            metric = _empirical(options, loss, rebuild, own, batch)
+            metric = _outer_products(*_empirical(options, loss, at))
         else:
-            constant = rebuild([leaf.detach() for leaf in own])
-            metric = _expected(options, loss, rebuild, own, constant, batch)
+            metric = _expected(options, loss, at)
 
     def product(vector: Vector) -> Vector:
-        with _evaluation_context(own[0]), torch.no_grad():
+        with _evaluation_context(at.own[0]), torch.no_grad():
             wide = [upcast_half(u) for u in clone_inference_tensors(vector)]
-            return [x.to(dtype) for x, dtype in zip(metric(wide), dtypes, strict=True)]
+            return [x.to(dtype) for x, dtype in zip(metric(wide), at.dtypes, strict=True)]
 
     return product
+
+
+class Scores(NamedTuple):
+    """M = weight sum of s s^T over samples, and over examples n, if they are apart."""
+
+    scores: Vector  # [S, *leaf]
+    weight: Weight
+    by_example: bool
+
+
+def fisher_scores(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -> Scores:
+    """The vectors whose squares are M, for the kinds "mc" and "empirical"; as `fisher_metric`."""
+    at = _Outputs(outputs, batch)
+    with _evaluation_context(at.own[0]):
+        if options.kind == "empirical":
+            found = _empirical(options, loss, at)
+        else:
+            found = _sampled(options, *_distribution(options, loss, at), at)
+    scores = [s.to(dtype) for s, dtype in zip(found.scores, at.dtypes, strict=True)]
+    return found._replace(scores=scores)
+
+
+@final
+class _Outputs:
+    """Outputs of a model at a batch: their floating-point tensors as leaves, in float32 at least."""
+
+    def __init__(self, outputs: Tree, batch: Any) -> None:
+        leaves, self._structure = pytree.flatten(outputs)
+        self._places = _check_outputs(outputs, leaves)
+        self.dtypes = [leaves[i].dtype for i in self._places]
+        with grad_enabled():
+            self._leaves, self.batch = clone_inference_tensors((leaves, batch))
+            given = [self._leaves[i].detach() for i in self._places]
+            self.own = [upcast_half(leaf).requires_grad_() for leaf in given]
+
+    def rebuild(self, values: Vector) -> Tree:
+        """The outputs with other values for these tensors."""
+        whole = list(self._leaves)
+        for i, value in zip(self._places, values, strict=True):
+            whole[i] = value
+        return pytree.unflatten(whole, self._structure)
+
+    @property
+    def constant(self) -> Tree:
+        return self.rebuild([leaf.detach() for leaf in self.own])
 
 
 def _check_outputs(outputs: Tree, leaves: list[Any]) -> list[int]:
@@ -181,26 +233,27 @@ def _evaluation_context(like: Tensor) -> ExitStack:
     return stack
 
 
-def _expected(
-    options: FisherMetric,
-    loss: Any,
-    rebuild: Callable[[Vector], Tree],
-    own: Vector,
-    constant: Tree,
-    batch: Any,
-) -> Metric:
-    """The kinds with targets from the likelihood: exact, or by sampling."""
+def _distribution(
+    options: FisherMetric, loss: Any, at: _Outputs
+) -> tuple[Likelihood, D.Distribution, Weight]:
+    """The likelihood, its distribution at the outputs, and the weight of a term."""
+    constant = at.constant
     if options.likelihood is None:
-        chosen = likelihoods.inferred(loss, constant, batch, options.reduction)
+        chosen = likelihoods.inferred(loss, constant, at.batch, options.reduction)
     else:
-        chosen = likelihoods.given(options.likelihood, loss, constant, batch)
+        chosen = likelihoods.given(options.likelihood, loss, constant, at.batch)
     p = distributions.make(chosen, constant)
-    weight = likelihoods.weight(chosen, p, options.reduction)
+    return chosen, p, likelihoods.weight(chosen, p, options.reduction)
+
+
+def _expected(options: FisherMetric, loss: Any, at: _Outputs) -> Metric:
+    """The kinds with targets from the likelihood: exact, or by sampling."""
+    chosen, p, weight = _distribution(options, loss, at)
     if options.kind == "mc":
-        return _sampled(options, chosen, p, rebuild, own, weight)
+        return _outer_products(*_sampled(options, chosen, p, weight, at))
     if chosen.family is not None:
-        return _closed_form(chosen, own, weight)
-    return _exact(chosen, p, rebuild, own, weight)
+        return _closed_form(chosen, at.own, weight)
+    return _exact(chosen, p, at.rebuild, at.own, weight)
 
 
 def _closed_form(likelihood: Likelihood, own: Vector, weight: Weight) -> Metric:
@@ -250,16 +303,11 @@ def _exact(
 
 
 def _sampled(
-    options: FisherMetric,
-    likelihood: Likelihood,
-    p: D.Distribution,
-    rebuild: Callable[[Vector], Tree],
-    own: Vector,
-    weight: Weight,
-) -> Metric:
+    options: FisherMetric, likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outputs
+) -> Scores:
     """The terms are independent and their scores have mean zero, so that the square of the sum of the
     scores of any group of them is, on average, the sum of their squares."""
-    family, count = likelihood.family, options.num_samples
+    family, count, own = likelihood.family, options.num_samples, at.own
     random = options.random_numbers(own[0].device)
     if family is not None:
         f = own[0].detach()
@@ -267,20 +315,15 @@ def _sampled(
         scores = [family.score(f, y).mul_(likelihoods.mask(likelihood, f))]
         by_example = f.dim() > (1 if family.classes else 0)
     else:
-        q = distributions.make(likelihood, rebuild(own))
+        q = distributions.make(likelihood, at.rebuild(own))
         distributions.refuse_moving_support(q)
         y = distributions.sample(p, count, own[0], random)
         scores, by_example = distributions.scores(q, y, own)
-    return _outer_products(scores, weight / count, by_example)
+    return Scores(scores, weight / count, by_example)
 
 
-def _empirical(
-    options: FisherMetric,
-    loss: Any,
-    rebuild: Callable[[Vector], Tree],
-    own: Vector,
-    batch: Any,
-) -> Metric:
+def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
+    own = at.own
     if options.likelihood is not None:
         raise ArgumentValueError(
             "kind='empirical': expected likelihood=None, got one; it takes the gradients of the "
@@ -297,7 +340,9 @@ def _empirical(
             "kind='empirical': expected outputs with one leading dimension, that of the examples, got "
             f"{shapes}; expand what all examples share, for instance `log_std.expand_as(mean)`."
         )
-    value = validation.scalar("criterion(outputs, batch)", loss.criterion(rebuild(own), batch))
+    value = validation.scalar(
+        "criterion(outputs, batch)", loss.criterion(at.rebuild(own), at.batch)
+    )
     if not value.requires_grad:
         raise ArgumentValueError(
             "criterion(outputs, batch): expected a value that depends on the outputs, got one that "
@@ -309,7 +354,7 @@ def _empirical(
         validation.finite("dloss/doutputs", part, advice)
     examples = 1 if one else own[0].shape[0]
     scores = [part.unsqueeze(0) for part in gradient]
-    return _outer_products(scores, examples if options.reduction == "mean" else 1.0, not one)
+    return Scores(scores, examples if options.reduction == "mean" else 1.0, not one)
 
 
 def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:

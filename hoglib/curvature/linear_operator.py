@@ -10,12 +10,24 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.autograd import clone_inference_tensors
-from hoglib.curvature import density, eigenvalues, linear_systems, traces
+from hoglib.curvature import (
+    density,
+    eigenvalues,
+    linear_systems,
+    matrix_functions,
+    projected_estimators,
+    traces,
+)
 from hoglib.curvature.vector_space import Blocks, Space, groups_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, MissingDependencyError
 
 Tree = Any
-TRACES = {"hutchinson": traces.hutchinson_trace, "xtrace": traces.xtrace}
+TRACES = {
+    "hutchinson": traces.hutchinson_trace,
+    "hutch++": projected_estimators.hutchpp,
+    "xtrace": traces.xtrace,
+}
+DIAGONALS = {"hutchinson": traces.hutchinson_diagonal, "xdiag": projected_estimators.xdiag}
 
 
 class LinearOperator(ABC):
@@ -295,8 +307,8 @@ class LinearOperator(ABC):
 
         Args:
             num_samples: Products.
-            method: "hutchinson", as `hoglib.curvature.hutchinson_trace`, or "xtrace", as
-                `hoglib.curvature.xtrace`.
+            method: "hutchinson", as `hoglib.curvature.hutchinson_trace`, "hutch++", as
+                `hoglib.curvature.hutchpp`, or "xtrace", as `hoglib.curvature.xtrace`.
             generator: Of the random vectors.
             return_error: Return the standard error, too.
         Returns:
@@ -310,21 +322,46 @@ class LinearOperator(ABC):
         self,
         num_samples: int = 64,
         *,
+        method: str = "hutchinson",
         generator: torch.Generator | None = None,
         return_error: bool = False,
     ) -> Any:
-        """The diagonal, estimated as by `hoglib.curvature.hutchinson_diagonal`.
+        """The diagonal, estimated by products with random vectors.
 
         Args:
-            num_samples: Random vectors, one product each.
+            num_samples: Products.
+            method: "hutchinson", as `hoglib.curvature.hutchinson_diagonal`, or "xdiag", as
+                `hoglib.curvature.xdiag`.
             generator: Of the random vectors.
             return_error: Return the standard errors, too.
         Returns:
             The diagonal [P]; with ``return_error`` an `Estimate`.
         """
+        estimate = DIAGONALS[validation.one_of("method", method, list(DIAGONALS))]
         with self._algorithm("diagonal", num_samples):
-            return traces.hutchinson_diagonal(
-                self, num_samples, generator=generator, return_error=return_error
+            return estimate(self, num_samples, generator=generator, return_error=return_error)
+
+    def logdet(
+        self,
+        num_samples: int = 10,
+        *,
+        steps: int = 80,
+        generator: torch.Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        """The logarithm of the determinant, as `hoglib.curvature.logdet`.
+
+        Args:
+            num_samples: Random vectors.
+            steps: Lanczos steps of each, one product a step.
+            generator: Of the random vectors.
+            return_error: Return the standard error, too.
+        Returns:
+            The logarithm, a scalar tensor; with ``return_error`` an `Estimate`.
+        """
+        with self._algorithm("logdet", num_samples * min(steps, self.shape[0])):
+            return matrix_functions.logdet(
+                self, num_samples, steps=steps, generator=generator, return_error=return_error
             )
 
     def __repr__(self) -> str:

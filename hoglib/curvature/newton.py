@@ -2,21 +2,26 @@
 
 import inspect
 from collections.abc import Callable
-from math import inf, nan
+from math import nan
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.operators import GGNOperator
+from hoglib.curvature.optimizer import (
+    BatchOptimizer,
+    batch_of,
+    finite_or_infinite,
+    positive_damping,
+)
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
-    NonFiniteError,
     NotPositiveDefiniteError,
 )
-from hoglib.functional import trainable_params
 from hoglib.verification.entry_points import examined_functions
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping
@@ -24,6 +29,7 @@ FARTHEST = 1e8  # by which the damping may differ from the first, either way
 ENOUGH = 1e-2  # of the decrease that the slope predicts
 HALVINGS = 20
 OPTIONS = set(inspect.signature(GGNOperator).parameters) - {"loss", "params", "data"}
+KFAC_OPTIONS = OPTIONS & set(inspect.signature(KFACOperator).parameters)
 Tree = Any
 
 
@@ -52,7 +58,7 @@ class NewtonStep(NamedTuple):
 
 
 @final
-class NewtonCG(torch.optim.Optimizer):
+class NewtonCG(BatchOptimizer):
     r"""Damped Newton steps with the Gauss-Newton matrix, by conjugate gradients.
 
         (G + damping I) d = -g        params <- params + a d
@@ -77,6 +83,11 @@ class NewtonCG(torch.optim.Optimizer):
         stagnation_tol: End these where the quadratic model hardly falls any more; that of
             `hoglib.curvature.cg`.
         warm_start: The part of the last direction from which conjugate gradients start; 0 for none.
+        preconditioner: Of conjugate gradients: "kfac", the damped inverse of a
+            `hoglib.KFACOperator` of the step's batch, kind="mc"; or a function (G, damping) of the
+            matrix that returns one, as `hoglib.curvature.cg` takes it. Default: none.
+        preconditioner_every: Steps from one preconditioner to the next; a run that is resumed begins
+            with a new one.
         **options: Of `hoglib.GGNOperator`, such as micro_batch, compile, processes and progress.
     Raises:
         NotPositiveDefiniteError: for a G that is not positive definite with the largest damping.
@@ -105,58 +116,39 @@ class NewtonCG(torch.optim.Optimizer):
         max_iter: int = 250,
         stagnation_tol: float = 5e-4,
         warm_start: float = 0.95,
+        preconditioner: str | Callable[[GGNOperator, float], Any] | None = None,
+        preconditioner_every: int = 1,
         **options: Any,
     ) -> None:
+        self._options = options
         unknown = sorted(set(options) - OPTIONS)
         if unknown:
             raise ArgumentTypeError(
                 f"NewtonCG: expected options of GGNOperator, {', '.join(sorted(OPTIONS))}, got "
                 f"{', '.join(unknown)}."
             )
-        if not hasattr(loss, "outputs") or not hasattr(loss, "criterion"):
-            raise ArgumentTypeError(
-                "loss: expected one from `hoglib.functional_loss(model, criterion)`, got "
-                f"{validation.describe(loss)}; a closure that returns a value has no outputs to "
-                "linearise."
-            )
-        self._loss, self._options = loss, options
-        self._params: dict[str, Any] = trainable_params(loss.model) if params is None else params
-        if not isinstance(self._params, dict):
-            raise ArgumentTypeError(
-                f"params: expected a dict of tensors by name, got {validation.describe(params)}; leave "
-                "it out, or take a part of `hoglib.trainable_params(model)`."
-            )
         if not 0 <= validation.number("warm_start", warm_start) <= 1:
             raise ArgumentValueError(
                 f"warm_start: expected a number from 0 to 1, got {warm_start}; 0.95 is usual."
             )
-        if not 0 < validation.number("damping", damping) < inf:
-            raise ArgumentValueError(
-                f"damping: expected a number greater than 0, got {damping}; 1 is usual."
-            )
         defaults = {
             "lr": validation.positive("lr", lr),
-            "damping": float(damping),
+            "damping": positive_damping(damping),
             "first_damping": float(damping),
             "max_iter": validation.at_least("max_iter", max_iter, 1),
             "stagnation_tol": validation.number("stagnation_tol", stagnation_tol, minimum=0),
             "warm_start": warm_start,
+            "steps": 0,
         }
+        if isinstance(preconditioner, str):
+            validation.one_of("preconditioner", preconditioner, ["kfac"])
+        elif preconditioner is not None:
+            validation.function("preconditioner", preconditioner)
+        self._preconditioner = preconditioner
+        self._every = validation.at_least("preconditioner_every", preconditioner_every, 1)
+        self._last: tuple[int, Any] | None = None  # the step of the last one, and that
         self.info: NewtonStep | None = None
-        super().__init__(list(self._params.items()), defaults)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise for a second group: a step is a step of all parameters.
-
-        Args:
-            param_group: The group.
-        """
-        if self.param_groups:
-            raise ArgumentValueError(
-                "param_groups: expected one group, got a second; the matrix is that of all parameters. "
-                "Give all of them as params."
-            )
-        super().add_param_group(param_group)
+        super().__init__(loss, params, defaults)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; raise for that of another optimizer.
@@ -166,21 +158,10 @@ class NewtonCG(torch.optim.Optimizer):
         """
         groups = [dict(group) for group in state_dict["param_groups"]]
         for group in groups:
+            group.setdefault("steps", 0)  # which older checkpoints do not have
             if "progress" in group:  # the name of stagnation_tol in older checkpoints
                 group["stagnation_tol"] = group.pop("progress")
-        state_dict = {**state_dict, "param_groups": groups}
-        lacking = self.defaults.keys() - groups[0].keys()
-        if lacking:
-            raise ArgumentValueError(
-                "state_dict: expected that of a NewtonCG, got one without "
-                f"{', '.join(sorted(lacking))}, of another optimizer; start with a fresh state."
-            )
-        super().load_state_dict(state_dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies: that of torch leaves out the attributes of subclasses."""
-        own = ("_loss", "_options", "_params", "info")
-        return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
         """Take one step.
@@ -193,14 +174,8 @@ class NewtonCG(torch.optim.Optimizer):
         Returns:
             The loss before the step.
         """
-        batch = closure() if callable(closure) else closure
-        if batch is None:
-            raise ArgumentTypeError(
-                "step: expected a batch, or a function without arguments that returns one, got None; "
-                "the matrix is computed on the batch: `optimizer.step((x, y))`."
-            )
         with examined_functions("NewtonCG"):
-            return self._step(batch, curvature)
+            return self._step(batch_of(closure), curvature)
 
     def _step(self, batch: Any, curvature: Any) -> Tensor:
         group = self.param_groups[0]
@@ -212,7 +187,9 @@ class NewtonCG(torch.optim.Optimizer):
             self.info = NewtonStep(unmoved, unmoved, nan, group["damping"], 0, 0, 0, 0)
             return value
         model = G if curvature is None else self._matrix(curvature)
-        d, dGd, iterations = self._direction(model, g)
+        precondition = self._prepared(model, batch if curvature is None else curvature)
+        d, dGd, iterations = self._direction(model, g, precondition)
+        self.param_groups[0]["steps"] += 1
         slope = float(g @ d)
         damping, products = group["damping"], model.count
         after, ratio, length, values = self._search(G, float(value), d, slope, dGd)
@@ -231,7 +208,28 @@ class NewtonCG(torch.optim.Optimizer):
         """The Gauss-Newton matrix at a batch."""
         return GGNOperator(self._loss, self._params, batch, **self._options)
 
-    def _direction(self, G: GGNOperator, g: Tensor) -> tuple[Tensor, float, int]:
+    def _prepared(self, G: GGNOperator, batch: Any) -> Any:
+        """The preconditioner of this step: a new one, or one of the last steps."""
+        make, steps = self._preconditioner, self.param_groups[0]["steps"]
+        if make is None:
+            return None
+        if self._last is None or steps - self._last[0] >= self._every:
+            damping = self.param_groups[0]["damping"]
+            found = self._kfac(batch, damping) if isinstance(make, str) else make(G, damping)
+            self._last = steps, found
+        return self._last[1]
+
+    def _kfac(self, batch: Any, damping: float) -> Any:
+        options = {name: self._options[name] for name in KFAC_OPTIONS & self._options.keys()}
+        seeded = torch.Generator(next(iter(self._params.values())).device).manual_seed(
+            self.param_groups[0]["steps"]
+        )
+        K = KFACOperator(
+            self._loss, self._params, batch, kind="mc", generator=seeded, **options
+        )  # fmt: skip
+        return K.inverse(damping)
+
+    def _direction(self, G: GGNOperator, g: Tensor, precondition: Any) -> tuple[Tensor, float, int]:
         """The direction d, d^T G d, and the iterations of conjugate gradients."""
         group = self.param_groups[0]
         start, iterations = self._start(G, g), 0
@@ -239,7 +237,8 @@ class NewtonCG(torch.optim.Optimizer):
             try:
                 d, info = G.solve(
                     -g, damping=group["damping"], max_iter=group["max_iter"], x0=start,
-                    stagnation_tol=group["stagnation_tol"], return_info=True,
+                    stagnation_tol=group["stagnation_tol"], preconditioner=precondition,
+                    return_info=True,
                 )  # fmt: skip
             except NotPositiveDefiniteError:
                 if not self._damp(10):
@@ -273,7 +272,7 @@ class NewtonCG(torch.optim.Optimizer):
         ratio = nan
         for tried in range(1, HALVINGS + 2):
             self._set_params(G, before + length * d)
-            after = _finite_or_infinite(G.value)
+            after = finite_or_infinite(G.value)
             if tried == 1 and -model > rounding:
                 ratio = (after - value) / model
             if after <= value + ENOUGH * length * slope + rounding:
@@ -296,11 +295,3 @@ class NewtonCG(torch.optim.Optimizer):
         changed = bool(damping != group["damping"])
         group["damping"] = damping
         return changed
-
-
-def _finite_or_infinite(loss: Callable[[], Tensor]) -> float:
-    """The loss, or infinity where it overflows, because the step is too long."""
-    try:
-        return float(loss())
-    except NonFiniteError:
-        return inf

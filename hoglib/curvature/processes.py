@@ -114,6 +114,14 @@ class Processes:
             return index
         return self.rank + self.world * index
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each process; it has to be one that can be pickled."""
+        if self.alone:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
     def all_reduce(
         self, total: Tensor, used: Tensor, mine: PassTotals, error: Exception | None
     ) -> list[PassTotals]:
@@ -141,8 +149,7 @@ class Processes:
 
     def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        texts: list[Any] = [None] * self.world
-        dist.all_gather_object(texts, text)
+        texts = self.gather(text)
         if error is not None:
             raise error
         failed = [rank for rank, one in enumerate(every) if one.failed]

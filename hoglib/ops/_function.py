@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.torch_modes import references_wanted, without_stand_ins
 from hoglib.errors import UnsupportedError
 
 
@@ -148,10 +148,11 @@ def apply_function(
 ) -> Any:
     """Apply a Function, or its reference of plain torch operations where that is right or faster.
 
-    Under the compiler the reference fuses better than a Function can. Under two forward levels
+    Under the compiler the reference fuses better than a Function can; and where layers are looked for,
+    they are found in it. Under two forward levels
     torch differentiates the `jvp` of a custom Function to zero, without an error.
     """
-    if reference is not None and torch.compiler.is_compiling():
+    if reference is not None and (torch.compiler.is_compiling() or references_wanted()):
         return reference(*inputs)
     if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
         if reference is None:

@@ -135,6 +135,25 @@ def in_single_precision(rank, world):
     return (hog.HessianOperator(loss, params, in_single, **how) @ params)["2.bias"].tolist()
 
 
+def kronecker_factors(data, rank, world):
+    given, how = DATA[data](rank, world)
+    found = []
+    every = [{"eigenvalue_corrected": True}, {"kind": "mc", "generator": seeded(5)}]
+    for options in every[:1] if data == "one batch" else every:  # pieces of it have other draws
+        K = hog.KFACOperator(*loss_and_params("ReLU"), given, **how, **options)
+        found.append(K.to_dense().reshape(-1))
+    return torch.cat(found).tolist()
+
+
+def kfac_steps(rank, world):
+    given, how = DATA["parts of unlike sizes"](rank, world)
+    loss, params = loss_and_params("ReLU")
+    optimizer = hog.curvature.KFAC(loss, damping=0.1, kind="exact", **how)
+    for _ in range(3):
+        optimizer.step(given)
+    return flat(params).tolist()
+
+
 def messages_of_a_product(rank, world):
     """All-reduces of one product, and of a gradient, with and without a graph that is kept."""
     counts = []
@@ -199,6 +218,21 @@ def a_failing_process(rank, world):
         return loss(params, batch)
 
     hog.HessianOperator(failing, params, BATCH, processes="shard") @ params
+
+
+def factors_that_fail(rank, world):
+    loss, params = loss_and_params("ReLU")
+
+    def failing(model, batch):
+        if rank == 1:
+            raise ValueError("the disk is full")
+        return model(batch[0])
+
+    def criterion(outputs, batch):
+        return F.cross_entropy(outputs, batch[1])
+
+    loss = hog.functional_loss(loss.model, criterion, forward=failing)
+    hog.KFACOperator(loss, params, BATCH, processes="shard").update()
 
 
 def other_vectors(rank, world):
@@ -288,6 +322,7 @@ MINE = "ValueError: the disk is full"
 # name -> (function, the error, words of it)
 REFUSED = {
     "a process fails": (a_failing_process, "DistributedError", "error in process 1, which has to be fixed there: ValueError: the disk is full"),
+    "factors of a process fail": (factors_that_fail, "DistributedError", "error in process 1, which has to be fixed there: ValueError: the disk is full"),
     "other vectors": (other_vectors, "DistributedError", "expected the same vectors in all"),
     "random vectors": (random_without_a_generator, "DistributedError", "generator=torch.Generator().manual_seed(0)"),
     "other parameters": (other_parameters, "DistributedError", "expected the same params in all"),

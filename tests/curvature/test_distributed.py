@@ -21,7 +21,14 @@ CASES = {
     for kind, data in itertools.product(shared_data.KINDS, shared_data.DATA)
     if kind == "Hessian" or (data in shared_data.FEW and (kind, data) != ("mc", "one batch"))
 }
-MORE = {"algorithms": shared_data.algorithms, "float32": shared_data.in_single_precision}
+MORE = {
+    "algorithms": shared_data.algorithms,
+    "float32": shared_data.in_single_precision,
+    "steps of KFAC": shared_data.kfac_steps,
+} | {
+    f"Kronecker factors, {data}": functools.partial(shared_data.kronecker_factors, data)
+    for data in ("one batch", "fewer batches than processes", "parts of unlike sizes")
+}
 
 
 @functools.cache
@@ -52,7 +59,7 @@ def test_processes_equal_one(count, tmp_path):
     everyone, one = found_by_each(run, tmp_path, count), results(0, 1)
     for rank, found in enumerate(everyone):
         for case, expected in one.items():
-            tolerance = 1e-5 if case == "float32" else 1e-11 if case == "algorithms" else 1e-12
+            tolerance = 1e-5 if case == "float32" else 1e-11 if case in MORE else 1e-12
             got, want = torch.tensor(found[case]), torch.tensor(expected)
             error = float((got.double() - want).norm() / want.norm())
             assert error < tolerance, (rank, case, error)
@@ -61,7 +68,7 @@ def test_processes_equal_one(count, tmp_path):
         assert found["messages"] == [1, 1, 1, 1]
         assert found["unused"] == ["none.weight, none.bias"]
         for name, (_, kind, words) in shared_data.REFUSED.items():
-            if name == "a process fails" and rank == 1:
+            if name in ("a process fails", "factors of a process fail") and rank == 1:
                 kind, words = "ValueError", "the disk is full"
             assert found[name][0] == kind, (rank, name, *found[name])
             assert words in found[name][1], (rank, name)

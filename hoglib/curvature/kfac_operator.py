@@ -1,0 +1,451 @@
+"""Kronecker-factored approximations of the Gauss-Newton and Fisher matrices, over data."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.swap import keep_swapped
+from hoglib.curvature.data import BatchSize, first_examples
+from hoglib.curvature.dataset_sum import DatasetOptions, DatasetSum
+from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.gauss_newton import GaussNewtonKind
+from hoglib.curvature.kronecker import (
+    BlockLayout,
+    KroneckerBlock,
+    KroneckerOperator,
+    leaves_of,
+)
+from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
+from hoglib.curvature.layer_calls import Region, Role
+from hoglib.curvature.linear_map import ProductOptions
+from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
+from hoglib.curvature.model_run import FactorOptions, ModelRun
+from hoglib.curvature.operators import GGNOperator, HessianOperator
+from hoglib.curvature.processes import PassTotals, Processes
+from hoglib.curvature.traces import Estimate, random_signs
+from hoglib.curvature.vector_space import Space
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+
+Tree = Any
+
+
+class KFACError(NamedTuple):
+    """Relative distances |K - M| / |M| of an approximation K in the Frobenius norm.
+
+    Attributes:
+        ggn: From the Gauss-Newton matrix of all parameters.
+        blocks: From its blocks on the diagonal, which K approximates.
+        hessian: From the Hessian.
+    """
+
+    ggn: Estimate
+    blocks: Estimate
+    hessian: Estimate
+
+    def __str__(self) -> str:
+        parts = [
+            f"{100 * float(one.value):.3g} ± {100 * float(one.error):.1g}% from {name}"
+            for name, one in zip(("the GGN", "its blocks", "the Hessian"), self, strict=True)
+        ]
+        return ", ".join(parts)
+
+
+@final
+class KFACOperator(KroneckerOperator):
+    r"""A Kronecker-factored approximation of the Gauss-Newton or Fisher matrix over data.
+
+        K = blocks G_l ⊗ A_l on the diagonal, one for each layer l
+        expand    A = mean of a_r a_r^T over rows r       G = sum over r of g_r g_r^T
+        reduce    A = mean of a_n a_n^T over examples     G = sum over examples of g_n g_n^T
+        eigenvalue_corrected    Q_G diag(L) Q_A^T instead, L_ij = sum_n (q_i^T dW_n r_j)^2
+
+    with the inputs a of a layer and the gradients g by its outputs of the columns s of M = sum s s^T,
+    the matrix on the model's outputs: a_r and g_r of each position that shares the weights, a_n their
+    mean over the positions of an example, g_n their sum; dW_n = sum of g_r a_r^T the gradient of an
+    example by the weights. G is a sum over columns and weighted as the matrix of `GGNOperator`; so is A
+    as a mean. Where the data is one example without shared weights, and for linear networks with a
+    squared error, K is the block diagonal of the Gauss-Newton matrix.
+
+    `LinearOperator` describes ``@``, the algebra of operators and the algorithms; here ``inverse``,
+    ``solve``, ``damped``, ``sqrt``, ``map``, ``eigenvalues``, ``logdet``, ``trace`` and ``diagonal``
+    are in closed form. Factors are computed at the first use, and kept: after a step of the parameters
+    call ``update()``.
+
+    The layers are found by the torch functions that they call, in any module: linear layers (also
+    LoRA's, attention's projections, and those of GPT-2), convolutions (each group by itself),
+    embeddings (always "expand", with a diagonal A), and layer, group, RMS and (in eval mode) batch
+    norm, whose blocks are exact. A layer that is called twice, or shares its weight with another, has
+    one block, of the rows of all its calls. Any other use of a parameter is refused by name. At the
+    first batch the gradient that the layers give is compared with autograd's.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken: a dict of parameters of such layers.
+        data: A batch, or a DataLoader or another re-iterable of batches, as of `hoglib.GGNOperator`.
+        kind: What M is: "exact", the Hessian of the criterion (with a likelihood its Fisher matrix), by
+            a backward pass for each output of an example; "mc", num_samples draws from the likelihood,
+            or, of a criterion without a known one, random sums of the columns; "empirical", the
+            gradients at the targets.
+        approximation: "expand" or "reduce", as above. They differ for weights that are shared over
+            positions.
+        eigenvalue_corrected: Replace the eigenvalues by the diagonal in the basis of the eigenvectors
+            (EKFAC), in a second pass over the data.
+        joint_bias: A bias is a column of its weight; or else has a block of its own, that of a weight
+            whose input is 1.
+        likelihood: The distribution of the targets, as of `hoglib.FisherOperator`.
+        num_samples: Samples for each example, of kind "mc".
+        generator: Of the seed for these samples; None is torch's global generator.
+        reduction: "mean" or "sum", that of the criterion.
+        batch_size: The weight of a batch, as a function of it.
+        micro_batch: Split batches into pieces of so many examples, for memory.
+        check_deterministic: Compare the losses of each pass with those of the first.
+        progress: Show a bar (needs tqdm).
+        processes: Of torch.distributed, as of `hoglib.GGNOperator`: "shard", "sharded" or None.
+        dtype: Of flat vectors. Factors are in float32 at least.
+    Raises:
+        UnsupportedError: at the first use, for parameters that something else than these layers uses,
+            and for layers that mix examples.
+        ArgumentValueError: for outputs whose rows are no examples, and a criterion that is not convex.
+    References:
+        Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate Curvature,
+        2015. Grosse and Martens, A Kronecker-factored Approximate Fisher Matrix for Convolution Layers,
+        2016. Eschenhagen et al., Kronecker-Factored Approximate Curvature for Modern Neural Network
+        Architectures, 2023. George et al., Fast Approximate Natural Gradient Descent in a
+        Kronecker-factored Eigenbasis, 2018.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> K = hog.KFACOperator(loss, params, (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
+        >>> K.to_dense()  # 2 (1 + 9) / 2, exact for a linear model
+        tensor([[10.]])
+        >>> K.solve(torch.tensor([1.0]), damping=10.0)
+        tensor([0.0500])
+    """
+
+    def __init__(
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
+        kind: str = "exact",
+        approximation: str = "expand",
+        eigenvalue_corrected: bool = False,
+        joint_bias: bool = True,
+        likelihood: Any = None,
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+        reduction: str = "mean",
+        batch_size: BatchSize | None = None,
+        micro_batch: int | None = None,
+        check_deterministic: bool = True,
+        progress: bool = False,
+        processes: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        validation.one_of("approximation", approximation, ("expand", "reduce"))
+        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
+        options = DatasetOptions(
+            reduction,
+            batch_size,
+            micro_batch,
+            0,
+            check_deterministic,
+            False,
+            progress,
+            processes,
+            dtype,
+        )
+        self._processes = Processes(name, processes, data)
+        super().__init__(Space(params, dtype), progress and self._processes.rank == 0)
+        if not isinstance(params, Mapping):
+            raise ArgumentTypeError(
+                f"params: expected a dict of tensors by name, got {validation.describe(params)}; make "
+                "one with `hoglib.trainable_params(model)`."
+            )
+        GaussNewtonKind("auto", metric).check_loss(loss)
+        self._sum = DatasetSum(
+            loss, self.space, data, options, self._processes, self._bar,
+            name=name, seed=metric.seed or 0, fixed_batches=metric.random,
+        )  # fmt: skip
+        self._loss, self._data, self._dataset_options = loss, data, options
+        self._factors = FactorOptions(
+            metric, approximation, validation.flag("joint_bias", joint_bias), ProductOptions(name)
+        )
+        self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
+        # whether the gradients of single examples are needed
+        self._by_example = self._corrected or approximation == "reduce"
+        self.checked = False  # whether the layers were compared with autograd
+        self.orders: list[bool] = []  # whether the rows of calls are ordered by position first
+        self._blocks: list[KroneckerBlock] | None = None
+        self._error: KFACError | None = None
+
+    def value(self) -> Tensor:
+        """The loss over the data, a scalar tensor."""
+        return self._sum.value()
+
+    def gradient(self) -> tuple[Tensor, Tree]:
+        """The loss over the data and its gradient, in the structure of params."""
+        return self._sum.gradient()
+
+    def blocks(self) -> Sequence[KroneckerBlock]:
+        """The blocks, in the order of the parameters; they are computed at the first use."""
+        if self._blocks is None:
+            self.update()
+        assert self._blocks is not None
+        return self._blocks
+
+    def update(self) -> "KFACOperator":
+        """Compute the factors at the parameters as they are now.
+
+        Returns:
+            The operator.
+        """
+        if torch_internals.transforms_active():
+            raise UnsupportedError(
+                "KFACOperator: expected to be computed outside of torch.func transforms, got a call "
+                "inside; compute it before, by `update()`."
+            )
+        with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
+            factors = FactorSums()
+            totals = self._pass(factors, self._add_factors)
+            blocks = factors.blocks(self._sum.weight(totals))
+            if self._corrected:
+                corrections = EigenvalueSums([block.eigen() for block in blocks])
+                totals = self._pass(corrections, self._add_corrections)
+                blocks = corrections.blocks(self._sum.weight(totals))
+        self._blocks, self._error = blocks, None
+        return self
+
+    def _pass(self, sums: BlockSums, add: Callable[..., None]) -> PassTotals:
+        """Add every batch to the sums, in all processes."""
+        rows: list[Tensor] = []
+
+        def total() -> Tensor:
+            dtype = torch.promote_types(self.dtype, torch.float32)
+            for layouts in self._processes.gather(list(sums.sums)):
+                sums.include(layouts, dtype, self.device)
+            rows.append(sums.pack().to(self.device))
+            return rows[0]
+
+        totals = self._sum.run(partial(self._sum.each_batch, partial(self._add, sums, add)), total)
+        if rows:
+            sums.unpack(rows[0])
+        return totals
+
+    def _add(
+        self, sums: BlockSums, add: Callable[..., None], batch: Any, number: int, share: float
+    ) -> Tensor:
+        with grad_enabled(), keep_swapped():
+            leaves, batch = clone_inference_tensors((self.space.leaves(), batch))
+            metric = self._factors.metric.for_batch(number)
+            options = replace(self._factors, metric=metric)
+            run = ModelRun(self._loss, self.space, leaves, batch, options, self.orders)
+            value = run.value()
+            if not bool(value.isfinite()):
+                return value  # which is refused where it is recorded
+            if not self.checked:
+                self._check_layers(run, leaves, batch)
+                self.checked = True
+            add(sums, run, share)
+        self._sum.advance()
+        return value
+
+    def _check_layers(self, run: ModelRun, leaves: Vector, batch: Any) -> None:
+        """Compare the layers with autograd: at two examples, where a batch can be split."""
+        small = first_examples(batch, 2)
+        if small is not None:
+            # whatever two examples alone run into, the whole batch decides
+            with suppress(Exception):
+                few = ModelRun(self._loss, self.space, leaves, small, run.options)
+                few.check(self._by_example)
+                self.orders = few.orders()
+        if not self.orders:
+            run.check(self._by_example)
+            self.orders = run.orders()
+        run.reorder(self.orders)
+
+    def _add_factors(self, sums: FactorSums, run: ModelRun, share: float) -> None:
+        mean = self._dataset_options.reduction == "mean"
+        sums.add(run, share, share if mean else run.examples)
+
+    def _add_corrections(self, sums: EigenvalueSums, run: ModelRun, share: float) -> None:
+        sums.add(run, share)
+
+    @contextmanager
+    def _algorithm(self, name: str, products: int | None = None) -> Iterator[None]:
+        self.blocks()
+        with super()._algorithm(name, products):
+            yield
+
+    def error(
+        self, num_samples: int = 16, *, generator: torch.Generator | None = None
+    ) -> KFACError:
+        r"""How far the approximation is from what it approximates, by products with random vectors.
+
+            |K - M| / |M|, |A|^2 = E|A v|^2 in the Frobenius norm, v of independent signs
+
+        ``print(K)`` shows it afterwards.
+
+        Args:
+            num_samples: Random vectors. Each takes a product of the Gauss-Newton matrix, one of the
+                Hessian, and one for each block.
+            generator: Of the random vectors; None is torch's global generator. Several processes need
+                generators with the same seed.
+        Returns:
+            `KFACError`: relative distances with one standard error each (a jackknife).
+        """
+        validation.at_least("num_samples", num_samples, 1)
+        options = {
+            name: getattr(self._dataset_options, name)
+            for name in ("reduction", "batch_size", "micro_batch", "progress", "processes", "dtype")
+        }
+        given = (self._loss, self.space.params, self._data)
+        G, H = GGNOperator(*given, **options), HessianOperator(*given, **options)
+        rows = random_signs(self, num_samples, generator)
+        ours = self.apply(rows)
+        masks = [_mask(block.layout, self.space) for block in self.blocks()]
+        every: list[LinearOperator] = [G, BlockDiagonal(G, masks), H]
+        self._error = KFACError(*(_distance(ours, A.apply(rows)) for A in every))
+        return self._error
+
+    def exact_diagonal(self) -> Tensor:
+        r"""The diagonal of the Gauss-Newton or Fisher matrix that the operator approximates, exactly.
+
+            diag = sum over examples n and columns c of (d s_nc . outputs_n / d params)^2
+
+        Returns:
+            The diagonal [P].
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            # in the basis of the parameters themselves
+            blocks = [block.unrotated() for block in self.blocks()]
+            if not self._by_example:  # the order of examples is not known yet
+                self._by_example, self.checked, self.orders = True, False, []
+            squares = EigenvalueSums(blocks)
+            totals = self._pass(squares, self._add_corrections)
+            row = torch.zeros(1, self.space.size, dtype=self.dtype, device=self.device)
+            leaves = leaves_of(self.space, row)
+            for block in squares.blocks(self._sum.weight(totals)):
+                assert block.values is not None
+                block.layout.scatter(block.values.unsqueeze(0), leaves)
+        return row[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.
+
+        Returns:
+            A dict for `load_state_dict`.
+        """
+        names = pytree.paths(self.space.params)
+        blocks = [
+            {
+                **saved_layout(block.layout, names),
+                "A": block.A, "G": block.G, "values": block.values,
+            }
+            for block in self.blocks()
+        ]  # fmt: skip
+        return {"options": self._saved_options(), "blocks": blocks}
+
+    def _saved_options(self) -> dict[str, Any]:
+        return {
+            "kind": self._factors.metric.kind, "approximation": self._factors.approximation,
+            "eigenvalue_corrected": self._corrected, "joint_bias": self._factors.joint_bias,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the factors of `state_dict`; nothing is computed.
+
+        Args:
+            state_dict: Of an operator with the same options, on parameters of the same names and
+                shapes.
+        Raises:
+            ArgumentValueError: for other options or parameters.
+        """
+        if not isinstance(state_dict, Mapping) or {"options", "blocks"} - state_dict.keys():
+            raise ArgumentTypeError(
+                "state_dict: expected that of a KFACOperator, with 'options' and 'blocks', got "
+                f"{validation.describe(state_dict)}."
+            )
+        if state_dict["options"] != self._saved_options():
+            raise ArgumentValueError(
+                f"state_dict: expected that of an operator with {self._saved_options()}, got one with "
+                f"{state_dict['options']}."
+            )
+        names = pytree.paths(self.space.params)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        blocks = []
+        for one in state_dict["blocks"]:
+            tensors: Any = {
+                key: None if one[key] is None else one[key].to(self.device, dtype)
+                for key in ("A", "G", "values")
+            }
+            blocks.append(KroneckerBlock(layout_of(one, names), **tensors))
+        try:
+            covered = sum(_mask(block.layout, self.space) for block in blocks)
+        except (RuntimeError, IndexError):  # other shapes
+            covered = None
+        if not (isinstance(covered, Tensor) and bool((covered == 1).all())):
+            raise ArgumentValueError(
+                "state_dict: expected blocks that are every parameter once, got others; it is of "
+                "params of other names or shapes."
+            )
+        self._blocks, self._error = blocks, None
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        return text if self._error is None else f"{text[:-1]}, {self._error})"
+
+
+def saved_layout(layout: BlockLayout, names: list[str]) -> dict[str, Any]:
+    """A layout in plain numbers and names, to be saved."""
+
+    def place(region: Region | None) -> Any:
+        return None if region is None else (names[region.leaf], region.start, region.stop)
+
+    return {
+        "role": tuple(layout.role),
+        "weight": place(layout.weight),
+        "bias": place(layout.bias),
+    }
+
+
+def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:
+    """The layout that was saved; raises ArgumentValueError for parameters of other names."""
+    regions: list[Region | None] = []
+    for place in (saved["weight"], saved["bias"]):
+        if place is not None and place[0] not in names:
+            raise ArgumentValueError(
+                f"state_dict: expected the parameters {validation.listing(names)}, got {place[0]!r}; "
+                "it is of other params."
+            )
+        regions.append(None if place is None else Region(names.index(place[0]), *place[1:]))
+    return BlockLayout(Role(*saved["role"]), *regions)
+
+
+def _mask(layout: BlockLayout, space: Space) -> Tensor:
+    """1 at the parameters of a block, and 0 elsewhere, [P]."""
+    row = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+    layout.scatter(row.new_ones(1, *layout.sizes), leaves_of(space, row))
+    return row[0]
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> Estimate:
+    """|K - M| / |M| from products with random vectors, with its standard error by the jackknife."""
+    off, size = (ours - theirs).square().sum(1).double(), theirs.square().sum(1).double()
+    count = len(off)
+    value = (off.sum() / size.sum()).sqrt()
+    if count == 1:
+        return Estimate(value.to(ours.dtype), torch.full_like(value, torch.inf).to(ours.dtype))
+    without = ((off.sum() - off) / (size.sum() - size)).sqrt()
+    error = ((count - 1) / count * (without - without.mean()).square().sum()).sqrt()
+    return Estimate(value.to(ours.dtype), error.to(ours.dtype))

@@ -1,0 +1,399 @@
+"""Block-diagonal matrices of Kronecker products, and functions of them in closed form.
+
+a block maps V to G V A        V, the parameters of a layer as a matrix [out, into]
+its eigenvectors are those of G and A, its eigenvalues their products, or corrected ones L:
+f(block) V = Q_G (f(L) * (Q_G^T V Q_A)) Q_A^T
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core import validation
+from hoglib._core.autograd import Vector
+from hoglib.curvature.layer_calls import Region, Role
+from hoglib.curvature.linear_operator import LinearOperator
+from hoglib.curvature.traces import Estimate
+from hoglib.curvature.vector_space import Space
+from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
+
+Tree = Any
+METHODS = ("exact", "pi", "factors")
+
+
+class BlockLayout(NamedTuple):
+    """Which parameters a block is of. With weight and bias, the bias is the last column of V.
+
+    Of a layer that scales and shifts features (`role.matrix` is "diagonal"), V is one row.
+    """
+
+    role: Role
+    weight: Region | None
+    bias: Region | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(groups, out, into) of V."""
+        groups, out, into = self.role.groups, self.role.out, self.role.into
+        given = (self.weight is not None) + (self.bias is not None)
+        if self.role.matrix == "diagonal":
+            return 1, 1, given * into
+        if self.weight is None:
+            return 1, groups * out, 1
+        return groups, out, into + (self.bias is not None)
+
+    def gather(self, leaves: Vector) -> Tensor:
+        """V of vectors that are leaves [k, *shape]: [k, groups, out, into]."""
+        parts = []
+        k = len(leaves[0])
+        groups, out, _ = self.sizes
+        for region in (self.weight, self.bias):
+            if region is None:
+                continue
+            rows = leaves[region.leaf][:, region.start : region.stop]
+            if self.role.matrix == "diagonal" or region is not self.weight:
+                shape = (k, 1, 1, -1) if self.role.matrix == "diagonal" else (k, groups, out, 1)
+                parts.append(rows.reshape(shape))
+            elif self.role.transposed:
+                parts.append(rows.reshape(k, 1, self.role.into, out).mT)
+            else:
+                parts.append(rows.reshape(k, groups, out, self.role.into))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def scatter(self, V: Tensor, leaves: Vector) -> None:
+        """Write V into these parameters' places of leaves."""
+        at = 0
+        for region in (self.weight, self.bias):
+            if region is None:
+                continue
+            target = leaves[region.leaf][:, region.start : region.stop]
+            if self.role.matrix == "diagonal":
+                width = self.role.into
+            else:
+                width = self.role.into if region is self.weight else 1
+            part = V[..., at : at + width]
+            at += width
+            if region is self.weight and self.role.transposed:
+                part = part.mT
+            target.copy_(part.reshape(target.shape))
+
+
+@final
+@dataclass(frozen=True)
+class KroneckerBlock:
+    """G ⊗ A, with eigenvalues of its own where they are given.
+
+    A: [groups, into, into], or its diagonal [groups, into]. G: [groups, out, out].
+    values: eigenvalues [groups, out, into], where A and G are eigenvectors (a diagonal A is then None).
+    """
+
+    layout: BlockLayout
+    A: Tensor | None
+    G: Tensor
+    values: Tensor | None = None
+
+    def apply(self, V: Tensor) -> Tensor:
+        """The product with V [k, groups, out, into]."""
+        if self.values is None:
+            return _times(self.G @ V, self.A)
+        V = self.G.mT @ V if self.A is None else self.G.mT @ V @ self.A
+        V = self.G @ (self.values * V)
+        return V if self.A is None else V @ self.A.mT
+
+    def eigen(self) -> "KroneckerBlock":
+        """The same block by eigenvectors and eigenvalues."""
+        if self.values is not None:
+            return self
+        a, QA = eigen_of(self.A)
+        g, QG = eigen_of(self.G)
+        return KroneckerBlock(self.layout, QA, _given(QG), g.unsqueeze(-1) * a.unsqueeze(-2))
+
+    def unrotated(self) -> "KroneckerBlock":
+        """The diagonal of the block as one with unit eigenvectors."""
+        A = None
+        if self.A is not None and self.A.dim() == 3:
+            A = torch.eye(self.A.shape[-1], dtype=self.G.dtype, device=self.G.device)
+            A = A.expand_as(self.A)
+        G = torch.eye(self.G.shape[-1], dtype=self.G.dtype, device=self.G.device)
+        return KroneckerBlock(self.layout, A, G.expand_as(self.G), diagonal_of(self))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerBlock":
+        """The function of the matrix."""
+        block = self.eigen()
+        return replace(block, values=function(_given(block.values)))
+
+    def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
+        """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""
+        d_A = d_G = self.G.new_tensor(damping)
+        # a block with one factor is damped as a whole
+        if self.layout.role.matrix == "diagonal":
+            return KroneckerBlock(self.layout, _inverse(self.A, d_A), self.G)
+        if self.layout.weight is None:
+            return KroneckerBlock(self.layout, self.A, _inverse(self.G, d_G))
+        if balanced:
+            a, g = (_mean_eigenvalue(x) for x in (self.A, self.G))
+            pi = (a / g.clamp(min=torch.finfo(g.dtype).tiny)).sqrt()
+            pi = torch.where((a > 0) & (g > 0), pi, torch.ones_like(pi))
+            d_A, d_G = sqrt(damping) * pi, sqrt(damping) / pi
+        return KroneckerBlock(self.layout, _inverse(self.A, d_A), _inverse(self.G, d_G))
+
+
+def eigen_of(factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues and eigenvectors of a factor; of a diagonal one no vectors."""
+    factor = _given(factor)
+    if factor.dim() == 2:
+        return factor.clamp(min=0), None
+    if factor.shape[-1] == 1:
+        return factor[..., 0].clamp(min=0), torch.ones_like(factor)
+    values, vectors = torch.linalg.eigh((factor + factor.mT) / 2)
+    return values.clamp(min=0), vectors
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _times(V: Tensor, A: Tensor | None) -> Tensor:
+    A = _given(A)
+    return V * A.unsqueeze(-2) if A.dim() == 2 else V @ A
+
+
+def _mean_eigenvalue(factor: Tensor | None) -> Tensor:
+    factor = _given(factor)
+    return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).mean(-1)
+
+
+def _inverse(factor: Tensor | None, damping: Tensor) -> Tensor:
+    factor = _given(factor)
+    if factor.dim() == 2:
+        return 1 / (factor + damping.reshape(-1, 1))
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    damped = (factor + factor.mT) / 2 + damping.reshape(-1, 1, 1) * eye
+    L, failed = torch.linalg.cholesky_ex(damped)
+    if bool(failed.any()):
+        raise NotPositiveDefiniteError(
+            "inverse: expected factors that are positive definite with the damping, got one that is "
+            f"not with {float(damping.max()):.3g}; use more damping, or method='exact'."
+        )
+    return torch.cholesky_inverse(L)
+
+
+class KroneckerOperator(LinearOperator):
+    r"""A block-diagonal matrix of Kronecker products, whose functions are in closed form.
+
+    Subclasses have the blocks, which do not overlap and cover the parameters.
+    """
+
+    @abstractmethod
+    def blocks(self) -> Sequence[KroneckerBlock]:
+        """The blocks, in the order of the parameters."""
+
+    def _products(self, rows: Tensor) -> Tensor:
+        blocks = self.blocks()
+        dtype = blocks[0].G.dtype
+        given = leaves_of(self.space, rows.to(dtype))
+        total = rows.new_zeros(rows.shape, dtype=dtype)
+        found = leaves_of(self.space, total)
+        for block in blocks:
+            block.layout.scatter(block.apply(block.layout.gather(given)), found)
+        return total.to(rows.dtype)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "KroneckerMatrix":
+        """The function f(K) of the matrix, for instance its square root.
+
+        Args:
+            function: From eigenvalues to others, element by element.
+        Returns:
+            f(K), with the eigenvectors of K.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            return KroneckerMatrix(self.space, [block.map(function) for block in self.blocks()])
+
+    def damped(self, damping: float) -> "KroneckerMatrix":
+        """The matrix K + damping I, of the same kind: its inverse and determinant are in closed form.
+
+        Args:
+            damping: What is added to the diagonal.
+        Returns:
+            The matrix.
+        """
+        number = validation.number("damping", damping)
+        return self.map(lambda values: values + number)
+
+    def __mul__(self, factor: Any) -> "KroneckerMatrix":
+        number = factor.item() if isinstance(factor, Tensor) and factor.dim() == 0 else factor
+        number = validation.number("factor", number)
+        return self.map(lambda values: values * number)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "KroneckerMatrix":
+        number = divisor.item() if isinstance(divisor, Tensor) and divisor.dim() == 0 else divisor
+        if validation.number("divisor", number) == 0:
+            raise ArgumentValueError("K / c: expected a number other than 0, got 0.")
+        return self * (1 / number)
+
+    def inverse(self, damping: float = 0.0, *, method: str = "exact") -> "KroneckerMatrix":
+        r"""The inverse of the damped matrix, of the same kind.
+
+            exact     (G ⊗ A + damping I)^-1
+            pi        (G + sqrt(damping) / pi I)^-1 ⊗ (A + pi sqrt(damping) I)^-1,
+                      pi^2 = (tr A / dim A) / (tr G / dim G)
+            factors   (G + damping I)^-1 ⊗ (A + damping I)^-1
+
+        "pi" and "factors" need no eigenvectors, and are approximations of the damped inverse.
+
+        Args:
+            damping: As above; positive where the matrix is singular.
+            method: As above. Matrices with eigenvalues of their own have "exact" only.
+        Returns:
+            The inverse, an operator.
+        Raises:
+            NotPositiveDefiniteError: for a matrix that is singular with this damping.
+            ArgumentValueError: for a method that the matrix does not have, and damping below 0.
+        References:
+            Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
+            Curvature, 2015, section 6.3 (pi).
+        """
+        number = validation.number("damping", damping, minimum=0)
+        if validation.one_of("method", method, METHODS) == "exact":
+            damped = self.damped(number)
+            _check_invertible(damped.blocks(), number)
+            return damped.map(torch.reciprocal)
+        blocks = self.blocks()
+        if any(block.values is not None for block in blocks):
+            raise ArgumentValueError(
+                f"method: expected 'exact' for a matrix with eigenvalues of its own, got {method!r}, "
+                "which damps the factors."
+            )
+        with torch.inference_mode(False), torch.no_grad():
+            inverses = [block.inverse_of_damped_factors(number, method == "pi") for block in blocks]
+        return KroneckerMatrix(self.space, inverses)
+
+    def solve(  # type: ignore[override]
+        self, b: Tree, *, damping: float = 0.0, method: str = "exact"
+    ) -> Tree:
+        """x with (K + damping I) x = b, by `inverse`: without iterations.
+
+        Args:
+            b: Right-hand side: a vector or a block, flat or in the structure of params.
+            damping: What is added to the diagonal.
+            method: As of `inverse`.
+        Returns:
+            x in the form of b.
+        """
+        return self.inverse(damping, method=method) @ b
+
+    def sqrt(self) -> "KroneckerMatrix":
+        """The symmetric square root R, R R = K.
+
+        ``K.inverse(d).sqrt() @ noise`` has the covariance (K + d I)^-1, for standard normal noise.
+        """
+        return self.map(lambda values: values.clamp(min=0).sqrt())
+
+    def eigenvalues(self) -> Tensor:
+        """All eigenvalues [P], ascending."""
+        with torch.inference_mode(False), torch.no_grad():
+            values = [_given(block.eigen().values).reshape(-1) for block in self.blocks()]
+            return torch.cat(values).sort().values.to(self.dtype)
+
+    def logdet(self) -> Tensor:  # type: ignore[override]
+        """The logarithm of the determinant, a scalar: -inf for a singular matrix, nan where it is
+        negative."""
+        return self.eigenvalues().double().log().sum().to(self.dtype)
+
+    def trace(  # type: ignore[override]
+        self, num_samples: int | None = None, *, return_error: bool = False
+    ) -> Any:
+        """The trace, exactly, a scalar.
+
+        Args:
+            num_samples: Not needed; there for code that estimates traces.
+            return_error: Return an `Estimate` with an error of zero.
+        Returns:
+            The trace.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            parts = []
+            for block in self.blocks():
+                if block.values is not None:
+                    parts.append(block.values.sum())
+                else:
+                    a, g = (_mean_eigenvalue(x) for x in (block.A, block.G))
+                    _, out, into = block.layout.sizes
+                    parts.append((a * g).sum() * out * into)
+            found = torch.stack(parts).sum().to(self.dtype)
+        return Estimate(found, torch.zeros_like(found)) if return_error else found
+
+    def diagonal(  # type: ignore[override]
+        self, num_samples: int | None = None, *, return_error: bool = False
+    ) -> Any:
+        """The diagonal [P], exactly.
+
+        Args:
+            num_samples: Not needed; there for code that estimates diagonals.
+            return_error: Return an `Estimate` with errors of zero.
+        Returns:
+            The diagonal.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            blocks = self.blocks()
+            total = blocks[0].G.new_zeros(1, self.space.size)
+            leaves = leaves_of(self.space, total)
+            for block in blocks:
+                block.layout.scatter(diagonal_of(block).unsqueeze(0), leaves)
+            found = total[0].to(self.dtype)
+        return Estimate(found, torch.zeros_like(found)) if return_error else found
+
+
+@final
+class KroneckerMatrix(KroneckerOperator):
+    """A matrix of given blocks: what functions of a `KFACOperator` return.
+
+    Args:
+        space: The vector space that it acts on.
+        blocks: The blocks.
+    """
+
+    def __init__(self, space: Space, blocks: Sequence[KroneckerBlock]) -> None:
+        super().__init__(space)
+        self._blocks = list(blocks)
+
+    def blocks(self) -> Sequence[KroneckerBlock]:
+        """The blocks, in the order of the parameters."""
+        return self._blocks
+
+
+def leaves_of(space: Space, rows: Tensor) -> Vector:
+    """Views [k, *shape] of rows [k, P]; of a parameter that is one number [k, 1]."""
+    shapes = [leaf.shape if leaf.dim() else torch.Size([1]) for leaf in space.leaves()]
+    parts = rows.split([shape.numel() for shape in shapes], 1)
+    return [part.view(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def diagonal_of(block: KroneckerBlock) -> Tensor:
+    """The diagonal, in the form of V."""
+    if block.values is None:
+        A = _given(block.A)
+        a = A if A.dim() == 2 else A.diagonal(dim1=-2, dim2=-1)
+        return block.G.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * a.unsqueeze(-2)
+    found = block.G.square() @ block.values
+    return found if block.A is None else found @ block.A.square().mT
+
+
+def _check_invertible(blocks: Sequence[KroneckerBlock], damping: float) -> None:
+    values = [_given(block.values) for block in blocks]
+    lowest = min(float(v.min()) for v in values)
+    largest = max(float(v.abs().max()) for v in values)
+    rounding = torch.finfo(values[0].dtype).eps * largest
+    if lowest <= (0 if damping else rounding):
+        raise NotPositiveDefiniteError(
+            f"inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
+            f"{lowest:.3g} with the damping {damping:g}; use damping > 0."
+        )

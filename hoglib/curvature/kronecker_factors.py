@@ -1,0 +1,226 @@
+"""Kronecker factors of the layers of a model, summed over data.
+
+    expand    A = mean of a_r a_r^T over rows r        G = sum over rows and columns c of g_rc g_rc^T
+    reduce    A = mean of a_n a_n^T over examples n    G = sum over n and c of g_nc g_nc^T
+
+    a_n = mean of a_r, g_nc = sum of g_rc over the rows r of example n, the positions and the calls that
+    share the weights;  g_rc = d(sum_n s_nc . outputs_n) / d s_r, with the columns s_c of M = sum s s^T.
+
+References:
+    Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate Curvature, 2015.
+    Grosse and Martens, A Kronecker-factored Approximate Fisher Matrix for Convolution Layers, 2016.
+    Eschenhagen, Immer, Turner, Schneider and Hennig, Kronecker-Factored Approximate Curvature for
+    Modern Neural Network Architectures, 2023, section 3 (expand, reduce).
+    George, Laurent, Bouthillier, Ballas and Vincent, Fast Approximate Natural Gradient Descent in a
+    Kronecker-factored Eigenbasis, 2018, section 3 (corrected eigenvalues).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hoglib.curvature.kronecker import BlockLayout, KroneckerBlock
+from hoglib.curvature.layer_calls import Region
+from hoglib.curvature.layer_rows import (
+    Gradients,
+    Layer,
+    by_example,
+    input_rows,
+    is_embedding,
+    mean_inputs,
+    output_gradients,
+    scale_and_shift_gradients,
+)
+from hoglib.curvature.model_run import ModelRun
+
+AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
+
+
+class BlockSums:
+    """Tensors of every block, by name, that are summed over batches and processes."""
+
+    def __init__(self) -> None:
+        self.sums: dict[BlockLayout, dict[str, Tensor]] = {}
+
+    def pack(self) -> Tensor:
+        """All of them as one row [1, n]."""
+        parts = [x.reshape(-1) for layout in sorted(self.sums) for x in self.sums[layout].values()]
+        return torch.cat(parts or [torch.zeros(0)]).unsqueeze(0)
+
+    def unpack(self, row: Tensor) -> None:
+        """Write such a row into them."""
+        tensors = [x for layout in sorted(self.sums) for x in self.sums[layout].values()]
+        parts = row[0].split([x.numel() for x in tensors])
+        for x, part in zip(tensors, parts, strict=True):
+            x.copy_(part.view(x.shape))
+
+    def include(self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any) -> None:
+        """Zeros for those that are not there: of several processes one may have no batch."""
+
+
+@final
+class FactorSums(BlockSums):
+    """A and G of every block, summed over batches."""
+
+    def add(self, run: ModelRun, share: float, weight: float) -> None:
+        """Add those of a batch: weight times A, and share times G."""
+        expand = run.options.approximation == "expand"
+        self.include((layer.layout for layer in run.layers), run.dtype, run.device)
+        for layer in run.layers:
+            sums = self.sums[layer.layout]
+            if layer.layout.role.matrix == "kronecker":
+                self._add_inputs(layer, sums, run, weight, expand)
+        for gradients in run.columns():
+            for layer in run.layers:
+                self._add_gradients(layer, gradients, self.sums[layer.layout], run, share, expand)
+
+    def include(self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any) -> None:
+        """Zeros for those that are not there: of several processes one may have no batch."""
+        for layout in layouts:
+            if layout not in self.sums:
+                self.sums[layout] = {
+                    name: torch.zeros(shape, dtype=dtype, device=device)
+                    for name, shape in _shapes(layout).items()
+                }
+
+    def _add_inputs(
+        self, layer: Layer, sums: dict[str, Tensor], run: ModelRun, weight: float, expand: bool
+    ) -> None:
+        sums["count"] += weight
+        if is_embedding(layer):
+            at = torch.cat([call.inputs()[0, :, 0] for call in layer.calls])
+            seen = at[at >= 0]
+            ones = torch.full_like(seen, weight / max(len(at), 1), dtype=run.dtype)
+            sums["A"][0].index_add_(0, seen, ones)
+            return
+        if expand:
+            rows = [input_rows(layer, call, run.dtype) for call in layer.calls]
+            total = sum(a.shape[1] for a in rows)
+            for a in rows:
+                _add_square(sums["A"], a, weight / max(total, 1))
+        else:
+            mean = mean_inputs(layer, run.examples, run.dtype, run.device)
+            _add_square(sums["A"], mean, weight / max(run.examples, 1))
+
+    def _add_gradients(
+        self, layer: Layer, gradients: Gradients, sums: dict[str, Tensor], run: ModelRun,
+        share: float, expand: bool,
+    ) -> None:  # fmt: skip
+        if layer.layout.role.matrix == "diagonal":
+            rows = [scale_and_shift_gradients(layer, call, gradients) for call in layer.calls]
+            each = by_example(layer, rows, run.examples).sum(-2)
+            _add_square(sums["A"], each.unsqueeze(0), share)
+            return
+        rows = [output_gradients(layer, call, gradients) for call in layer.calls]
+        if expand or is_embedding(layer):
+            for g in rows:
+                _add_square(sums["G"], g, share)
+        else:
+            _add_square(sums["G"], by_example(layer, rows, run.examples).sum(-2), share)
+
+    def blocks(self, divisor: float) -> list[KroneckerBlock]:
+        """The blocks of sums over all of the data, whose shares sum to divisor."""
+        found = []
+        for layout, sums in self.sums.items():
+            if layout.role.matrix == "diagonal":
+                one = sums["A"].new_ones(1, 1, 1)
+                found.append(KroneckerBlock(layout, sums["A"] / divisor, one))
+            else:
+                A = sums["A"] / sums["count"].clamp(min=torch.finfo(sums["A"].dtype).tiny)
+                found.append(KroneckerBlock(layout, A, sums["G"] / divisor))
+        return sorted(found, key=lambda b: b.layout.weight or b.layout.bias or Region(0, 0, 0))
+
+
+def _add_square(total: Tensor, rows: Tensor, factor: float) -> None:
+    """total += factor rows^T rows, for each group."""
+    if len(total) == 1:  # faster than a batch of one
+        total[0].addmm_(rows[0].T, rows[0], alpha=factor)
+    else:
+        total.baddbmm_(rows.mT, rows, alpha=factor)
+
+
+def _shapes(layout: BlockLayout) -> dict[str, tuple[int, ...]]:
+    groups, out, into = layout.sizes
+    if layout.role.matrix == "diagonal":
+        return {"A": (1, into, into)}
+    a = (
+        (groups, into)
+        if layout.role.name == "embedding" and layout.weight
+        else (groups, into, into)
+    )
+    return {"A": a, "G": (groups, out, out), "count": ()}
+
+
+@final
+class EigenvalueSums(BlockSums):
+    """The corrected eigenvalues of every block, summed over batches.
+
+        L_ij = sum_n,c (q_i^T dW_nc r_j)^2        dW_nc = sum over the rows r of n of g_rc a_r^T
+
+    with the eigenvectors q of G and r of A. They are the diagonal of the matrix in that basis, and so
+    the best that it allows in the Frobenius norm.
+    """
+
+    def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
+        self._blocks = {block.layout: block for block in blocks}
+        self.sums = {
+            layout: {"values": block.G.new_zeros(layout.sizes)}
+            for layout, block in self._blocks.items()
+            if layout.role.matrix == "kronecker"
+        }
+
+    def add(self, run: ModelRun, share: float) -> None:
+        layers = [layer for layer in run.layers if layer.layout in self.sums]
+        inputs = {layer.layout: self._rotated_inputs(layer, run) for layer in layers}
+        for gradients in run.columns():
+            for layer in layers:
+                block, values = self._blocks[layer.layout], self.sums[layer.layout]["values"]
+                g = [output_gradients(layer, call, gradients) @ block.G for call in layer.calls]
+                if is_embedding(layer) and layer.layout.weight is not None:
+                    at = by_example(layer, inputs[layer.layout], run.examples)[..., 0]
+                    rows = by_example(layer, g, run.examples)
+                    _add_embedding(values[0], at[0], rows[0], share)
+                else:
+                    _add_squares(
+                        values, inputs[layer.layout][0], by_example(layer, g, run.examples), share
+                    )
+
+    def _rotated_inputs(self, layer: Layer, run: ModelRun) -> list[Tensor]:
+        if is_embedding(layer) and layer.layout.weight is not None:
+            return [call.inputs() for call in layer.calls]
+        QA = self._blocks[layer.layout].A
+        assert QA is not None
+        rows = [input_rows(layer, call, run.dtype) @ QA for call in layer.calls]
+        return [by_example(layer, rows, run.examples)]
+
+    def blocks(self, divisor: float) -> list[KroneckerBlock]:
+        """The blocks, whose shares sum to divisor."""
+        found = []
+        for layout, block in self._blocks.items():
+            if layout in self.sums:
+                values = self.sums[layout]["values"] / divisor
+                block = KroneckerBlock(layout, block.A, block.G, values)
+            found.append(block)
+        return found
+
+
+def _add_squares(values: Tensor, a: Tensor, g: Tensor, share: float) -> None:
+    """Add share times the sum over n of (sum_t g_nt a_nt^T)^2; a, g: [groups, N, T, features]."""
+    if a.shape[2] == 1:
+        values.baddbmm_(g[:, :, 0].square().mT, a[:, :, 0].square(), alpha=share)
+        return
+    size = max(1, AT_ONCE // max(values.numel(), 1))
+    for start in range(0, a.shape[1], size):
+        each = g[:, start : start + size].mT @ a[:, start : start + size]
+        values.add_(each.square().sum(1), alpha=share)
+
+
+def _add_embedding(values: Tensor, at: Tensor, rows: Tensor, share: float) -> None:
+    """The same for an embedding, whose inputs are unit vectors: at [N, T], rows [N, T, out]."""
+    number = torch.arange(len(at), device=at.device).unsqueeze(1)
+    seen = at >= 0
+    pairs, places = (number * values.shape[1] + at)[seen].unique(return_inverse=True)
+    sums = rows.new_zeros(len(pairs), rows.shape[-1]).index_add_(0, places, rows[seen])
+    values.T.index_add_(0, pairs % values.shape[1], sums.square(), alpha=share)

@@ -1,0 +1,347 @@
+"""Which layers use which parameters in a run of an unmodified model, with their inputs and outputs.
+
+    s_r = W a_r + b        for rows r: examples, and the positions of each that share the weights
+
+A `TorchFunctionMode` sees every torch call that a parameter, or some of its rows, is an argument of:
+linear maps, convolutions, embeddings and normalization are recorded, whatever module they stand in;
+what else uses a parameter is noted, to be refused by name.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core.autograd import Vector
+from hoglib.errors import UnsupportedError
+from hoglib.stand_ins.mode import in_module, without_override_check
+
+
+class Region(NamedTuple):
+    """Rows start to stop of a parameter, which is the leaf of that number."""
+
+    leaf: int
+    start: int
+    stop: int
+
+
+class Role(NamedTuple):
+    """What a call does with its weight.
+
+    matrix: "kronecker", or "diagonal" for layers that scale and shift each feature. groups, out, into:
+    of a weight that is `groups` matrices [out, into]. transposed: whether it is stored as [into, out].
+    """
+
+    name: str
+    matrix: str
+    groups: int = 1
+    out: int = 1
+    into: int = 1
+    transposed: bool = False
+
+
+@final
+class LayerCall:
+    """One call of a layer: what it computed with, and where its output is in the graph."""
+
+    def __init__(
+        self, role: Role, weight: Region | None, bias: Region | None, x: Tensor, output: Tensor,
+        rows_of_inputs: Callable[[Tensor], Tensor], rows_of_outputs: Callable[[Tensor], Tensor],
+        mean_of_inputs: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.role, self.weight, self.bias = role, weight, bias
+        self.edge: GradientEdge = get_gradient_edge(output)
+        self.shape, self.device = output.shape, output.device
+        self.time_first = False  # whether rows are ordered by position before example
+        self._x, self._version = x.detach(), x._version
+        self._rows_of_inputs, self._mean_of_inputs = rows_of_inputs, mean_of_inputs
+        self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
+
+    def inputs(self) -> Tensor:
+        """a_r, [groups, rows, into]; of an embedding the indices [1, rows, 1]; of a normalization layer
+        the normalized inputs [1, rows, into]."""
+        self._check_unchanged()
+        return self._rows_of_inputs(self._x)
+
+    def mean_inputs(self, examples: int) -> Tensor:
+        """The mean of a_r over the rows of each example, [groups, examples, into]."""
+        self._check_unchanged()
+        if self._mean_of_inputs is None:
+            a = self._rows_of_inputs(self._x)
+        else:
+            a = self._mean_of_inputs(self._x)
+        return a if a.shape[1] == examples else self.by_example(a, examples).mean(2)
+
+    def by_example(self, rows: Tensor, examples: int) -> Tensor:
+        """Rows [..., all, features] as [..., examples, positions, features]."""
+        if self.time_first:
+            return rows.unflatten(-2, (-1, examples)).transpose(-3, -2)
+        return rows.unflatten(-2, (examples, -1))
+
+    def _check_unchanged(self) -> None:
+        if self._x._version != self._version:
+            raise UnsupportedError(
+                f"model: expected the inputs of {self.role.name} to stay as they are, got an operation "
+                "that changes them in place afterwards; use one that makes a new tensor."
+            )
+
+
+@final
+class LayerRecorder(TorchFunctionMode):
+    """Inside, the calls that use the leaves are recorded."""
+
+    def __init__(self, leaves: Vector) -> None:
+        super().__init__()
+        self.calls: list[LayerCall] = []
+        self.others: dict[int, str] = {}  # the leaves that are used otherwise, and by what
+        self._leaves = leaves
+        self._numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._storages = {leaf.untyped_storage().data_ptr(): i for i, leaf in enumerate(leaves)}
+        self._views: dict[
+            int, tuple[Region, Tensor]
+        ] = {}  # kept alive, so that an id stays its own
+
+    def region(self, tensor: Any) -> Region | None:
+        """What a tensor is of the leaves."""
+        number = self._numbers.get(id(tensor))
+        if number is not None:
+            leaf = self._leaves[number]
+            return Region(number, 0, len(leaf) if leaf.dim() else 1)
+        view = self._views.get(id(tensor))
+        return None if view is None else view[0]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        layer = LAYERS.get(func)
+        if layer is None:
+            if isinstance(func, FunctionType):
+                inside = without_override_check(func, _NAMES)
+                if inside is not None:
+                    with self:
+                        return inside(*args, **kwargs)
+            used = self._used(args, kwargs)
+            result = func(*args, **kwargs)
+            for region in used:
+                self._note(func, region, result)
+            return result
+        result = func(*args, **kwargs)
+        used = self._used(args, kwargs)
+        if used and result.requires_grad:
+            call = layer(self, result, *args, **kwargs)
+            if call is None or {*used} != {call.weight, call.bias} - {None}:
+                for region in used:
+                    self._note(func, region, result)
+            else:
+                self.calls.append(call)
+        return result
+
+    def _used(self, args: Any, kwargs: Any) -> list[Region]:
+        found = []
+        for x in (*args, *kwargs.values()):
+            for part in x if isinstance(x, list | tuple) else (x,):
+                region = self.region(part) if isinstance(part, Tensor) else None
+                if region is not None:
+                    found.append(region)
+        return found
+
+    def _note(self, func: Any, region: Region, result: Any) -> None:
+        """Keep views of whole rows; note another use of a parameter."""
+        parts = result if isinstance(result, list | tuple) else [result]
+        for part in parts:
+            if not (isinstance(part, Tensor) and part.requires_grad) or self.region(part):
+                continue
+            rows = self._rows(part)
+            if rows is None:
+                name = getattr(func, "__name__", str(func)) + in_module()
+                self.others.setdefault(region.leaf, name)
+            else:
+                self._views[id(part)] = rows, part
+
+    def _rows(self, view: Tensor) -> Region | None:
+        """The rows that a view consists of, if it does."""
+        number = self._storages.get(view.untyped_storage().data_ptr())
+        if number is None or not view.dim():
+            return None
+        leaf = self._leaves[number]
+        if view.shape[1:] != leaf.shape[1:] or view.stride() != leaf.stride():
+            return None
+        start = (view.storage_offset() - leaf.storage_offset()) // max(leaf.stride(0), 1)
+        return Region(number, start, start + len(view))
+
+
+def _linear(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> LayerCall:  # fmt: skip
+    role = Role("linear", "kronecker", 1, weight.shape[0], weight.shape[1])
+    places = recorder.region(weight), recorder.region(bias)
+    return LayerCall(role, *places, input, output, _flat, _flat)
+
+
+def _addmm(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *,
+    beta: float = 1, alpha: float = 1,
+) -> LayerCall | None:  # fmt: skip
+    """input + mat1 mat2, as the layers of GPT-2 compute it."""
+    if beta != 1 or alpha != 1 or input.dim() != 1 or recorder.region(mat1) is not None:
+        return None
+    role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
+    places = recorder.region(mat2), recorder.region(input)
+    return LayerCall(role, *places, mat1, output, _flat, _flat)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The rows of the last dimension, [1, rows, features]."""
+    return x.reshape(1, -1, x.shape[-1])
+
+
+def _convolution(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+    stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> LayerCall:  # fmt: skip
+    spatial = weight.dim() - 2
+    kernel = weight.shape[2:]
+    stride, dilation = _each(stride, spatial), _each(dilation, spatial)
+    if isinstance(padding, str):
+        total = [
+            d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)
+        ]
+        pads = [(both // 2, both - both // 2) for both in total]
+    else:
+        pads = [(p, p) for p in _each(padding, spatial)]
+
+    def patches(x: Tensor) -> Tensor:
+        x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
+        x = F.pad(x, [p for pair in reversed(pads) for p in pair])
+        for d in range(spatial):
+            x = x.unfold(2 + d, dilation[d] * (kernel[d] - 1) + 1, stride[d])[..., :: dilation[d]]
+        # [N, channels, positions..., kernel...] to [groups, N positions, channels of one kernel...]
+        x = x.unflatten(1, (groups, -1)).movedim(1, 0)
+        x = x.movedim(2, 2 + spatial)
+        return x.reshape(groups, -1, weight.shape[1] * kernel.numel())
+
+    def mean_patch(x: Tensor) -> Tensor:
+        """By one small matrix for each dimension, which sums what an element of the kernel meets."""
+        x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
+        x = x.unflatten(1, (groups, -1))  # [N, groups, channels, sizes...]
+        for d in range(spatial):
+            met = _met(x.shape[3], kernel[d], stride[d], dilation[d], pads[d]).to(x)
+            x = torch.tensordot(x, met, dims=([3], [1]))  # the next dimension is third then
+        return x.movedim(1, 0).flatten(2)
+
+    def rows(gradient: Tensor) -> Tensor:
+        g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
+        g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
+        return g.reshape(groups, -1, g.shape[-1])
+
+    into = weight.shape[1] * kernel.numel()
+    role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
+    places = recorder.region(weight), recorder.region(bias)
+    return LayerCall(role, *places, input, output, patches, rows, mean_patch)
+
+
+def _met(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> Tensor:
+    """At which part of its positions an element of the kernel meets an input, [kernel, size]."""
+    count = (size + sum(pads) - dilation * (kernel - 1) - 1) // stride + 1
+    at = torch.arange(count) * stride - pads[0]
+    at = at + torch.arange(kernel).unsqueeze(1) * dilation  # [kernel, positions]
+    return (at.unsqueeze(-1) == torch.arange(size)).sum(1) / count
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    value = (value,) if isinstance(value, int) else tuple(value)
+    return value * count if len(value) == 1 else value
+
+
+def _embedding(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor,
+    padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> LayerCall | None:  # fmt: skip
+    if scale_grad_by_freq:
+        return None
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+
+    def indices(x: Tensor) -> Tensor:
+        x = x.reshape(1, -1, 1)
+        return torch.where(x == padding, -1, x)  # whose gradient torch leaves out
+
+    role = Role("embedding", "kronecker", 1, weight.shape[1], weight.shape[0], transposed=True)
+    return LayerCall(role, recorder.region(weight), None, input, output, indices, _flat)
+
+
+def _layer_norm(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, normalized_shape: Any,
+    weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+) -> LayerCall:  # fmt: skip
+    shape = list(normalized_shape)
+    normalized = partial(F.layer_norm, normalized_shape=shape, eps=eps)
+    return _scaled(
+        recorder, output, input, weight, bias, normalized, _last(len(shape)), "layer_norm"
+    )
+
+
+def _rms_norm(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, normalized_shape: Any,
+    weight: Tensor | None = None, eps: float | None = None,
+) -> LayerCall:  # fmt: skip
+    shape = list(normalized_shape)
+    normalized = partial(F.rms_norm, normalized_shape=shape, eps=eps)
+    return _scaled(recorder, output, input, weight, None, normalized, _last(len(shape)), "rms_norm")
+
+
+def _group_norm(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, num_groups: int,
+    weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
+) -> LayerCall:  # fmt: skip
+    normalized = partial(F.group_norm, num_groups=num_groups, eps=eps)
+    return _scaled(recorder, output, input, weight, bias, normalized, _channels, "group_norm")
+
+
+def _batch_norm(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, running_mean: Tensor | None,
+    running_var: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> LayerCall:  # fmt: skip
+    normalized = partial(
+        F.batch_norm, running_mean=None if training else running_mean,
+        running_var=None if training else running_var, training=training, eps=eps,
+    )  # fmt: skip
+    return _scaled(recorder, output, input, weight, bias, normalized, _channels, "batch_norm")
+
+
+def _scaled(
+    recorder: LayerRecorder, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
+    normalized: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor], name: str,
+) -> LayerCall:  # fmt: skip
+    """Of a layer that normalizes, scales by weight and shifts by bias."""
+    given = weight if bias is None else bias
+    assert given is not None  # one of them is a parameter
+    role = Role(name, "diagonal", 1, given.numel(), given.numel())
+    places = recorder.region(weight), recorder.region(bias)
+    return LayerCall(role, *places, x, output, lambda x: rows(normalized(x)), rows)
+
+
+def _last(count: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.flatten(-count).reshape(1, -1, x.shape[-count:].numel())
+
+
+def _channels(x: Tensor) -> Tensor:
+    return _flat(x.movedim(1, -1))
+
+
+LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    torch.conv1d: _convolution, torch.conv2d: _convolution, torch.conv3d: _convolution,
+    F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution,
+    F.embedding: _embedding,
+    F.layer_norm: _layer_norm, F.rms_norm: _rms_norm, F.group_norm: _group_norm,
+    F.batch_norm: _batch_norm,
+}  # fmt: skip
+_NAMES = frozenset(func.__name__ for func in LAYERS)

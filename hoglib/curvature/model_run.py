@@ -1,0 +1,229 @@
+"""One run of a model, in which its layers are recorded, and checked against autograd."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core import pytree
+from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, without_graph
+from hoglib._core.torch_modes import by_references
+from hoglib._core.validation import listing
+from hoglib.curvature.fisher_metric import FisherMetric
+from hoglib.curvature.gauss_newton import CompositeLoss
+from hoglib.curvature.kronecker import BlockLayout
+from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region
+from hoglib.curvature.layer_rows import Gradients, Layer, summed_gradient
+from hoglib.curvature.linear_map import BoundLoss, ProductOptions
+from hoglib.curvature.output_columns import columns, examples_of
+from hoglib.curvature.vector_space import Space
+from hoglib.errors import NoSecondDerivative, UnsupportedError
+
+LEAVE_OUT = "leave it out: `{name: p for name, p in params.items() if name not in (...)}`"
+
+
+@final
+@dataclass(frozen=True)
+class FactorOptions:
+    """What factors are of, checked."""
+
+    metric: FisherMetric
+    approximation: str
+    joint_bias: bool
+    product: ProductOptions
+
+
+@final
+class ModelRun:
+    """A model's outputs at a batch, and the calls of its layers."""
+
+    def __init__(
+        self, loss: Any, space: Space, leaves: Vector, batch: Any, options: FactorOptions,
+        orders: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
+        self.options, self._names = options, pytree.paths(space.params)
+        self._own = fresh_leaves(leaves, False)
+        bound = BoundLoss(loss, pytree.flatten(space.params)[1], (batch,))
+        self._composite = CompositeLoss(bound, options.metric, "reverse", options.product)
+        recorder = LayerRecorder(self._own)
+        with by_references(), recorder:
+            self._outputs = self._composite.outputs(self._own)
+        if not any(y.requires_grad for y in self._outputs):
+            raise NoSecondDerivative(
+                "loss.outputs(params, batch): expected outputs that depend on params, got none that do."
+            )
+        self._recorded = recorder.calls
+        self.reorder(orders)
+        self.layers = layers_of(recorder, options.joint_bias)
+        self._check_covered(recorder)
+        self.examples = examples_of(self._composite, self._outputs)
+        # accumulate in float32 at least
+        self.dtype, self.device = torch.promote_types(space.dtype, torch.float32), space.device
+
+    def value(self) -> Tensor:
+        """The loss."""
+        values = [y.detach() for y in self._outputs]
+        return without_graph(lambda: self._composite.criterion(*values))
+
+    def columns(self) -> Iterator["Gradients"]:
+        """For each column s_c of M the gradients by the outputs of all calls."""
+        given = [y.detach() for y in self._outputs]
+        found = columns(self.options.metric, self._composite, given, self.options.product)
+        for column in found:
+            yield self.gradients(column)
+
+    def gradients(self, column: Vector) -> "Gradients":
+        calls = self._calls()
+        found = self._backward([call.edge for call in calls], column)
+        return Gradients(calls, found, self.dtype, self.device)
+
+    def _calls(self) -> list[LayerCall]:
+        found = {id(call): call for layer in self.layers for call in layer.calls}
+        return list(found.values())
+
+    def _backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
+        pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
+        with translate_errors(self.options.product.caller):
+            found: Any = torch.autograd.grad(
+                [y for y, _ in pairs], list(inputs), [u for _, u in pairs],
+                retain_graph=True, allow_unused=True,
+            )  # fmt: skip
+        return list(found)
+
+    def check(self, needs_examples: bool) -> None:
+        """Compare the gradient of the first example's outputs, as the layers give it, with autograd's.
+
+        It shows uses of parameters that were not seen, and layers that mix examples.
+        """
+        generator = torch.Generator().manual_seed(0)
+        column = [torch.zeros_like(y) for y in self._outputs]
+        for u in column:
+            first = u if self.examples == 1 else u[:1]
+            first.copy_(torch.randn(first.shape, generator=generator, dtype=torch.float32))
+        calls = self._calls()
+        found = self._backward([*(call.edge for call in calls), *self._own], column)
+        gradients = Gradients(calls, found[: len(calls)], self.dtype, self.device)
+        wanted = found[len(calls) :]
+        ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
+        for layer in self.layers:
+            self._check_apart(layer, gradients, needs_examples)
+            layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
+        for name, one, p, expected in zip(self._names, ours, self._own, wanted, strict=True):
+            given = torch.zeros_like(p) if expected is None else expected.to_dense()
+            difference = (one.reshape(p.shape) - given.to(self.dtype)).norm()
+            # ten times the root of the rounding: TensorFloat-32 and sums in another order
+            if difference > 10 * torch.finfo(p.dtype).eps ** 0.5 * given.norm().to(self.dtype):
+                raise UnsupportedError(
+                    f"{self.options.product.caller}: expected params[{name!r}] to be used by layers "
+                    "alone, got a gradient of which these are only a part: a custom Function, scripted "
+                    f"or compiled code uses it too; {LEAVE_OUT}."
+                )
+
+    def _check_apart(self, layer: Layer, gradients: "Gradients", needs_examples: bool) -> None:
+        """Raise where more rows than those of the first example have a gradient of its outputs."""
+        if self.examples < 2:
+            return
+        needed = needs_examples or layer.layout.role.matrix == "diagonal"
+        for call in layer.calls:
+            touched = (gradients.of(call) != 0).any(-1).any(0)
+            mixed = int(touched.sum()) > len(touched) / self.examples
+            if needed and not mixed:
+                mixed = not self._order(call, touched)
+            if mixed:
+                raise UnsupportedError(
+                    f"{self.options.product.caller}: expected layers that treat the {self.examples} "
+                    f"examples apart, in the rows of their leading dimension, got {self._name(layer)} "
+                    f"with outputs {tuple(call.shape)}. Batch norm in train mode mixes examples: call "
+                    "model.eval(). A layer that is called once for all examples, as position "
+                    "embeddings are, has no gradients of each: leave it out of params."
+                )
+
+    def _order(self, call: LayerCall, touched: Tensor) -> bool:
+        """Find how rows are ordered, from those that the first example touches; whether they are."""
+        if len(touched) % self.examples:
+            return False
+        positions = len(touched) // self.examples
+        if bool(touched[positions:].any()):
+            call.time_first = not bool(touched.view(positions, self.examples)[:, 1:].any())
+            return call.time_first
+        return True
+
+    def reorder(self, orders: Sequence[bool]) -> None:
+        """Order rows as in another run."""
+        for call, time_first in zip(self._recorded, orders, strict=False):
+            call.time_first = time_first
+
+    def orders(self) -> list[bool]:
+        """Of each call, in the order of calls, whether positions come before examples."""
+        return [call.time_first for call in self._recorded]
+
+    def _name(self, layer: Layer) -> str:
+        region = layer.layout.weight or layer.layout.bias
+        assert region is not None
+        return f"{layer.layout.role.name} with {self._names[region.leaf]}"
+
+    def _check_covered(self, recorder: LayerRecorder) -> None:
+        """Raise for parameters, or rows of them, that no layer uses, or more than one."""
+        caller = self.options.product.caller
+        for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
+            other = recorder.others.get(number)
+            if other is not None:
+                raise UnsupportedError(
+                    f"{caller}: expected parameters of linear, convolutional, embedding and "
+                    f"normalization layers, got params[{name!r}], which {other} uses; {LEAVE_OUT}."
+                )
+            uses = [
+                region
+                for layer in self.layers
+                for region in (layer.layout.weight, layer.layout.bias)
+                if region is not None and region.leaf == number
+            ]
+            uses.sort()
+            ends = [0, *(region.stop for region in uses)]
+            starts = [*(region.start for region in uses), len(leaf) if leaf.dim() else 1]
+            if not uses:
+                raise UnsupportedError(
+                    f"{caller}: expected parameters of linear, convolutional, embedding and "
+                    f"normalization layers, got params[{name!r}], which no such layer uses: the loss "
+                    f"does not depend on it, or a custom Function uses it; {LEAVE_OUT}."
+                )
+            if starts != ends:
+                raise UnsupportedError(
+                    f"{caller}: expected every row of params[{name!r}] to be used by one kind of "
+                    f"layer, got rows {listing([f'{r.start} to {r.stop}' for r in uses])} used by "
+                    "layers of different kinds (an embedding tied to the output layer, for instance); "
+                    f"{LEAVE_OUT}."
+                )
+
+
+def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:
+    """The calls by the block that they belong to, in the order of the parameters.
+
+    A bias is in the block of its weight where the calls of both are the same.
+    """
+    by_weight: dict[Any, list[LayerCall]] = {}
+    by_bias: dict[Region, list[LayerCall]] = {}
+    for call in recorder.calls:
+        if call.weight is not None:
+            by_weight.setdefault((call.weight, call.role), []).append(call)
+        if call.bias is not None:
+            by_bias.setdefault(call.bias, []).append(call)
+    layers = []
+    for (weight, role), calls in by_weight.items():
+        biases = {call.bias for call in calls}
+        bias = biases.pop() if len(biases) == 1 else None
+        shared = bias is None or len(by_bias[bias]) != len(calls)
+        if shared or not (joint_bias or role.matrix == "diagonal"):
+            bias = None
+        else:
+            assert bias is not None
+            del by_bias[bias]
+        layers.append(Layer(BlockLayout(role, weight, bias), calls))
+    for bias, calls in by_bias.items():
+        role = calls[0].role._replace(transposed=False)
+        layers.append(Layer(BlockLayout(role, None, bias), calls))
+    return sorted(
+        layers, key=lambda layer: layer.layout.weight or layer.layout.bias or Region(0, 0, 0)
+    )

@@ -1,0 +1,154 @@
+"""Gradients of single examples, and influence functions against training anew."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+import hoglib as hog
+from tests.curvature.problems import MODELS, draw, problem
+
+F64 = torch.float64
+APART = [name for name in MODELS if name != "CNN with BatchNorm in train"]
+
+
+@pytest.mark.parametrize("name", APART)
+def test_their_mean_is_the_gradient_of_the_batch(name):
+    loss, params, batch = problem(name)
+    for vmap in (True, False):
+        if vmap and name == "LSTM":  # which has no rule for vmap
+            with pytest.raises(hog.errors.UnsupportedError, match="vmap=False"):
+                hog.per_example_gradients(loss, params, batch, vmap=True)
+            vmap = None
+        values, gradients = hog.per_example_gradients(loss, params, batch, chunk_size=3, vmap=vmap)
+        one = tuple(t[4:5] for t in batch)
+        expected = torch.autograd.grad(loss(params, one), list(params.values()), allow_unused=True)
+        for key, g in zip(params, expected, strict=True):
+            assert_close(gradients[key][4], torch.zeros_like(params[key]) if g is None else g)
+        whole = torch.autograd.grad(loss(params, batch), list(params.values()), allow_unused=True)
+        for key, g in zip(params, whole, strict=True):
+            if g is not None:
+                assert_close(gradients[key].mean(0), g)
+        assert_close(values.mean(), loss(params, batch).detach())
+    assert all(p.grad is None for p in params.values())
+
+
+def test_batches_of_other_forms_and_what_is_refused():
+    x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    loss = lambda p, batch: (batch["x"] @ p * batch["scale"]).square().mean()  # noqa: E731
+    _, g = hog.per_example_gradients(loss, torch.ones(2), {"x": x, "scale": torch.tensor(2.0)})
+    assert_close(g, torch.tensor([[8.0, 0.0], [0.0, 32.0]]))
+    with pytest.raises(hog.errors.ArgumentValueError, match="mixes the examples"):
+        hog.per_example_gradients(*problem("CNN with BatchNorm in train"))
+    with pytest.raises(hog.errors.ArgumentTypeError, match="leading dimension"):
+        hog.per_example_gradients(loss, torch.ones(2), {"x": 1.0})
+    with pytest.raises(hog.errors.ArgumentValueError, match="at least one example"):
+        hog.per_example_gradients(loss, torch.ones(2), {"x": x[:0]})
+
+
+def test_the_noise_scale():
+    loss, params, batch = problem("ReLU", n=40)
+    found = hog.curvature.gradient_noise_scale(loss, params, [tuple(t[:17] for t in batch), tuple(t[17:] for t in batch)])  # fmt: skip
+    _, gradients = hog.per_example_gradients(loss, params, batch)
+    rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    variance = rows.var(0).sum()
+    square = rows.mean(0).square().sum() - variance / 40
+    assert_close(torch.stack([*found]), torch.stack([variance / square, variance, square]))
+    with pytest.raises(hog.errors.ArgumentValueError, match="two examples"):
+        hog.curvature.gradient_noise_scale(loss, params, tuple(t[:1] for t in batch))
+
+
+DECAY = 0.02
+
+
+def regression(x, y, steps=12):
+    """Softmax regression with weight decay, to its minimum by Newton steps, which share no code."""
+    W = torch.zeros(3, 4, dtype=F64)
+
+    def objective(w):
+        return F.cross_entropy(x @ w.view(3, 4).T, y) + DECAY / 2 * w.square().sum()
+
+    w = W.reshape(-1)
+    for _ in range(steps):
+        g = torch.func.grad(objective)(w)
+        H = torch.func.hessian(objective)(w)
+        w = w - torch.linalg.solve(H, g)
+    assert g.norm() < 1e-10
+    return w.view(3, 4)
+
+
+def data(count=300, seed=0):
+    x = draw(count, 4, seed=seed)
+    noise = draw(count, 3, seed=seed + 10)
+    return x, (x[:, :3] + noise).argmax(1)
+
+
+def trained():
+    x, y = data()
+    model = nn.Linear(4, 3, bias=False).double()
+    with torch.no_grad():
+        model.weight.copy_(regression(x, y))
+    loss = hog.functional_loss(model, F.cross_entropy)
+    return loss, hog.trainable_params(model), (x, y), data(5, seed=7)
+
+
+def losses(W, query):
+    return F.cross_entropy(query[0] @ W.T, query[1], reduction="none")
+
+
+def test_leaving_examples_out():
+    """The scores say how the losses of the queries change where some examples are left out."""
+    loss, params, (x, y), query = trained()
+    scores = hog.influence(loss, params, (x, y), query, solver="cg", damping=DECAY, tol=1e-10)
+    assert scores.shape == (300, 5)
+    before = losses(regression(x, y), query)
+    predicted, actual = [], []
+    for start in range(0, 300, 30):
+        left = [n for n in range(300) if not start <= n < start + 3]  # three are left out
+        W = torch.zeros(12, dtype=F64)
+
+        def objective(w, left=left):
+            total = F.cross_entropy(x[left] @ w.view(3, 4).T, y[left], reduction="sum")
+            return total / 300 + DECAY / 2 * w.square().sum()
+
+        for _ in range(12):
+            H, g = torch.func.hessian(objective)(W), torch.func.grad(objective)(W)
+            W = W - torch.linalg.solve(H, g)
+        actual.append(losses(W.view(3, 4), query) - before)
+        predicted.append(-scores[start : start + 3].sum(0) / 300)
+    actual, predicted = torch.stack(actual).reshape(-1), torch.stack(predicted).reshape(-1)
+    assert torch.corrcoef(torch.stack([actual, predicted]))[0, 1] > 0.99
+    assert (actual - predicted).norm() < 0.1 * actual.norm()
+    assert ((actual > 0) == (predicted > 0))[actual.abs() > 1e-3].all()
+
+
+@pytest.mark.parametrize("solver", ["kfac", "ekfac"])
+def test_by_kronecker_factors(solver):
+    loss, params, train, query = trained()
+    found = hog.influence(loss, params, train, query, solver=solver, damping=DECAY)
+    inverse = torch.linalg.inv(
+        hog.KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac").to_dense()
+        + DECAY * torch.eye(12, dtype=F64)
+    )
+    _, g = hog.per_example_gradients(loss, params, train)
+    _, q = hog.per_example_gradients(loss, params, query)
+    expected = -g["weight"].flatten(1) @ inverse @ q["weight"].flatten(1).T
+    assert_close(found, expected)
+    exact = hog.influence(loss, params, train, query, solver="cg", damping=DECAY)
+    both = torch.stack([found.reshape(-1), exact.reshape(-1)])
+    assert torch.corrcoef(both)[0, 1] > 0.9
+
+
+def test_loaders_and_orders():
+    loss, params, train, query = trained()
+    expected = hog.influence(loss, params, train, query, damping=DECAY)
+    given = DataLoader(TensorDataset(*train), batch_size=125)
+    queries = [tuple(t[:2] for t in query), tuple(t[2:] for t in query)]
+    assert_close(hog.influence(loss, params, given, queries, damping=DECAY), expected)
+    shuffled = DataLoader(TensorDataset(*train), batch_size=25, shuffle=True)
+    with pytest.raises(hog.errors.ArgumentValueError, match="shuffle=False"):
+        hog.influence(loss, params, shuffled, query, damping=DECAY)
+    with pytest.raises(hog.errors.ArgumentValueError, match="solver"):
+        hog.influence(loss, params, train, query, damping=DECAY, solver="lissa")

@@ -1,0 +1,598 @@
+"""Kronecker-factored approximations: against definitions, where they are exact, and what they refuse."""
+
+import copy
+import io
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from tests.curvature import kfac_of_curvlinops
+from tests.curvature.kronecker_by_definition import dense_kfac
+from tests.curvature.problems import draw
+
+F64 = torch.float64
+
+
+class Flat(nn.Module):
+    """Positions averaged, after a layer that several of them share."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x).flatten(2).mean(-1)
+
+
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)).square()).tanh().sum(1)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(torch.tanh(self.layer(x))))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 3, padding_idx=0)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.words(x)).sum(1))
+
+
+class Conv1D(nn.Module):
+    """A linear layer as GPT-2 of transformers has it."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.weight = nf, nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return flat.view(*x.shape[:-1], self.nf)
+
+
+class Adapted(nn.Module):
+    """LoRA: the base is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(3, 3).requires_grad_(False)
+        self.A, self.B = nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.B(self.A(x)))
+
+
+def linear(name, *shared, bias=True, groups=1):
+    return (f"{name}.weight", f"{name}.bias" if bias else None, [name, *shared], groups)
+
+
+# name -> (makes the model, an input, its layers); with more examples than a layer has inputs, so that
+# the eigenvectors are unique
+MODELS = {
+    "layers": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), draw(6, 3), [linear("0"), linear("2")]),
+    "layers of hoglib": (lambda: nn.Sequential(hog.nn.Linear(3, 4), nn.Tanh(), hog.nn.Linear(4, 3)), draw(6, 3), [linear("0"), linear("2")]),
+    "positions": (Sequence, draw(4, 5, 3), [linear("first"), linear("second")]),
+    "a layer called twice": (Twice, draw(5, 3), [linear("layer"), linear("head")]),
+    "tied weights": (Tied, draw(5, 3), [linear("first", "second", bias=False)]),
+    "conv1d": (lambda: Flat(nn.Conv1d(2, 4, 3, stride=2, padding=1), nn.Tanh(), nn.Conv1d(4, 3, 2)), draw(10, 2, 6), [linear("layers.0"), linear("layers.2")]),
+    "conv2d, groups, dilation": (lambda: Flat(nn.Conv2d(2, 4, 2, groups=2, dilation=2), nn.Tanh(), nn.Conv2d(4, 3, (2, 1), bias=False)), draw(9, 2, 5, 4), [linear("layers.0", groups=2), linear("layers.2", bias=False)]),
+    "conv2d, same, circular": (lambda: Flat(nn.Conv2d(2, 2, (2, 3), padding="same"), nn.Tanh(), nn.Conv2d(2, 3, 2, padding=1, padding_mode="circular")), draw(14, 2, 3, 3), [linear("layers.0"), linear("layers.2")]),
+    "depthwise conv2d": (lambda: Flat(nn.Conv2d(3, 3, 2, groups=3)), draw(6, 3, 3, 3), [linear("layers.0", groups=3)]),
+    "conv3d": (lambda: Flat(nn.Conv3d(1, 3, 2), nn.Tanh()), draw(10, 1, 3, 2, 3), [linear("layers.0")]),
+    "an embedding": (Words, torch.tensor([[1, 1, 2], [0, 4, 3], [3, 3, 3], [2, 1, 0]]), [linear("words", bias=False), linear("head")]),
+    "GPT-2's linear layer": (lambda: Flat(Conv1D(4, 3), nn.Tanh(), Conv1D(5, 4), nn.Flatten(1), nn.Unflatten(1, (3, 5))), draw(4, 3, 3), [linear("layers.0"), linear("layers.2")]),
+    "LoRA": (Adapted, draw(5, 3), [linear("A", bias=False), linear("B", bias=False)]),
+}  # fmt: skip
+CRITERIA = {
+    "cross entropy": (F.cross_entropy, lambda n: torch.arange(n) % 3),
+    "mean square": (F.mse_loss, lambda n: draw(n, 3, seed=5)),
+}
+
+
+def problem(name, criterion="cross entropy"):
+    """(loss, params, batch, layers) in float64."""
+    make, x, layers = MODELS[name]
+    torch.manual_seed(1)
+    model = make().double()
+    function, targets = CRITERIA[criterion]
+    loss = hog.functional_loss(model, function)
+    return loss, hog.trainable_params(model), (x, targets(len(x))), layers
+
+
+def split(batch):
+    """Two batches of unlike sizes."""
+    return (
+        [tuple(t[:3] for t in batch), tuple(t[3:] for t in batch)] if len(batch[0]) > 3 else batch
+    )
+
+
+# torch says that it copies the input where the padding is not symmetric
+@pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_definition(name, approximation, corrected):
+    loss, params, batch, layers = problem(name)
+    n = len(batch[0])
+    for kind in ("exact", "empirical"):
+        K = hog.KFACOperator(
+            loss, params, split(batch), kind=kind, approximation=approximation,
+            eigenvalue_corrected=corrected,
+        )  # fmt: skip
+        expected = dense_kfac(loss, params, batch, layers, kind, approximation, corrected) / n
+        assert_close(K.to_dense(), expected)
+        assert_close(K.diagonal(), expected.diagonal())
+        options = {"kind": kind, "reduction": "mean"}
+        M = hog.FisherOperator(loss, params, split(batch), **options)
+        assert_close(K.exact_diagonal(), M.to_dense().diagonal())
+        assert_close(K.trace(), expected.trace())
+
+
+@pytest.mark.parametrize("kind", ["exact", "mc", "empirical"])
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+def test_exact_for_one_example(kind, corrected):
+    loss, params, (x, y), _ = problem("layers")
+    options = {"kind": kind, "num_samples": 3 if kind == "mc" else 1}
+    seeds = [torch.Generator().manual_seed(4) for _ in range(2)]
+    batch = x[:1], y[:1]
+    K = hog.KFACOperator(
+        loss, params, batch, generator=seeds[0], eigenvalue_corrected=corrected, **options
+    )
+    M = hog.FisherOperator(loss, params, batch, generator=seeds[1], **options)
+    assert_close(K.to_dense(), M.block_diagonal("module").to_dense())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_exact_for_deep_linear_networks(reduction):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()
+    loss = hog.functional_loss(model, nn.MSELoss(reduction=reduction))
+    params, x, y = hog.trainable_params(model), draw(9, 3), draw(9, 2, seed=1)
+    data = [(x[:5], y[:5]), (x[5:], y[5:])]
+    G = hog.GGNOperator(loss, params, data, reduction=reduction).block_diagonal("module").to_dense()
+    K = hog.KFACOperator(loss, params, data, reduction=reduction)
+    assert_close(K.to_dense(), G)
+    found = K.error(8, generator=torch.Generator().manual_seed(0))
+    assert found.blocks.value < 1e-12
+    assert "from its blocks" in repr(K)
+    whole = hog.GGNOperator(loss, params, data, reduction=reduction).to_dense()
+    expected = (G - whole).norm() / whole.norm()
+    assert abs(found.ggn.value - expected) < 4 * found.ggn.error
+
+
+def test_micro_batches_change_nothing():
+    loss, params, batch, _ = problem("positions")
+    made = [
+        hog.KFACOperator(loss, params, batch, micro_batch=size, eigenvalue_corrected=True)
+        for size in (None, 3)
+    ]
+    assert_close(made[0].to_dense(), made[1].to_dense())
+
+
+def test_a_bias_by_itself():
+    loss, params, batch, _ = problem("layers")
+    K = hog.KFACOperator(loss, params, batch, joint_bias=False)
+    G = hog.GGNOperator(loss, params, batch).to_dense()
+    at = slice(12, 16)
+    assert_close(K.to_dense()[at, at], G[at, at])  # no positions: exact
+    weight = hog.KFACOperator(loss, {"0.weight": params["0.weight"]}, batch)
+    assert_close(K.to_dense()[:12, :12], weight.to_dense())
+    bias = hog.KFACOperator(loss, {"0.bias": params["0.bias"]}, batch)
+    assert_close(bias.to_dense(), G[at, at])
+    assert not K.to_dense()[:12, at].any()
+
+
+NORMS = {
+    "layer norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)),
+    "RMS norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4), nn.Tanh(), nn.Linear(4, 3)),
+    "group norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Tanh(), nn.Linear(4, 3)),
+    "batch norm in eval": lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).eval(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_have_exact_blocks(name):
+    torch.manual_seed(1)
+    model = NORMS[name]().double()
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    x = draw(5, 1, 3, 3) if "batch" in name else draw(5, 3)
+    batch = (x, torch.arange(5) % 3)
+    own = {key: p for key, p in params.items() if key.startswith("1.")}
+    G = hog.GGNOperator(loss, own, split(batch)).to_dense()
+    for corrected in (False, True):
+        K = hog.KFACOperator(
+            loss, params, split(batch), approximation="reduce", eigenvalue_corrected=corrected
+        )
+        at = sum(p.numel() for key, p in params.items() if key.startswith("0."))
+        at = slice(at, at + len(G))
+        assert_close(K.to_dense()[at, at], G)
+
+
+class Attention(nn.Module):
+    def __init__(self, cross):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.cross, self.head = cross, nn.Linear(4, 3)
+
+    def forward(self, x):
+        other = x.flip(1).square() if self.cross else x
+        return self.head(self.attention(x, other, other, need_weights=False)[0].mean(1))
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+def test_attention(cross):
+    torch.manual_seed(1)
+    model = Attention(cross).double()
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    batch = draw(1, 1, 4), torch.tensor([1])  # one example with one position: exact
+    K = hog.KFACOperator(loss, params, batch)
+    name, bias = "attention.in_proj_weight", "attention.in_proj_bias"
+    G = hog.GGNOperator(loss, {name: params[name], bias: params[bias]}, batch).to_dense()
+    if cross:  # queries are a layer, keys and values another one
+        rows = torch.arange(12) < 4
+        owner = torch.cat([rows.repeat_interleave(4), rows])
+        G = torch.where(owner[:, None] == owner, G, 0)
+    assert_close(K.to_dense()[:60, :60], G)
+    out = {key: params[key] for key in ("attention.out_proj.weight", "attention.out_proj.bias")}
+    assert_close(K.to_dense()[60:80, 60:80], hog.GGNOperator(loss, out, batch).to_dense())
+
+
+@pytest.mark.parametrize("method", ["exact", "pi", "factors"])
+def test_inverses(method):
+    loss, params, batch, _ = problem("conv2d, groups, dilation")
+    K = hog.KFACOperator(loss, params, batch)
+    dense, damping = K.to_dense(), 0.03
+    eye = torch.eye(len(dense), dtype=F64)
+    inverse = K.inverse(damping, method=method).to_dense()
+    if method == "exact":
+        assert_close(inverse @ (dense + damping * eye), eye)
+    else:
+        block = K.blocks()[-1]
+        A, G = block.A[0], block.G[0]
+        pi = ((A.trace() / len(A)) / (G.trace() / len(G))).sqrt()
+        a, g = (damping**0.5 * pi, damping**0.5 / pi) if method == "pi" else (damping, damping)
+        expected = torch.kron(
+            torch.linalg.inv(G + g * torch.eye(len(G), dtype=F64)),
+            torch.linalg.inv(A + a * torch.eye(len(A), dtype=F64)),
+        )
+        assert_close(inverse[-len(expected) :, -len(expected) :], expected)
+    b = {name: torch.randn_like(p) for name, p in params.items()}
+    x = K.solve(b, damping=damping, method=method)
+    assert_close(K.ravel(x), inverse @ K.ravel(b))
+
+
+def test_functions_of_the_matrix():
+    loss, params, batch, _ = problem("an embedding")
+    K = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
+    dense = K.to_dense()
+    damped = K.damped(0.5)
+    assert_close(damped.to_dense(), dense + 0.5 * torch.eye(len(dense), dtype=F64))
+    assert_close(damped.logdet(), damped.to_dense().logdet())
+    assert_close((3 * K / 2).to_dense(), 1.5 * dense)
+    assert_close(K.sqrt() @ (K.sqrt() @ draw(len(dense), 2)), K @ draw(len(dense), 2))
+    assert_close(K.eigenvalues(), torch.linalg.eigvalsh(dense), atol=1e-12, rtol=1e-7)
+    assert_close(damped.inverse().sqrt().trace(), torch.linalg.eigvalsh(damped.to_dense()).rsqrt().sum())  # fmt: skip
+    with pytest.raises(hog.errors.NotPositiveDefiniteError, match="damping > 0"):
+        K.inverse()
+    with pytest.raises(hog.errors.ArgumentValueError, match="eigenvalues of its own"):
+        K.inverse(1.0, method="pi")
+
+
+def test_criteria_without_a_closed_form():
+    """Class weights, targets of probabilities, and a likelihood of the user's: by blocks of M."""
+    loss, params, (x, y), layers = problem("layers")
+    plain = hog.KFACOperator(loss, params, (x, y)).to_dense()
+    weighted = hog.functional_loss(loss.model, nn.CrossEntropyLoss(weight=torch.ones(3, dtype=F64)))
+    assert_close(hog.KFACOperator(weighted, params, (x, y)).to_dense(), plain)
+    own = hog.functional_loss(loss.model, lambda f, y: -f.log_softmax(1)[torch.arange(len(y)), y].mean())  # fmt: skip
+    assert_close(hog.KFACOperator(own, params, (x, y)).to_dense(), plain)
+    by_hand = hog.KFACOperator(
+        own, params, (x, y), likelihood=lambda f: torch.distributions.Categorical(logits=f)
+    )
+    assert_close(by_hand.to_dense(), plain)
+    squares, params, batch, layers = problem("layers", "mean square")
+    expected = dense_kfac(squares, params, batch, layers, "exact", "expand", False) / len(x)
+    assert_close(hog.KFACOperator(squares, params, batch).to_dense(), expected)
+
+
+def test_draws_of_a_criterion_without_a_likelihood():
+    loss, params, batch, _ = problem("layers")
+    own = hog.functional_loss(
+        loss.model, lambda f, y: -f.log_softmax(1)[torch.arange(len(y)), y].mean()
+    )
+    K = hog.KFACOperator(
+        own, params, batch, kind="mc", num_samples=2000, generator=torch.Generator().manual_seed(0)
+    ).to_dense()
+    expected = hog.KFACOperator(loss, params, batch).to_dense()
+    assert (K - expected).norm() < 0.05 * expected.norm()
+
+
+def test_terms_of_positions_are_apart():
+    """Outputs [N, C, L]: the positions of an example depend on each other, and each has its columns."""
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.head = nn.Linear(2, 2, bias=False), nn.Linear(3, 3)
+
+        def forward(self, x):  # [N, 2, 3]
+            return self.head(torch.tanh(self.mix(x.mT).mT)).mT  # [N, 3, 2]
+
+    torch.manual_seed(1)
+    loss = hog.functional_loss(Mixing().double(), F.cross_entropy)
+    params, x = hog.trainable_params(loss.model), draw(4, 2, 3)
+    y = torch.tensor([[0, 1], [2, -100], [1, 1], [0, 2]])
+    K = hog.KFACOperator(loss, params, (x, y), approximation="reduce", eigenvalue_corrected=True)
+    G = hog.GGNOperator(loss, params, (x, y))
+    assert_close(K.trace(), G.to_dense().trace())  # the diagonal in a basis has the trace
+
+
+def test_state_can_be_saved():
+    loss, params, batch, _ = problem("an embedding")
+    K = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
+    stored = io.BytesIO()
+    torch.save(K.state_dict(), stored)
+    stored.seek(0)
+    other = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
+    other.load_state_dict(torch.load(stored, weights_only=True))
+    assert_close(other.to_dense(), K.to_dense())
+    with pytest.raises(hog.errors.ArgumentValueError, match="expected that of an operator with"):
+        hog.KFACOperator(loss, params, batch).load_state_dict(K.state_dict())
+    less = {"head.weight": params["head.weight"], "head.bias": params["head.bias"]}
+    with pytest.raises(hog.errors.ArgumentValueError, match="other params"):
+        hog.KFACOperator(loss, less, batch, eigenvalue_corrected=True).load_state_dict(
+            K.state_dict()
+        )
+    with pytest.raises(hog.errors.ArgumentTypeError, match="'options' and 'blocks'"):
+        other.load_state_dict({})
+
+
+def test_factors_are_kept_until_update():
+    loss, params, batch, _ = problem("layers")
+    params = {name: p.detach().clone() for name, p in params.items()}
+    K = hog.KFACOperator(loss, params, batch)
+    before = K.to_dense()
+    params["0.weight"] *= 2
+    assert_close(K.to_dense(), before, rtol=0, atol=0)
+    assert not torch.allclose(K.update().to_dense(), before)
+
+
+def test_nothing_of_the_model_changes():
+    loss, params, batch, _ = problem("conv2d, same, circular")
+    state, copied = torch.get_rng_state(), copy.deepcopy(loss.model.state_dict())
+    hog.KFACOperator(loss, params, batch, kind="mc", generator=torch.Generator()).to_dense()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, copied[k]) for k, a in loss.model.state_dict().items())
+    assert all(p.grad is None for p in params.values())
+    assert not loss.model.layers[0]._forward_hooks
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x * self.scale)
+
+
+class TiedEmbedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.words(x)))
+
+
+class InFunction(nn.Module):
+    """A weight that a layer uses, and a Function, which the layers do not show."""
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return 3 * g * x**2
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.Cube.apply(self.layer.weight).sum()
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x.transpose(0, 1))).sum(0)
+
+
+class Placed(nn.Module):
+    """Positions are embedded once, for all examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(5, 3), nn.Embedding(4, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.words(x) + self.places(torch.arange(4)[None])).sum(1)
+
+
+LABELS = torch.arange(6) % 3
+REFUSED = {
+    "a parameter of its own": (Scaled, draw(6, 3), LABELS, {}, r"params\['scale'\], which mul"),
+    "an LSTM": (lambda: nn.Sequential(nn.LSTM(3, 3, batch_first=True), Last()), draw(6, 2, 3), LABELS, {}, "which lstm in LSTM uses"),
+    "a tied embedding": (TiedEmbedding, torch.arange(6) % 5, LABELS, {}, "an embedding tied"),
+    "a Function": (InFunction, draw(6, 3), LABELS, {}, "only a part"),
+    "batch norm in train": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()), draw(6, 3), LABELS, {}, r"model\.eval\(\)"),
+    "an embedding of positions": (Placed, torch.arange(24).reshape(6, 4) % 5, LABELS, {}, "called once for all examples"),
+    "flattened positions": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)), draw(3, 2, 3), LABELS, {}, "several of each"),
+}  # fmt: skip
+
+
+class Last(nn.Module):
+    def forward(self, outputs):
+        return outputs[0][:, -1]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    make, x, y, options, message = REFUSED[name]
+    torch.manual_seed(1)
+    model = make()
+    x = x.float() if x.is_floating_point() else x
+    K = hog.KFACOperator(
+        hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model), (x, y), **options
+    )
+    with pytest.raises((hog.errors.UnsupportedError, hog.errors.ArgumentValueError), match=message):
+        K.update()
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+@pytest.mark.parametrize("approximation", ["expand", "reduce"])
+def test_positions_may_come_before_examples(approximation, corrected):
+    """As inside of torch's attention."""
+    torch.manual_seed(1)
+    model = TimeFirst().double()
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    batch_first = hog.functional_loss(
+        model,
+        lambda f, batch: F.cross_entropy(f, batch[1]),
+        forward=lambda m, batch: torch.tanh(m.layer(batch[0])).sum(1),
+    )
+    batch = draw(6, 6, 3), LABELS
+    data = [tuple(t[:4] for t in batch), tuple(t[4:] for t in batch)]
+    options = {"approximation": approximation, "eigenvalue_corrected": corrected}
+    assert_close(
+        hog.KFACOperator(loss, params, data, **options).to_dense(),
+        hog.KFACOperator(batch_first, params, data, **options).to_dense(),
+    )
+
+
+def test_the_trace_of_corrected_eigenvalues_is_that_of_the_matrix():
+    """Of a transformer's layer, whose parts are attention, norms and linear layers."""
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)).double()
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    batch = draw(5, 3, 4), LABELS[:5]
+    K = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
+    G = hog.GGNOperator(loss, params, batch).to_dense()
+    assert_close(K.trace(), G.trace())
+    for operator in (K, hog.KFACOperator(loss, params, batch, joint_bias=False)):
+        assert_close(operator.exact_diagonal(), G.diagonal())
+
+
+def test_autocast():
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.layer(x)
+
+    torch.manual_seed(1)
+    model = Cast()
+    loss = hog.functional_loss(model, lambda f, y: F.cross_entropy(f.float(), y))
+    plain = hog.functional_loss(model.layer, F.cross_entropy)
+    batch = draw(6, 3).float(), LABELS
+    found = hog.KFACOperator(loss, hog.trainable_params(model), batch).to_dense()
+    expected = hog.KFACOperator(plain, hog.trainable_params(model.layer), batch).to_dense()
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def test_half_precision_and_no_examples():
+    loss, params, batch, _ = problem("layers")
+    model = copy.deepcopy(loss.model).bfloat16()
+    half = hog.functional_loss(model, F.cross_entropy)
+    K = hog.KFACOperator(half, hog.trainable_params(model), (batch[0].bfloat16(), batch[1]))
+    exact = hog.KFACOperator(loss, params, batch).trace()
+    assert K.blocks()[0].A.dtype == torch.float32
+    assert abs(K.trace() - exact) < 0.05 * exact
+    with pytest.raises(hog.errors.ArgumentValueError, match="at least one batch"):
+        hog.KFACOperator(loss, params, []).to_dense()
+    with pytest.raises(hog.errors.NonFiniteError):
+        hog.KFACOperator(loss, params, (batch[0] * torch.nan, batch[1])).to_dense()
+    with pytest.raises(hog.errors.ArgumentTypeError, match="dict of tensors"):
+        hog.KFACOperator(loss, list(params.values()), batch)
+
+
+STORED = json.loads(kfac_of_curvlinops.STORED.read_text())
+
+
+def stored(name):
+    """A matrix as curvlinops computed it."""
+    values = torch.tensor(STORED[name], dtype=F64)
+    size = round(((8 * len(values) + 1) ** 0.5 - 1) / 2)
+    lower = torch.zeros(size, size, dtype=F64)
+    lower[tuple(torch.tril_indices(size, size))] = values
+    return lower + lower.tril(-1).T
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+@pytest.mark.parametrize("name", kfac_of_curvlinops.PROBLEMS)
+def test_the_entries_of_curvlinops(name, corrected):
+    for case in kfac_of_curvlinops.cases():
+        if case[0] != name or case[4] != corrected:
+            continue
+        _, kind, approximation, joint, _ = case
+        model, criterion, data = kfac_of_curvlinops.problem(name)
+        loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+        K = hog.KFACOperator(
+            loss, params, data, kind=kind, approximation=approximation, joint_bias=joint,
+            eigenvalue_corrected=corrected,
+        )  # fmt: skip
+        # theirs takes the gradients of the sum over the outputs of an example, ours that of the mean
+        factor = 2 if kind == "empirical" and name in ("MLP, mean square", "MLP, binary") else 1
+        expected = stored(kfac_of_curvlinops.key(case))
+        assert_close(factor * K.to_dense(), expected, atol=1e-9, rtol=1e-7, msg=lambda m: f"{case}: {m}")  # noqa: B023 # fmt: skip
+
+
+def test_the_inverses_of_curvlinops():
+    model, criterion, data = kfac_of_curvlinops.problem("positions")
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    K = hog.KFACOperator(loss, params, data)
+    for method in kfac_of_curvlinops.INVERSES:
+        inverse = K.inverse(kfac_of_curvlinops.DAMPING, method=method)
+        assert_close(inverse.to_dense(), stored(f"inverse, {method}"), atol=1e-7, rtol=1e-7)

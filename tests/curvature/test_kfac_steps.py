@@ -1,0 +1,190 @@
+"""Steps with Kronecker factors: as a preconditioner of solvers and NewtonCG, and KFAC by itself."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.curvature import KFAC, NewtonCG
+from tests.curvature.problems import draw
+
+F64 = torch.float64
+
+
+def network(seed=1):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(30, 20), nn.Tanh(), nn.Linear(20, 10)).double()
+
+
+def task(count=200):
+    """Inputs of unlike scales, as make matrices ill-conditioned, and labels."""
+    x = (draw(count, 30, seed=2) * torch.logspace(-1, 1, 30, dtype=F64)) @ draw(30, 30, seed=3)
+    return x / 30**0.5, draw(count, 10, seed=4).argmax(1)
+
+
+def problem(seed=1):
+    loss = hog.functional_loss(network(seed), F.cross_entropy)
+    return loss, hog.trainable_params(loss.model), task()
+
+
+def test_a_preconditioner_saves_products():
+    loss, params, batch = problem()
+    G, damping = hog.GGNOperator(loss, params, batch), 1e-4
+    b = draw(G.shape[0])
+    inverse = hog.KFACOperator(loss, params, batch).inverse(damping)
+    options = {"damping": damping, "max_iter": 2000, "return_info": True}
+    plain, without = G.solve(b, **options)
+    found, info = G.solve(b, preconditioner=inverse, **options)
+    assert_close(found, plain, atol=1e-4, rtol=1e-5)
+    assert 2 * info.products < without.products
+
+
+def products(steps, **options):
+    loss, _, batch = problem()
+    optimizer = NewtonCG(loss, damping=1e-4, stagnation_tol=1e-5, **options)
+    counts = []
+    for _ in range(steps):
+        optimizer.step(batch)
+        counts.append(optimizer.info.products)
+    return sum(counts), optimizer.info.loss_after
+
+
+def test_newton_steps_take_half_of_the_products():
+    without, plain = products(4)
+    needed, found = products(4, preconditioner="kfac")
+    assert 2 * needed < without
+    assert found < 1.05 * plain
+    made = []
+
+    def diagonal(G, damping):
+        made.append(damping)
+        return G.diagonal(8, generator=torch.Generator().manual_seed(0)).clamp(min=0) + damping
+
+    products(4, preconditioner=diagonal, preconditioner_every=3)
+    assert len(made) == 2
+    with pytest.raises(hog.errors.ArgumentValueError, match="preconditioner"):
+        NewtonCG(problem()[0], preconditioner="ilu")
+
+
+def by_hand(loss, params, batch, damping, before=None):
+    """A step of the definition: K from its blocks, and the minimizer by a small system."""
+    K = hog.KFACOperator(loss, params, batch).to_dense()
+    G = hog.GGNOperator(loss, params, batch).to_dense()
+    eye = torch.eye(len(K), dtype=F64)
+    _, gradient = hog.GGNOperator(loss, params, batch).gradient()
+    g = torch.cat([x.reshape(-1) for x in gradient.values()])
+    d = -torch.linalg.solve(K + damping * eye, g)
+    V = d[:, None] if before is None else torch.stack([d, before], 1)
+    return V @ torch.linalg.solve(V.T @ (G + damping * eye) @ V, -V.T @ g)
+
+
+def test_the_definition_of_a_step():
+    loss, params, batch = problem()
+    optimizer = KFAC(loss, damping=0.05, kind="exact", decay=0.0)
+    before = None
+    for _ in range(3):
+        start = torch.cat([p.detach().reshape(-1) for p in params.values()]).clone()
+        expected = by_hand(loss, params, batch, optimizer.param_groups[0]["damping"], before)
+        value = optimizer.step(batch)
+        moved = torch.cat([p.detach().reshape(-1) for p in params.values()]) - start
+        assert_close(moved, expected, rtol=1e-6, atol=1e-9)
+        assert_close(torch.tensor(optimizer.info.length), moved.norm().float())
+        before = moved
+    assert value > loss(params, batch)
+    assert all(p.grad is None for p in params.values())
+
+
+def test_momentum_and_the_bound_without_rescaling():
+    loss, params, batch = problem()
+    options = {"damping": 0.05, "lr": 0.1, "kl_clip": 1e-4, "momentum": 0.5}
+    optimizer = KFAC(loss, kind="exact", decay=0.0, rescale=False, **options)
+    last = 0.0
+    for _ in range(2):
+        start = torch.cat([p.detach().reshape(-1) for p in params.values()]).clone()
+        K = hog.KFACOperator(loss, params, batch)
+        g = K.ravel(K.gradient()[1])
+        d = -K.solve(g, damping=0.05)
+        d = d * min(1, (1e-4 / (0.01 * abs(float(g @ d)))) ** 0.5)
+        last = 0.1 * d + 0.5 * last
+        optimizer.step(batch)
+        moved = torch.cat([p.detach().reshape(-1) for p in params.values()]) - start
+        assert_close(moved, last)
+
+
+def test_factors_are_averages():
+    loss, params, _ = problem()
+    x, y = task()
+    optimizer = KFAC(loss, damping=1.0, kind="exact", decay=0.8, lr=1e-9)
+    optimizer.step((x[:20], y[:20]))
+    optimizer.step((x[20:40], y[20:40]))
+    blocks = [
+        hog.KFACOperator(loss, params, (x[i : i + 20], y[i : i + 20])).blocks()[0] for i in (0, 20)
+    ]
+    expected = (0.8 * 0.2 * blocks[0].A + 0.2 * blocks[1].A) / (1 - 0.8**2)
+    stored = optimizer.state[params["0.weight"]]["0:20 A"] / (1 - 0.8**2)
+    assert_close(stored, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "pi", "inverse_every": 3, "factors_every": 2}, {"rescale": False}], ids=["defaults", "seldom", "momentum"])  # fmt: skip
+def test_a_resumed_run_is_the_same_run(options):
+    whole, whole_params, batch = problem()
+    optimizer = KFAC(whole, **options)
+    for _ in range(6):
+        optimizer.step(batch)
+    first, _, _ = problem()
+    optimizer = KFAC(first, **options)
+    for _ in range(4):
+        optimizer.step(batch)
+    stored = io.BytesIO()
+    torch.save((first.model.state_dict(), optimizer.state_dict()), stored)
+    stored.seek(0)
+    model, state = torch.load(stored, weights_only=True)
+    second, params, _ = problem(seed=3)
+    second.model.load_state_dict(model)
+    optimizer = KFAC(second, **options)
+    optimizer.load_state_dict(state)
+    for _ in range(2):
+        optimizer.step(batch)
+    for name, p in params.items():
+        assert torch.equal(p, whole_params[name])
+    copy.deepcopy(optimizer).step(batch)
+
+
+def test_digits_of_progress_against_a_gradient_step():
+    """Ten steps on a badly scaled problem do what fifty of gradient descent do not."""
+    loss, params, batch = problem()
+    optimizer = KFAC(loss, damping=0.1)
+    for _ in range(10):
+        optimizer.step(batch)
+    found = float(loss(params, batch).detach())
+    other, others, _ = problem()
+    plain = torch.optim.SGD(others.values(), 0.1, momentum=0.9)
+    for _ in range(50):
+        plain.zero_grad()
+        other(others, batch).backward()
+        plain.step()
+    assert found < 0.9 * float(other(others, batch).detach())
+
+
+def test_what_is_refused():
+    loss, params, batch = problem()
+    with pytest.raises(hog.errors.ArgumentTypeError, match="expected options of KFACOperator"):
+        KFAC(loss, momentums=1)
+    with pytest.raises(hog.errors.ArgumentValueError, match="decay"):
+        KFAC(loss, decay=1.0)
+    with pytest.raises(hog.errors.ArgumentValueError, match="damping"):
+        KFAC(loss, damping=0.0)
+    with pytest.raises(hog.errors.ArgumentTypeError, match="got None"):
+        KFAC(loss).step()
+    with pytest.raises(hog.errors.ArgumentValueError, match="that of a KFAC"):
+        KFAC(loss).load_state_dict(torch.optim.SGD(params.values(), 0.1).state_dict())
+    optimizer = KFAC(loss)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    with pytest.raises(hog.errors.NonFiniteError):
+        optimizer.step((batch[0] * torch.nan, batch[1]))
+    assert all(torch.equal(p, before[name]) for name, p in params.items())
