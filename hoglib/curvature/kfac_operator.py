@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib.curvature.data import BatchSize, first_examples
 from hoglib.curvature.dataset_sum import DatasetOptions, DatasetSum
@@ -265,7 +266,7 @@ class KFACOperator(KroneckerOperator):
         small = first_examples(batch, 2)
         if small is not None:
             # whatever two examples alone run into, the whole batch decides
-            with suppress(Exception):
+            with suppress(Exception), preserve_random_state():
                 few = ModelRun(self._loss, self.space, leaves, small, run.options)
                 few.check(self._by_example)
                 self.orders = few.orders()

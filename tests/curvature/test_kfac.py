@@ -396,6 +396,23 @@ def test_nothing_of_the_model_changes():
     assert not loss.model.layers[0]._forward_hooks
 
 
+class Noisy(nn.Linear):
+    def forward(self, x):
+        return super().forward(x + torch.randn(x.shape[1:], dtype=x.dtype))
+
+
+def test_the_check_of_layers_draws_no_random_numbers():
+    """A model that draws continues with the numbers that follow those of its one run."""
+    loss = hog.functional_loss(Noisy(3, 2), F.cross_entropy)
+    params, batch = hog.trainable_params(loss.model), (torch.randn(6, 3), torch.arange(6) % 2)
+    torch.manual_seed(0)
+    hog.KFACOperator(loss, params, batch, check_deterministic=False).update()
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.randn(3)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
