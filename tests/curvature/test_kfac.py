@@ -387,7 +387,7 @@ def test_factors_are_kept_until_update():
 
 
 def test_nothing_of_the_model_changes():
-    loss, params, batch, _ = problem("conv2d, same, circular")
+    loss, params, batch, _ = problem("conv2d, groups, dilation")
     state, copied = torch.get_rng_state(), copy.deepcopy(loss.model.state_dict())
     hog.KFACOperator(loss, params, batch, kind="mc", generator=torch.Generator()).to_dense()
     assert torch.equal(torch.get_rng_state(), state)
