@@ -26,6 +26,7 @@ from hoglib.language_models import language_model_loss
 from hoglib.meta import MAML
 from hoglib.penalties import GradientPenalty
 from hoglib.stand_ins import second_order
+from hoglib.taylor import jet
 from hoglib.verification import Report, VerificationError, verify
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "graph",
     "hessian",
     "hvp",
+    "jet",
     "jvp",
     "language_model_loss",
     "laplacian",

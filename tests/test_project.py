@@ -45,6 +45,7 @@ def test_public_names():
         "graph",
         "hessian",
         "hvp",
+        "jet",
         "jvp",
         "language_model_loss",
         "laplacian",
