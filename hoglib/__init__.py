@@ -12,6 +12,8 @@ from hoglib.curvature import (
     FisherOperator,
     GGNOperator,
     HessianOperator,
+    bilaplacian,
+    directional,
     fisher_vp,
     ggn,
     ggn_vp,
@@ -19,6 +21,7 @@ from hoglib.curvature import (
     hvp,
     jvp,
     laplacian,
+    partial_derivative,
 )
 from hoglib.drawing import Graph, graph
 from hoglib.functional import functional_loss, trainable_params
@@ -40,10 +43,12 @@ __all__ = [
     "VerificationError",
     "__version__",
     "audit",
+    "bilaplacian",
     "capture",
     "compile",
     "compiled_loss",
     "curvature",
+    "directional",
     "errors",
     "fisher_vp",
     "functional_loss",
@@ -59,6 +64,7 @@ __all__ = [
     "meta",
     "nn",
     "ops",
+    "partial_derivative",
     "penalties",
     "second_order",
     "testing",

@@ -3,12 +3,13 @@
 from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.density import spectral_density
 from hoglib.curvature.eigenvalues import eigsh
-from hoglib.curvature.input_derivatives import laplacian
 from hoglib.curvature.jacobian_product import jvp
+from hoglib.curvature.laplacians import bilaplacian, laplacian
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
 from hoglib.curvature.newton import NewtonCG, NewtonStep
 from hoglib.curvature.operators import FisherOperator, GGNOperator, HessianOperator
+from hoglib.curvature.partial_derivatives import directional, partial_derivative
 from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
 from hoglib.curvature.spectrum import Spectrum, hessian_spectrum
 from hoglib.curvature.traces import (
@@ -26,7 +27,9 @@ __all__ = [
     "NewtonCG",
     "NewtonStep",
     "Spectrum",
+    "bilaplacian",
     "cg",
+    "directional",
     "eigsh",
     "fisher_vp",
     "ggn",
@@ -39,6 +42,7 @@ __all__ = [
     "hvp",
     "jvp",
     "laplacian",
+    "partial_derivative",
     "spectral_density",
     "xtrace",
 ]

@@ -93,7 +93,12 @@ class Univariate(Algebra):
     def _collapsed(self, term: Tensor) -> Tensor:
         if isinstance(self.weights, Tensor):
             term = term * self.weights.reshape(-1, *(1,) * (term.dim() - 1))
-        return term.sum(0)
+        own = compact(term, first=1)
+        total = (
+            own.sum(0) if isinstance(self.weights, Tensor) else _scaled(self.weights, own.sum(0))
+        )
+        assert total is not None
+        return total if own is term else total.expand(term.shape[1:])
 
 
 @final
@@ -198,7 +203,20 @@ def multiply(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
     """The elementwise product, with the trailing dimensions aligned."""
     rank = max(a.dim() - lead_a, b.dim() - lead_b)
     a, b = align(a, lead_a, rank), align(b, lead_b, rank)
-    return a.square() if a is b else a * b
+    return once(torch.square, a) if a is b else a * b
+
+
+def once(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
+    """An elementwise function, computed once along dimensions whose elements share their memory."""
+    own = compact(a)
+    return function(a) if own is a else function(own).expand(a.shape)
+
+
+def compact(a: Tensor, first: int = 0) -> Tensor:
+    """The tensor with size 1 in dimensions, from the first on, along which it repeats itself."""
+    sizes = zip(a.shape, a.stride(), strict=True)
+    shared = [i >= first and n > 1 and s == 0 for i, (n, s) in enumerate(sizes)]
+    return a[tuple(slice(0, 1) if s else slice(None) for s in shared)] if any(shared) else a
 
 
 def align(part: Tensor, lead: bool, rank: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.logger import LOGGER
 from hoglib._core.swap import call_with, keep_swapped
 from hoglib.errors import (
@@ -25,6 +26,7 @@ from hoglib.taylor.propagation import Propagation
 from hoglib.taylor.rules import Refused
 from hoglib.verification.entry_points import examined_functions
 
+Leaves = list[Tensor]
 MODES = ("auto", "taylor", "nested")
 
 
@@ -82,12 +84,12 @@ def jet(
     single = isinstance(primals, Tensor)
     xs, lists = _check_series((primals,) if single else primals, (series,) if single else series)
     K = len(lists[0])
-    keep = Options.of("jet", mode, create_graph, stand_ins)
+    options = Options.of("jet", mode, create_graph, stand_ins)
     structure: Any = None
 
     def call(*inputs: Tensor) -> list[Tensor]:
         nonlocal structure
-        leaves, structure = pytree.flatten(keep.run(func, *inputs))
+        leaves, structure = pytree.flatten(options.run(func, *inputs))
         for leaf in leaves:
             validation.tensor("func(*primals)", leaf)
         return leaves
@@ -101,14 +103,20 @@ def jet(
             points.append(x)
         return call(*points)
 
-    def by_path() -> tuple[list[Tensor], list[list[Tensor]]]:
-        return nested("jet", path, xs[0], 1, [0] * K)
-
-    with keep.entered():
+    with options.entered():
         xs, lists = clone_inference_tensors((xs, lists))
-        leaves, found = expanded(keep, Univariate(K), xs, lists, call, by_path)
-    value = pytree.unflatten(leaves, structure)
-    return value, pytree.unflatten([list(parts) for parts in zip(*found, strict=True)], structure)
+        found = by_taylor(options, Univariate(K), xs, lists, call)
+        if found is None:
+            leaves, rows = nested("jet", path, xs[0], 1, [0] * K)
+            found = leaves, [list(of_leaf) for of_leaf in zip(*rows, strict=True)]
+        leaves, series = found
+        done = [
+            [finished(options, y, d) for d in known]
+            for y, known in zip(leaves, series, strict=True)
+        ]
+    values = [pairs[0][0] for pairs in done]
+    coefficients = [[d for _, d in pairs] for pairs in done]
+    return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
 
 
 class Options(NamedTuple):
@@ -141,45 +149,21 @@ class Options(NamedTuple):
         return call_with(func, {}, *args) if isinstance(func, nn.Module) else func(*args)
 
     def own(self, x: Tensor) -> Tensor:
-        """The input that func gets: part of the graph of x if the results are to be."""
-        if self.keep and x.requires_grad:
-            return x.view_as(x)
-        return x.detach().requires_grad_(self.always)
+        """The input that func gets: part of the graph of x if the results are to be. It requires grad,
+        for functions that differentiate by it themselves."""
+        return x.view_as(x) if self.keep and x.requires_grad else x.detach().requires_grad_()
 
 
-Leaves = list[Tensor]
-
-
-def expanded(
-    options: Options,
-    algebra: Algebra,
-    inputs: Sequence[Tensor],
-    parts: Sequence[Parts],
-    call: Callable[..., Leaves],
-    by_nesting: Callable[[], tuple[Leaves, list[Leaves]]],
-) -> tuple[Leaves, list[Leaves]]:
-    """The outputs of call(*inputs), and of each coefficient of the algebra one tensor for each output.
-
-    by_nesting: the same by nested derivatives.
-    """
-    outside = not torch_internals.transforms_active()
-    found = None
-    if options.mode != "nested" and outside:
-        found = _by_taylor(options, algebra, inputs, parts, call)
-    value, coefficients = by_nesting() if found is None else found
-    if options.keep or not outside:
-        filled = [
-            [_with_graph(d, y) for d, y in zip(ds, value, strict=True)] for ds in coefficients
-        ]
-        return value, filled
-    return [y.detach().clone() for y in value], [[d.detach() for d in ds] for ds in coefficients]
-
-
-def _by_taylor(
+def by_taylor(
     options: Options, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
     call: Callable[..., Leaves],
-) -> tuple[Leaves, list[Leaves]] | None:  # fmt: skip
-    """None where an operation has no rule, and nested derivatives are allowed."""
+) -> tuple[Leaves, list[Parts]] | None:  # fmt: skip
+    """The outputs of call(*inputs) and the coefficients of each.
+
+    None where derivatives are to be nested: an operation has no rule, or torch.func is active.
+    """
+    if options.mode == "nested" or torch_internals.transforms_active():
+        return None
     own = [options.own(x) for x in inputs]
     state = None if torch_internals.tracing() else torch.get_rng_state()
     run = Propagation(algebra, options.keep)
@@ -201,24 +185,35 @@ def _by_taylor(
         return None
     finally:
         run.close()
-    if value and all(part is None for part in series):
+    if value and all(known is None for known in series):
         raise NoSecondDerivative(
             f"{options.caller}: func: expected a value that depends on its input, got one that does "
-            "not; look for .detach(), .item(), .data or a torch.no_grad() in func."
+            "not; look for .detach(), .item(), .data or a torch.no_grad() in func, and for a func that "
+            "uses others than those it is given."
         )
-    rows = []
-    for c in range(len(algebra.leads)):
-        row = []
-        for y, known in zip(value, series, strict=True):
-            part = None if known is None else known[c]
-            row.append(torch.zeros_like(y) if part is None else part)
-        rows.append(row)
-    return value, rows
+    if options.keep and not (options.always or any(x.requires_grad for x in inputs)):
+        ours = {id(x) for x in own}
+        leaves = [leaf for y in value for leaf in graph_summary(y).leaves.values()]
+        if all(id(leaf) in ours for leaf in leaves):  # nothing that a loss could go backward to
+            value = [y.detach() for y in value]
+            series = [known and [p if p is None else p.detach() for p in known] for known in series]
+    LOGGER.debug("%s: Taylor coefficients to order %d", options.caller, algebra.order)
+    return value, [algebra.zeros() if known is None else known for known in series]
+
+
+def finished(options: Options, value: Tensor, derivative: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Value and derivative as the caller gets them: with a graph, or without."""
+    d = torch.zeros_like(value) if derivative is None else derivative
+    if torch_internals.transforms_active():
+        return value, d
+    if not options.keep:
+        return value.detach().clone(), d.detach().clone()
+    return value, _with_graph(d, value)
 
 
 def _with_graph(d: Tensor, y: Tensor) -> Tensor:
     """A zero derivative that a loss can still go backward from, where the value has a graph."""
-    if d.requires_grad or not y.requires_grad or torch_internals.transforms_active():
+    if d.requires_grad or not y.requires_grad:
         return d
     zero = y.masked_fill(torch.ones_like(y, dtype=torch.bool), 0)
     return d + zero

@@ -30,14 +30,19 @@ def nested(
         return _by_func(path, like, variables, orders)
     t = like.new_zeros(variables, requires_grad=True)
     value = path(t)
+    needed = False  # by something else than t
     for y in value:
         if y.requires_grad:
-            check_custom_functions(graph_summary(y), caller)
+            graph = graph_summary(y)
+            check_custom_functions(graph, caller)
+            needed |= any(leaf is not t for leaf in graph.leaves.values())
     found: list[Leaves] = []
     current = value
     for i in orders:
         current = [_slope(caller, y, t, i) for y in current]
         found.append(current)
+    if not needed:
+        value, found = [y.detach() for y in value], [[y.detach() for y in ys] for ys in found]
     return value, found
 
 

@@ -159,7 +159,8 @@ class Propagation(TorchDispatchMode):
         part = align(part, lead, out.dim())
         if part.dtype != out.dtype:
             part = part.to(out.dtype)
-        return part.expand(part.shape[: int(lead)] + out.shape)
+        full = part.shape[: int(lead)] + out.shape
+        return part if part.shape == full else part.expand(full)
 
     def _parts(self, x: Any) -> Parts | None:
         if not isinstance(x, Tensor):
@@ -181,8 +182,8 @@ class Propagation(TorchDispatchMode):
             with self._outside(self._record), self:
                 inner = composite(*args, **kwargs)
                 self._flush()
-        except (NotImplementedError, TypeError, AttributeError) as error:
-            raise Refused(f"torch.ops.{func}, whose decomposition fails: {error}") from error
+        except (Refused, NotImplementedError, TypeError, AttributeError) as error:
+            raise Refused(f"torch.ops.{func}") from error
         finally:
             self._inside_composite -= 1
         for x, y in zip(_outputs(out), _outputs(inner), strict=False):
