@@ -11,6 +11,7 @@ Each config trains one LightningModule. The modules, one file for each experimen
     forces.py       potentials learned from energies and forces       configs/penalty/forces.yaml
     curvature.py    gradient descent and the spectrum of its Hessian  configs/curvature/digits.yaml
     autoencoder.py  NewtonCG beside Adam                              configs/curvature/newton_cg.yaml
+    pinn.py         Poisson's equation and a clamped plate            configs/pinn/*.yaml
 
 What they share:
 

@@ -13,6 +13,8 @@ from hoglib.curvature import (
     GGNOperator,
     HessianOperator,
     KFACOperator,
+    bilaplacian,
+    directional,
     fisher_vp,
     ggn,
     ggn_vp,
@@ -21,6 +23,7 @@ from hoglib.curvature import (
     influence,
     jvp,
     laplacian,
+    partial_derivative,
     per_example_gradients,
 )
 from hoglib.drawing import Graph, graph
@@ -29,6 +32,7 @@ from hoglib.language_models import language_model_loss
 from hoglib.meta import MAML
 from hoglib.penalties import GradientPenalty
 from hoglib.stand_ins import second_order
+from hoglib.taylor import jet
 from hoglib.verification import Report, VerificationError, verify
 
 __all__ = [
@@ -43,10 +47,12 @@ __all__ = [
     "VerificationError",
     "__version__",
     "audit",
+    "bilaplacian",
     "capture",
     "compile",
     "compiled_loss",
     "curvature",
+    "directional",
     "errors",
     "fisher_vp",
     "functional_loss",
@@ -56,12 +62,14 @@ __all__ = [
     "hessian",
     "hvp",
     "influence",
+    "jet",
     "jvp",
     "language_model_loss",
     "laplacian",
     "meta",
     "nn",
     "ops",
+    "partial_derivative",
     "penalties",
     "per_example_gradients",
     "second_order",

@@ -1,11 +1,12 @@
 """`python -m experiments.benchmarks.laplacian`: Laplacians in the inputs against those written by hand.
 
 Each row is a loss of the Laplacian and its gradient by the parameters, as a PINN takes them; and the
-Laplacian alone, as an evaluation does.
+Laplacian alone, as an evaluation does. Then the networks of the literature on collapsed Taylor mode,
+with peak memory and compiled, and the biharmonic beside two nested Laplacians.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hoglib as hog
+from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.timing import interleaved, machine, smoke
 
 Network = Callable[[Tensor], Tensor]
@@ -61,6 +63,22 @@ def hessian_trace(net: Network, x: Tensor, keep: bool) -> Tensor:
     return found if keep else found.detach()
 
 
+def collapsed_by_hand(net: nn.Module, x: Tensor, keep: bool) -> Tensor:
+    """Values, first derivatives and the sum of second ones through linear layers and tanh."""
+    value, first, total = x, torch.eye(x.shape[1])[:, None], torch.zeros(())
+    with torch.set_grad_enabled(keep):
+        for layer in net.children():
+            if isinstance(layer, nn.Linear):
+                value, first = layer(value), first @ layer.weight.T
+                total = total @ layer.weight.T if total.dim() else total
+            else:
+                value = value.tanh()
+                slope = 1 - value * value
+                total = slope * total - 2 * value * slope * first.square().sum(0)
+                first = slope * first
+    return total
+
+
 WAYS = {
     "ours": ours,
     "double grad": double_grad,
@@ -75,12 +93,20 @@ SIZES = [
 ]  # fmt: skip
 
 
+# points and widths of the networks of Dangel et al., 2025, and the small one; repeats
+COLLAPSED = [(256, (50, 128, 128, 1), 8), (32, (50, 768, 768, 512, 512, 1), 4)]
+BIHARMONIC = [(64, (5, 64, 64, 1), 8), (8, (5, 768, 768, 512, 512, 1), 4)]
+
+
 def network(coordinates: int, outputs: int, width: int) -> nn.Module:
-    widths = [coordinates, width, width, width]
+    return of_widths((coordinates, width, width, width, outputs))
+
+
+def of_widths(widths: Sequence[int]) -> nn.Module:
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, outputs))
+    return nn.Sequential(*layers[:-1])
 
 
 def train(way: Callable[..., Tensor], net: nn.Module, x: Tensor) -> Any:
@@ -106,12 +132,82 @@ def rows(small: bool) -> list[str]:
     return lines
 
 
+def compiled(net: nn.Module, x: Tensor) -> Callable[[], Any]:
+    """The same step as one graph."""
+    params = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        func = lambda x: torch.func.functional_call(net, params, (x,))  # noqa: E731
+        return hog.laplacian(func, x)[1].square().mean()
+
+    value = hog.compiled_loss(loss)
+
+    def step() -> Any:
+        result = value(params, x)
+        return torch.autograd.grad(result, list(params.values()), allow_unused=True)
+
+    return step
+
+
+def biharmonic(net: Network, x: Tensor, keep: bool) -> Tensor:
+    return hog.bilaplacian(net, x, create_graph=keep)[1]
+
+
+def twice_nested(net: Network, x: Tensor, keep: bool) -> Tensor:
+    """The loop of `double_grad`, of its own result."""
+    x = x.detach().requires_grad_()
+
+    def laplacian(f: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad(f.sum(), x, create_graph=True)
+        return torch.stack([
+            torch.autograd.grad(g[:, i].sum(), x, create_graph=True)[0][:, i]
+            for i in range(x.shape[1])
+        ]).sum(0)  # fmt: skip
+
+    return laplacian(laplacian(net(x)[:, 0]))[:, None]
+
+
+def higher_rows(small: bool) -> list[str]:
+    """Time and peak memory of loss and gradient: ours, and the same by hand."""
+    lines = []
+    hand: dict[str, Any] = {"nested by hand": double_grad, "collapsed by hand": collapsed_by_hand}
+    tables = (
+        ("Laplacian", {"ours": ours, **hand}, COLLAPSED),
+        ("biharmonic", {"ours": biharmonic, "nested by hand": twice_nested}, BIHARMONIC),
+    )
+    for what, ways, sizes in tables:
+        for points, widths, repeats in sizes[:1] if small else sizes:
+            net, x = of_widths(widths), torch.rand(points, widths[0])
+            expected = ways["nested by hand"](net, x, True).detach()
+            for way in ways.values():
+                error = (way(net, x, True).detach() - expected).norm() / expected.norm()
+                assert error < 1e-3, f"{what}: off by {error:.1e}"
+            steps: dict[str, Callable[[], Any]] = {
+                name: partial(train, way, net, x) for name, way in ways.items()
+            }
+            if what == "Laplacian" and not small:
+                steps["ours, compiled"] = compiled(net, x)
+            seconds = interleaved(steps, 1 if small else repeats)
+            base_time = seconds["nested by hand"]
+            base_memory = peak_allocated(steps["nested by hand"])
+            for name, step in steps.items():
+                mib = peak_allocated(step)
+                lines.append(
+                    f"| {what}, {'-'.join(map(str, widths))}, N = {points} | {name} | "
+                    f"{seconds[name] * 1e3:.1f} ({seconds[name] / base_time:.2f}) | "
+                    f"{mib / 2**20:.1f} ({mib / base_memory:.2f}) |"
+                )
+    return lines
+
+
 def main() -> None:
     small = smoke(__doc__)
     print(f"{machine()}\n\nmilliseconds: {' / '.join(WAYS)}\n")
     print("| points x coordinates -> outputs | loss and gradient by parameters | alone |")
     print("|---|---|---|")
     print("\n".join(rows(small)))
+    print("\n| | | ms (to nested by hand) | MiB (to nested by hand) |\n|---|---|---|---|")
+    print("\n".join(higher_rows(small)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from hoglib._core import closures, pytree, torch_internals, validation
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
-from hoglib._core.torch_modes import ActiveStandIns, without_stand_ins
+from hoglib._core.torch_modes import ActiveStandIns, only_plain_operations, without_stand_ins
 from hoglib.errors import ArgumentValueError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -125,6 +125,7 @@ def _is_bypassed() -> bool:
         or inside_recomputation()
         or torch_internals.forward_mode_active()
         or torch_internals.tracing()
+        or only_plain_operations()
     )
 
 

@@ -348,6 +348,47 @@ def is_compiled(func: Any) -> bool:
     return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
 
 
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """An operation of the dispatcher by others, as torch decomposes it; None if it does not."""
+    from torch._decomp import decomposition_table
+
+    found: Callable[..., Any] | None = decomposition_table.get(func)
+    if found is None and func._can_decompose():
+        found = func.decompose
+    return found
+
+
+def running_backward() -> int:
+    """Which backward pass of the engine the caller runs inside; -1 for none."""
+    return int(torch._C._current_graph_task_id())
+
+
+@final
+class RecordingBelow:
+    """Inside a dispatch mode's handler: autograd records again, as it did where this was made, with no
+    autocast and no saved-tensor hooks; what runs is seen by the dispatch modes beneath."""
+
+    def __init__(self) -> None:
+        self._keys = (
+            torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set(),
+        )  # fmt: skip
+
+    @contextmanager
+    def __call__(self, record: bool) -> Iterator[None]:
+        before = torch.is_grad_enabled()
+        with (
+            torch._C._ForceDispatchKeyGuard(*self._keys),
+            torch._C.DisableTorchFunction(),
+            no_autocast(),
+            without_saved_tensor_hooks(),
+        ):
+            torch._C._set_grad_enabled(record)
+            try:
+                yield
+            finally:
+                torch._C._set_grad_enabled(before)
+
+
 def has_dynamo() -> bool:
     """Whether anything can have been compiled by torch.compile in this process."""
     return "torch._dynamo" in sys.modules

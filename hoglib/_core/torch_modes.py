@@ -45,8 +45,9 @@ def reverse_only() -> bool:
 
 
 def plain_reverse_mode() -> bool:
-    """Whether only autograd's reverse mode is active: no forward mode, and no torch.func transform."""
-    return not torch_internals.transforms_active() and reverse_only()
+    """Whether only autograd's reverse mode is active: no forward mode, no torch.func transform, and
+    nothing that looks at each operation."""
+    return not (torch_internals.transforms_active() or only_plain_operations()) and reverse_only()
 
 
 # Ambient state, because the checks run beneath the user's function, which may call hoglib itself (an
@@ -60,25 +61,6 @@ def value_checks_on() -> bool:
     return not (_VALUE_CHECKS_OFF.get() or torch_internals.tracing())
 
 
-# Ambient state for the same reason: it is read in ops that an unmodified model calls.
-_REFERENCES: ContextVar[bool] = ContextVar("hoglib_references", default=False)
-
-
-def references_wanted() -> bool:
-    """Whether ops run their references of plain torch operations."""
-    return _REFERENCES.get()
-
-
-@contextmanager
-def by_references() -> Iterator[None]:
-    """Inside, ops run as plain torch operations, which a mode sees one by one."""
-    token = _REFERENCES.set(True)
-    try:
-        yield
-    finally:
-        _REFERENCES.reset(token)
-
-
 @contextmanager
 def value_checks_off() -> Iterator[None]:
     """Inside, checks that read values are skipped: for what was checked in an earlier run."""
@@ -87,3 +69,23 @@ def value_checks_off() -> Iterator[None]:
         yield
     finally:
         _VALUE_CHECKS_OFF.reset(token)
+
+
+# Ambient state, because an argument could not reach the ops that an unmodified module calls.
+_PLAIN_OPERATIONS: ContextVar[bool] = ContextVar("hoglib_plain_operations", default=False)
+
+
+@contextmanager
+def plain_operations() -> Iterator[None]:
+    """Inside, hoglib's ops run as their references of torch operations, where they have one: for what
+    looks at each operation, and could not look into a custom Function."""
+    token = _PLAIN_OPERATIONS.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN_OPERATIONS.reset(token)
+
+
+def only_plain_operations() -> bool:
+    """Whether the caller runs inside `plain_operations`."""
+    return _PLAIN_OPERATIONS.get()

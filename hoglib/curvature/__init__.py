@@ -5,16 +5,17 @@ from hoglib.curvature.density import spectral_density
 from hoglib.curvature.eigenvalues import eigsh
 from hoglib.curvature.example_gradients import per_example_gradients
 from hoglib.curvature.influence_scores import influence
-from hoglib.curvature.input_derivatives import laplacian
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac import KFAC, KFACStep
 from hoglib.curvature.kfac_operator import KFACError, KFACOperator
+from hoglib.curvature.laplacians import bilaplacian, laplacian
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
 from hoglib.curvature.matrix_functions import logdet, matrix_function
 from hoglib.curvature.newton import NewtonCG, NewtonStep
 from hoglib.curvature.noise_scale import NoiseScale, gradient_noise_scale
 from hoglib.curvature.operators import FisherOperator, GGNOperator, HessianOperator
+from hoglib.curvature.partial_derivatives import directional, partial_derivative
 from hoglib.curvature.products import fisher_vp, ggn_vp, hvp
 from hoglib.curvature.projected_estimators import hutchpp, xdiag
 from hoglib.curvature.spectrum import Spectrum, hessian_spectrum
@@ -38,7 +39,9 @@ __all__ = [
     "NewtonStep",
     "NoiseScale",
     "Spectrum",
+    "bilaplacian",
     "cg",
+    "directional",
     "eigsh",
     "fisher_vp",
     "ggn",
@@ -56,6 +59,7 @@ __all__ = [
     "laplacian",
     "logdet",
     "matrix_function",
+    "partial_derivative",
     "per_example_gradients",
     "spectral_density",
     "xdiag",

@@ -1,7 +1,7 @@
-"""Second derivatives of functions in their inputs: the Laplacian, which PINNs and score matching take.
+"""Second derivatives of functions in their inputs, at many points, by nested derivatives.
 
 A probe is the index i of an element of a point, and stands for d^2 f / dx_i^2; or a tensor v like x,
-and stands for v^T H v at each point. Each route computes values and the sums over the probes.
+and stands for v^T H v at each point. Each route computes values and the weighted sums over the probes.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,103 +16,66 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals, validation
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled, translate_errors
+from hoglib._core.autograd import translate_errors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import (
     GraphSummary,
     check_custom_functions,
     graph_summary,
 )
-from hoglib._core.swap import call_with, keep_swapped
+from hoglib._core.swap import call_with
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
 
 Probe = int | Tensor
+Weighted = tuple[Probe, Any]  # a probe, and the factor of its term: a number or a tensor
+Layout = Callable[[bool], Sequence[Weighted]]  # by whether x is many points, or one
 Function = Callable[[Tensor], Tensor]
 CALLER = "laplacian"
 
 
-def laplacian(
-    func: Callable[..., Tensor],
-    x: Tensor,
-    *args: Any,
-    num_projections: int | None = None,
-    generator: torch.Generator | None = None,
-    create_graph: bool | None = None,
-    stand_ins: bool = True,
-) -> tuple[Tensor, Tensor]:
-    r"""The value of a function at many points, and its Laplacian by their coordinates.
+def point_values(func: Callable[..., Tensor], args: Any) -> Function:
+    """x -> func(x, *args), checked to be a value of each point, or the scalar value of one."""
+    # a module's own parameters, but copies of the buffers, which its forward may change
+    call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
 
-        f_n = func(x, *args)_n        L_n = sum_i d^2 f_n / d x_{n,i}^2
-        with num_projections = k:     L_n ~ 1/k sum_v v^T (d^2 f_n / d x_n^2) v,  v_i = -1 or 1
+    def values(points: Tensor) -> Tensor:
+        with _BatchNormWatcher() as norms:
+            value = check_value(call(points, *args), points)
+        if value.dim() and norms.in_training:
+            raise ArgumentValueError(
+                "func(x, *args): expected each point's value to depend on that point alone, got "
+                "a batch norm in training mode, whose mean and variance come from all points. "
+                "Call `.eval()` on the model, or use LayerNorm or GroupNorm in its place."
+            )
+        return value
 
-    The exact Laplacian takes a gradient with its graph, and a backward pass for each of the D elements
-    of a point; several outputs take the passes of one. The estimate takes k passes; its mean is L, its
-    variance 2/k sum_{i != j} H_ij^2, and for a diagonal H it is exact.
+    return values
 
-    The inputs are not changed, and it works under no_grad and inference_mode. Inside torch.func
-    transforms the route is forward-over-reverse, with a run of func for each element. A network of
-    ReLUs has Laplacian zero: take tanh, SiLU or sine.
 
-    Args:
-        func: The function ``func(x, *args)``, or an `nn.Module`, that treats each point by itself.
-        x: N points, [N, ...]; one point of any shape if func returns a scalar.
-        *args: Further arguments of func, such as data for each point (a time, a class).
-        num_projections: k random vectors instead of all elements of a point; None is exact.
-        generator: Of these vectors; None is torch's global generator.
-        create_graph: Whether f and L can be differentiated again, by parameters, x or args. By default
-            they can where gradients are enabled and something requires one; then all D passes stay in
-            memory until backward. Inside torch.func transforms they always can.
-        stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
-            second derivative, or a wrong one.
-    Returns:
-        The pair (f, L).
-    Raises:
-        ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and
-            where train-mode batch norm makes points depend on each other.
-        NoSecondDerivative: where the value does not depend on x.
-        UnsupportedError: where torch has no derivative of an operation.
-    Shape:
-        - x: [N, ...]
-        - f, L: [N] or [N, ...outputs]
-    References:
-        Raissi, Perdikaris and Karniadakis, Physics-informed Neural Networks, 2019.
-        Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990.
-        Song, Garg, Shi and Ermon, Sliced Score Matching, 2019.
-    Example:
-        >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
-        >>> f, lap = hog.laplacian(lambda x: (x**3).sum(1), x)
-        >>> lap  # 6 (x_1 + x_2)
-        tensor([18.,  6.])
-    """
-    validation.function("func", func)
-    _check_points(x)
-    if create_graph is not None:
-        validation.flag("create_graph", create_graph)
-    keep = torch.is_grad_enabled() if create_graph is None else create_graph
-    signs = None if num_projections is None else _signs(x, num_projections, generator)
-    with examined_functions(CALLER), grad_enabled(), keep_swapped(), stand_ins_if(stand_ins):
-        x, inputs = clone_inference_tensors((x, args))
-        # a module's own parameters, but copies of the buffers, which its forward may change
-        call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
-
-        def values(points: Tensor) -> Tensor:
-            with _BatchNormWatcher() as norms:
-                value = _check_value(call(points, *inputs), points)
-            if value.dim() and norms.in_training:
-                raise ArgumentValueError(
-                    "func(x, *args): expected each point's value to depend on that point alone, got "
-                    "a batch norm in training mode, whose mean and variance come from all points. "
-                    "Call `.eval()` on the model, or use LayerNorm or GroupNorm in its place."
-                )
-            return value
-
+def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
+    """The gradient of each output by its point, [N, ...outputs, ...x], by one more run of func."""
+    with fixed_random_numbers([x]):
         if torch_internals.transforms_active():
-            value, total = by_forward(values, x, signs)
+            pulling: Any = torch.func.vjp(values, x)
+            y, pull = pulling
         else:
-            value, total = by_reverse(values, x, signs, keep, always=create_graph is True)
-    return value, total if num_projections is None else total / num_projections
+            own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
+            y = values(own)
+
+            def pull(u: Tensor) -> Any:
+                with translate_errors(CALLER):
+                    return torch.autograd.grad(
+                        y, own, u, retain_graph=True, create_graph=keep, materialize_grads=True
+                    )
+
+        outputs = y.reshape(len(y), -1).shape[1] if y.dim() else 1
+        chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
+        rows = [
+            pull(row.expand(y.numel() // outputs, outputs).reshape(y.shape))[0] for row in chosen
+        ]
+    if not y.dim():
+        return rows[0]
+    return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:])
 
 
 @final
@@ -130,7 +93,7 @@ class _BatchNormWatcher(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _check_points(x: Any) -> None:
+def check_points(x: Any) -> None:
     """Raise for points that have no Laplacian."""
     validation.differentiable("x", x)
     if x.is_complex():
@@ -140,20 +103,7 @@ def _check_points(x: Any) -> None:
         )
 
 
-def _signs(x: Tensor, number: Any, generator: Any) -> list[Tensor]:
-    """Rademacher vectors: -1 or 1 at each element of each point."""
-    validation.at_least("num_projections", number, 1)
-    if validation.generator(generator) is not None and generator.device.type != x.device.type:
-        raise ArgumentValueError(
-            f"generator: expected one on {x.device.type}, as x, got one on {generator.device.type}; "
-            f"make it with `torch.Generator({x.device.type!r})`."
-        )
-    shape = (number, *x.shape)
-    signs = torch.randint(0, 2, shape, generator=generator, device=x.device)
-    return list((2 * signs - 1).to(x.dtype))
-
-
-def _check_value(value: Any, x: Tensor) -> Tensor:
+def check_value(value: Any, x: Tensor) -> Tensor:
     """The value, unless it is not one of each point."""
     validation.tensor("func(x, *args)", value)
     if not value.is_floating_point():
@@ -170,12 +120,12 @@ def _check_value(value: Any, x: Tensor) -> Tensor:
 
 
 def by_reverse(
-    func: Function, x: Tensor, signs: Sequence[Tensor] | None, keep: bool, always: bool
+    func: Function, x: Tensor, directions: Layout, keep: bool, always: bool
 ) -> tuple[Tensor, Tensor]:
     """Reverse-over-reverse: one run of func, one gradient, and a backward pass for each probe.
 
-    keep: the results can be differentiated, if something requires a gradient; always: even if nothing
-    does.
+    directions: the probes and their weights, for many points or for one. keep: the results can be
+    differentiated, if something requires a gradient; always: even if nothing does.
     """
     own = x.view_as(x) if keep and x.requires_grad else x.detach().requires_grad_()
     value = func(own)
@@ -184,7 +134,7 @@ def by_reverse(
     keep = keep and (
         always or x.requires_grad or any(leaf is not own for leaf in graph.leaves.values())
     )
-    points, outputs, probes = _sizes(x, value, signs)
+    points, outputs, probes = _sizes(x, value, directions)
     y = value.reshape(points, outputs)
     # all at once takes twice the passes where no graph is kept, which pays from four outputs on
     together = outputs > (1 if keep else 3) and y.dtype == x.dtype
@@ -201,21 +151,21 @@ def by_reverse(
 
 
 def _of_one_output(
-    f: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Probe], keep: bool
+    f: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Weighted], keep: bool
 ) -> Tensor:
     """The sum over the probes for one output of each point, [N]."""
     gradient = _gradient(f, own, graph, torch.ones_like(f))
     total = torch.zeros_like(f, requires_grad=False)
     ones = torch.ones_like(total, dtype=own.dtype)
-    for probe in probes:
+    for probe, weight in probes:
         term = _term(gradient, own, probe, ones, keep)
         if term is not None:
-            total = total + term
+            total = total + _weighted(term, weight)
     return total
 
 
 def _of_all_outputs(
-    y: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Probe], keep: bool
+    y: Tensor, own: Tensor, graph: GraphSummary, probes: Sequence[Weighted], keep: bool
 ) -> Tensor | None:
     """All outputs in the passes of one.
 
@@ -232,10 +182,11 @@ def _of_all_outputs(
     L = torch.zeros_like(y, requires_grad=False)
     ones = torch.ones_like(S)
     try:
-        for probe in probes:
+        for probe, weight in probes:
             term = _term(gradient, own, probe, ones, keep=True)
             if term is None:
                 continue
+            term = _weighted(term, weight)
             size = size + term.detach().abs()
             S = S + (term if keep else term.detach())
             if term.requires_grad and not keep:  # frees what the pass holds
@@ -250,6 +201,10 @@ def _of_all_outputs(
         if bool((gap > rounding).any()):
             return None
     return L
+
+
+def _weighted(term: Tensor, weight: Any) -> Tensor:
+    return term if not isinstance(weight, Tensor) and weight == 1 else term * weight
 
 
 def _gradient(y: Tensor, own: Tensor, graph: GraphSummary, cotangents: Tensor) -> Tensor:
@@ -294,7 +249,7 @@ def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:
     return (vectors * probe).reshape(points, -1).sum(1)
 
 
-def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, Tensor]:
     """Forward-over-reverse: a run of func for each probe, without vmap, which not every func supports.
 
     All runs draw the same random numbers, and the generators advance as by one run.
@@ -309,9 +264,9 @@ def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tup
 
     with fixed_random_numbers([x]):
         value = func(x)
-    points, outputs, probes = _sizes(x, value, signs)
+    points, outputs, probes = _sizes(x, value, directions)
     total = torch.zeros_like(value).reshape(points, outputs)
-    for k, probe in enumerate(probes):
+    for k, (probe, weight) in enumerate(probes):
 
         def derivatives(own: Tensor, probe: Probe = probe) -> tuple[Tensor, ...]:
             pulling: Any = torch.func.vjp(checked, own)
@@ -326,7 +281,7 @@ def by_forward(func: Function, x: Tensor, signs: Sequence[Tensor] | None) -> tup
             torch_internals.one_thread_in_forward_mode(CALLER),
         ):  # fmt: skip
             output: Any = torch.func.jvp(derivatives, (x,), (_tangent(x, probe, points),))
-        total = total + torch.stack(output[1], 1)
+        total = total + _weighted(torch.stack(output[1], 1), weight)
     return value, total.reshape(value.shape)
 
 
@@ -339,12 +294,8 @@ def _tangent(x: Tensor, probe: Probe, points: int) -> Tensor:
     return one.expand(points, -1).reshape(x.shape)
 
 
-def _sizes(
-    x: Tensor, value: Tensor, signs: Sequence[Tensor] | None
-) -> tuple[int, int, Sequence[Probe]]:
-    """The number of points, the outputs of each, and the probes: signs, or the elements of a point."""
+def _sizes(x: Tensor, value: Tensor, directions: Layout) -> tuple[int, int, Sequence[Weighted]]:
+    """The number of points, the outputs of each, and the probes with their weights."""
     points = value.shape[0] if value.dim() else 1
     outputs = prod(value.shape[1:])
-    if not (x.numel() and value.numel()):
-        return points, outputs, ()
-    return points, outputs, range(x.numel() // points) if signs is None else signs
+    return points, outputs, directions(value.dim() > 0) if x.numel() and value.numel() else ()

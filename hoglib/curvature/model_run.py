@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, without_graph
-from hoglib._core.torch_modes import by_references
+from hoglib._core.torch_modes import plain_operations
 from hoglib._core.validation import listing
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import CompositeLoss
@@ -48,7 +48,7 @@ class ModelRun:
         bound = BoundLoss(loss, pytree.flatten(space.params)[1], (batch,))
         self._composite = CompositeLoss(bound, options.metric, "reverse", options.product)
         recorder = LayerRecorder(self._own)
-        with by_references(), recorder:
+        with plain_operations(), recorder:
             self._outputs = self._composite.outputs(self._own)
         if not any(y.requires_grad for y in self._outputs):
             raise NoSecondDerivative(

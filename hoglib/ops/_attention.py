@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.mixed_precision import autocast_on, is_half, without_autocast
+from hoglib._core.torch_modes import only_plain_operations
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops._philox import draw_keys
@@ -237,7 +238,7 @@ def _check_mask_dtype(mask: Tensor, query: Tensor) -> None:
 def _is_short(query: Tensor, key: Tensor, value: Tensor) -> bool:
     scores = query.shape[-2] * key.shape[-2]
     empty = not all(x.numel() for x in (query, key, value))
-    return empty or scores <= blocks.sizes(query).formula
+    return empty or only_plain_operations() or scores <= blocks.sizes(query).formula
 
 
 def _by_formula(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import torch_internals
-from hoglib._core.torch_modes import references_wanted, without_stand_ins
+from hoglib._core.torch_modes import only_plain_operations, without_stand_ins
 from hoglib.errors import UnsupportedError
 
 
@@ -152,7 +152,7 @@ def apply_function(
     they are found in it. Under two forward levels
     torch differentiates the `jvp` of a custom Function to zero, without an error.
     """
-    if reference is not None and (torch.compiler.is_compiling() or references_wanted()):
+    if reference is not None and (torch.compiler.is_compiling() or only_plain_operations()):
         return reference(*inputs)
     if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
         if reference is None:

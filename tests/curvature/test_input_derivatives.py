@@ -401,7 +401,7 @@ def test_several_outputs_take_one_pass_more_than_one(outputs, passes, monkeypatc
     calls, grad = [], torch.autograd.grad
     monkeypatch.setattr(torch.autograd, "grad", lambda *a, **k: calls.append(1) or grad(*a, **k))
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, outputs))
-    hog.laplacian(net, torch.randn(4, 3), stand_ins=False)
+    hog.laplacian(net, torch.randn(4, 3), stand_ins=False, mode="nested")
     assert len(calls) == passes
 
 
@@ -410,7 +410,7 @@ def test_outputs_go_together_where_they_cancel(monkeypatch):
     monkeypatch.setattr(input_derivatives, "_of_one_output", None)  # private: not by single outputs
     net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 6), nn.Softmax(1))
     x = torch.randn(60, 3)
-    _, lap = hog.laplacian(net, x, create_graph=False)
+    _, lap = hog.laplacian(net, x, create_graph=False, mode="nested")
     assert_close(lap.double(), by_torch(net.double(), x.double()), rtol=1e-3, atol=1e-4)
 
 
@@ -448,10 +448,10 @@ ERRORS = {
     "many values of a number": (
         lambda: hog.laplacian(lambda x: x * torch.ones(3), torch.ones(())), ValueError, r"x\[:, None\]",
     ),
-    "value without a graph": (lambda: hog.laplacian(lambda x: x.detach().sum(1), X), RuntimeError, "depends on x"),
-    "several values without a graph": (lambda: hog.laplacian(lambda x: x.detach() ** 2, X), RuntimeError, "depends on x"),
+    "value without a graph": (lambda: hog.laplacian(lambda x: x.detach().sum(1), X), RuntimeError, "depends on its input"),
+    "several values without a graph": (lambda: hog.laplacian(lambda x: x.detach() ** 2, X), RuntimeError, "depends on its input"),
     "value of the parameters alone": (
-        lambda: hog.laplacian(lambda x: nn.Linear(3, 2)(X), X.clone()), RuntimeError, "other points",
+        lambda: hog.laplacian(lambda x: nn.Linear(3, 2)(X), X.clone()), RuntimeError, "others than those",
     ),
     "value without a graph in a transform": (
         lambda: torch.func.vmap(lambda p: hog.laplacian(lambda q: q.detach().sum(), p)[1])(X), RuntimeError, "depends on x",

@@ -126,6 +126,12 @@ ENTRY_POINTS = {
     "hessian": with_loss(lambda loss, p, v, b: hog.hessian(loss, p, b)),
     "ggn": with_loss(lambda loss, p, v, b: curvature.ggn(loss, p, b)),
     "laplacian": lambda function: hog.laplacian(lambda x: function(x).sum(1), X),
+    "bilaplacian": lambda function: hog.bilaplacian(lambda x: function(x).sum(1), X),
+    "jet": lambda function: hog.jet(lambda x: function(x).sum(1), X, [torch.ones_like(X), None]),
+    "directional": lambda function: hog.directional(lambda x: function(x).sum(1), X, torch.ones_like(X), 2),
+    "partial_derivative": lambda function: hog.partial_derivative(
+        lambda x: function(x).sum(1), X, index=(0, 0)
+    ),
     "HessianOperator": with_loss(lambda loss, p, v, b: hog.HessianOperator(loss, p, b) @ v),
     "GGNOperator": with_loss(lambda loss, p, v, b: hog.GGNOperator(loss, p, b) @ v),
     "FisherOperator": with_loss(lambda loss, p, v, b: hog.FisherOperator(loss, p, b) @ v),

@@ -1,0 +1,121 @@
+"""Points of the unit square, and differential equations on it whose solutions are known."""
+
+from collections.abc import Callable
+from math import pi
+from typing import NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+import hoglib as hog
+from experiments.checks import at_least, one_of
+from experiments.data.stream import HeldOut, Stream, run_seed, seeded
+
+GRID = 101  # points of each side of the grid that errors are measured on
+MODES = ((1.0, 1, 1), (0.3, 4, 3))  # amplitude and half waves by x and y
+
+
+class Equation(NamedTuple):
+    """L u = f on the unit square.
+
+    Attributes:
+        title: In tables and pictures.
+        operator: (u, p) -> (u, L u) at points p [n, 2].
+        source: f.
+        solution: u.
+        border: A factor that vanishes on the border to the order of the boundary condition.
+    """
+
+    title: str
+    operator: Callable[..., tuple[Tensor, ...]]
+    source: Callable[[Tensor], Tensor]
+    solution: Callable[[Tensor], Tensor]
+    border: Callable[[Tensor], Tensor]
+
+
+def poisson() -> Equation:
+    """Lap u = f with u = 0 on the border: u a sum of two products of sines."""
+
+    def modes(p: Tensor, power: int) -> Tensor:
+        x, y = p.unbind(-1)
+        terms = [
+            c * (-(pi**2) * (a * a + b * b)) ** power * (a * pi * x).sin() * (b * pi * y).sin()
+            for c, a, b in MODES
+        ]
+        return torch.stack(terms).sum(0)
+
+    return Equation(
+        "Poisson's equation", hog.laplacian, lambda p: modes(p, 1), lambda p: modes(p, 0),
+        lambda p: (4 * p * (1 - p)).prod(-1),
+    )  # fmt: skip
+
+
+def plate() -> Equation:
+    """Lap Lap u = f with u and its slope 0 on the border: u = sin^2(pi x) sin^2(pi y), scaled to 1."""
+    k = 2 * pi
+
+    def source(p: Tensor) -> Tensor:
+        # u = A B / 4 with A = 1 - cos k x, A'' = k^2 cos k x, A'''' = -k^4 cos k x
+        (A, B), (Axx, Byy) = (1 - (k * p).cos()).unbind(-1), (k**2 * (k * p).cos()).unbind(-1)
+        return (-(k**2) * Axx * B + 2 * Axx * Byy - k**2 * A * Byy) / 4
+
+    return Equation(
+        "a clamped plate", hog.bilaplacian, source, lambda p: (pi * p).sin().square().prod(-1),
+        lambda p: (4 * p * (1 - p)).prod(-1).square(),
+    )  # fmt: skip
+
+
+EQUATIONS: dict[str, Callable[[], Equation]] = {"poisson": poisson, "plate": plate}
+
+
+class Square(pl.LightningDataModule):
+    """An equation on the unit square: random points for training, a grid for errors.
+
+    Args:
+        equation: "poisson" or "plate".
+        iterations: Batches in the run.
+        batch: Points in a batch.
+        seed: Seed of the points. Default: that of the run.
+    """
+
+    def __init__(
+        self,
+        equation: str = "poisson",
+        iterations: int = 30,
+        batch: int = 2048,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        one_of("equation", equation, EQUATIONS)
+        self.equation = EQUATIONS[equation]()
+        self.iterations = at_least("iterations", iterations, 1)
+        self.batch = at_least("batch", batch, 1)
+        self.seed = run_seed(seed)
+        self.options = {"equation": equation}
+
+    def train_dataloader(self) -> "SquarePoints":
+        return SquarePoints(self.iterations, self.batch, self.seed)
+
+    def val_dataloader(self) -> HeldOut:
+        return HeldOut(grid())
+
+    def test_dataloader(self) -> HeldOut:
+        return HeldOut(grid())
+
+
+class SquarePoints(Stream):
+    """Batches of uniform random points."""
+
+    def __init__(self, batches: int, batch: int, seed: int) -> None:
+        super().__init__(batches, seed)
+        self.batch = batch
+
+    def batch_of(self, seed: int) -> Tensor:
+        return torch.rand(self.batch, 2, generator=seeded(seed))
+
+
+def grid() -> Tensor:
+    """The points of a grid, the border included, [GRID^2, 2]."""
+    axis = torch.linspace(0, 1, GRID)
+    return torch.cartesian_prod(axis, axis)

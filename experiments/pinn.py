@@ -1,0 +1,208 @@
+"""Physics-informed networks: Gauss-Newton steps on an equation's residual, beside Adam."""
+
+from copy import deepcopy
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import hoglib as hog
+from experiments import logs, runs
+from experiments.autoencoder import ADAM, LABELS, LOSS_COST, NEWTON
+from experiments.checks import at_least, finite, hidden_widths, learning_rate
+from experiments.data.squares import GRID, Equation, grid
+from experiments.models.networks import mlp
+from experiments.plots.pinn import plot_pinn
+from experiments.tables.pinn import pinn_table
+from experiments.training.experiment import Experiment
+from experiments.training.second_order import SecondOrderProblem
+
+
+class Residual(nn.Module):
+    """The residual of an equation at points, (L u - f) / scale, of u = border * network.
+
+    Args:
+        network: The network, a function of points [n, 2].
+        equation: The equation, whose boundary conditions u has by construction.
+    """
+
+    def __init__(self, network: nn.Module, equation: Equation) -> None:
+        super().__init__()
+        self.network, self.equation = network, equation
+        self.scale = float(equation.source(grid()).square().mean().sqrt())
+
+    def solution(self, p: Tensor) -> Tensor:
+        return self.equation.border(p) * self.network(2 * p - 1).squeeze(-1)
+
+    def forward(self, p: Tensor) -> Tensor:
+        applied = self.equation.operator(self.solution, p)[1]
+        return (applied - self.equation.source(p)) / self.scale
+
+
+class Pinn(Experiment):
+    """Two networks for one equation: after the same steps of Adam one takes steps of NewtonCG.
+
+        loss = mean over points of ((L u - f) / scale)^2        scale^2 = mean f^2
+
+    A training step is one step of NewtonCG on the batch, and then steps of Adam, on adam_batch points
+    each, until both have cost the same, counted as for the autoencoders (`experiments.autoencoder`).
+
+    Args:
+        hidden: Widths of the hidden layers.
+        warm_up: Steps of Adam that both begin with.
+        damping: Initial damping of `hoglib.curvature.NewtonCG`.
+        max_iter: Its largest number of iterations of conjugate gradients.
+        stagnation_tol: Its relative progress below which conjugate gradients stop.
+        adam_batch: Points of a step of Adam.
+        adam_lr: Learning rate of Adam, which falls linearly to zero after the warm-up.
+    References:
+        Müller and Zeinhofer, Achieving High Accuracy with PINNs via Energy Natural Gradient Descent,
+        2023.
+    """
+
+    evaluations: Tensor
+    warm: Tensor
+
+    def __init__(
+        self,
+        hidden: list[int] | None = None,
+        warm_up: int = 600,
+        damping: float = 1e-3,
+        max_iter: int = 150,
+        stagnation_tol: float = 1e-3,
+        adam_batch: int = 512,
+        adam_lr: float = 5e-3,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        widths = hidden_widths(hidden, [32, 32])
+        self.warm_up = at_least("warm_up", warm_up, 0)
+        self.adam_batch = at_least("adam_batch", adam_batch, 1)
+        self.adam_lr = learning_rate("adam_lr", adam_lr)
+        self.newton: dict[str, Any] = {
+            "damping": damping, "max_iter": max_iter, "stagnation_tol": stagnation_tol,
+        }  # fmt: skip
+        start = mlp([2, *widths, 1], "tanh")
+        self.networks = nn.ModuleDict({NEWTON: deepcopy(start), ADAM: start})
+        self.options = {
+            "hidden": widths, "warm_up": warm_up, **self.newton, "adam_batch": adam_batch,
+            "adam_lr": adam_lr,
+        }  # fmt: skip
+        self.register_buffer("evaluations", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("warm", torch.zeros((), dtype=torch.bool))
+        self.seconds = [0.0, 0.0]
+
+    def forward(self, p: Tensor) -> Tensor:
+        return self.residual(NEWTON).solution(p)
+
+    def residual(self, name: str) -> Residual:
+        return Residual(self.networks[name], self.trainer.datamodule.equation)  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        self.residuals = {
+            name: self.residual(name) for name in self.networks
+        }  # one Adam, one objective
+        self.objective = hog.functional_loss(
+            self.residuals[NEWTON], mean_square, forward=lambda model, p: model(p)
+        )
+        adam = torch.optim.Adam(self.networks[ADAM].parameters(), lr=self.adam_lr)
+        return [hog.curvature.NewtonCG(self.objective, **self.newton), adam]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.warm:
+            for _ in range(self.warm_up):
+                self._adam_step(len(batch))
+            self.networks[NEWTON].load_state_dict(self.networks[ADAM].state_dict())
+            self.warm = torch.ones_like(self.warm)
+            self.evaluations.fill_(self.evaluations[1].item())
+        started = perf_counter()
+        self.evaluations[0] += self._newton_step(batch)
+        between = perf_counter()
+        part = 1 - batch_idx / self.trainer.datamodule.iterations  # type: ignore[attr-defined]
+        for group in self.optimizers(use_pl_optimizer=False)[1].param_groups:  # type: ignore[index]
+            group["lr"] = self.adam_lr * part
+        while self.evaluations[1] < self.evaluations[0]:
+            self._adam_step(len(batch))
+        self.seconds[0] += between - started
+        self.seconds[1] += perf_counter() - between
+        values: dict[str, Any] = {}
+        for i, name in enumerate(self.networks):
+            loss = mean_square(self.residuals[name](batch), batch)
+            finite(f"loss of {name}", loss, "Lower adam_lr, or raise damping.")
+            values[f"train/{name}"] = loss.detach()
+            values[f"val/{name}"] = self.error(name)
+            values[f"gradients/{name}"] = self.evaluations[i].item()
+            values[f"seconds/{name}"] = self.seconds[i]
+        for key, value in values.items():
+            self.log(key, value, prog_bar=key.startswith("val/"), batch_size=len(batch))
+
+    def _newton_step(self, batch: Tensor) -> float:
+        """A step of NewtonCG; returns its cost, in gradients of the whole batch."""
+        optimizer: Any = self.optimizers()[0]  # type: ignore[index]
+        optimizer.step(lambda: batch)
+        info = optimizer.optimizer.info
+        self.log("damping", info.damping, batch_size=len(batch))
+        return 1 + LOSS_COST * info.values + info.products
+
+    def _adam_step(self, of: int) -> None:
+        # not Lightning's wrapper, which would count it as a step of the run
+        optimizer = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
+        p = torch.rand(self.adam_batch, 2).to(self.device)
+        optimizer.zero_grad()
+        mean_square(self.residuals[ADAM](p), p).backward()
+        optimizer.step()
+        self.evaluations[1] += self.adam_batch / of
+
+    @torch.no_grad()
+    def error(self, name: str) -> Tensor:
+        """|u - exact| / |exact| on the grid, in the Euclidean norm."""
+        p = grid().to(self.device)
+        residual = self.residual(name)
+        exact = residual.equation.solution(p)
+        return (residual.solution(p) - exact).norm() / exact.norm()
+
+    def second_order_problem(self, batch: Tensor) -> SecondOrderProblem:
+        """The mean squared residual, by the parameters of the network that Newton steps train."""
+        loss = hog.functional_loss(self.residual(NEWTON), mean_square, forward=lambda m, p: m(p))
+        return loss, hog.trainable_params(self.residual(NEWTON)), batch
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Errors on the grid, for the command `validate`; in a fit every step logs them."""
+        values = {f"val/{name}": self.error(name) for name in self.networks}
+        self.log_dict(values, batch_size=len(batch))
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        folder = runs.run_folder(self.trainer)
+        ends, fields = {}, {}
+        for name in self.networks:
+            residual = self.residual(name)
+            with torch.no_grad():
+                u, left = residual.solution(batch), residual(batch)
+            difference = u - residual.equation.solution(batch)
+            largest = difference.abs().max()
+            ends[name] = (
+                LABELS[name],
+                self.error(name).item(),
+                largest.item(),
+                left.square().mean().sqrt().item(),
+            )
+            fields[name] = tuple(part.reshape(GRID, GRID).cpu() for part in (u, difference, left))
+        self.log_dict({f"test/{name}": end[1] for name, end in ends.items()}, batch_size=len(batch))
+        title = self.residual(NEWTON).equation.title
+        curves = logs.curves(folder)
+        table = pinn_table(title, curves, ends)
+        picture = plot_pinn(folder / "pinn.png", title, curves, LABELS, fields[NEWTON])
+        runs.write_report(folder, table, picture)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["seconds"] = list(self.seconds)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.seconds = list(checkpoint["seconds"])
+
+
+def mean_square(residuals: Tensor, _: Any) -> Tensor:
+    return residuals.square().mean()

@@ -1,0 +1,331 @@
+"""The Laplacian of a function by its inputs, at many points, and the Laplacian of the Laplacian.
+
+The collapsed route propagates values, first derivatives along all directions, and the *sum* of the
+second ones, which needs nothing else of them (`hoglib.taylor`).
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core import torch_internals, validation
+from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib.curvature import directions as of_operator
+from hoglib.curvature.directions import Directions
+from hoglib.curvature.input_derivatives import (
+    Function,
+    by_forward,
+    by_reverse,
+    check_points,
+    gradients,
+    point_values,
+)
+from hoglib.errors import UnsupportedError
+from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
+from hoglib.taylor.jet import Options, by_taylor, finished
+from hoglib.taylor.nested import nested
+
+MODES = ("auto", "collapsed", "nested")
+# Elements of all directions that are propagated at once where no graph is kept.
+AT_ONCE = 2**24
+
+
+def laplacian(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+    coefficients: Any = None,
+    num_projections: int | None = None,
+    generator: torch.Generator | None = None,
+    return_gradient: bool = False,
+    mode: str = "auto",
+    create_graph: bool | None = None,
+    stand_ins: bool = True,
+) -> tuple[Tensor, ...]:
+    r"""The value of a function at many points, and its Laplacian by their coordinates.
+
+        f_n = func(x, *args)_n        L_n = sum_i d^2 f_n / d x_{n,i}^2
+        with coefficients a:          L_n = sum_ij a_ij d^2 f_n / d x_{n,i} d x_{n,j}
+        with num_projections = k:     L_n ~ 1/k sum_v v^T (d^2 f_n / d x_n^2) a v,  v_i = -1 or 1
+
+    The exact Laplacian runs func once, with the first derivatives by all D elements of a point and the
+    sum of the second ones beside each value: the collapsed route. Where an operation has no Taylor
+    rule, as a custom Function of yours, it is nested: a gradient with its graph and a backward pass for
+    each element; inside torch.func transforms forward-over-reverse. The logger "hoglib" tells at the
+    level DEBUG which route was taken.
+
+    The estimate takes k directions, or 2k with coefficients. Its mean is L, its variance
+    2/k sum_{i != j} S_ij^2 with S the symmetric part of H a, so that for a diagonal S it is exact.
+
+    The inputs are not changed, and it works under no_grad and inference_mode. A point may be a set or a
+    graph whose elements act on each other, x [N, P, D]; points do not act on each other. A network of
+    ReLUs has Laplacian zero: take tanh, SiLU or sine.
+
+    Args:
+        func: The function ``func(x, *args)``, or an `nn.Module`, that treats each point by itself.
+        x: N points, [N, ...]; one point of any shape if func returns a scalar.
+        *args: Further arguments of func, such as data for each point (a time, a class).
+        coefficients: a, of D elements of a point: [D], [N, D], the diagonals; or [N, D, D], where the
+            symmetric part counts; for one point [D] or [D, D]. Or a function of x that returns it. It
+            may require grad. Default: ones, the Laplacian.
+        num_projections: k random vectors instead of all elements of a point; None is exact.
+        generator: Of these vectors; None is torch's global generator.
+        return_gradient: Return the gradient of each output by its point, too.
+        mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
+        create_graph: Whether the results can be differentiated again, by parameters, x or args. By
+            default they can where gradients are enabled and something requires one; then all
+            directions stay in memory until backward. Inside torch.func transforms they always can.
+        stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
+            second derivative, or a wrong one.
+    Returns:
+        The pair (f, L), with return_gradient the triple (f, L, g).
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and
+            where train-mode batch norm makes points depend on each other.
+        NoSecondDerivative: where the value does not depend on x.
+        UnsupportedError: where torch has no derivative of an operation.
+    Shape:
+        - x: [N, ...]
+        - f, L: [N] or [N, ...outputs]
+        - g: the shape of f, then that of a point
+    References:
+        Raissi, Perdikaris and Karniadakis, Physics-informed Neural Networks, 2019.
+        Dangel, Siebert, Zeinhofer and Walther, Collapsing Taylor Mode Automatic Differentiation, 2025.
+        Li et al., A Computational Framework for Neural Network-based Variational Monte Carlo with
+        Forward Laplacian, 2024.
+        Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990.
+        Song, Garg, Shi and Ermon, Sliced Score Matching, 2019.
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> f, lap = hog.laplacian(lambda x: (x**3).sum(1), x)
+        >>> lap  # 6 (x_1 + x_2)
+        tensor([18.,  6.])
+        >>> hog.laplacian(lambda x: x.prod(1), x, coefficients=torch.ones(2, 2, 2))[1]  # 2 d_1 d_2 f
+        tensor([2., 2.])
+    """
+    validation.function("func", func)
+    check_points(x)
+    validation.one_of("mode", mode, MODES)
+    validation.flag("return_gradient", return_gradient)
+    options = Options.of("laplacian", mode, create_graph, stand_ins)
+    signs = None
+    if num_projections is not None:
+        signs = of_operator.draw(x, num_projections, generator, of_operator.signs)
+    with options.entered():
+        x, inputs = clone_inference_tensors((x, args))
+        values = point_values(func, inputs)
+
+        def chosen(batched: bool) -> Directions:
+            return of_operator.directions(x, batched, coefficients, signs)
+
+        found = _collapsed(options, values, x, chosen, return_gradient)
+        if found is None:
+            found = *_nested(options, values, x, lambda batched: chosen(batched).probes()), None
+        value, total, gradient = found
+        if not return_gradient:
+            return value, total
+        gradient = gradients(values, x, options.keep) if gradient is None else gradient
+        return value, total, gradient
+
+
+def _nested(options: Options, values: Function, x: Tensor, probes: Any) -> tuple[Tensor, Tensor]:
+    if torch_internals.transforms_active():
+        return by_forward(values, x, probes)
+    return by_reverse(values, x, probes, options.keep, options.always)
+
+
+def _collapsed(
+    options: Options, values: Function, x: Tensor, chosen: Callable[[bool], Directions],
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:  # fmt: skip
+    """Value, sum over the directions, and the gradient if it comes with them; None if an operation has
+    no Taylor rule."""
+    unit = False
+
+    def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
+        nonlocal unit
+        vectors, weights, unit = chosen(batched)
+        step = len(vectors) if options.keep else max(16, AT_ONCE // x.numel())
+        parts = []
+        for start in range(0, len(vectors), step):
+            rows = slice(start, start + step)
+            own = weights[rows] if isinstance(weights, Tensor) else weights
+            parts.append((Univariate(2, True, own), [vectors[rows], None]))
+        return parts  # type: ignore[return-value]
+
+    found = at_points(options, values, x, pieces)
+    if found is None:
+        return None
+    runs, batched = found
+    value = runs[-1][0]
+    total: Tensor | None = None
+    for _, (_, part) in runs:
+        total = add(total, part)
+    gradient = None
+    if with_gradient and unit:
+        firsts = [first for _, (first, _) in runs if first is not None]
+        if sum(map(len, firsts)) == (x.shape[1:] if batched else x.shape).numel():
+            gradient = _as_gradient(torch.cat(firsts), value, x, batched)
+            gradient = gradient if options.keep else gradient.detach()
+    return *finished(options, value, total), gradient
+
+
+def at_points(
+    options: Options, values: Function, x: Tensor, pieces: Callable[[bool], list[tuple[Algebra, Parts]]]
+) -> tuple[list[tuple[Tensor, Parts]], bool] | None:  # fmt: skip
+    """The value and its coefficients for each piece, and whether x is many points.
+
+    Which it is, is known from the value only: the likelier layout is tried first, and the random
+    numbers are drawn once.
+    """
+    if not x.numel() or options.mode == "nested" or torch_internals.transforms_active():
+        return None
+    for batched in {0: [False], 1: [False, True]}.get(x.dim(), [True, False]):
+
+        def call(own: Tensor, batched: bool = batched) -> list[Tensor]:
+            y = values(own)
+            if (y.dim() > 0) != batched:
+                raise _OtherLayout
+            return [y]
+
+        todo, runs = pieces(batched), []
+        state = None if torch_internals.tracing() else torch.get_rng_state()
+        try:
+            for k, (algebra, parts) in enumerate(todo):
+                with nullcontext() if k == len(todo) - 1 else fixed_random_numbers([x]):
+                    found = by_taylor(options, algebra, [x], [parts], call)
+                if found is None:
+                    return None
+                runs.append((found[0][0], found[1][0]))
+            return runs, batched
+        except _OtherLayout:
+            if state is not None:
+                torch.set_rng_state(state)
+    raise AssertionError("one of the layouts is that of the value")
+
+
+class _OtherLayout(Exception):
+    """The value is that of many points where one was expected, or the other way round."""
+
+
+def _as_gradient(first: Tensor, value: Tensor, x: Tensor, batched: bool) -> Tensor:
+    """[D, ...f] -> [...f, *point]"""
+    shape = x.shape[1:] if batched else x.shape
+    return first.movedim(0, -1).reshape(*value.shape, *shape)
+
+
+def bilaplacian(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+    num_projections: int | None = None,
+    generator: torch.Generator | None = None,
+    mode: str = "auto",
+    create_graph: bool | None = None,
+    stand_ins: bool = True,
+) -> tuple[Tensor, Tensor]:
+    r"""The value of a function at many points, and its biharmonic by their coordinates.
+
+        f_n = func(x, *args)_n        B_n = sum_ij d^4 f_n / d x_{n,i}^2 d x_{n,j}^2
+        with num_projections = k:     B_n ~ 1/3k sum_v d^4/dt^4 f_n(x_n + t v),  v_i normal
+
+    As plates, phase fields and the stream function of a flow need it. The exact one runs func once,
+    with the derivatives that the Laplacian of the Laplacian needs beside each value: D first ones,
+    D (D + 1) / 2 second ones, and the gradient of the Laplacian. Where an operation has no Taylor rule
+    two Laplacians are nested.
+
+    The estimate takes k random directions, for many dimensions. With T the tensor of fourth derivatives
+    and M_ij = sum_k T_ijkk, its mean is B, its variance (8 |T|^2 + 24 |M|^2) / 3k.
+
+    Args:
+        func: As for `laplacian`.
+        x: N points, [N, ...]; one point of any shape if func returns a scalar.
+        *args: Further arguments of func.
+        num_projections: k random vectors instead of the exact sum.
+        generator: Of these vectors; None is torch's global generator.
+        mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
+        create_graph: As for `laplacian`.
+        stand_ins: As for `laplacian`.
+    Returns:
+        The pair (f, B).
+    Raises:
+        ArgumentTypeError, ArgumentValueError, NoSecondDerivative: as for `laplacian`.
+        UnsupportedError: where torch has no derivative of an operation, and for the exact biharmonic
+            inside torch.func transforms.
+    Shape:
+        - x: [N, ...]
+        - f, B: [N] or [N, ...outputs]
+    References:
+        Dangel, Siebert, Zeinhofer and Walther, Collapsing Taylor Mode Automatic Differentiation, 2025.
+        Shi, Hu, Lin and Kawaguchi, Stochastic Taylor Derivative Estimator, 2024.
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> f, B = hog.bilaplacian(lambda x: (x**4).sum(1) + (x**2).prod(1), x)
+        >>> B  # 2 * 24 + 8
+        tensor([56., 56.])
+    """
+    validation.function("func", func)
+    check_points(x)
+    validation.one_of("mode", mode, MODES)
+    options = Options.of("bilaplacian", mode, create_graph, stand_ins)
+    v = None
+    if num_projections is not None:
+        v = of_operator.draw(x, num_projections, generator, of_operator.normals)
+    with options.entered():
+        x, inputs = clone_inference_tensors((x, args))
+        values = point_values(func, inputs)
+
+        def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
+            if v is not None:
+                return [(Univariate(4, True, 1 / (3 * len(v))), [v, None, None, None])]
+            e = of_operator.units(x, batched)
+            return [(Biharmonic(len(e), x.device), [e, None, None, None])]
+
+        found = at_points(options, values, x, pieces)
+        if found is not None:
+            ((value, parts),) = found[0]
+            return finished(options, value, parts[3])
+        if v is not None:
+            return finished(options, *_along(values, x, v))
+        if torch_internals.transforms_active():
+            raise UnsupportedError(
+                "bilaplacian: expected a call outside of torch.func transforms, where its nested "
+                "derivatives can be taken; call it on all points at once instead of under vmap, pass "
+                "num_projections, or differentiate its result with torch.autograd.grad."
+            )
+        return finished(options, *_twice(options, values, x))
+
+
+def _along(values: Function, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The estimate from nested derivatives along each direction."""
+    total: Tensor | None = None
+    for u in v:
+
+        def path(t: Tensor, u: Tensor = u) -> list[Tensor]:
+            return [values(x + t[0] * u)]
+
+        with fixed_random_numbers([x]):
+            (value,), rows = nested("bilaplacian", path, x, 1, [0] * 4)
+        total = add(total, rows[3][0])
+    assert total is not None
+    return value, total / (3 * len(v))
+
+
+def _twice(options: Options, values: Function, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The Laplacian of the Laplacian, both nested."""
+    first: list[Tensor] = []
+
+    def probes(batched: bool) -> Any:
+        return of_operator.directions(x, batched, None, None).probes()
+
+    def inner(points: Tensor) -> Tensor:
+        value, total = by_reverse(values, points, probes, keep=True, always=True)
+        first.append(value)
+        return total
+
+    _, total = by_reverse(inner, x, probes, options.keep, options.always)
+    return first[0], total

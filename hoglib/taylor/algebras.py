@@ -1,0 +1,239 @@
+"""Truncated Taylor expansions: which coefficients there are, and how two expansions are multiplied.
+
+An expansion is u_0 + n with the value u_0 and a nilpotent part n, whose coefficients are derivatives
+(not divided by factorials). All that a function of tensors does to n follows from the product:
+
+    g(u_0 + n) = g(u_0) + sum_k g^(k)(u_0) / k! n^k        n^(K + 1) = 0
+
+A coefficient has the shape of its tensor, behind one leading dimension if it is one of many directions.
+None stands for zero.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import product as cartesian
+from math import comb, factorial, prod
+from typing import final
+
+import torch
+from torch import Tensor
+
+Parts = list[Tensor | None]  # the coefficients of n, in the order of the algebra
+# bilinear(a, b, whether a has a leading dimension, whether b has)
+Bilinear = Callable[[Tensor, Tensor, bool, bool], Tensor]
+Derivative = Tensor | float | None  # of a pointwise function; None is zero
+
+
+class Algebra(ABC):
+    """The coefficients of expansions, and their product.
+
+    order: K, the highest power of n that is not zero. leads: whether each coefficient has a leading
+    dimension.
+    """
+
+    order: int
+    leads: tuple[bool, ...]
+
+    @abstractmethod
+    def product(self, bilinear: Bilinear, a: Parts, b: Parts) -> Parts:
+        """The product of two nilpotent parts."""
+
+    def compose(self, derivatives: Sequence[Derivative], n: Parts) -> Parts:
+        """g(u_0 + n) - g(u_0), from the derivatives g', g'', ... at u_0."""
+        power, found = n, [_scaled(derivatives[0], part) for part in n]
+        for k in range(2, self.order + 1):
+            if all(derivative is None for derivative in derivatives[k - 1 :]):
+                break
+            power = self.product(multiply, power, n)
+            if all(part is None for part in power):
+                break
+            derivative = derivatives[k - 1]
+            if derivative is not None:
+                terms = [_scaled(derivative / factorial(k), part) for part in power]
+                found = [add(a, b) for a, b in zip(found, terms, strict=True)]
+        return found
+
+    def zeros(self) -> Parts:
+        return [None] * len(self.leads)
+
+
+@final
+class Univariate(Algebra):
+    """Derivatives of orders 1 to K along one path, or along R paths at once.
+
+        (a b)_m = sum_i binom(m, i) a_i b_(m - i)
+
+    directions: whether coefficients have a leading dimension [R]. weights: collapses the highest order
+    to its weighted sum over the directions, which is all that it needs of the others: [R], or 1.
+    """
+
+    def __init__(
+        self, order: int, directions: bool = False, weights: Tensor | float | None = None
+    ) -> None:
+        self.order = order
+        self.weights = weights
+        self.leads = (directions,) * (order - 1) + (directions and weights is None,)
+
+    def product(self, bilinear: Bilinear, a: Parts, b: Parts) -> Parts:
+        found: Parts = [None]
+        lead = self.leads[0]
+        for m in range(2, self.order + 1):
+            total: Tensor | None = None
+            for i in range(1, m):
+                x, y = a[i - 1], b[m - i - 1]
+                if x is None or y is None:
+                    continue
+                term = bilinear(x, y, lead, lead)
+                if lead and not self.leads[m - 1]:
+                    term = self._collapsed(term)
+                total = add(total, term * comb(m, i))
+            found.append(total)
+        return found
+
+    def _collapsed(self, term: Tensor) -> Tensor:
+        if isinstance(self.weights, Tensor):
+            term = term * self.weights.reshape(-1, *(1,) * (term.dim() - 1))
+        own = compact(term, first=1)
+        total = (
+            own.sum(0) if isinstance(self.weights, Tensor) else _scaled(self.weights, own.sum(0))
+        )
+        assert total is not None
+        return total if own is term else total.expand(term.shape[1:])
+
+
+@final
+class MultiIndex(Algebra):
+    """Mixed partial derivatives of all orders beta <= alpha in several variables.
+
+    (a b)_gamma = sum_(beta <= gamma) binom(gamma, beta) a_beta b_(gamma - beta)
+    """
+
+    def __init__(self, alpha: tuple[int, ...]) -> None:
+        self.indices = [beta for beta in cartesian(*(range(i + 1) for i in alpha)) if any(beta)]
+        self.order = sum(alpha)
+        self.leads = (False,) * len(self.indices)
+        place = {beta: i for i, beta in enumerate(self.indices)}
+        self._terms = [
+            [
+                (place[beta], place[rest], prod(map(comb, gamma, beta)))
+                for beta in self.indices
+                if (rest := tuple(g - b for g, b in zip(gamma, beta, strict=True))) in place
+            ]
+            for gamma in self.indices
+        ]
+
+    def product(self, bilinear: Bilinear, a: Parts, b: Parts) -> Parts:
+        found: Parts = []
+        for terms in self._terms:
+            total: Tensor | None = None
+            for i, j, factor in terms:
+                x, y = a[i], b[j]
+                if x is not None and y is not None:
+                    total = add(total, bilinear(x, y, False, False) * factor)
+            found.append(total)
+        return found
+
+
+@final
+class Biharmonic(Algebra):
+    """What the Laplacian of the Laplacian by D coordinates needs, and nothing else:
+
+    u_i [D],  u_ij for i <= j [D (D + 1) / 2],  u_iL = d_i Lap u [D],  u_B = Lap Lap u
+
+    (a b)_ij = a_i b_j + a_j b_i        with Lap a = sum_i a_ii
+    (a b)_iL = a_i Lap b + Lap a b_i + 2 sum_k (a_k b_ki + a_ki b_k)
+    (a b)_B = 2 Lap a Lap b + 4 sum_i (a_iL b_i + a_i b_iL) + 4 sum_ik a_ik b_ik
+    """
+
+    def __init__(self, coordinates: int, device: torch.device) -> None:
+        self.order = 4
+        self.leads = (True, True, True, False)
+        D = self.D = coordinates
+        i, j = torch.triu_indices(D, D, device=device)
+        self._i, self._j = i, j
+        full = torch.zeros(D, D, dtype=torch.long, device=device)
+        full[i, j] = full[j, i] = torch.arange(len(i), device=device)
+        self._full, self._diagonal = full.flatten(), full.diagonal().clone()
+        self._count = 2 - (i == j).long()  # how often a pair occurs in the full matrix
+        self._second = torch.arange(D, device=device).repeat(D)  # k of each (i, k)
+
+    def product(self, bilinear: Bilinear, a: Parts, b: Parts) -> Parts:
+        a_i, a_ij, a_iL, _ = a
+        b_i, b_ij, b_iL, _ = b
+        a_L, b_L = self._trace(a_ij), self._trace(b_ij)
+
+        def term(x: Tensor | None, y: Tensor | None, lx: bool, ly: bool) -> Tensor | None:
+            return None if x is None or y is None else bilinear(x, y, lx, ly)
+
+        ij = iL = None
+        if a_i is not None and b_i is not None:
+            ij = bilinear(a_i[self._i], b_i[self._j], True, True)
+            ij = 2 * ij if a is b else ij + bilinear(a_i[self._j], b_i[self._i], True, True)
+        iL = add(term(a_i, b_L, True, False), term(a_L, b_i, False, True))
+        mixed = self._contracted(term, a_i, b_ij)
+        other = (
+            mixed
+            if a is b
+            else self._contracted(lambda x, y, lx, ly: term(y, x, ly, lx), b_i, a_ij)
+        )
+        iL = add(iL, _scaled(2, add(mixed, other)))
+
+        B = _scaled(2, term(a_L, b_L, False, False))
+        first = term(a_i, b_iL, True, True)
+        second = first if a is b else term(a_iL, b_i, True, True)
+        B = add(B, _scaled(4, _sum(add(first, second))))
+        squares = term(a_ij, b_ij, True, True)
+        if squares is not None:
+            count = self._count.to(squares.dtype).reshape(-1, *(1,) * (squares.dim() - 1))
+            B = add(B, 4 * (count * squares).sum(0))
+        return [None, ij, iL, B]
+
+    def _trace(self, pairs: Tensor | None) -> Tensor | None:
+        return None if pairs is None else pairs[self._diagonal].sum(0)
+
+    def _contracted(self, term: Callable, x: Tensor | None, pairs: Tensor | None) -> Tensor | None:
+        """sum_k of the product of x_k and pairs_ki."""
+        if x is None or pairs is None:
+            return None
+        found: Tensor = term(x[self._second], pairs[self._full], True, True)
+        return found.unflatten(0, (self.D, self.D)).sum(1)
+
+
+def multiply(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
+    """The elementwise product, with the trailing dimensions aligned."""
+    rank = max(a.dim() - lead_a, b.dim() - lead_b)
+    a, b = align(a, lead_a, rank), align(b, lead_b, rank)
+    return once(torch.square, a) if a is b else a * b
+
+
+def once(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
+    """An elementwise function, computed once along dimensions whose elements share their memory."""
+    own = compact(a)
+    return function(a) if own is a else function(own).expand(a.shape)
+
+
+def compact(a: Tensor, first: int = 0) -> Tensor:
+    """The tensor with size 1 in dimensions, from the first on, along which it repeats itself."""
+    sizes = zip(a.shape, a.stride(), strict=True)
+    shared = [i >= first and n > 1 and s == 0 for i, (n, s) in enumerate(sizes)]
+    return a[tuple(slice(0, 1) if s else slice(None) for s in shared)] if any(shared) else a
+
+
+def align(part: Tensor, lead: bool, rank: int) -> Tensor:
+    """The part with dimensions of size 1 behind the leading one, up to this rank."""
+    missing = rank + lead - part.dim()
+    return part if missing <= 0 or not lead else part[(slice(None),) + (None,) * missing]
+
+
+def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _scaled(factor: Derivative, part: Tensor | None) -> Tensor | None:
+    if part is None or factor is None:
+        return None
+    return part if isinstance(factor, int | float) and factor == 1 else factor * part
+
+
+def _sum(part: Tensor | None) -> Tensor | None:
+    return None if part is None else part.sum(0)

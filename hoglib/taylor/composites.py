@@ -1,0 +1,210 @@
+"""Operations that are taken apart: the same function of operations that have rules.
+
+Their results are used for the coefficients only; the value is that of torch's own operation. A maximum
+is subtracted where rounding asks for it, as a constant: it cancels.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hoglib._core.torch_internals import decomposition
+from hoglib.taylor.rules import Refused, names_of
+
+Composite = Callable[..., Any]
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    e = (x - _finite(x.detach().amax(dim, keepdim=True))).exp()
+    return e / e.sum(dim, keepdim=True)
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    # a row of -inf, where every key is masked, is zero
+    found = _softmax(x, dim)
+    return torch.where((x == -math.inf).all(dim, keepdim=True), 0, found)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0)
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    top = _finite(x.detach().amax(dim, keepdim=True))
+    found = (x - top).exp().sum(dim, keepdim=True).log() + top
+    return found if keepdim else found.squeeze(dim)
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
+    return x - _logsumexp(x, [dim], True)
+
+
+def _normalized(x: Tensor, dims: list[int], eps: float) -> Tensor:
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    found = _normalized(x, list(range(-len(shape), 0)), eps)
+    found = found if weight is None else found * weight
+    return (found if bias is None else found + bias), None, None
+
+
+def _group_norm(
+    x: Tensor, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> Any:
+    found = _normalized(x.reshape(N, group, -1), [2], eps).reshape(x.shape)
+    shape = (1, C, *(1,) * (x.dim() - 2))
+    found = found if weight is None else found * weight.reshape(shape)
+    return (found if bias is None else found + bias.reshape(shape)), None, None
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    if training:
+        found = _normalized(x, [0, *range(2, x.dim())], eps)
+    else:
+        found = (x - mean.reshape(shape)) * (var + eps).rsqrt().reshape(shape)
+    found = found if weight is None else found * weight.reshape(shape)
+    return (found if bias is None else found + bias.reshape(shape)), None, None
+
+
+def _batch_norm_in_eval(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, m: float, eps: float
+) -> Any:
+    return _batch_norm(x, weight, bias, mean, var, False, m, eps)
+
+
+def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
+    dims = list(range(x.dim())) if dim is None or dim == [] else dim
+    centred = x - x.mean(dims, keepdim=True)
+    count = x.numel() // max(centred.sum(dims).numel(), 1)
+    correction = 1 if correction is None else correction
+    return centred.square().sum(dims, keepdim=keepdim) / (count - correction)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Any = None, scale: Any = None,
+) -> Any:  # fmt: skip
+    if dropout_p:
+        raise Refused("fused attention with dropout")
+    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return _softmax(scores, -1) @ v, None
+
+
+def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
+    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=[-1])
+
+
+def _product(
+    x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    if dim is None:
+        x, dim = x.reshape(-1), 0
+    while x.shape[dim] > 1:  # by halves, which divides by nothing
+        half = x.shape[dim] // 2
+        product = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
+        x = torch.cat([product, x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)], dim)
+    return x if keepdim else x.squeeze(dim)
+
+
+def _mean_squares(a: Tensor, b: Tensor, reduction: int = 1) -> Tensor:
+    found = (a - b).square()
+    return found if reduction == 0 else found.mean() if reduction == 1 else found.sum()
+
+
+def _clamp(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+    x = x if low is None else torch.maximum(x, low)
+    return x if high is None else torch.minimum(x, high)
+
+
+def _glu(x: Tensor, dim: int = -1) -> Tensor:
+    a, b = x.chunk(2, dim)
+    return a * b.sigmoid()
+
+
+def _vector_norm(
+    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any
+) -> Tensor:
+    dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else dim
+    if ord == 1:
+        return x.abs().sum(dims, keepdim)
+    if ord == math.inf:
+        return x.abs().amax(dims, keepdim)
+    if ord == -math.inf:
+        return x.abs().amin(dims, keepdim)
+    if ord == 0:
+        return x.abs().ne(0).to(x.dtype).sum(dims, keepdim)
+    return x.abs().pow(ord).sum(dims, keepdim).pow(1 / ord)
+
+
+def _xlogy(x: Any, y: Any) -> Tensor:
+    log = y.log() if isinstance(y, Tensor) else math.log(y)
+    return torch.where((torch.as_tensor(x) == 0), 0, x * log)
+
+
+COMPOSITES: dict[str, Composite] = {
+    "_softmax": _softmax,
+    "_safe_softmax": _safe_softmax,
+    "_log_softmax": _log_softmax,
+    "logsumexp": _logsumexp,
+    "native_layer_norm": _layer_norm,
+    "native_group_norm": _group_norm,
+    "native_batch_norm": _batch_norm,
+    "_native_batch_norm_legit": _batch_norm,
+    "_native_batch_norm_legit_no_training": _batch_norm_in_eval,
+    "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
+    "var": _variance,
+    "std": lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "hardswish": lambda x: x * F.hardtanh(x + 3, 0, 6) / 6,
+    "hardsigmoid": lambda x: F.hardtanh(x + 3, 0, 6) / 6,
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "clamp_max": lambda x, high: _clamp(x, None, high),
+    "glu": _glu,
+    "_prelu_kernel": lambda x, weight: torch.where(x > 0, x, weight * x),
+    "_cdist_forward": _distances,
+    "_euclidean_dist": lambda a, b: _distances(a, b, 2, None),
+    "prod": _product,
+    "addcmul": lambda x, a, b, *, value=1: x + value * a * b,
+    "addcdiv": lambda x, a, b, *, value=1: x + value * a / b,
+    "lerp": lambda a, b, weight: a + weight * (b - a),
+    "hypot": lambda a, b: torch.linalg.vector_norm(
+        torch.stack(torch.broadcast_tensors(a, b)), dim=[0]
+    ),
+    "mse_loss": _mean_squares,
+    "xlogy": _xlogy,
+    "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
+    "linalg_vector_norm": _vector_norm,
+}
+
+
+def composite_of(func: Any) -> Composite | None:
+    """The operation by others: hoglib's, else torch's own decomposition; None if there is none."""
+    if func.namespace == "aten":
+        for name in names_of(func):
+            if name in COMPOSITES:
+                return COMPOSITES[name]
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return None  # it would draw other numbers
+    return decomposition(func)

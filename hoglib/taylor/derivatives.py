@@ -1,0 +1,289 @@
+"""Derivatives of all orders of pointwise functions of one variable.
+
+Each function returns [g'(x), ..., g^(K)(x)] from x, the value y = g(x), K and the other arguments of
+torch's operation. None is zero. At a kink it is torch's derivative, and zero beyond the first order.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib.taylor.algebras import Derivative, Univariate
+
+Tower = Callable[..., list[Derivative]]
+Polynomial = Sequence[float]  # coefficients, the constant first
+
+
+def _value(p: Polynomial, x: Tensor) -> Tensor | float:
+    found: Tensor | float = p[-1] if p else 0.0
+    for coefficient in reversed(p[:-1]):
+        found = found * x if isinstance(found, Tensor) or found != 1 else x
+        found = found + coefficient if coefficient else found
+    return found
+
+
+def _slope(p: Polynomial) -> list[float]:
+    return [k * c for k, c in enumerate(p)][1:]
+
+
+def _times(p: Polynomial, q: Polynomial) -> list[float]:
+    found = [0.0] * (len(p) + len(q) - 1)
+    for i, a in enumerate(p):
+        for j, b in enumerate(q):
+            found[i + j] += a * b
+    return found
+
+
+def _plus(p: Polynomial, q: Polynomial) -> list[float]:
+    size = max(len(p), len(q))
+    return [(p[i] if i < len(p) else 0.0) + (q[i] if i < len(q) else 0.0) for i in range(size)]
+
+
+def autonomous(first: Polynomial, y: Tensor, K: int) -> list[Derivative]:
+    """Of y' = P(y): y'' = P'(y) P(y), and so on."""
+    found: list[Derivative] = []
+    p = list(first)
+    for _ in range(K):
+        found.append(_value(p, y))
+        p = _times(_slope(p), first)
+    return found
+
+
+def weighted(w: Tensor, r: Polynomial, x: Tensor, K: int) -> list[Derivative]:
+    """[w, w', ...], K of them, of w' = r(x) w: w^(k) = p_k(x) w."""
+    found: list[Derivative] = []
+    p = [1.0]
+    for _ in range(K):
+        found.append(_value(p, x) * w)
+        p = _plus(_slope(p), _times(r, p))
+    return found
+
+
+def power(x: Tensor, p: float, K: int) -> list[Derivative]:
+    found: list[Derivative] = []
+    factor = 1.0
+    for k in range(1, K + 1):
+        factor *= p - k + 1
+        exponent = p - k
+        power = 1.0 if exponent == 0 else x if exponent == 1 else x**exponent
+        found.append(None if factor == 0 else factor * power)
+    return found
+
+
+def _linear_recurrence(c: float, x: Tensor, g1: Tensor, K: int) -> list[Derivative]:
+    """Of (1 + c x^2) g'' = -c x g' (inverse sines): g_(k+2) = -c ((2k + 1) x g_(k+1) + k^2 g_k) / q."""
+    q, found = 1 + c * x * x, [g1]
+    for k in range(K - 1):
+        previous = k * k * found[k - 1] if k else 0.0
+        found.append(-c * ((2 * k + 1) * x * found[k] + previous) / q)
+    return list(found)
+
+
+def _rational(c: float, x: Tensor, K: int) -> list[Derivative]:
+    """Of g' = r = 1 / (1 + c x^2) (inverse tangents): q r_k = -c (2k x r_(k-1) + k (k-1) r_(k-2))."""
+    q = 1 + c * x * x
+    found = [1 / q]
+    for k in range(1, K):
+        previous = k * (k - 1) * found[k - 2] if k > 1 else 0.0
+        found.append(-c * (2 * k * x * found[k - 1] + previous) / q)
+    return list(found)
+
+
+def _times_x(x: Tensor, inner: list[Any]) -> list[Derivative]:
+    """Of x f(x), from [f, f', ...]: x f^(k) + k f^(k-1)."""
+    return [x * inner[k] + k * inner[k - 1] for k in range(1, len(inner))]
+
+
+def _sigmoids(x: Tensor, K: int) -> list[Any]:
+    s = x.sigmoid()
+    return [s, *autonomous((0, 1, -1), s, K)]
+
+
+def _cycle(x: Tensor, names: Sequence[tuple[str, int]], K: int) -> list[Derivative]:
+    values = [sign * getattr(torch, name)(x) for name, sign in names]
+    return [values[k % len(values)] for k in range(K)]
+
+
+def _log(x: Tensor, K: int, scale: float = 1.0) -> list[Any]:
+    found: list[Any] = [scale / x]
+    for k in range(1, K):
+        found.append(-k * found[-1] / x)
+    return found
+
+
+def _kink(slope: Tensor | float, K: int) -> list[Derivative]:
+    return [slope] + [None] * (K - 1)
+
+
+def _mask(x: Tensor, mask: Tensor, K: int) -> list[Derivative]:
+    return _kink(mask.to(x.dtype), K)
+
+
+def _softplus(
+    x: Tensor, y: Tensor, K: int, beta: float = 1, threshold: float = 20
+) -> list[Derivative]:
+    linear = x * beta > threshold
+    towers = _sigmoids(beta * x, K - 1)
+    return [torch.where(linear, float(k == 0), beta**k * s) for k, s in enumerate(towers)]
+
+
+def _gelu(x: Tensor, y: Tensor, K: int, approximate: str = "none") -> list[Derivative]:
+    if approximate == "tanh":
+        return _gelu_by_tanh(x, K)
+    cdf = torch.special.ndtr(x)
+    density = torch.exp(-x * x / 2) / math.sqrt(math.tau)
+    return _times_x(x, [cdf, *weighted(density, (0, -1), x, K)])
+
+
+def _gelu_by_tanh(x: Tensor, K: int) -> list[Derivative]:
+    # x (1 + tanh u) / 2 with a cubic u, whose derivatives beyond the third are zero
+    c, d = math.sqrt(2 / math.pi), 0.044715
+    cubic: list[Any] = [c * (1 + 3 * d * x * x), c * 6 * d * x, torch.full_like(x, c * 6 * d)]
+    n = (cubic + [None] * K)[:K]
+    t = torch.tanh(c * (x + d * x**3))
+    tanh = Univariate(K).compose(autonomous((1, 0, -1), t, K), n)
+    return _times_x(x, [(1 + t) / 2, *(0.0 if p is None else p / 2 for p in tanh)])
+
+
+def _mish(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
+    t = torch.tanh(torch.nn.functional.softplus(x))
+    n: Any = _softplus(x, x, K)
+    tanh = Univariate(K).compose(autonomous((1, 0, -1), t, K), n)
+    return _times_x(x, [t, *tanh])
+
+
+def arctangent(w: Tensor, K: int) -> list[Derivative]:
+    return _rational(1, w, K)
+
+
+def _elu(
+    x: Tensor, y: Tensor, K: int, alpha: float = 1, scale: float = 1, input_scale: float = 1
+) -> list[Derivative]:
+    positive = x > 0
+    below = alpha * scale * torch.exp(torch.where(positive, 0, x) * input_scale)
+    return [
+        torch.where(positive, scale if k == 1 else 0.0, below * input_scale**k)
+        for k in range(1, K + 1)
+    ]
+
+
+def _clamp(x: Tensor, y: Tensor, K: int, low: Any = None, high: Any = None) -> list[Derivative]:
+    mask = torch.ones_like(x, dtype=torch.bool)
+    if low is not None:
+        mask = mask & (x >= low)
+    if high is not None:
+        mask = mask & (x <= high)
+    return _mask(x, mask, K)
+
+
+def power_of(x: Tensor, y: Tensor, K: int, p: Any) -> list[Derivative]:
+    if not isinstance(p, Tensor):
+        return power(x, float(p), K)
+    factor, found = torch.ones_like(p, dtype=y.dtype), []
+    for k in range(1, K + 1):
+        factor = factor * (p - k + 1)
+        # where the factor is zero, so is the derivative, also at x = 0
+        found.append(torch.where(factor == 0, 0, factor * x ** torch.where(factor == 0, 0, p - k)))
+    return list(found)
+
+
+def _polygammas(x: Tensor, first: int, K: int) -> list[Derivative]:
+    return [
+        torch.special.digamma(x) if n == 0 else torch.special.polygamma(n, x)
+        for n in range(first, first + K)
+    ]
+
+
+def _erfinv(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
+    # y' = c exp(y^2) =: w(y); d/dx = w d/dy, and w(y)^k p(y) -> w^(k+1) (p' + 2 k y p)
+    found: list[Derivative] = []
+    w, p = math.sqrt(math.pi) / 2 * torch.exp(y * y), [1.0]
+    for k in range(1, K + 1):
+        found.append(_value(p, y) * w**k)
+        p = _plus(_slope(p), _times((0.0, 2.0 * k), p))
+    return found
+
+
+LN2, LN10 = math.log(2), math.log(10)
+SIN = (("cos", 1), ("sin", -1), ("cos", -1), ("sin", 1))
+COS = (("sin", -1), ("cos", -1), ("sin", 1), ("cos", 1))
+ROOT_PI = 2 / math.sqrt(math.pi)
+
+
+def _erfs(x: Tensor, K: int, sign: float) -> list[Derivative]:
+    return weighted(sign * ROOT_PI * torch.exp(-x * x), (0, -2), x, K)
+
+
+def _by_value(factors: Callable[[int], float]) -> Tower:
+    """Of g^(k) = factor(k) g^(k-1) / x with g^(0) = y: powers."""
+
+    def tower(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
+        found: list[Any] = [y]
+        for k in range(1, K + 1):
+            found.append(factors(k) * found[-1] / x)
+        return found[1:]
+
+    return tower
+
+
+# By the name of torch's operation, in torch.ops.aten.
+POINTWISE: dict[str, Tower] = {
+    "exp": lambda x, y, K: [y] * K,
+    "exp2": lambda x, y, K: [LN2**k * y for k in range(1, K + 1)],
+    "expm1": lambda x, y, K: [y + 1] * K,
+    "log": lambda x, y, K: _log(x, K),
+    "log2": lambda x, y, K: _log(x, K, 1 / LN2),
+    "log10": lambda x, y, K: _log(x, K, 1 / LN10),
+    "log1p": lambda x, y, K: _log(1 + x, K),
+    "sin": lambda x, y, K: _cycle(x, SIN, K),
+    "cos": lambda x, y, K: _cycle(x, COS, K),
+    "tan": lambda x, y, K: autonomous((1, 0, 1), y, K),
+    "sinh": lambda x, y, K: _cycle(x, (("cosh", 1), ("sinh", 1)), K),
+    "cosh": lambda x, y, K: _cycle(x, (("sinh", 1), ("cosh", 1)), K),
+    "tanh": lambda x, y, K: autonomous((1, 0, -1), y, K),
+    "asin": lambda x, y, K: _linear_recurrence(-1, x, (1 - x * x).rsqrt(), K),
+    "acos": lambda x, y, K: _linear_recurrence(-1, x, -(1 - x * x).rsqrt(), K),
+    "asinh": lambda x, y, K: _linear_recurrence(1, x, (1 + x * x).rsqrt(), K),
+    "acosh": lambda x, y, K: _linear_recurrence(-1, x, (x * x - 1).rsqrt(), K),
+    "atan": lambda x, y, K: _rational(1, x, K),
+    "atanh": lambda x, y, K: _rational(-1, x, K),
+    "sigmoid": lambda x, y, K: autonomous((0, 1, -1), y, K),
+    "log_sigmoid_forward": lambda x, y, K: [
+        (-1) ** k * s for k, s in enumerate(_sigmoids(-x, K - 1))
+    ],
+    "logit": lambda x, y, K: [a - b for a, b in zip(_log(x, K), _log(x - 1, K), strict=True)],
+    "gelu": _gelu,
+    "mish": _mish,
+    "silu": lambda x, y, K: _times_x(x, _sigmoids(x, K)),
+    "softplus": _softplus,
+    "elu": _elu,
+    "erf": lambda x, y, K: _erfs(x, K, 1),
+    "erfc": lambda x, y, K: _erfs(x, K, -1),
+    "erfinv": _erfinv,
+    "special_ndtr": lambda x, y, K: weighted(
+        torch.exp(-x * x / 2) / math.sqrt(math.tau), (0, -1), x, K
+    ),
+    "lgamma": lambda x, y, K: _polygammas(x, 0, K),
+    "digamma": lambda x, y, K: _polygammas(x, 1, K),
+    "sqrt": _by_value(lambda k: 1.5 - k),
+    "rsqrt": _by_value(lambda k: 0.5 - k),
+    "reciprocal": _by_value(lambda k: -k),
+    "square": lambda x, y, K: power(x, 2, K),
+    "relu": lambda x, y, K: _mask(x, x > 0, K),
+    "leaky_relu": lambda x, y, K, slope=0.01: _kink(
+        torch.where(x > 0, torch.ones_like(x), slope), K
+    ),
+    "threshold": lambda x, y, K, threshold, value: _mask(x, x > threshold, K),
+    "hardtanh": lambda x, y, K, low=-1, high=1: _mask(x, (x > low) & (x < high), K),
+    "hardshrink": lambda x, y, K, width=0.5: _mask(x, x.abs() > width, K),
+    "softshrink": lambda x, y, K, width=0.5: _mask(x, x.abs() > width, K),
+    "clamp": _clamp,
+    "clamp_min": lambda x, y, K, low: _clamp(x, y, K, low),
+    "clamp_max": lambda x, y, K, high: _clamp(x, y, K, None, high),
+    "abs": lambda x, y, K: _kink(x.sgn(), K),
+    "frac": lambda x, y, K: _kink(1.0, K),
+    "nan_to_num": lambda x, y, K, *_: _mask(x, x.isfinite(), K),
+}

@@ -1,0 +1,264 @@
+"""Taylor mode for any function: the derivatives of a function along a path."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import factorial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core import pytree, torch_internals, validation
+from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.logger import LOGGER
+from hoglib._core.swap import call_with, keep_swapped
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
+from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.taylor.algebras import Algebra, Parts, Univariate
+from hoglib.taylor.nested import nested
+from hoglib.taylor.propagation import Propagation
+from hoglib.taylor.rules import Refused
+from hoglib.verification.entry_points import examined_functions
+
+Leaves = list[Tensor]
+MODES = ("auto", "taylor", "nested")
+
+
+def jet(
+    func: Callable[..., Any],
+    primals: Any,
+    series: Any,
+    *,
+    mode: str = "auto",
+    create_graph: bool | None = None,
+    stand_ins: bool = True,
+) -> tuple[Any, Any]:
+    r"""A function and its derivatives along a path, to any order: Taylor mode.
+
+        x(t) = x_0 + sum_k x_k t^k / k!        y(t) = func(x(t)) = y_0 + sum_k y_k t^k / k! + ...
+
+    The coefficients x_k and y_k are derivatives of the paths by t at 0, not divided by factorials, as
+    those of `jax.experimental.jet`. For the K-th derivative along a direction v pass x_1 = v and zeros
+    (None) for the others.
+
+    func runs once, and each operation of torch propagates all K coefficients, by the rule of Faà di
+    Bruno or Leibniz; nested derivatives cost exponentially more in K. What is constant for autograd
+    (`.detach()`, `torch.no_grad`) is constant here, and a kink, as of a ReLU or of |x|, has torch's
+    first derivative and zeros as its higher ones. Where an operation has no rule, as a custom Function
+    of yours, the derivatives are nested in reverse mode instead, which is logged at the level DEBUG.
+
+    Args:
+        func: The function ``func(*primals)``, or an `nn.Module`; it returns tensors in any containers.
+        primals: The arguments x_0, a tuple of real floating-point tensors; or one tensor.
+        series: For each argument the list [x_1, ..., x_K], all of one length, tensors of the
+            argument's shape or None for zero; for a single tensor its list.
+        mode: "taylor", which raises where an operation has no rule; "nested"; or "auto", the first of
+            them that takes func. Inside torch.func transforms it is nested.
+        create_graph: Whether the results can be differentiated again, by parameters and primals.
+            Default: where gradients are enabled.
+        stand_ins: Run func inside `hoglib.second_order()`.
+    Returns:
+        The pair (y_0, series): the result of func, and the same with a list [y_1, ..., y_K] in the
+        place of each tensor.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for arguments that do not fit together.
+        UnsupportedError: with mode="taylor", for an operation without a rule, by name.
+    References:
+        Griewank and Walther, Evaluating Derivatives, 2008, chapter 13.
+        Bettencourt, Johnson and Duvenaud, Taylor-Mode Automatic Differentiation for Higher-Order
+        Derivatives in JAX, 2019.
+    Example:
+        >>> x, one = torch.tensor(0.0), torch.tensor(1.0)
+        >>> y, (d1, d2, d3) = hog.jet(torch.sin, x, [one, None, None])
+        >>> d1, d2, d3  # cos 0, -sin 0, -cos 0
+        (tensor(1.), tensor(-0.), tensor(-1.))
+    """
+    validation.function("func", func)
+    validation.one_of("mode", mode, MODES)
+    single = isinstance(primals, Tensor)
+    xs, lists = _check_series((primals,) if single else primals, (series,) if single else series)
+    K = len(lists[0])
+    options = Options.of("jet", mode, create_graph, stand_ins)
+    structure: Any = None
+
+    def call(*inputs: Tensor) -> list[Tensor]:
+        nonlocal structure
+        leaves, structure = pytree.flatten(options.run(func, *inputs))
+        for leaf in leaves:
+            validation.tensor("func(*primals)", leaf)
+        return leaves
+
+    def path(t: Tensor) -> list[Tensor]:
+        points: list[Tensor] = []
+        for x, parts in zip(xs, lists, strict=True):
+            for k, part in enumerate(parts, start=1):
+                if part is not None:
+                    x = x + part * (t[0] ** k / factorial(k))
+            points.append(x)
+        return call(*points)
+
+    with options.entered():
+        xs, lists = clone_inference_tensors((xs, lists))
+        found = by_taylor(options, Univariate(K), xs, lists, call)
+        if found is None:
+            leaves, rows = nested("jet", path, xs[0], 1, [0] * K)
+            found = leaves, [list(of_leaf) for of_leaf in zip(*rows, strict=True)]
+        leaves, series = found
+        done = [
+            [finished(options, y, d) for d in known]
+            for y, known in zip(leaves, series, strict=True)
+        ]
+    values = [pairs[0][0] for pairs in done]
+    coefficients = [[d for _, d in pairs] for pairs in done]
+    return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
+
+
+class Options(NamedTuple):
+    """How an entry point of Taylor mode runs."""
+
+    caller: str
+    mode: str
+    keep: bool  # the results can be differentiated
+    always: bool  # even if nothing requires a gradient
+    stand_ins: bool
+
+    @classmethod
+    def of(cls, caller: str, mode: str, create_graph: Any, stand_ins: bool) -> "Options":
+        if create_graph is not None:
+            validation.flag("create_graph", create_graph)
+        keep = torch.is_grad_enabled() if create_graph is None else create_graph
+        return cls(caller, mode, keep, create_graph is True, stand_ins)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The context in which the user's function runs."""
+        with (
+            examined_functions(self.caller), grad_enabled(), keep_swapped(),
+            stand_ins_if(self.stand_ins),
+        ):  # fmt: skip
+            yield
+
+    def run(self, func: Callable[..., Any], *args: Any) -> Any:
+        """func(*args); of a module with copies of its buffers, which its forward may change."""
+        return call_with(func, {}, *args) if isinstance(func, nn.Module) else func(*args)
+
+    def own(self, x: Tensor) -> Tensor:
+        """The input that func gets: part of the graph of x if the results are to be. It requires grad,
+        for functions that differentiate by it themselves."""
+        return x.view_as(x) if self.keep and x.requires_grad else x.detach().requires_grad_()
+
+
+def by_taylor(
+    options: Options, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
+    call: Callable[..., Leaves],
+) -> tuple[Leaves, list[Parts]] | None:  # fmt: skip
+    """The outputs of call(*inputs) and the coefficients of each.
+
+    None where derivatives are to be nested: an operation has no rule, or torch.func is active.
+    """
+    if options.mode == "nested" or torch_internals.transforms_active():
+        return None
+    own = [options.own(x) for x in inputs]
+    state = None if torch_internals.tracing() else torch.get_rng_state()
+    run = Propagation(algebra, options.keep)
+    try:
+        with run:
+            for x, seed in zip(own, parts, strict=True):
+                run.seed(x, seed)
+            value = call(*own)
+        series = [run.coefficients(y) for y in value]
+    except Refused as reason:
+        if options.mode != "auto":
+            raise UnsupportedError(
+                f"{options.caller}: expected operations with a rule for Taylor coefficients, got "
+                f"{reason}. Use mode='nested', or write it with operations of torch."
+            ) from reason
+        if state is not None:
+            torch.set_rng_state(state)
+        LOGGER.debug("%s: nested derivatives, for want of a rule for %s", options.caller, reason)
+        return None
+    finally:
+        run.close()
+    if value and all(known is None for known in series):
+        raise NoSecondDerivative(
+            f"{options.caller}: func: expected a value that depends on its input, got one that does "
+            "not; look for .detach(), .item(), .data or a torch.no_grad() in func, and for a func that "
+            "uses others than those it is given."
+        )
+    if options.keep and not (options.always or any(x.requires_grad for x in inputs)):
+        ours = {id(x) for x in own}
+        leaves = [leaf for y in value for leaf in graph_summary(y).leaves.values()]
+        if all(id(leaf) in ours for leaf in leaves):  # nothing that a loss could go backward to
+            value = [y.detach() for y in value]
+            series = [known and [p if p is None else p.detach() for p in known] for known in series]
+    LOGGER.debug("%s: Taylor coefficients to order %d", options.caller, algebra.order)
+    return value, [algebra.zeros() if known is None else known for known in series]
+
+
+def finished(options: Options, value: Tensor, derivative: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Value and derivative as the caller gets them: with a graph, or without."""
+    d = torch.zeros_like(value) if derivative is None else derivative
+    if torch_internals.transforms_active():
+        return value, d
+    if not options.keep:
+        return value.detach().clone(), d.detach().clone()
+    return value, _with_graph(d, value)
+
+
+def _with_graph(d: Tensor, y: Tensor) -> Tensor:
+    """A zero derivative that a loss can still go backward from, where the value has a graph."""
+    if d.requires_grad or not y.requires_grad:
+        return d
+    zero = y.masked_fill(torch.ones_like(y, dtype=torch.bool), 0)
+    return d + zero
+
+
+def _check_series(primals: Any, series: Any) -> tuple[list[Tensor], list[Parts]]:
+    """The arguments, and the coefficients of each, all of one length."""
+    for what, value in (("primals", primals), ("series", series)):
+        if not isinstance(value, tuple | list):
+            raise ArgumentTypeError(
+                f"{what}: expected a tuple with one entry for each argument of func, got "
+                f"{validation.describe(value)}."
+            )
+    if not primals or len(primals) != len(series):
+        raise ArgumentValueError(
+            f"series: expected one list for each of the {len(primals)} primals, at least one, got "
+            f"{len(series)}."
+        )
+    lengths = set()
+    for i, (x, parts) in enumerate(zip(primals, series, strict=True)):
+        validation.differentiable(f"primals[{i}]", x)
+        validation.real(f"primals[{i}]", x)
+        if not isinstance(parts, tuple | list) or not parts:
+            raise ArgumentTypeError(
+                f"series[{i}]: expected a list [x_1, ..., x_K] of at least one tensor, got "
+                f"{validation.describe(parts)}."
+            )
+        lengths.add(len(parts))
+        for k, part in enumerate(parts):
+            if part is None:
+                continue
+            validation.tensor(f"series[{i}][{k}]", part)
+            if (part.shape, part.dtype, part.device) != (x.shape, x.dtype, x.device):
+                raise ArgumentValueError(
+                    f"series[{i}][{k}]: expected a tensor like primals[{i}], "
+                    f"{validation.describe(x)}, got {validation.describe(part)} on {part.device}."
+                )
+    if len(lengths) > 1:
+        raise ArgumentValueError(
+            f"series: expected lists of one length K, the order, got lengths {sorted(lengths)}; "
+            "fill the shorter ones with None, which is zero."
+        )
+    if all(part is None for parts in series for part in parts):
+        raise ArgumentValueError(
+            "series: expected at least one tensor, got None only: the path is a point; pass the "
+            "direction as the first coefficient."
+        )
+    return list(primals), [list(parts) for parts in series]

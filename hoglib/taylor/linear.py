@@ -1,0 +1,239 @@
+"""Operations that are linear in one tensor, or in a list of them, applied to a coefficient.
+
+Each function takes (part, lead, x, out, *args): the coefficient, 1 if it has a leading dimension of
+directions and 0 if not, the tensor, the output, and the other arguments of the operation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib.taylor.algebras import align
+
+aten = torch.ops.aten
+Linear = Callable[..., Tensor]
+
+
+def _reshaped(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any) -> Tensor:
+    return part.reshape(part.shape[:lead] + out.shape)
+
+
+def _expanded(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
+    return align(part, bool(lead), out.dim()).expand(part.shape[:lead] + out.shape)
+
+
+def _same(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
+    return part
+
+
+def _permuted(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[int]) -> Tensor:
+    return part.permute(*range(lead), *(d % x.dim() + lead for d in dims))
+
+
+def by_dim(operation: Callable[..., Tensor], place: int = 0) -> Linear:
+    """Of an operation whose argument at this place is a dimension, or several."""
+
+    def run(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given = list(args)
+        if len(given) <= place:  # the default, which is 0
+            given += [0] * (place + 1 - len(given))
+        given[place] = shifted(given[place], lead, x)
+        return operation(part, *given, **kwargs)
+
+    return run
+
+
+def shifted(dim: Any, lead: int, x: Tensor) -> Any:
+    if isinstance(dim, list | tuple):
+        return [shifted(d, lead, x) for d in dim]
+    return dim % max(x.dim(), 1) + lead
+
+
+def _reduced(operation: Callable[..., Tensor]) -> Linear:
+    def run(
+        part: Tensor, lead: int, x: Tensor, out: Tensor, dim: Any = None, keepdim: bool = False,
+        **_: Any,
+    ) -> Tensor:  # fmt: skip
+        dims = list(range(x.dim())) if dim is None or dim == [] else dim
+        if x.dim() == 0:
+            return part
+        return operation(part, shifted(dims, lead, x), keepdim)
+
+    return run
+
+
+def _transposed(part: Tensor, lead: int, x: Tensor, out: Tensor, a: int, b: int) -> Tensor:
+    return part if x.dim() == 0 else part.transpose(shifted(a, lead, x), shifted(b, lead, x))
+
+
+def _indexed(part: Tensor, lead: int, x: Tensor, out: Tensor, indices: Sequence[Any]) -> Tensor:
+    found = part.movedim(0, -1) if lead else part  # so that the indices stay the first ones
+    found = aten.index.Tensor(found, list(indices))
+    return found.movedim(-1, 0) if lead else found
+
+
+def _gathered(
+    part: Tensor, lead: int, x: Tensor, out: Any, dim: int, index: Tensor, *args: Any, **_: Any
+) -> Tensor:
+    if x.dim() == 0:
+        return part.reshape(part.shape[:lead] + index.shape)
+    if lead:
+        index = index.expand(part.shape[:1] + index.shape)
+    return part.gather(shifted(dim, lead, x), index)
+
+
+def _batched(operation: Any, rank: int) -> Linear:
+    """Of an operation on [N, ...] or [...], as pooling and resizing: the directions join the batch."""
+
+    def run(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not lead or x.dim() < rank:
+            return (
+                torch.stack([operation(p, *args, **kwargs) for p in part])
+                if lead
+                else operation(part, *args, **kwargs)
+            )
+        found = operation(part.flatten(0, 1), *args, **kwargs)
+        return found.unflatten(0, part.shape[:2])
+
+    return run
+
+
+def _masked(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return _expanded(part, lead, x, out).masked_fill(mask, 0)
+
+
+def _selected(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor) -> Tensor:
+    part = align(part, bool(lead), mask.dim())
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    part, mask = part.expand(part.shape[:lead] + shape), mask.expand(shape)
+    return part[:, mask] if lead else part[mask]
+
+
+def _unfolded(part: Tensor, lead: int, x: Tensor, out: Tensor, dim: int, *args: Any) -> Tensor:
+    return part.unfold(shifted(dim, lead, x), *args)
+
+
+def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
+    return part.to(out.device, out.dtype)
+
+
+def _repeated(part: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int]) -> Tensor:
+    return align(part, bool(lead), len(repeats)).repeat(*(1,) * lead, *repeats)
+
+
+def _scaled_by(part: Tensor, lead: int, x: Tensor, out: Tensor, factor: Any) -> Tensor:
+    return part * factor
+
+
+# By the name of torch's operation with its overload, or of all its overloads.
+LINEAR: dict[str, Linear] = {
+    **dict.fromkeys(
+        ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten"),
+        _reshaped,
+    ),
+    **dict.fromkeys(("clone", "contiguous", "alias", "lift_fresh", "positive", "view_as"), _same),
+    "_to_copy": _cast,
+    "expand": _expanded,
+    "permute": _permuted,
+    "transpose": _transposed,
+    "t": lambda part, lead, x, out: part.transpose(-1, -2) if x.dim() == 2 else part,
+    "numpy_T": lambda part, lead, x, out: part.permute(
+        *range(lead), *range(part.dim() - 1, lead - 1, -1)
+    ),
+    "select": by_dim(torch.select),
+    "slice": by_dim(aten.slice.Tensor),
+    "narrow": by_dim(torch.narrow),
+    "index_select": by_dim(torch.index_select),
+    "diagonal": lambda part, lead, x, out, offset=0, dim1=0, dim2=1: part.diagonal(
+        offset, shifted(dim1, lead, x), shifted(dim2, lead, x)
+    ),
+    "index.Tensor": _indexed,
+    "gather": _gathered,
+    "masked_select": _selected,
+    "masked_fill": _masked,
+    "flip": by_dim(torch.flip),
+    "roll": lambda part, lead, x, out, shifts, dims=(): (
+        part.roll(shifts, shifted(list(dims), lead, x))
+        if dims
+        else part.flatten(lead).roll(shifts, lead).reshape(part.shape)
+    ),
+    "repeat": _repeated,
+    "unfold": _unfolded,
+    "tril": lambda part, lead, x, out, diagonal=0: part.tril(diagonal),
+    "triu": lambda part, lead, x, out, diagonal=0: part.triu(diagonal),
+    "cumsum": by_dim(torch.cumsum),
+    "diag_embed": lambda part, lead, x, out, offset=0, dim1=-2, dim2=-1: torch.diag_embed(
+        part, offset, dim1 % (x.dim() + 1) + lead, dim2 % (x.dim() + 1) + lead
+    ),
+    "trace": lambda part, lead, x, out: part.diagonal(dim1=-2, dim2=-1).sum(-1),
+    "sum": _reduced(torch.sum),
+    "mean": _reduced(torch.mean),
+    "neg": lambda part, lead, x, out: -part,
+    "mul.Scalar": _scaled_by,
+    "div.Scalar": lambda part, lead, x, out, divisor: part / divisor,
+    "constant_pad_nd": lambda part, lead, x, out, pad, value=0: torch.constant_pad_nd(part, pad, 0),
+    "add.Scalar": lambda part, lead, x, out, other, alpha=1: part,
+    "sub.Scalar": lambda part, lead, x, out, other, alpha=1: part,
+    "rsub.Scalar": lambda part, lead, x, out, other, alpha=1: -alpha * part,
+    "remainder.Scalar": _same,
+    "fmod.Scalar": _same,
+    "reflection_pad1d": _batched(aten.reflection_pad1d, 3),
+    "reflection_pad2d": _batched(aten.reflection_pad2d, 4),
+    "reflection_pad3d": _batched(aten.reflection_pad3d, 5),
+    "replication_pad1d": _batched(aten.replication_pad1d, 3),
+    "replication_pad2d": _batched(aten.replication_pad2d, 4),
+    "replication_pad3d": _batched(aten.replication_pad3d, 5),
+    "avg_pool2d": _batched(aten.avg_pool2d, 4),
+    "avg_pool3d": _batched(aten.avg_pool3d, 5),
+    "_adaptive_avg_pool2d": _batched(aten._adaptive_avg_pool2d, 4),
+    "_adaptive_avg_pool3d": _batched(aten._adaptive_avg_pool3d, 5),
+    "upsample_nearest1d": _batched(aten.upsample_nearest1d, 3),
+    "upsample_nearest2d": _batched(aten.upsample_nearest2d, 4),
+    "upsample_bilinear2d": _batched(aten.upsample_bilinear2d, 4),
+    "upsample_bicubic2d": _batched(aten.upsample_bicubic2d, 4),
+    "pixel_shuffle": _batched(aten.pixel_shuffle, 4),
+    "im2col": _batched(aten.im2col, 4),
+    "col2im": _batched(aten.col2im, 4),
+}
+
+
+def _split(method: str) -> Linear:
+    def run(part: Tensor, lead: int, x: Tensor, out: Any, sizes: Any = 0, dim: int = 0) -> Any:
+        if method == "unbind":
+            return part.unbind(shifted(sizes, lead, x))
+        return part.split(sizes, shifted(dim, lead, x))
+
+    return run
+
+
+# Those with several outputs, of which each is linear.
+SEVERAL: dict[str, Callable[..., Any]] = {
+    "unbind": _split("unbind"),
+    "split": _split("split"),
+    "split_with_sizes": _split("split"),
+}
+
+# Those that select elements: (values, indices) of a function of the dimension.
+SELECTING = {
+    "max.dim",
+    "min.dim",
+    "sort",
+    "sort.stable",
+    "topk",
+    "kthvalue",
+    "median.dim",
+    "cummax",
+    "cummin",
+}
+
+# Those whose outputs have the derivative zero.
+ZERO = {"sign", "sgn", "floor", "ceil", "round", "trunc", "heaviside", "floor_divide"}
+
+# Those that read no values of their tensors, or that autograd does not differentiate.
+CONSTANT = {
+    "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
+    "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "_linalg_check_errors",
+    "bernoulli", "histc",
+}  # fmt: skip

@@ -1,0 +1,78 @@
+"""Derivatives of any order by nested reverse mode: slower, and for every function that torch can
+differentiate. A derivative of y by t with cotangents u is linear in u, so that its derivative by u is
+dy/dt."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core import torch_internals
+from hoglib._core.autograd import translate_errors
+from hoglib._core.gradient_graph import check_custom_functions, graph_summary
+
+Leaves = list[Tensor]
+
+
+def nested(
+    caller: str,
+    path: Callable[[Tensor], Leaves],
+    like: Tensor,
+    variables: int,
+    orders: Sequence[int],
+) -> tuple[Leaves, list[Leaves]]:
+    """y(0) and its derivatives, of y = path(t) with t [variables].
+
+    orders: the variables by which it is differentiated, one after another.
+    """
+    if torch_internals.transforms_active():
+        return _by_func(path, like, variables, orders)
+    t = like.new_zeros(variables, requires_grad=True)
+    value = path(t)
+    needed = False  # by something else than t
+    for y in value:
+        if y.requires_grad:
+            graph = graph_summary(y)
+            check_custom_functions(graph, caller)
+            needed |= any(leaf is not t for leaf in graph.leaves.values())
+    found: list[Leaves] = []
+    current = value
+    for i in orders:
+        current = [_slope(caller, y, t, i) for y in current]
+        found.append(current)
+    if not needed:
+        value, found = [y.detach() for y in value], [[y.detach() for y in ys] for ys in found]
+    return value, found
+
+
+def _slope(caller: str, y: Tensor, t: Tensor, i: int) -> Tensor:
+    zeros = torch.zeros_like(y, requires_grad=False)
+    if not (y.requires_grad and y.is_floating_point()):
+        return zeros
+    u = zeros.requires_grad_()
+    with translate_errors(caller):
+        (g,) = torch.autograd.grad(y, t, u, create_graph=True, allow_unused=True)
+        if g is None or not g.requires_grad:
+            return torch.zeros_like(y, requires_grad=False)
+        (d,) = torch.autograd.grad(g[i], u, create_graph=True, allow_unused=True)
+    return torch.zeros_like(y, requires_grad=False) if d is None else d
+
+
+def _by_func(
+    path: Callable[[Tensor], Leaves], like: Tensor, variables: int, orders: Sequence[int]
+) -> tuple[Leaves, list[Leaves]]:
+    def slope(h: Callable[[Tensor], Leaves], i: int) -> Callable[[Tensor], Leaves]:
+        def of(t: Tensor) -> Leaves:
+            y, pull = torch.func.vjp(h, t)[:2]
+            along: Any = torch.func.vjp(lambda u: pull(u)[0][i], [torch.zeros_like(x) for x in y])
+            return along[1](torch.ones_like(t[i]))[0]
+
+        return of
+
+    t = torch.zeros(variables, dtype=like.dtype, device=like.device)
+    value, found, h = path(t), [], path
+    for i in orders:
+        h = slope(h, i)
+        found.append(h(t))
+    return value, found

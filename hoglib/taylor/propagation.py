@@ -1,0 +1,293 @@
+"""Propagates Taylor coefficients through a function while it runs.
+
+    with Propagation(algebra, record=True) as run:
+        run.seed(x, coefficients)
+        y = func(x)
+    run.coefficients(y)
+
+A dispatch mode sees each operation of torch beneath autograd, where views, in-place operations and
+torch's own composite functions have become plain operations. The function runs once and as it is: its
+control flow may depend on values. Coefficients are computed with autograd on, so that they can be
+differentiated, at the next operation: only then is the output part of autograd's graph.
+
+What is constant for autograd is constant here: what runs under no_grad, and `.detach()`.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hoglib._core import torch_internals
+from hoglib._core.torch_modes import plain_operations
+from hoglib.taylor.algebras import Algebra, Parts, align
+from hoglib.taylor.composites import composite_of
+from hoglib.taylor.rules import (
+    Call,
+    Refused,
+    Rule,
+    is_composite,
+    is_constant,
+    names_of,
+    rule_of,
+)
+
+aten = torch.ops.aten
+_OVERWRITES = {"zero", "fill.Scalar", "normal", "uniform", "random", "bernoulli", "exponential"}
+
+
+class _Pending(NamedTuple):
+    """An operation that ran, whose coefficients are not computed yet."""
+
+    rule: Rule
+    call: Call
+    written: Tensor | None  # the tensor that it changed in place
+
+
+@final
+class Propagation(TorchDispatchMode):
+    """Propagates the coefficients of an algebra through the operations that run inside.
+
+    record: whether the coefficients can be differentiated.
+    """
+
+    def __init__(self, algebra: Algebra, record: bool) -> None:
+        super().__init__()
+        self._algebra, self._record = algebra, record
+        self._series = WeakTensorKeyDictionary()
+        self._pending: _Pending | None = None
+        self._inside_composite = 0
+        self._changed_in_place = False
+        self._outside: Any = None
+        self._backward = torch_internals.running_backward()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Propagation":
+        if self._outside is None:
+            self._outside = torch_internals.RecordingBelow()
+            self._stack.enter_context(plain_operations())
+            self._stack.enter_context(torch_internals.watching_functions(self._see_function))
+        super().__enter__()
+        return self
+
+    def seed(self, x: Tensor, parts: Parts) -> None:
+        """The coefficients of an input."""
+        self._series[x] = parts
+
+    def coefficients(self, y: Tensor) -> Parts | None:
+        """The coefficients of a tensor, of its own shape; None if it is constant."""
+        self._flush()
+        parts = self._parts(y)
+        if parts is None:
+            return None
+        return [
+            None if part is None else part.expand(part.shape[: int(lead)] + y.shape)
+            for part, lead in zip(parts, self._algebra.leads, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Frees the coefficients of the intermediate tensors."""
+        self._series.clear()
+        self._pending = None
+        self._stack.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _reads_no_values(func):  # runs also before the last output is part of autograd's graph
+            return func(*args, **kwargs)
+        self._flush()
+        if not (self._inside_composite or torch.is_grad_enabled()):
+            return func(*args, **kwargs)
+        if not any(self._parts(x) is not None for x in _tensors(args, kwargs)):
+            return func(*args, **kwargs)
+        if torch_internals.running_backward() != self._backward:
+            raise Refused("a derivative that the function takes itself (torch.autograd.grad)")
+        if func._schema.is_mutable:
+            return self._run_in_place(func, args, kwargs)
+        out = func(*args, **kwargs)
+        tensors = [y for y in _outputs(out) if isinstance(y, Tensor)]
+        if any(y.is_complex() for y in tensors):
+            raise Refused(f"torch.ops.{func}, whose values are complex")
+        if is_constant(func) or not any(y.is_floating_point() for y in tensors):
+            return out
+        rule = None if is_composite(func, args) else rule_of(func)
+        if rule is None:
+            self._run_composite(func, args, kwargs, out)
+            return out
+        self._defer(rule, func, args, kwargs, out, None)
+        return out
+
+    def _see_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
+        self._flush()
+        if torch.is_grad_enabled() and any(self._parts(x) is not None for x in args):
+            raise Refused(f"the custom Function {function.__name__}")
+
+    def _defer(
+        self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Tensor | None
+    ) -> None:
+        call = Call(names_of(func)[1], self._algebra, self._parts, args, kwargs, out)
+        self._pending = _Pending(rule, call, written)
+
+    def _flush(self) -> None:
+        """Computes the coefficients of the last operation."""
+        if self._pending is None:
+            return
+        (rule, call, written), self._pending = self._pending, None
+        with self._outside(self._record):
+            found = rule(call)
+            several = isinstance(call.out, tuple | list)
+            outputs = call.out if several else [call.out]
+            given = found if several and found is not None else [found] * len(outputs)
+            for out, parts in zip(outputs, given, strict=False):
+                if not isinstance(out, Tensor) or not out.is_floating_point():
+                    continue
+                parts = self._algebra.zeros() if parts is None else parts
+                self._series[out] = [self._fitted(p, i, out) for i, p in enumerate(parts)]
+            if written is not None:
+                self._write_through(written)
+
+    def _fitted(self, part: Tensor | None, index: int, out: Tensor) -> Tensor | None:
+        if part is None:
+            return None
+        lead = self._algebra.leads[index]
+        part = align(part, lead, out.dim())
+        if part.dtype != out.dtype:
+            part = part.to(out.dtype)
+        full = part.shape[: int(lead)] + out.shape
+        return part if part.shape == full else part.expand(full)
+
+    def _parts(self, x: Any) -> Parts | None:
+        if not isinstance(x, Tensor):
+            return None
+        found: Parts | None = self._series.get(x)
+        if found is None and self._changed_in_place and x._is_view():
+            base = self._series.get(x._base)
+            return None if base is None else self._viewed(base, x)
+        return found
+
+    # ---- operations without a rule
+
+    def _run_composite(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        composite = composite_of(func)
+        if composite is None:
+            raise Refused(f"torch.ops.{func}")
+        self._inside_composite += 1
+        try:
+            with self._outside(self._record), self:
+                inner = composite(*args, **kwargs)
+                self._flush()
+        except (Refused, NotImplementedError, TypeError, AttributeError) as error:
+            raise Refused(f"torch.ops.{func}") from error
+        finally:
+            self._inside_composite -= 1
+        for x, y in zip(_outputs(out), _outputs(inner), strict=False):
+            if isinstance(x, Tensor) and isinstance(y, Tensor) and self._parts(y) is not None:
+                self._series[x] = self._parts(y)
+
+    # ---- in-place operations
+
+    def _run_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target = args[0] if args else None
+        writes = [i for i, a in enumerate(func._schema.arguments) if a.is_write]
+        if writes != [0] or not isinstance(target, Tensor) or len(func._schema.returns) != 1:
+            raise Refused(f"torch.ops.{func}, which writes into its arguments")
+        name, packet = names_of(func)
+        if name in _OVERWRITES or packet in _OVERWRITES:
+            rule: Rule | None = lambda call: None  # noqa: E731
+        elif packet == "copy":
+            rule = _copied
+        elif packet == "fill":
+            rule = lambda call: call.parts(call.args[1])  # noqa: E731
+        else:
+            functional = getattr(getattr(aten, packet, None), func._overloadname, None)
+            rule = None if functional is None else rule_of(functional)
+        if rule is None:
+            raise Refused(f"torch.ops.{func}, an in-place operation")
+        with self._outside(self._record):
+            old = target.clone()
+        parts = self._parts(target)
+        if parts is not None:
+            self._series[old] = parts
+        out = func(*args, **kwargs)
+        self._defer(rule, func, (old, *args[1:]), kwargs, out, target)
+        return out
+
+    def _write_through(self, target: Tensor) -> None:
+        """The coefficients of the base of a view that was changed, and of its other views."""
+        base = target._base if target._is_view() else target
+        assert base is not None
+        if base is not target:
+            if not base.is_contiguous():
+                raise Refused("an in-place operation on a view of a tensor that is not contiguous")
+            known = self._parts(base) or self._algebra.zeros()
+            own = self._series[target]
+            self._series[base] = [
+                self._scattered(p, q, lead, base, target)
+                for p, q, lead in zip(known, own, self._algebra.leads, strict=True)
+            ]
+        for view in list(self._series.keys()):
+            if view is not target and view._is_view() and view._base is base:
+                self._series[view] = self._viewed(self._series[base], view)
+        self._changed_in_place = True
+
+    def _scattered(
+        self, p: Tensor | None, q: Tensor | None, lead: bool, base: Tensor, view: Tensor
+    ) -> Tensor | None:
+        if p is None and q is None:
+            return None
+        size = (p if p is not None else q).shape[: int(lead)]  # type: ignore[union-attr]
+        p = base.new_zeros(size + base.shape) if p is None else p
+        q = view.new_zeros(size + view.shape) if q is None else q.expand(size + view.shape)
+        p = p.expand(size + base.shape).clone(memory_format=torch.contiguous_format)
+        return torch.as_strided_scatter(p, q, *_geometry(size, base, view))
+
+    def _viewed(self, parts: Parts, view: Tensor) -> Parts:
+        base = view._base
+        assert base is not None
+        if not base.is_contiguous():
+            raise Refused("a view of a tensor that was changed in place and is not contiguous")
+        found: Parts = []
+        for part, lead in zip(parts, self._algebra.leads, strict=True):
+            if part is not None:
+                size = part.shape[: int(lead)]
+                part = part.expand(size + base.shape).clone(memory_format=torch.contiguous_format)
+                part = part.as_strided(*_geometry(size, base, view))
+            found.append(part)
+        return found
+
+
+@cache
+def _reads_no_values(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    return func.namespace == "prim" or name == "detach" or name.startswith(("sym_", "is_"))
+
+
+def _geometry(size: torch.Size, base: Tensor, view: Tensor) -> Any:
+    strides = (base.numel(),) * len(size) + view.stride()
+    return size + view.shape, strides, view.storage_offset() - base.storage_offset()
+
+
+def _copied(call: Call) -> Parts | None:
+    parts = call.parts(call.args[1])
+    rank = call.out.dim()
+    return (
+        None if parts is None else call.of_each(lambda p, lead: align(p, bool(lead), rank), parts)
+    )
+
+
+def _tensors(args: Sequence[Any], kwargs: Any) -> Any:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from (y for y in x if isinstance(y, Tensor))
+
+
+def _outputs(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, tuple | list) else [out]

@@ -1,0 +1,390 @@
+"""Operators of higher order by the inputs: coefficients, routes, estimates, biharmonics, directions."""
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import hoglib as hog
+from hoglib.curvature import laplacians
+from tests.curvature.test_input_derivatives import Attends, images
+from tests.models import MODELS, build
+from tests.oracles import gradient_by_differences
+
+
+def points(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def dense(net, x):
+    """The Hessian of each output at each point, by torch.func: [N, outputs, D, D]."""
+    found = []
+    for point in x:
+        of_point = lambda flat, p=point: net(flat.reshape(1, *p.shape))[0]  # noqa: E731
+        found.append(torch.func.hessian(of_point)(point.flatten()))
+    return torch.stack(found).detach()
+
+
+def smooth(inputs=3, outputs=2):
+    net = nn.Sequential(
+        nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, outputs)
+    )
+    return net.double()
+
+
+A = points(3, 3)
+COEFFICIENTS = {
+    "a diagonal": lambda x: torch.tensor([1.0, 0.0, -2.0], dtype=x.dtype),
+    "a diagonal of each point": lambda x: x.cos(),
+    "a nonnegative diagonal of each point": lambda x: x**2,
+    "a matrix of each point": lambda x: x[:, :, None] * A,
+    "a nonnegative matrix of each point": lambda x: A @ A.T + x[:, :, None] * x[:, None, :],
+    "a small matrix": lambda x: 1e-9 * (x[:, :, None] * A),
+}
+
+
+@pytest.mark.parametrize("mode", ["collapsed", "nested", "transform"])
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_coefficients(name, mode):
+    net, x = smooth(), points(5, 3)
+    a = COEFFICIENTS[name](x)
+    matrices = torch.diag_embed(a.expand(5, 3)) if a.dim() < 3 else a
+    expected = torch.einsum("ncij,nij->nc", dense(net, x), matrices)
+    size = expected.abs().max()
+    if mode == "transform":
+        of_point = lambda p, c: hog.laplacian(net, p[None], coefficients=c)[1][0]  # noqa: E731
+        a = a[:, None] if a.dim() > 1 else a.expand(5, 3)
+        lap = torch.func.vmap(of_point)(x, a)
+    else:
+        _, lap = hog.laplacian(net, x, coefficients=a, mode=mode)
+        by_function = hog.laplacian(net, x, coefficients=COEFFICIENTS[name], mode=mode)[1]
+        assert_close(lap, by_function)
+    assert_close(lap / size, expected / size, rtol=0, atol=1e-11)
+
+
+def test_coefficients_of_one_point():
+    x = points(3)
+    cubes = lambda x: (x**3).sum() + x.prod()  # noqa: E731
+    H = torch.func.hessian(cubes)(x)
+    assert_close(hog.laplacian(cubes, x, coefficients=A)[1], (H * A).sum())
+    assert_close(hog.laplacian(cubes, x, coefficients=A[0])[1], (H.diagonal() * A[0]).sum())
+    assert_close(hog.laplacian(cubes, x, coefficients=lambda x: x)[1], (H.diagonal() * x).sum())
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (5, 3, 3)])
+def test_coefficients_that_are_learned(shape):
+    net, x = smooth(outputs=1), points(5, 3)
+    a = points(*shape)
+
+    def loss(params):
+        return hog.laplacian(net, x, coefficients=params["a"])[1].square().sum()
+
+    leaf = a.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss({"a": leaf}), leaf)
+    assert_close(found, gradient_by_differences(loss, {"a": a})["a"], rtol=1e-6, atol=1e-7)
+
+
+NETS = {
+    **{name: (lambda n=name: build(n), (4, 2)) for name in MODELS if name != "BatchNorm"},
+    "softmax": (lambda: nn.Sequential(nn.Linear(3, 4), nn.Softmax(1)), (4, 3)),
+    "conv": (images, (2, 1, 4, 4)),
+    "a set whose elements attend to each other": (Attends, (2, 3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_routes_agree(name):
+    make, shape = NETS[name]
+    net, x = make().double(), points(*shape)
+    params = [p for p in net.parameters() if p.requires_grad]
+    results = []
+    for mode in ("collapsed", "nested"):
+        value, lap, g = hog.laplacian(net, x, mode=mode, return_gradient=True)
+        loss = (value + lap).square().mean() + g.square().mean()
+        results.append((value, lap, g, torch.autograd.grad(loss, params, allow_unused=True)))
+    assert_close(*results, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "how", ["exact", "estimate", "coefficients", "transform", "one point", "no graph"]
+)
+def test_the_gradient_comes_with_it(how):
+    net, x = smooth(), points(5, 3)
+    expected = torch.func.vmap(torch.func.jacrev(net))(x).detach()
+    options = {
+        "estimate": {"num_projections": 2}, "coefficients": {"coefficients": x.cos()},
+        "no graph": {"create_graph": False},
+    }.get(how, {})  # fmt: skip
+    if how == "transform":
+        lap = lambda p: hog.laplacian(net, p[None], return_gradient=True)[2][0]  # noqa: E731
+        found = torch.func.vmap(lap)(x)
+    elif how == "one point":
+        expected = expected[0, 0].reshape(3, 1)
+        func = lambda x: net(x.reshape(3))[0]  # noqa: E731
+        found = hog.laplacian(func, x[0].reshape(3, 1), return_gradient=True)[2]
+    else:
+        found = hog.laplacian(net, x, return_gradient=True, **options)[2]
+        assert found.requires_grad == (how != "no graph")
+    assert_close(found.detach(), expected)
+
+
+def test_many_directions_without_a_graph_go_by_parts(monkeypatch):
+    net, x = smooth(40, 2), points(3, 40)
+    runs = []
+    of_x = lambda x: runs.append(1) or torch.dropout(net(x), 0.5, True)  # noqa: E731
+    torch.manual_seed(0)
+    expected = hog.laplacian(of_x, x, return_gradient=True)
+    monkeypatch.setattr(laplacians, "AT_ONCE", 1)  # private: 16 directions at once
+    torch.manual_seed(0)
+    found = hog.laplacian(of_x, x, return_gradient=True, create_graph=False)
+    assert len(runs) == 1 + 3
+    assert_close(found, tuple(part.detach() for part in expected))
+
+
+def test_the_route_is_told(caplog):
+    logger = logging.getLogger("hoglib")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level("DEBUG", logger="hoglib"):
+        hog.laplacian(lambda x: x.square().sum(1), points(4, 2))
+        hog.laplacian(
+            lambda x: torch.linalg.cholesky(torch.diag_embed(x**2 + 1)).sum((1, 2)), points(4, 2)
+        )
+    logger.removeHandler(caplog.handler)
+    first, second = caplog.messages
+    assert first == "laplacian: Taylor coefficients to order 2"
+    assert second.startswith(
+        "laplacian: nested derivatives, for want of a rule for torch.ops.aten.linalg_chol"
+    )
+
+
+def test_an_outer_derivative_of_a_laplacian():
+    net, x = smooth(outputs=1), points(4, 3)
+    params = hog.trainable_params(net)
+    v = {n: torch.randn_like(p) for n, p in params.items()}
+
+    def loss(params, mode):
+        func = lambda x: torch.func.functional_call(net, params, (x,))  # noqa: E731
+        return hog.laplacian(func, x, mode=mode)[1].square().mean()
+
+    found, expected = (hog.hvp(loss, params, v, mode) for mode in ("collapsed", "nested"))
+    assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    compiled = hog.compiled_loss(lambda params, x: loss(params, "collapsed"), backend="eager")
+    assert_close(compiled(params, x), loss(params, "nested"))
+
+
+# func, its biharmonic, and their dimension: closed forms
+def gaussian_biharmonic(x):
+    r, D = x.square().sum(1), x.shape[1]
+    return ((r - D) ** 2 - 4 * r + 2 * D) * (-r / 2).exp()
+
+
+CLOSED = {
+    "quartic": (lambda x: x.pow(4).sum(1), lambda x: torch.full_like(x[:, 0], 24 * x.shape[1])),
+    "product of squares": (lambda x: x[:, :2].square().prod(1), lambda x: torch.full_like(x[:, 0], 8)),
+    "r^4": (lambda x: x.square().sum(1) ** 2, lambda x: torch.full_like(x[:, 0], 8 * 3 * 5)),
+    "plane wave": (lambda x: (x @ A[0]).sin(), lambda x: A[0].square().sum() ** 2 * (x @ A[0]).sin()),
+    "Gaussian": (lambda x: (-x.square().sum(1) / 2).exp(), gaussian_biharmonic),
+    "harmonic": (lambda x: x[:, 0].exp() * x[:, 1].sin(), lambda x: 0 * x[:, 0]),
+    "r, which is biharmonic": (lambda x: x.norm(dim=1), lambda x: 0 * x[:, 0]),
+    "columns": (
+        lambda x: torch.stack([x.prod(1), x[:, 0] ** 4], 1), lambda x: torch.tensor([[0.0, 24]]).to(x).expand(len(x), 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_biharmonics_in_closed_form(name):
+    func, expected = CLOSED[name]
+    x = points(5, 3)
+    for mode in ("collapsed", "nested"):
+        value, B = hog.bilaplacian(func, x, mode=mode)
+        assert_close(value, func(x))
+        assert_close(B, expected(x), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["deep tanh", "LayerNorm", "attention", "one point", "a Function"])
+def test_biharmonics_of_networks_and_their_gradients(name):
+    net, shape = smooth(), (3, 3)
+    if name == "LayerNorm":
+        net.insert(1, nn.LayerNorm(8))
+        net = net.double()
+    if name == "attention":
+        net, shape = Attends().double(), (1, 2, 4)
+    func = net
+    if name == "one point":
+        func = lambda x: net(x.reshape(3, 3)).prod()  # noqa: E731
+    if name == "a Function":
+        func = lambda x: net(Sine.apply(x))  # noqa: E731
+    x, params = points(*shape), list(net.parameters())
+    results = []
+    with hog.second_order(on_wrong="ignore"):
+        for mode in ("auto", "nested"):
+            value, B = hog.bilaplacian(func, x, mode=mode)
+            loss = (B + value).square().sum()
+            results.append((value, B, torch.autograd.grad(loss, params, allow_unused=True)))
+    assert_close(*results, rtol=1e-7, atol=1e-8)
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return Cosine.apply(ctx.saved_tensors[0]) * g
+
+
+class Cosine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.cos()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -Sine.apply(ctx.saved_tensors[0]) * g
+
+
+def test_the_biharmonic_by_laplacians_of_laplacians():
+    net, x = smooth(outputs=1), points(4, 3)
+    inner = lambda x: hog.laplacian(net, x, mode="collapsed")[1]  # noqa: E731
+    assert_close(hog.laplacian(inner, x, mode="collapsed")[1], hog.bilaplacian(net, x)[1])
+
+
+def test_the_estimates_have_the_promised_mean_and_variance():
+    # f = x^T H x / 2 with the operator a, and a quartic T
+    H = torch.tensor([[1.0, 0.7], [0.7, -2.0]], dtype=torch.float64)
+    a = torch.tensor([[1.0, 0.5], [-0.3, 2.0]], dtype=torch.float64)
+    count, k = 20000, 3
+    x = torch.zeros(count, 2, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    quadratic = lambda x: torch.einsum("ni,ij,nj->n", x, H, x) / 2  # noqa: E731
+    options = {"num_projections": k, "generator": generator}
+    lap = hog.laplacian(quadratic, x, coefficients=a.expand(count, 2, 2), **options)[1]
+    S = (H @ a + (H @ a).T) / 2
+    variance = 2 / k * 2 * S[0, 1] ** 2
+    assert abs(lap.mean() - (H * a).sum()) < 5 * (variance / count).sqrt()
+    assert abs(lap.var() / variance - 1) < 0.05
+
+    quartic = lambda x: x[:, 0] ** 4 + 2 * x.square().prod(1)  # noqa: E731
+    T = torch.zeros(2, 2, 2, 2, dtype=torch.float64)
+    T[0, 0, 0, 0] = 24
+    for places in {
+        (0, 0, 1, 1),
+        (0, 1, 0, 1),
+        (0, 1, 1, 0),
+        (1, 0, 0, 1),
+        (1, 0, 1, 0),
+        (1, 1, 0, 0),
+    }:
+        T[places] = 8
+    M = torch.einsum("ijkk->ij", T)
+    variance = (8 * T.square().sum() + 24 * M.square().sum()) / (3 * k)
+    for mode, size in (("collapsed", count), ("nested", 200)):
+        B = hog.bilaplacian(quartic, x[:size], mode=mode, **options)[1]
+        assert abs(B.mean() - M.trace()) < 5 * (variance / size).sqrt()
+        assert mode == "nested" or abs(B.var() / variance - 1) < 0.2
+
+
+@pytest.mark.parametrize("mode", ["taylor", "nested"])
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+def test_directions(order, mode):
+    x, v, w = points(3), points(4, 3), points(3)
+    func = lambda x, w: torch.stack([(x * w).sum().sin(), (x @ w).exp()])  # noqa: E731
+    value, d = hog.directional(func, x, v, order, w, mode=mode)
+    s, phase = x @ w, order * math.pi / 2
+    expected = torch.stack(
+        [(s + phase).sin() * torch.ones(4).to(x), s.exp() * torch.ones(4).to(x)], 1
+    )
+    expected = expected * (v @ w)[:, None] ** order
+    assert_close(value, func(x, w))
+    assert_close(d, expected)
+    assert_close(hog.directional(func, x, v[0], order, w, mode=mode)[1], expected[0])
+
+
+def test_a_direction_at_each_point_and_the_gradient_of_its_derivative():
+    net, x = smooth(), points(4, 3)
+    v = points(4, 3)
+    results = []
+    for mode in ("taylor", "nested"):
+        d = hog.directional(net, x, v, 3, mode=mode)[1]
+        results.append((d, torch.autograd.grad(d.square().sum(), net[0].weight)))
+    assert_close(*results)
+    linear = hog.directional(lambda x: 2 * x, x, v[None].expand(2, 4, 3), 2)[1]
+    assert_close(linear, torch.zeros(2, 4, 3, dtype=x.dtype))
+
+
+@pytest.mark.parametrize("mode", ["collapsed", "nested"])
+@pytest.mark.parametrize("index", [(0,), (1, 1), (0, 0, 1), (2, 0, 1), (0, 2, 2, 2), (-1,)])
+def test_partial_derivatives(index, mode):
+    x = points(5, 3)
+    func = lambda x: (x[:, 0] * x[:, 1]).sin() * x[:, 2] ** 3 + x[:, 0] ** 4  # noqa: E731
+    value, d = hog.partial_derivative(func, x, index=index, mode=mode)
+    expected, own = None, x.clone().requires_grad_()
+    expected = func(own)
+    for i in index:
+        (g,) = torch.autograd.grad(expected.sum(), own, create_graph=True)
+        expected = g[:, i]
+    assert_close(value, func(x))
+    assert_close(d, expected.detach())
+
+
+def test_a_partial_derivative_of_one_point_and_of_a_network():
+    net, x = smooth(), points(4, 3)
+    found = [
+        hog.partial_derivative(net, x, index=(0, 1, 1), mode=m)[1] for m in ("collapsed", "nested")
+    ]
+    assert_close(*found)
+    gradients = [torch.autograd.grad(d.square().sum(), net[0].weight)[0] for d in found]
+    assert_close(*gradients)
+    flat = lambda p: net(p[None])[0, 0]  # noqa: E731
+    assert_close(hog.partial_derivative(flat, x[0], index=(0, 1, 1))[1], found[0][0, 0])
+
+
+X = torch.randn(4, 3)
+F = lambda x: x.square().sum(1)  # noqa: E731
+ERRORS = {
+    "coefficients of another shape": (
+        lambda: hog.laplacian(F, X, coefficients=torch.ones(4)), ValueError, r"coefficients: expected \[3\] or \[4, 3\] or \[4, 3, 3\]",
+    ),
+    "coefficients of another dtype": (lambda: hog.laplacian(F, X, coefficients=torch.ones(3).double()), TypeError, "float32 on cpu"),
+    "coefficients as a list": (lambda: hog.laplacian(F, X, coefficients=[1.0, 1.0, 1.0]), TypeError, "coefficients: expected a torch"),
+    "mode": (lambda: hog.laplacian(F, X, mode="forward"), ValueError, "mode: expected one of"),
+    "return_gradient": (lambda: hog.laplacian(F, X, return_gradient=1), TypeError, "True or False"),
+    "no rule": (
+        lambda: hog.laplacian(lambda x: Sine.apply(x).sum(1), X, mode="collapsed"), NotImplementedError, "laplacian: .*custom Function Sine",
+    ),
+    "batch norm": (lambda: hog.bilaplacian(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), X), ValueError, r"\.eval\(\)"),
+    "integers": (lambda: hog.bilaplacian(F, torch.ones(3, 2, dtype=torch.int)), TypeError, r"x\.float"),
+    "no estimates": (lambda: hog.bilaplacian(F, X, num_projections=0), ValueError, "at least 1"),
+    "exact biharmonic in a transform": (
+        lambda: torch.func.vmap(lambda p: hog.bilaplacian(F, p[None])[1][0])(X), NotImplementedError, "outside of torch.func",
+    ),
+    "a direction of another shape": (lambda: hog.directional(F, X, X[0], 2), ValueError, "v: expected a tensor like x"),
+    "order zero": (lambda: hog.directional(F, X, X, 0), ValueError, "order: expected"),
+    "half an order": (lambda: hog.directional(F, X, X, 1.5), TypeError, "whole number"),
+    "no index": (lambda: hog.partial_derivative(F, X, index=()), TypeError, "index: expected a tuple"),
+    "an index beyond": (lambda: hog.partial_derivative(F, X, index=(0, 3)), ValueError, r"index\[1\]: expected a whole number from 0 to 2"),
+    "an index that is no number": (lambda: hog.partial_derivative(F, X, index=(0.0,)), ValueError, r"index\[0\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors(error):
+    call, kind, message = ERRORS[error]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    net, x = smooth(), points(4, 3)
+    expected = hog.laplacian(net, x)[1].detach(), hog.bilaplacian(net, x)[1].detach()
+    net, x = net.cuda(), x.cuda()
+    found = hog.laplacian(net, x)[1].detach().cpu(), hog.bilaplacian(net, x)[1].detach().cpu()
+    assert_close(found, expected)

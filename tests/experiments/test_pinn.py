@@ -1,0 +1,138 @@
+"""Networks for differential equations: closed forms, borders, runs end to end, resume, bad input."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from experiments.data.squares import EQUATIONS, SquarePoints
+from experiments.models.networks import mlp
+from experiments.pinn import Residual
+from experiments.tables.pinn import pinn_table
+from tests.experiments.command import (
+    COMMAND_LINE,
+    DRAWN,
+    ROOT,
+    assert_refused,
+    checkpoint,
+    metrics,
+    run,
+)
+
+SMOKE = {name: ROOT / f"configs/smoke/pinn/{name}.yaml" for name in EQUATIONS}
+pytestmark = COMMAND_LINE
+
+
+def fit(name, *args):
+    assert run("fit", "--config", SMOKE[name], *args) == 0
+
+
+def folder(name="poisson", version=0, root="runs"):
+    return Path(root) / "smoke/pinn" / name / f"version_{version}"
+
+
+def differences(u, p, eps):
+    """The Laplacian by central differences of values."""
+    steps = eps * torch.eye(2, dtype=p.dtype)
+    return sum(u(p + s) + u(p - s) - 2 * u(p) for s in steps) / eps**2
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_the_source_belongs_to_the_solution(name):
+    equation = EQUATIONS[name]()
+    p = 0.05 + 0.9 * torch.rand(50, 2, dtype=torch.float64)
+    applied = lambda p: differences(equation.solution, p, 1e-3)  # noqa: E731
+    expected = applied(p) if name == "poisson" else differences(applied, p, 1e-3)
+    source = equation.source(p)
+    assert_close(source, expected, rtol=0, atol=1e-4 * source.abs().max().item())
+    assert_close(equation.operator(equation.solution, p)[1], source, rtol=1e-9, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_the_border_conditions_hold_for_any_network(name):
+    torch.manual_seed(0)
+    residual = Residual(mlp([2, 8, 1], "tanh").double(), EQUATIONS[name]())
+    side = torch.rand(20, dtype=torch.float64)
+    for border in (0.0, 1.0):
+        p = torch.stack([torch.full_like(side, border), side], 1)
+        for points in (p, p.flip(1)):
+            points = points.requires_grad_()
+            u = residual.solution(points)
+            (slope,) = torch.autograd.grad(u.sum(), points)
+            assert_close(u, torch.zeros_like(u))
+            assert (slope.abs().max() < 1e-12) == (name == "plate")
+
+
+def test_the_residual_of_the_solution_is_zero():
+    equation = EQUATIONS["plate"]()
+    exact = lambda q: (equation.solution((q + 1) / 2) / equation.border((q + 1) / 2))[:, None]  # noqa: E731
+    residual = Residual(torch.nn.Module(), equation)
+    residual.network.forward = exact
+    p = 0.1 + 0.8 * torch.rand(20, 2, dtype=torch.float64)
+    assert residual(p).abs().max() < 1e-8
+    assert residual.scale == pytest.approx(
+        float(equation.source(torch.rand(10**5, 2)).square().mean().sqrt()), rel=0.05
+    )
+
+
+def test_batches_are_numbered():
+    stream = SquarePoints(3, 5, seed=1)
+    first, second, _ = list(stream)
+    assert first.shape == (5, 2)
+    assert not torch.equal(first, second)
+    again = SquarePoints(3, 5, seed=1)
+    again.load_state_dict({"seed": 1, "position": 1})
+    assert torch.equal(next(iter(again)), second)
+
+
+@DRAWN
+@pytest.mark.parametrize("name", EQUATIONS)
+def test_a_fit_ends_with_table_picture_and_checkpoint(name, trained):
+    printed = trained(SMOKE[name])
+    assert {p.name for p in folder(name).iterdir()} == {
+        "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "pinn.png",
+    }  # fmt: skip
+    table = (folder(name) / "table.txt").read_text()
+    assert table in printed
+    assert checkpoint(folder(name))["global_step"] == 4
+    rows = [row for row in metrics(folder(name)) if row["train/adam"]]
+    assert float(rows[-1]["train/newton_cg"]) < float(rows[0]["train/newton_cg"])
+    for key in ("newton_cg", "adam"):
+        (line,) = [x for x in table.splitlines() if x.lower().startswith(key.replace("_", ""))]
+        assert f"{float(rows[-1][f'val/{key}']):.1e}" in line
+    # both begin with 20 steps of Adam on 16 of 64 points
+    newton, adam = (float(rows[0][f"gradients/{key}"]) for key in ("newton_cg", "adam"))
+    assert 0 <= adam - newton < 16 / 64
+    assert newton > 20 * 16 / 64 + 1
+
+
+@DRAWN
+def test_resume_is_the_uninterrupted_run(trained):
+    trained(SMOKE["poisson"], into="whole")
+    fit("poisson", "--trainer.max_steps", "3", "--test_after_fit", "false")
+    assert checkpoint(folder())["global_step"] == 2
+    fit("poisson", "--ckpt_path", "last")
+    ours, theirs = (checkpoint(folder(root=root))["state_dict"] for root in ("runs", "whole"))
+    assert_close(ours, theirs, rtol=0, atol=0)
+
+
+BAD = {
+    "no units": (["--model.hidden", "[0]"], "hidden: .*at least 1"),
+    "no rate": (["--model.adam_lr", "0"], "adam_lr: expected a finite number greater than 0"),
+    "another equation": (["--data.equation", "wave"], "equation: expected one of"),
+    "a negative warm-up": (["--model.warm_up", "-1"], "warm_up: expected a whole number"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_paragraph(case, capsys):
+    assert_refused(SMOKE["poisson"], *BAD[case], capsys)
+
+
+def test_the_table():
+    curves = {"gradients/adam": [(1, 3.0), (2, 41.6)], "seconds/adam": [(1, 1.0), (2, 2.5)]}
+    ends = {"adam": ("Adam", 0.0012, 0.02, 0.3), "newton_cg": ("NewtonCG", 1.0, 2.0, 3.0)}
+    lines = pinn_table("a wave", curves, ends).splitlines()
+    assert lines[4].split() == ["Adam", "1.2e-03", "2.0e-02", "3.0e-01", "42", "2.5"]
+    assert lines[5].split() == ["NewtonCG", "1.0e+00", "2.0e+00", "3.0e+00", "-", "-"]

@@ -1,0 +1,240 @@
+"""Functions of torch's operations, one or more for each rule: name, function, argument."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_generator = torch.Generator().manual_seed(0)
+X = torch.randn(4, 3, dtype=torch.float64, generator=_generator)
+W = torch.randn(3, 5, dtype=torch.float64, generator=_generator)
+P = X.abs() + 0.3  # positive
+U = X.tanh() * 0.9  # within (-1, 1)
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    RNN = nn.RNN(3, 4, batch_first=True).double()
+    GRU = nn.GRU(3, 4, batch_first=True).double()
+    ATTENTION = nn.MultiheadAttention(3, 1, batch_first=True).double()
+    LAYER = nn.TransformerEncoderLayer(
+        3, 1, 6, dropout=0.0, batch_first=True, activation="gelu"
+    ).double()
+
+
+def assigned(x):
+    y = x * 1
+    y[[0, 1]] = x[[1, 2]] ** 2
+    return y
+
+
+def written(x):
+    b = torch.zeros(4, 2, dtype=x.dtype)
+    b[:, 0] = x[:, 0] ** 2
+    b[:, 1] += x[:, 1] * 2
+    return b**2
+
+
+def view_changed(x):
+    y = x * 3
+    first, rest = y[0], y[:, 1:]
+    first.add_(x[1] ** 2)
+    return (rest**2).sum(1) + y[:, 0]
+
+
+def named(module, names, x):
+    return {f"{module.__name__}.{name}": (getattr(module, name), x) for name in names.split()}
+
+
+CASES = {
+    **named(
+        torch,
+        "exp exp2 expm1 sin cos tan sinh cosh tanh asinh atan sigmoid erf erfc square relu abs",
+        X,
+    ),
+    **named(torch, "log log2 log10 log1p sqrt rsqrt reciprocal lgamma digamma", P),
+    **named(torch, "asin acos atanh erfinv", U),
+    **named(
+        F,
+        "silu gelu softplus elu selu celu mish leaky_relu hardtanh hardswish hardsigmoid logsigmoid relu6 softsign "
+        "tanhshrink hardshrink softshrink",
+        X,
+    ),
+    "acosh": (torch.acosh, P + 1),
+    "logit": (torch.logit, 0.4 * U + 0.5),
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), X),
+    "pow3": (lambda x: x**3, X),
+    "pow2.5": (lambda x: x**2.5, P),
+    "pow tensor": (lambda x: x ** torch.tensor([1.0, 2, 3]), X),
+    "pow both": (lambda x: P**x, X),
+    "x**x": (lambda x: x**x, P),
+    "2**x": (lambda x: 2**x, X),
+    "div": (lambda x: (x * 2 + 1) / P.add(x * x), X),
+    "1/x": (lambda x: 1 / x, P),
+    "mm": (lambda x: x @ W, X),
+    "matrix product with itself": (lambda x: x.T @ x, X),
+    "matrix times vector": (lambda x: x @ x[0], X),
+    "dot": (lambda x: x[0] @ x[1], X),
+    "bmm": (lambda x: torch.einsum("ni,nj->nij", x, x) @ x[:, :, None], X),
+    "linear3d": (lambda x: F.linear(x[None], W.T, W[0]), X),
+    "softmax": (lambda x: x.softmax(1), X),
+    "log_softmax": (lambda x: x.log_softmax(1), X),
+    "logsumexp": (lambda x: x.logsumexp(1), X),
+    "layer_norm": (lambda x: F.layer_norm(x, (3,), W[:, 0], W[:, 1]), X),
+    "group_norm": (lambda x: F.group_norm(x.reshape(2, 6), 3), X),
+    "rms norm": (lambda x: F.rms_norm(x, (3,)), X),
+    "batch norm in eval mode": (lambda x: F.batch_norm(x, W[:, 0], P[0], W[:, 1], W[:, 2]), X),
+    "instance norm": (lambda x: F.instance_norm(x[None]), X),
+    "var": (lambda x: x.var(1), X),
+    "std": (lambda x: x.std(1), X),
+    "norm": (lambda x: x.norm(dim=1), X),
+    "norm1": (lambda x: x.norm(1, dim=1), X),
+    "norm3": (lambda x: torch.linalg.vector_norm(x, 3, dim=1), X),
+    "normalize": (lambda x: F.normalize(x), X),
+    "cdist": (lambda x: torch.cdist(x, W.T), X),
+    "cosine": (lambda x: F.cosine_similarity(x, W.T[:4]), X),
+    "attention": (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), X),
+    "causal attention": (
+        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+        X,
+    ),
+    "conv1d": (lambda x: F.conv1d(x[:, None], W[None, :1, :2] * 1.0), X),
+    "conv2d": (lambda x: F.conv2d(x[None, None], W[None, None, :2, :2], padding=1), X),
+    "transposed convolution": (lambda x: F.conv_transpose1d(x[:, None], W[:1, None, :2]), X),
+    "convolution by its kernel": (lambda x: F.conv1d(W[:, None], x[:, None]), X),
+    "cat": (lambda x: torch.cat([x, W.T[:2], x * x]), X),
+    "stack": (lambda x: torch.stack([x, x * x, x * 0 + 1], 1), X),
+    "index": (lambda x: x[[0, 2], 1:], X),
+    "two indices": (lambda x: x[None][0, [1, 2], [0, 1]], X),
+    "mask": (lambda x: x[x > 0] ** 2, X),
+    "gather": (lambda x: x.gather(1, torch.tensor([[0], [1], [2], [0]])), X),
+    "flip": (lambda x: x.flip(0) * x, X),
+    "roll": (lambda x: x.roll(1, 1) * x, X),
+    "roll0": (lambda x: x.roll(1) * x, X),
+    "cumsum": (lambda x: (x * x).cumsum(1), X),
+    "prod": (lambda x: x.prod(1), X),
+    "prod all": (lambda x: x.prod(), X),
+    "max": (lambda x: (x**2).max(1)[0], X),
+    "amax": (lambda x: (x**2).amax(0), X),
+    "maxall": (lambda x: (x**2).max(), X),
+    "min": (lambda x: (x**2).min(), X),
+    "sort": (lambda x: (x**2).sort(1)[0], X),
+    "topk": (lambda x: (x**2).topk(2)[0], X),
+    "median": (lambda x: (x**3).median(1)[0], X),
+    "maximum": (lambda x: torch.maximum(x**2, x), X),
+    "clamp by itself": (lambda x: x.clamp(x.flip(0), None) ** 2, X),
+    "where": (lambda x: torch.where(x > 0, x.exp(), x * x), X),
+    "clamp": (lambda x: x.clamp(-0.5, 0.5) * x, X),
+    "clampmin": (lambda x: x.clamp_min(0.1) ** 2, X),
+    "masked_fill": (lambda x: (x * x).masked_fill(x > 0, 2.0), X),
+    "tril": (lambda x: x.tril() ** 2, X),
+    "diag": (lambda x: (x @ x.T).diagonal(), X),
+    "diag_embed": (lambda x: torch.diag_embed(x) @ x[0], X),
+    "trace": (lambda x: (x @ x.T).trace(), X),
+    "det": (lambda x: torch.linalg.det(x[:3]), X),
+    "slogdet": (lambda x: torch.linalg.slogdet(x[:3])[1], X),
+    "logdet": (lambda x: torch.logdet(x.T @ x + torch.eye(3)), X),
+    "inv": (lambda x: torch.linalg.inv(x[:3]), X),
+    "solve": (lambda x: torch.linalg.solve(x[:3], x.T), X),
+    "solve2": (lambda x: torch.linalg.solve(W[:, :3], x.T**2), X),
+    "cross": (lambda x: torch.linalg.cross(x, x.flip(1) ** 2), X),
+    "outer": (lambda x: torch.outer(x[0], x[1]), X),
+    "einsum": (lambda x: torch.einsum("ni,ij,nj->n", x, W[:, :3], x), X),
+    "kron": (lambda x: torch.kron(x, x), X),
+    "atan2": (lambda x: torch.atan2(x, x.flip(0) + 0.1), X),
+    "hypot": (lambda x: torch.hypot(x, x + 1), X),
+    "xlogy": (lambda x: torch.xlogy(x, P), X),
+    "logaddexp": (lambda x: torch.logaddexp(x, x**2), X),
+    "addcmul": (lambda x: torch.addcmul(x, x, x, value=2.0), X),
+    "lerp": (lambda x: torch.lerp(x, x**2, x), X),
+    "mse": (lambda x: F.mse_loss(x, x**2), X),
+    "huber": (lambda x: F.huber_loss(x, x**2), X),
+    "smoothl1": (lambda x: F.smooth_l1_loss(x, x**2), X),
+    "cross entropy": (lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2, 0])), X),
+    "binary cross entropy": (lambda x: F.binary_cross_entropy_with_logits(x, U.abs()), X),
+    "glu": (lambda x: F.glu(x.T), X),
+    "prelu": (lambda x: F.prelu(x, W[:1, 0]), X),
+    "pad": (lambda x: F.pad(x, (1, 2)) ** 2, X),
+    "reflect": (lambda x: F.pad(x[None], (1, 1), mode="reflect") ** 2, X),
+    "circular": (lambda x: F.pad(x[None], (1, 1), mode="circular") ** 2, X),
+    "avgpool": (lambda x: F.avg_pool2d(x[None], 2) ** 2, X),
+    "avgpool1": (lambda x: F.avg_pool1d(x[None], 2) ** 2, X),
+    "maxpool": (lambda x: F.max_pool2d(x[None] ** 2, 2), X),
+    "adaptive": (lambda x: F.adaptive_avg_pool2d(x[None] ** 2, 2), X),
+    "interp": (lambda x: F.interpolate(x[None, None] ** 2, scale_factor=2, mode="bilinear"), X),
+    "nearest": (lambda x: F.interpolate(x[None, None] ** 2, scale_factor=2), X),
+    "unfold": (lambda x: F.unfold(x[None, None] ** 2, 2), X),
+    "unfold of a tensor": (lambda x: x.unfold(1, 2, 1) ** 2, X),
+    "repeat": (lambda x: x.repeat(2, 1) * 2, X),
+    "repeat_interleave": (lambda x: x.repeat_interleave(2, 0) ** 2, X),
+    "expand": (lambda x: x[:, None].expand(4, 2, 3) ** 2, X),
+    "squeeze": (lambda x: x[:, None].squeeze() ** 2, X),
+    "chunk": (lambda x: x.chunk(2)[0] ** 2, X),
+    "split": (lambda x: x.split([1, 3])[1] ** 2, X),
+    "unbind": (lambda x: x.unbind(1)[1] ** 2, X),
+    "movedim": (lambda x: x.movedim(0, 1) ** 2, X),
+    "meshgrid": (lambda x: torch.meshgrid(x[0], x[1], indexing="ij")[0] ** 2, X),
+    "relu_": (lambda x: (x**2 - 0.5).relu_() ** 2, X),
+    "tanh_": (lambda x: (x * 2).tanh_(), X),
+    "add_": (lambda x: (x * 2).add_(x**2).mul_(x), X),
+    "div_": (lambda x: (x * 2).div_(P), X),
+    "item assignment": (assigned, X),
+    "a buffer that is written to": (written, X),
+    "in-place on a view": (view_changed, X),
+    "index_add": (
+        lambda x: torch.zeros(4, 3, dtype=x.dtype).index_add(0, torch.tensor([0, 0, 1, 2]), x**2),
+        X,
+    ),
+    "scatter_add": (
+        lambda x: torch.zeros(4, 3, dtype=x.dtype).scatter_add(
+            0, torch.tensor([[0, 1, 2]] * 4), x**2
+        ),
+        X,
+    ),
+    "index_add_": (
+        lambda x: (
+            torch.zeros(4, 3, dtype=x.dtype).index_add_(0, torch.tensor([0, 0, 1, 2]), x**2) ** 2
+        ),
+        X,
+    ),
+    "embedding": (lambda x: F.embedding(torch.tensor([0, 1]), x) ** 2, X),
+    "round": (lambda x: x * x.round(), X),
+    "frac": (lambda x: x.frac() ** 2, X),
+    "fmod": (lambda x: x.fmod(0.4) ** 2, X),
+    "remainder": (lambda x: x.remainder(0.4) ** 2, X),
+    "through float32": (lambda x: x.float().double() ** 2, X),
+    "cov": (lambda x: torch.cov(x), X),
+    "nansum": (lambda x: (x**2).nansum(), X),
+    "division by a count": (lambda x: x**2 / (x > 0).sum(), X),
+    "addmm": (lambda x: torch.addmm(x @ x.T, x, x.T, beta=0.5, alpha=2.0), X),
+    "baddbmm": (lambda x: torch.baddbmm(x[None, :, :1], x[None], x.T[None]), X),
+    "tensordot": (lambda x: torch.tensordot(x, x, ([1], [1])), X),
+    "multi-head attention": (
+        lambda x: ATTENTION(x[None], x[None], x[None], need_weights=False)[0],
+        X,
+    ),
+    "transformer layer": (LAYER, X[None]),
+    "sinc": (torch.sinc, X),
+    "Gaussian likelihood": (lambda x: F.gaussian_nll_loss(x, x**2, P), X),
+    "Kullback-Leibler divergence": (
+        lambda x: F.kl_div(x.log_softmax(1), P.softmax(1), reduction="batchmean"),
+        X,
+    ),
+    "logsigmoid big": (F.logsigmoid, 30 * X),
+    "softplus big": (F.softplus, 30 * X),
+    "dist": (lambda x: torch.dist(x, x**2), X),
+    "addr": (lambda x: torch.addr(x[:3], x[0], x[1]), X),
+    "mean none": (lambda x: (x**2).mean(), X),
+    "sum neg": (lambda x: (x**2).sum(-1, keepdim=True), X),
+    "clamp t": (lambda x: x.clamp(torch.tensor(-0.5), torch.tensor(0.5)) ** 2, X),
+}
+
+# Those that have no rule, and are nested in reverse mode.
+WITHOUT_A_RULE = {
+    "cumprod": (lambda x: x.cumprod(1), X),
+    "cholesky": (lambda x: torch.linalg.cholesky(x.T @ x + torch.eye(3)), X),
+    "fft": (lambda x: torch.fft.rfft(x).abs(), X + 2),
+    "bilinear": (lambda x: F.bilinear(x, x, W.T[:2, None] * x[0][:, None]), X),
+    "rnn": (lambda x: RNN(x[None])[0], X),
+    "gru": (lambda x: GRU(x[None])[0], X),
+    "polar": (lambda x: torch.polar(x, x).real, P),
+    "i0": (torch.i0, X),
+}
