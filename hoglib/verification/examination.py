@@ -40,6 +40,9 @@ from hoglib.verification.subject import Application, Subject, parameters, struct
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
+# Of the gradient: an iterative solver leaves as much, and a second derivative that is less changes no
+# product with it.
+NATURAL = 1e-5
 FIRST, SECOND = "first derivative", "second derivative"
 
 
@@ -189,7 +192,7 @@ def _compared(
     options = Options(
         orders=(1, 2), modes=tuple(MODES[key] for key in modes),
         surrogate=getattr(function, "surrogate", False) is True, full=False, compile=False,
-        eps=None, bounds=Bounds(1e-6, 1e-4), nondet_tol=0.0,
+        eps=None, bounds=Bounds(1e-6, 1e-4, NATURAL), nondet_tol=0.0,
     )  # fmt: skip
     derivatives = Derivatives(subject, points, options.in_dtype(subject.dtype))
     first = [] if options.surrogate else list(derivatives.first_order())
