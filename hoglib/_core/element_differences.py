@@ -115,9 +115,7 @@ def _best_slope(
     steps = sorted(ends, reverse=True)
     columns = [_best_of_output(i, y, x[j], ends, steps) for i, y in enumerate(values)]
     slopes, errors, floors, grains, kinks = zip(*columns, strict=True) if columns else ((),) * 5
-    return Slope(
-        j, v, list(slopes), list(errors), list(floors), list(grains), list(kinks), problem
-    )
+    return Slope(j, v, list(slopes), list(errors), list(floors), list(grains), list(kinks), problem)
 
 
 def _best_of_output(
