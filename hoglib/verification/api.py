@@ -202,12 +202,12 @@ def _rows(
             "declared a surrogate: it differs from the derivative on purpose.",
         )  # fmt: skip
     elif 1 in options.orders:
-        rows = list(_guarded(FIRST, "warn", derivatives.first_order()))
-        status = next((row.status for row in rows if row.name == FIRST), "fail")
-        found_gauge = status != "pass" and _gauged(subject, points, options, status)
-        if found_gauge:
-            derivatives, rows = found_gauge
-        yield from rows
+        known = list(_guarded(FIRST, "warn", derivatives.first_order()))
+        status = next((row.status for row in known if row.name == FIRST), "fail")
+        in_gauge = _gauged(subject, points, options, status) if status != "pass" else None
+        if in_gauge is not None:
+            derivatives, known = in_gauge
+        yield from known
     for order in (2, 3):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"

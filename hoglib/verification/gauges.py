@@ -9,6 +9,7 @@ number a column from what is compared. A backward that is wrong otherwise stays 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import torch
@@ -38,7 +39,7 @@ def gauges(outputs: Sequence[Tensor]) -> Iterator[Gauge]:
         vectors = [_as_columns(outputs[k], side) for k, side in side_of.items()]
         counts = {(*y.shape[:-2], y.shape[-1]) for y in vectors}
         if len(counts) == 1 and all(y.shape[-2] > 1 for y in vectors):
-            yield lambda given, side_of=side_of: _fixed(given, side_of)
+            yield partial(_fixed, side_of=side_of)
 
 
 def _as_columns(y: Tensor, side: str) -> Tensor:
