@@ -31,6 +31,7 @@ class Slope(NamedTuple):
     values: list[Tensor]
     errors: list[Tensor]  # element by element; infinite where the map is not defined
     floors: list[float]  # smaller errors are rounding, whatever the value
+    grains: list[float]  # the relative spacing of the values: that of their dtype, or of float32
     kinks: list[Tensor]  # where the slopes to either side differ
     problem: str = ""  # the message of the map, if it raised
 
@@ -113,18 +114,18 @@ def _best_slope(
     """The slope of each element at the step with the smallest estimated error."""
     steps = sorted(ends, reverse=True)
     columns = [_best_of_output(i, y, x[j], ends, steps) for i, y in enumerate(values)]
-    slopes, errors, floors, kinks = zip(*columns, strict=True) if columns else ((), (), (), ())
-    return Slope(j, v, list(slopes), list(errors), list(floors), list(kinks), problem)
+    slopes, errors, floors, grains, kinks = zip(*columns, strict=True) if columns else ((),) * 5
+    return Slope(j, v, list(slopes), list(errors), list(floors), list(grains), list(kinks), problem)
 
 
 def _best_of_output(
     i: int, y: Tensor, x: Tensor, ends: Ends, steps: Sequence[float]
-) -> tuple[Tensor, Tensor, float, Tensor]:
-    """The values, errors, floor and kinks of one output, from descending steps."""
+) -> tuple[Tensor, Tensor, float, float, Tensor]:
+    """The values, errors, floor, grain and kinks of one output, from descending steps."""
     best = torch.zeros_like(y)
     error = torch.full_like(best, torch.inf)
     kinked = torch.zeros_like(best, dtype=torch.bool)
-    eps = torch.finfo(y.dtype).eps
+    eps = _grain([y, *(end[i] for h in steps for end in ends[h])])
     size = max(max_abs(y), 1e-3 * max_abs(x))
     slopes = {h: (ends[h][0][i] - ends[h][1][i]) / (2 * h) for h in steps}
     # how far the slopes to either side differ: it decreases with the step, except at a kink
@@ -145,7 +146,18 @@ def _best_of_output(
     if bool(kinked.any()):
         # at a kink some elements may have equal slopes to either side by chance
         error = error + max_abs(torch.where(kinked, error, 0.0))
-    return best, error, 4 * eps**0.5 * size, kinked
+    return best, error, 4 * eps**0.5 * size, eps, kinked
+
+
+def _grain(values: Sequence[Tensor]) -> float:
+    """The relative spacing of some values: that of float32 where all of them are numbers of float32.
+
+    A map may round to float32 inside. Its values move in steps then, and the slopes at steps h shorter
+    than these are zero, all of them: they agree, and are wrong.
+    """
+    dtype = values[0].dtype
+    rounded = dtype == torch.float64 and all(torch.equal(y, y.float().double()) for y in values)
+    return torch.finfo(torch.float32 if rounded else dtype).eps
 
 
 def directions(x: Tensor, draws: int, random: torch.Generator, *, full: bool) -> list[Tensor]:

@@ -27,7 +27,7 @@ _DEFINES_FUNCTIONS = tuple(
     )
 )  # fmt: skip
 _MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor")
-_ENTRY = re.compile(r'File "(.+)", line (\d+)')
+_ENTRY = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 _MAX_QUOTED = 100  # characters of a line
 
 
@@ -137,7 +137,7 @@ def innermost_line(stack: Sequence[str]) -> SourceLine | None:
     """The same for a stack as `traceback.format_stack` gives it."""
     for entry in reversed(stack):
         found = _ENTRY.search(entry)
-        if found is None or _is_machinery(found[1]):
+        if found is None or (_is_machinery(found[1]) and found[3] not in _MODE_HANDLERS):
             return None
         if is_user_code(found[1]):
             return SourceLine(found[1], int(found[2]))

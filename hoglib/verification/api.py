@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +36,12 @@ from hoglib.verification.rounding import exact_products
 from hoglib.verification.subject import Subject
 
 FIRST = "first derivative: reverse"
+PHASES = Row(
+    "first derivative: phases", "skip", None,
+    "the columns, or rows, of what it returns are determined up to a sign or a phase, as eigenvectors "
+    "are, and its gradient is right for a loss that depends on none of these only. Derivatives are "
+    "taken with a fixed combination of each column made positive.",
+)  # fmt: skip
 
 
 def verify(
@@ -195,7 +202,12 @@ def _rows(
             "declared a surrogate: it differs from the derivative on purpose.",
         )  # fmt: skip
     elif 1 in options.orders:
-        yield from _guarded(FIRST, "warn", derivatives.first_order())
+        known = list(_guarded(FIRST, "warn", derivatives.first_order()))
+        status = next((row.status for row in known if row.name == FIRST), "fail")
+        in_gauge = _gauged(subject, points, options, status) if status != "pass" else None
+        if in_gauge is not None:
+            derivatives, known = in_gauge
+        yield from known
     for order in (2, 3):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
@@ -220,6 +232,25 @@ def _rows(
             text = "not judged: it changes tensors in place, which makes this check meaningless."
             row = row._replace(status="skip", text=text)
         yield row
+
+
+def _gauged(
+    subject: Subject, points: list[list[Tensor]], options: Options, status: str
+) -> tuple[Derivatives, list[Row]] | None:
+    """The first derivatives with the phases of the outputs fixed, if they are right then.
+
+    status: of the first derivative without. One that depends on the signs that an algorithm chooses
+    has no derivative where they change, so that nothing can be compared.
+    """
+    for gauge in subject.gauges(real_too=status == "warn"):
+        subject.fix_gauge(gauge)
+        derivatives = Derivatives(subject, points, options)
+        with suppress(Exception):  # the original rows stand
+            rows = list(derivatives.first_order())
+            if next(row for row in rows if row.name == FIRST).status == "pass":
+                return derivatives, [*rows, PHASES]
+    subject.fix_gauge(None)
+    return None
 
 
 def _notes(subject: Subject) -> Iterator[Row]:

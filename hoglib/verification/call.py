@@ -19,6 +19,7 @@ from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import engine_gradients, transforms_active
+from hoglib.verification.gauges import Gauge
 
 
 def fresh(value: Any) -> Any:
@@ -218,12 +219,14 @@ class Call:
     come from the inputs. positions: their positions among the leaves of the inputs and the module's
     state. reseed: whether each call draws the same random numbers. clone: whether fn gets copies,
     because it changes its inputs and declares that. projections: of the variables whose structure is
-    kept (a symmetric matrix stays symmetric), each applied before fn gets the variable.
+    kept (a symmetric matrix stays symmetric), each applied before fn gets the variable. gauge: fixes
+    the signs or phases of the outputs that a map is to, if these are arbitrary.
     """
 
     reseed = False
     clone = False
     projections: Mapping[int, Arrange] = MappingProxyType({})
+    gauge: Gauge | None = None
 
     def __init__(
         self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = torch.float64
@@ -259,6 +262,7 @@ class Call:
 
     def with_settings_of(self, other: "Call") -> "Call":
         self.reseed, self.clone, self.projections = other.reseed, other.clone, other.projections
+        self.gauge = other.gauge
         return self
 
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
@@ -305,6 +309,7 @@ class Call:
         def map_(*variables: Tensor) -> list[Tensor]:
             found = self.leaves(*variables, before=before)
             chosen = [found[i] for i in which]
+            chosen = chosen if self.gauge is None else self.gauge(chosen)
             return [real(y if after is None else after(y)) for y in chosen]
 
         return map_

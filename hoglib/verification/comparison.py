@@ -132,6 +132,7 @@ def in_forward(
                 + bounds.atol * min(1.0, one.size(i))
                 + TRUST * one.errors[i]
                 + one.floors[i]
+                + bounds.natural * _natural(one, i)
             )
             if not value.numel():
                 continue
@@ -183,7 +184,7 @@ def in_reverse(
                 concluded.add(one.column)
                 continue
             reach, noise = _random_sum(w), TRUST * _random_sum(errors)
-            rounding = allowed = noise
+            rounding = allowed = noise + bounds.natural * _natural(one, i) * reach
             if bool(grad.any()):  # an exact zero was not rounded
                 rounding += (bounds.atol * min(1.0, one.size(i)) + one.floors[i]) * reach
                 allowed = rounding + bounds.rtol * scale
@@ -198,6 +199,11 @@ def in_reverse(
             found.note(at, i, one.column, where, not off <= allowed, share, got, expected)
     found.unknown = {one.column for one in at.slopes} - concluded
     return found
+
+
+def _natural(one: Slope, i: int) -> float:
+    """The size of the values, that is of a derivative by a direction of length one."""
+    return one.floors[i] / (4 * one.grains[i] ** 0.5)
 
 
 DROWNED = "their noise exceeds the derivative"
@@ -217,8 +223,8 @@ def _is_drowned(
     Noise that is small beside the values is none to speak of where both numbers are zero by it; nor
     where they agree.
     """
-    eps = torch.finfo(one.values[i].dtype).eps
-    natural = reach * one.floors[i] / (4 * eps**0.5)  # of the size of the values
+    eps = one.grains[i]
+    natural = reach * _natural(one, i)
     number = max(got, expected)
     if number <= noise and noise > max(1e-3, 50 * eps) * natural:
         return True

@@ -40,6 +40,9 @@ from hoglib.verification.subject import Application, Subject, parameters, struct
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
+# Of the gradient: an iterative solver leaves as much, and a second derivative that is less changes no
+# product with it.
+NATURAL = 1e-5
 FIRST, SECOND = "first derivative", "second derivative"
 
 
@@ -61,6 +64,9 @@ class Verdict(NamedTuple):
     @property
     def is_told(self) -> bool:
         return self.status in ("wrong", "not examined")
+
+
+RIGHT = Verdict("right")
 
 
 @final
@@ -149,8 +155,9 @@ def _judged(given: Applied) -> Verdict:
     if found.is_told and (projections := structures(subject.call)):
         subject.call.projections = projections
         subject.find_outputs()
-        within = _compared(function, subject, here, jvp)
-        found = within if within.status == "right" else found
+        found = RIGHT if _derivatives(function, subject, here, jvp).are_right() else found
+    if found.is_told and _in_a_gauge(function, subject, here, jvp, found):
+        found = RIGHT
     if found.status != "right" or not several:
         return found
     for x in _other_points(subject):  # values that may take another branch of backward
@@ -158,6 +165,18 @@ def _judged(given: Applied) -> Verdict:
         if elsewhere.status == "wrong":
             return elsewhere
     return found
+
+
+def _in_a_gauge(
+    function: type[Function], subject: Subject, here: list[list[Tensor]], jvp: str, found: Verdict
+) -> bool:
+    """Whether it is right but for signs or phases of the outputs, which are arbitrary."""
+    for gauge in subject.gauges(real_too=found.status != "wrong"):
+        subject.fix_gauge(gauge)
+        if _derivatives(function, subject, here, jvp).are_right():
+            return True
+    subject.fix_gauge(None)
+    return False
 
 
 def _subject(app: Application) -> tuple[Subject, bool]:
@@ -187,14 +206,9 @@ def _compared(
     user did not pass, where a first derivative that is wrong says nothing: they may be outside of the
     domain.
     """
-    modes = ("rr", jvp) if jvp else ("rr",)
-    options = Options(
-        orders=(1, 2), modes=tuple(MODES[key] for key in modes),
-        surrogate=getattr(function, "surrogate", False) is True, full=False, compile=False,
-        eps=None, bounds=Bounds(1e-6, 1e-4), nondet_tol=0.0,
-    )  # fmt: skip
-    derivatives = Derivatives(subject, points, options.in_dtype(subject.dtype))
-    first = [] if options.surrogate else list(derivatives.first_order())
+    derivatives = _derivatives(function, subject, points, jvp)
+    is_surrogate = _is_surrogate(function)
+    first = [] if is_surrogate else list(derivatives.first_order())
     if if_first_is_right and any(row.status != "pass" for row in first):
         return Verdict("unknown")
     second = list(derivatives.higher_order(2))
@@ -219,6 +233,21 @@ def _compared(
     if unclear and not if_first_is_right:
         return _not_examined(name, unclear[0], " in full")._replace(left=OTHER_VALUES)
     return Verdict("right" if any(row.status == "pass" for row in second) else "unknown")
+
+
+def _derivatives(
+    function: type[Function], subject: Subject, points: list[list[Tensor]], jvp: str
+) -> Derivatives:
+    options = Options(
+        orders=(1, 2), modes=tuple(MODES[key] for key in (("rr", jvp) if jvp else ("rr",))),
+        surrogate=_is_surrogate(function), full=False, compile=False,
+        eps=None, bounds=Bounds(1e-6, 1e-4, NATURAL), nondet_tol=0.0,
+    )  # fmt: skip
+    return Derivatives(subject, points, options.in_dtype(subject.dtype))
+
+
+def _is_surrogate(function: type[Function]) -> bool:
+    return getattr(function, "surrogate", False) is True
 
 
 def _stops_gradient(subject: Subject) -> bool:

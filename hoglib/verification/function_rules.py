@@ -196,18 +196,30 @@ class Run(NamedTuple):
 
 
 def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool]) -> Run:
-    """forward, and setup_context where there is one, as autograd runs them: without a graph."""
+    """forward, and setup_context where there is one, as autograd runs them: without a graph, on inputs
+    that require grad where it is needed, which forward may ask for."""
     record = Record(tuple(needed))
     context = Context(record)
-    with torch.no_grad():
-        if is_classic(function):
-            output = function.forward(context, *args)
-        else:
-            bound = inspect.signature(function.forward).bind(*args)
-            bound.apply_defaults()
-            args = bound.args
-            output = function.forward(*args)
-            function.setup_context(context, tuple(args), output)
+    own = [
+        x for x, is_wanted in zip(args, needed, strict=False)
+        if is_wanted and is_float(x) and not x.requires_grad
+    ]  # fmt: skip
+    try:
+        for x in own:
+            x.requires_grad_()
+        with torch.no_grad():
+            if is_classic(function):
+                output = function.forward(context, *args)
+            else:
+                bound = inspect.signature(function.forward).bind(*args)
+                bound.apply_defaults()
+                args = bound.args
+                output = function.forward(*args)
+                function.setup_context(context, tuple(args), output)
+    finally:
+        for x in own:
+            with suppress(RuntimeError):  # it was changed in place, and has a graph
+                x.requires_grad_(False)
     record.describe()
     return Run(tuple(args), as_tuple(output), record)
 

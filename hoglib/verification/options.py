@@ -15,10 +15,14 @@ NARROW = {torch.float32: 3e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
 
 
 class Bounds(NamedTuple):
-    """|derivative - difference| <= rtol |difference| + atol min(1, largest difference)."""
+    """|derivative - difference| <= rtol |difference| + atol min(1, largest difference).
+
+    natural: what is less than this share of the values does no harm, however much of it is missing.
+    """
 
     atol: float
     rtol: float
+    natural: float = 0.0
 
 
 @final
@@ -46,7 +50,8 @@ class Options:
     def in_dtype(self, dtype: torch.dtype) -> "Options":
         """The options with the tolerances that differences in a dtype allow."""
         least = NARROW.get(dtype, 0.0)
-        return replace(self, bounds=Bounds(*(max(bound, least) for bound in self.bounds)))
+        atol, rtol, natural = self.bounds
+        return replace(self, bounds=Bounds(max(atol, least), max(rtol, least), natural))
 
 
 def parse_modes(value: Any) -> tuple[Mode, ...] | None:

@@ -18,6 +18,7 @@ from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import Arrange, Call, custom_functions, fresh, is_part
+from hoglib.verification.gauges import Gauge, gauges
 from hoglib.verification.precision import call_for
 from hoglib.verification.report import Row
 
@@ -263,6 +264,17 @@ class Subject:
         ]
         self.map = self.call.map(self.output_indices)
         self.rows = [f"output {i}" for i in self.output_indices]
+
+    def gauges(self, *, real_too: bool) -> list[Gauge]:
+        """What may fix the phases of the outputs, or their signs if real outputs are meant too."""
+        outputs = [self.outputs[i] for i in self.output_indices]
+        if not real_too and not any(y.is_complex() for y in outputs):
+            return []
+        return list(gauges(outputs))
+
+    def fix_gauge(self, gauge: Gauge | None) -> None:
+        self.call.gauge = gauge
+        self.find_outputs()
 
     def prepare(self) -> Row | None:
         """Adapt the call to a function that draws random numbers or changes its inputs; find the

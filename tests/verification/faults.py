@@ -8,6 +8,7 @@ from torch.autograd import Function, Variable
 
 import hoglib as hog
 from tests import functions
+from tests.zoo.right import HermitianEigen
 
 LABELS = torch.tensor([0, 2, 1, 1])  # of up to four samples
 WEIGHT = nn.Parameter(torch.linspace(-1.0, 1.0, 9, dtype=torch.float64).reshape(3, 3))
@@ -289,6 +290,42 @@ class Reversal(Function):
         return -g
 
 
+class GapsSaved(HermitianEigen):
+    """Eigenvectors up to a phase, with the gaps of the eigenvalues from forward."""
+
+    @staticmethod
+    def forward(ctx, a):
+        w, v = HermitianEigen.forward(ctx, a)
+        gaps = HermitianEigen.gaps(w)
+        ctx.save_for_backward(v, gaps)
+        return w, v
+
+    @staticmethod
+    def backward(ctx, gw, gv):
+        v, gaps = ctx.saved_tensors
+        return HermitianEigen.gradient(v, gaps, gw, gv)
+
+
+class InSingle(Product):
+    """Right, but for the digits that float32 has not."""
+
+    @staticmethod
+    def backward(ctx, g):
+        return Product.backward(ctx, g).float()
+
+
+def by_eigenvectors(function):
+    """The eigenvalues of a Hermitian [2, 2] matrix, and the size of the entries of an eigenvector."""
+
+    def run(x):
+        off = torch.complex(x[:, 1], x[:, 2] + 1)
+        a = torch.stack([x[:, 0].to(off), off, off.conj(), 3 - x[:, 0].to(off)], 1)
+        w, v = function.apply(a.reshape(-1, 2, 2))
+        return torch.cat([w, v[:, 0, :1].abs().square()], 1)
+
+    return run
+
+
 def by_complex(function):
     def run(x):
         w = function.apply(torch.complex(x, 0.5 * x))
@@ -318,6 +355,7 @@ WRONG = {
     "first order": (WrongFactor.apply, "WrongFactor"),
     "all of it": (AllDetached.apply, "AllDetached"),
     "under remat": (hog.ops.remat(RunAgain.apply), "RunAgain"),
+    "of eigenvectors": (by_eigenvectors(GapsSaved), "`gaps`"),
 }
 RIGHT = {
     "new style": functions.Cube.apply,
@@ -331,4 +369,6 @@ RIGHT = {
     "complex": by_complex(ComplexCubeAgain),
     "an op of hoglib": hog.ops.tanh,
     "under remat": hog.ops.remat(Product.apply),
+    "eigenvectors": by_eigenvectors(HermitianEigen),
+    "a gradient in float32": InSingle.apply,
 }

@@ -677,6 +677,47 @@ def test_what_cannot_be_compared_is_told():
     assert "Oscillates was not examined in full" in text
 
 
+class Almost(Function):
+    """The identity, but for what a solver leaves, which backward neglects."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + 1e-7 * (3 * x).sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clone()
+
+
+def test_a_second_derivative_that_no_product_notices_is_not_told():
+    assert told(lambda f: hog.hvp(lambda p: f(p).square().sum(), X, X), Almost.apply) == []
+
+
+class MaskedSoftmax(Function):
+    """The softmax of all but the first column, whose second derivative has 0 (-inf)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return MaskedSoftmax.softmax(x)[1]
+
+    @staticmethod
+    def backward(ctx, g):
+        y, p = MaskedSoftmax.softmax(*ctx.saved_tensors)
+        return p * (g - (p * g).sum(1, keepdim=True)) + 0 * torch.where(y.isinf(), 0.0, p * y)
+
+    @staticmethod
+    def softmax(x):
+        y = x.index_fill(1, torch.tensor([0]), -torch.inf)
+        return y, y.softmax(1)
+
+
+def test_the_line_where_nan_arises_is_told():
+    (text,) = told(lambda f: hog.hvp(lambda p: f(p).square().sum(), X, X), MaskedSoftmax.apply)
+    assert "NaN arises in the derivative of" in text
+    assert "0 * torch.where(y.isinf()" in text
+
+
 class DropsLarge(Function):
     """The identity, whose gradient is zero where the incoming one is large."""
 

@@ -381,6 +381,53 @@ def _solve_gradient(a, b, g):
     return -u @ torch.linalg.solve(a, b).mT, u
 
 
+class HermitianEigen(Function):
+    """A = V diag(w) V^H, where the last entry of each column is real, or imaginary: its phase is not
+    what the gradient assumes, diag(V^H dV) = 0. A loss may depend on neither."""
+
+    @staticmethod
+    def forward(ctx, a, phase=1j):
+        w, v = torch.linalg.eigh(a)
+        v = v * v[..., -1:, :].sgn().conj() * phase
+        ctx.save_for_backward(w, v)
+        return w, v
+
+    @staticmethod
+    def backward(ctx, gw, gv):
+        w, v = ctx.saved_tensors
+        return HermitianEigen.gradient(v, HermitianEigen.gaps(w), gw, gv), None
+
+    @staticmethod
+    def gaps(w):
+        return w[..., None, :] - w[..., :, None] + torch.eye(w.shape[-1], dtype=w.dtype)
+
+    @staticmethod
+    def gradient(v, gaps, gw, gv):
+        turn = v.mH @ gv / gaps
+        turn = (turn + turn.mH) / 2
+        turn = turn - torch.diag_embed(torch.diagonal(turn, dim1=-2, dim2=-1))
+        return v @ (torch.diag_embed(gw).to(v) + turn) @ v.mH
+
+
+class BothSides(Function):
+    """V and V^H of the same, whose phases are opposite."""
+
+    @staticmethod
+    def forward(ctx, a):
+        w, v = HermitianEigen.forward(ctx, a)
+        adjoint = v.mH.clone()
+        return w, v, adjoint
+
+    @staticmethod
+    def backward(ctx, gw, gv, gadjoint):
+        return HermitianEigen.backward(ctx, gw, gv + gadjoint.mH)[0]
+
+
+def hermitian():
+    z = torch.randn(3, 3, dtype=torch.complex64)
+    return (z + z.mH + torch.diag(torch.tensor([0.0, 4.0, 8.0])),)
+
+
 # --- checkpointing ----------------------------------------------------------------------------------
 
 Checkpoint = differentiated(lambda x, w: torch.tanh(torch.tanh(x @ w) @ w.mT))
@@ -617,6 +664,8 @@ RIGHT = [
     Right("an inverse from its output", Inverse, lambda: (torch.randn(3, 3) + 4 * torch.eye(3),)),
     Right("a log-determinant", LogDeterminant, normal((3, 3))),
     Right("a matrix exponential", Exponential, normal((3, 3))),
+    Right("eigenvectors, up to a phase", HermitianEigen, hermitian),
+    Right("eigenvectors and their adjoint", BothSides, hermitian),
     Right("a linear solve", Solve, normal((3, 3), (3, 2))),
     Right("a checkpoint of two products", Checkpoint, normal((3, 4), (4, 2))),
     Right("a checkpointed layer", CheckpointedLayer, normal((3, 4), (2, 4), (2,))),

@@ -304,7 +304,38 @@ class ScaleByFloat(Function):
         return g * ctx.m + (g * x).sum() * x.sign() / x.numel()
 
 
+class Smoothed(Function):
+    """r = sqrt(x^2 + 1)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x * x + 1).sqrt()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x / (x * x + 1).sqrt()
+
+
+class SmoothedIfAsked(Function):
+    """r = sqrt(x^2 + 1), but x / r is saved, where forward sees that x requires grad."""
+
+    @staticmethod
+    def forward(ctx, x):
+        r = (x * x + 1).sqrt()
+        if x.requires_grad:
+            ctx.save_for_backward(x / r)
+        return r
+
+    @staticmethod
+    def backward(ctx, g):
+        (slope,) = ctx.saved_tensors
+        return g * slope
+
+
 EXHIBITS = [
+    Exhibit("an intermediate saved where the input requires grad", wrong=SmoothedIfAsked, right=Smoothed, inputs=normal((3, 4)), says=("saved: ctx.saved_tensors[0]", "100 %")),
     Exhibit("an intermediate kept on ctx", wrong=SwishSigmoidOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.s",)),
     Exhibit("an intermediate in a list on ctx", wrong=SwishListOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.cache",)),
     Exhibit("an intermediate in a tuple in a dict on ctx", wrong=SwishNestedOnCtx, right=Swish, inputs=normal((3, 4)), says=("saved: ctx.cache['kept'][1]", "`s`")),
