@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals
@@ -87,5 +88,6 @@ def plain_operations() -> Iterator[None]:
 
 
 def only_plain_operations() -> bool:
-    """Whether the caller runs inside `plain_operations`."""
-    return _PLAIN_OPERATIONS.get()
+    """Whether the caller runs inside `plain_operations`; never in what torch's compiler traces, which
+    cannot read the variable and takes the references anyway."""
+    return not torch.compiler.is_compiling() and _PLAIN_OPERATIONS.get()
