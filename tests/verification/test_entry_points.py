@@ -139,6 +139,7 @@ ENTRY_POINTS = {
         lambda loss, p, v, b: curvature.hessian_spectrum(loss, p, b, k=1, num_samples=1, steps=3)
     ),
     "NewtonCG": with_loss(newton),
+    "KFAC": with_loss(lambda loss, p, v, b: curvature.KFAC(loss, p).step(b)),
     "r1": lambda function: penalties.r1(Net(function), X),
     "r1 compiled": lambda function: penalties.r1(Net(function), X, compile="eager"),
     "r2": lambda function: penalties.r2(Net(function), X),
@@ -246,22 +247,24 @@ def test_a_wrong_second_derivative_does_no_harm_where_none_is_taken(name):
 # What is public and takes a function of the user's is an entry point, or listed here with a reason.
 NO_ENTRY_POINTS = {
     "judges Functions itself": {"audit", "verify", "check", "assert_double_differentiable", "SecondOrderAudit"},
-    "takes first derivatives only": {"EvalGradients", "Reptile"},
+    "takes first derivatives only": {
+        "EvalGradients", "KFACOperator", "Reptile", "gradient_noise_scale", "per_example_gradients",
+    },
     "draws what it is given, right or wrong": {"graph", "Graph"},
     "takes an operator, which is an entry point": {
         "cg", "eigsh", "hutchinson_diagonal", "hutchinson_frobenius", "hutchinson_trace", "spectral_density",
-        "xtrace", "LinearOperator",
+        "xtrace", "LinearOperator", "hutchpp", "logdet", "matrix_function", "xdiag",
     },
     "its function is differentiated by an entry point": {
         "functional_loss", "language_model_loss", "second_order", "trainable_params", "second_order_problems", "MetaAnnealing",
-        "RNGState", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
+        "RNGState", "influence", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
     },
     "an update rule, differentiated in the inner loop": {
         "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "sgd",
     },
     "holds numbers": {
         "EnergyForces", "EnergyForcesHessian", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
-        "Options", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
+        "KFACError", "KFACStep", "NoiseScale", "Options", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
         "VerificationError", "__version__",
     },
     "a package": {"capture", "curvature", "errors", "meta", "nn", "ops", "penalties", "testing"},
