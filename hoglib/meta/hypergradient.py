@@ -3,29 +3,25 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import (
     check_uses_given_params,
-    clone_inference_tensors,
-    grad_enabled,
     materialize_grads,
 )
-from hoglib._core.closures import STATE, ClosureWalker, name_of
-from hoglib._core.finite_differences import to_double
+from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
-from hoglib._core.state import RandomState, StateGuard, preserve_random_state
+from hoglib._core.state import RandomState, preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
-from hoglib.meta.batches import check_batches, make_batches
+from hoglib.meta.batches import check_batches
 from hoglib.meta.checkpoints import check_directory
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.implicit import SOLVERS, Residual, Solver, check_used, implicit_gradient
@@ -39,12 +35,16 @@ from hoglib.meta.replay import (
     open_checkpoints,
     vjp,
 )
-from hoglib.meta.training import REDUCTIONS, Training, check_steps, detached
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
+from hoglib.meta.training import REDUCTIONS, Training, check_steps, detached, prepared_training
 
 METHODS = ("unrolled", *SOLVERS)
-UNSTABLE = 1e-3  # of the gradient: a rounding error that is told
+UNSTABLE = 1e-3  # of the gradient: what check_rounding tells
+MOVES = 1e-5  # of the outer loss: what rounding of the parameters may move it by
+EXACT = 1e-12  # rounding of float64, which amplified likewise does no harm
+SMOOTHER = (
+    "Use dtype=torch.float64, or make the training smoother: a lower learning rate, larger batches, "
+    "smooth activations, a larger eps of Adam."
+)
 
 
 class Hypergradient(NamedTuple):
@@ -66,11 +66,6 @@ class _Memory(NamedTuple):
     schedule: str
     directory: Path | None
     progress: bool
-
-    def beside(self) -> "_Memory":
-        """For a second training, whose files go into a directory within."""
-        within = None if self.directory is None else self.directory / "moved"
-        return self._replace(directory=within)
 
     def beside(self) -> "_Memory":
         """For a second training, whose files go into a directory within."""
@@ -151,9 +146,12 @@ def hypergradient(
         reduction: What inner is of the examples, with micro_batch: their "mean" or "sum".
         dtype: torch.float64 converts params, hyper, batches and the buffers of modules, and computes
             in double precision. Default: the dtypes as they are.
-        check_rounding: Measure how far the gradient is determined in its dtype: compute it once more
-            from initial parameters that are moved by one unit in the last place, each up or down at
-            random. Warn if this moves it by more than a thousandth of its norm. Takes as long again.
+        check_rounding: Compute the gradient once more from initial parameters that are moved by one
+            unit in the last place, each up or down at random, and warn if it moves by more than a
+            thousandth of its norm. Takes as long again. Default: warn where rounding of the parameters
+            in all steps moves the outer loss by more than 1e-5 of its value, to first order:
+            sqrt(sum (d outer / d theta_i theta_i eps)^2). That costs nothing; it is not measured with
+            memory="store", nor in float64.
         progress: Show a bar that counts steps (needs tqdm). Not with memory="store".
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
             "neumann".
@@ -177,9 +175,9 @@ def hypergradient(
 
     References:
         Maclaurin, Duvenaud and Adams, Gradient-based Hyperparameter Optimization through Reversible
-        Learning, 2015; Engstrom et al., Optimizing ML Training with Metagradient Descent, 2025 (replay);
-        Shaban et al., Truncated Back-propagation, 2019; Lorraine, Vicol and
-        Duvenaud, Optimizing Millions of Hyperparameters by Implicit Differentiation, 2020.
+        Learning, 2015; Engstrom et al., Optimizing ML Training with Metagradient Descent, 2025
+        (replay); Shaban et al., Truncated Back-propagation, 2019; Lorraine, Vicol and Duvenaud,
+        Optimizing Millions of Hyperparameters by Implicit Differentiation, 2020.
 
     Example:
         >>> found = hog.meta.hypergradient(
@@ -209,32 +207,18 @@ def hypergradient(
         solver = Solver(method, iterations, damping, tol, step_size)
     kept = _check_memory(memory, schedule, directory, micro_batch, progress, method)
     validation.flag("check_rounding", check_rounding)
-    if dtype not in (None, torch.float64):
-        raise ArgumentValueError(
-            f"dtype: expected torch.float64 or None, got {dtype}; convert params, hyper and the data."
-        )
     count = check_steps(steps, check_batches(batches, steps), method, rule)
-    double = dtype is not None
-    with ExitStack() as stack:
-        stack.enter_context(examined_functions("hypergradient"))
-        stack.enter_context(grad_enabled())
-        stack.enter_context(stand_ins_if(stand_ins))
-        if double:
-            params, hyper = _doubled_start(params), to_double(hyper)
-            guard = StateGuard(_modules(inner, outer, rule), double=True)
-            stack.enter_context(guard).begin()
-        hyper = clone_inference_tensors(hyper)
-        training = Training(
-            inner, clone_inference_tensors(params), rule, count,
-            make_batches(batches, count, double), truncate, micro_batch, reduction,
-        )  # fmt: skip
+    with prepared_training(
+        "hypergradient", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins,
+        truncate=truncate, micro_batch=micro_batch, reduction=reduction,
+    ) as (training, at):  # fmt: skip
 
         def compute(training: Training, kept: _Memory) -> Hypergradient:
             if solver is not None:
-                return _implicit(outer, training, hyper, solver)
+                return _implicit(outer, training, at, solver)
             if kept.kind == "store":
-                return _unrolled(outer, training, hyper)
-            return _replayed(outer, training, hyper, kept)
+                return _unrolled(outer, training, at)
+            return _replayed(outer, training, at, kept)
 
         drawn = RandomState(training.generators())
         found = compute(training, kept)
@@ -304,6 +288,7 @@ def _replayed(outer: Any, training: Training, hyper: Any, memory: _Memory) -> Hy
         by_state = pytree.map(lambda _: None, state)
         end = pytree.unflatten(slopes[: len(final)], form), by_state
         pulled = replay.pull(end, slopes[len(final) :])
+        _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
         of_start = vjp(pytree.leaves(start), pulled.carry, own)
     grads = add(pulled.constants, of_start)
     check_used(grads)
@@ -359,16 +344,6 @@ def _check_finite(training: Training, losses: list[Tensor], value: Tensor) -> No
     validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
-def _modules(*functions: Any) -> list[nn.Module]:
-    """The modules that functions reach."""
-    reached = (x for fn in functions for x in ClosureWalker(fn, STATE).objects)
-    return [x for x in reached if isinstance(x, nn.Module)]
-
-
-def _doubled_start(params: Any) -> Any:
-    return (lambda hyper: to_double(params(hyper))) if callable(params) else to_double(params)
-
-
 def _moved(start: Any) -> Any:
     """The initial parameters, each moved by one unit in the last place, up or down at random."""
     if callable(start):
@@ -385,78 +360,20 @@ def _moved(start: Any) -> Any:
     return pytree.map_tensors(move, start)
 
 
-def _rounding(gradient: Any, moved: Any) -> Tensor:
-    """|gradient - moved| / |gradient|; warns where it is large."""
-    size = pytree.norm(gradient)
-    found = pytree.norm(pytree.add(gradient, moved, alpha=-1.0)) / size.clamp_min(
-        torch.finfo(size.dtype).tiny
-    )
-    if not bool(found <= UNSTABLE):
+def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> None:
+    """Warn where rounding of the parameters on the way decides the outer loss.
+
+    change: sqrt(sum (u theta eps)^2) over steps and parameters, with u the gradient of the loss by the
+    parameters there: its standard deviation, to first order, if each rounding error were random.
+    """
+    eps = max(torch.finfo(x.dtype).eps for x in params)
+    size = float(change) / max(float(value.abs()), torch.finfo(torch.float32).tiny)
+    if eps > EXACT and not size <= MOVES:
         warn(
-            f"hypergradient: initial parameters that differ by one unit in the last place move the "
-            f"gradient by {float(found):.2g} of its norm: {size.dtype} does not determine it. Use "
-            "dtype=torch.float64, and make the training smoother: a lower learning rate, larger "
-            "batches, smooth activations, a larger eps of Adam."
+            "hypergradient: rounding of the parameters, over all steps, moves the outer loss by about "
+            f"{size:.2g} of its value, to first order; stable trainings stay below {MOVES:g}. Its "
+            f"gradient may be far off, which check_rounding=True measures. {SMOOTHER}"
         )
-    return found
-
-
-def _check_memory(
-    memory: str, schedule: str, directory: Any, micro_batch: Any, progress: Any, method: str
-) -> _Memory:
-    """The options that say how steps are differentiated."""
-    where = check_directory(memory, directory)
-    replayed = memory != "store" and method == "unrolled"
-    if memory == "disk" and not replayed:
-        raise ArgumentValueError(
-            f"memory: expected 'store' with method={method!r}, which differentiates no steps, got "
-            "'disk'; leave it out."
-        )
-    if schedule != "sqrt" and (memory not in ("checkpoint", "disk") or not replayed):
-        raise ArgumentValueError(
-            f"schedule: expected memory='checkpoint' or 'disk' with schedule={schedule!r}, got "
-            f"memory={memory!r}, which keeps every step."
-        )
-    if micro_batch is not None:
-        validation.at_least("micro_batch", micro_batch, 1)
-    if not replayed and (micro_batch is not None or progress):
-        name = "progress" if micro_batch is None else "micro_batch"
-        raise ArgumentValueError(
-            f"{name}: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
-            f"differentiate one step at a time, got method={method!r} with memory={memory!r}."
-        )
-    return _Memory(memory, schedule, where, validation.flag("progress", progress))
-
-
-def _check_finite(training: Training, losses: list[Tensor], value: Tensor) -> None:
-    training.check_finite(losses)
-    validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
-
-
-def _modules(*functions: Any) -> list[nn.Module]:
-    """The modules that functions reach."""
-    reached = (x for fn in functions for x in ClosureWalker(fn, STATE).objects)
-    return [x for x in reached if isinstance(x, nn.Module)]
-
-
-def _doubled_start(params: Any) -> Any:
-    return (lambda hyper: to_double(params(hyper))) if callable(params) else to_double(params)
-
-
-def _moved(start: Any) -> Any:
-    """The initial parameters, each moved by one unit in the last place, up or down at random."""
-    if callable(start):
-        return lambda hyper: _moved(start(hyper))
-    generator = torch.Generator().manual_seed(0)
-
-    def move(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
-        to = torch.where(up, torch.inf, -torch.inf).to(x.dtype)
-        return x + (torch.nextafter(x.detach(), to) - x.detach())
-
-    return pytree.map_tensors(move, start)
 
 
 def _rounding(gradient: Any, moved: Any) -> Tensor:
@@ -467,9 +384,8 @@ def _rounding(gradient: Any, moved: Any) -> Tensor:
     )
     if not bool(found <= UNSTABLE):
         warn(
-            f"hypergradient: initial parameters that differ by one unit in the last place move the "
-            f"gradient by {float(found):.2g} of its norm: {size.dtype} does not determine it. Use "
-            "dtype=torch.float64, and make the training smoother: a lower learning rate, larger "
-            "batches, smooth activations, a larger eps of Adam."
+            "hypergradient: initial parameters that differ by one unit in the last place move the "
+            f"gradient by {float(found):.2g} of its norm: {size.dtype} does not determine it. "
+            f"{SMOOTHER}"
         )
     return found

@@ -1,7 +1,7 @@
-r"""Reverse mode through a long training, one step at a time, from states that are kept or computed again.
+r"""Reverse mode through a long training, one step at a time, from states that are kept or computed.
 
     c_{i+1} = F_i(c_i, h)          c = (parameters, state of the rule), h the constants
-    u_i = (dF_i / dc)^T u_{i+1}    gradient of h += (dF_i / dh)^T u_{i+1}        from the last step to the first
+    u_i = (dF_i / dc)^T u_{i+1}    gradient of h += (dF_i / dh)^T u_{i+1}    for i = n - 1, ..., 0
 
 A graph is held of one step only. The state before a step is kept, or computed again from the last one
 that is; a `schedule` says which are kept:

@@ -1,20 +1,27 @@
 """A training as a function of what it was set up with, which `hypergradient` differentiates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoglib._core import closures, pytree, validation
+from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.finite_differences import to_double
+from hoglib._core.state import StateGuard
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.meta.batches import Batches
+from hoglib.meta.batches import Batches, make_batches
 from hoglib.meta.checks import check_inner_losses
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.inner_loop import InnerSteps, is_truncated, unroll
 from hoglib.meta.optimizers import is_transformation, resolve_rule
 from hoglib.meta.replay import Loss, Steps
+from hoglib.stand_ins.mode import stand_ins_if
+from hoglib.verification.entry_points import examined_functions
 
 REDUCTIONS = ("mean", "sum")
 
@@ -120,3 +127,38 @@ def _rows(batch: Any) -> int:
         if isinstance(x, Tensor) and x.dim():
             return len(x)
     return 0
+
+
+@contextmanager
+def prepared_training(
+    what: str, outer: Any, inner: Any, params: Any, hyper: Any, rule: Any, count: int, batches: Any,
+    dtype: torch.dtype | None, stand_ins: bool, **options: Any,
+) -> Iterator[tuple[Training, Any]]:  # fmt: skip
+    """The training, and hyper; inside, autograd records, with stand-ins and in the dtype asked for."""
+    if dtype not in (None, torch.float64):
+        raise ArgumentValueError(
+            f"dtype: expected torch.float64 or None, got {dtype}; convert params, hyper and the data."
+        )
+    double = dtype is not None
+    with ExitStack() as stack:
+        stack.enter_context(examined_functions(what))
+        stack.enter_context(grad_enabled())
+        stack.enter_context(stand_ins_if(stand_ins))
+        if double:
+            params, hyper = _doubled_start(params), to_double(hyper)
+            guard = StateGuard(_modules(inner, outer, rule), double=True)
+            stack.enter_context(guard).begin()
+        source = make_batches(batches, count, double)
+        start = clone_inference_tensors(params)
+        training = Training(inner, start, rule, count, source, **options)
+        yield training, clone_inference_tensors(hyper)
+
+
+def _modules(*functions: Any) -> list[nn.Module]:
+    """The modules that functions reach."""
+    reached = (x for fn in functions for x in ClosureWalker(fn, STATE).objects)
+    return [x for x in reached if isinstance(x, nn.Module)]
+
+
+def _doubled_start(params: Any) -> Any:
+    return (lambda hyper: to_double(params(hyper))) if callable(params) else to_double(params)

@@ -1,13 +1,11 @@
 """Gradients through long trainings: replays against a loop by hand, resumption, and what is refused."""
 
-import errno
 import os
 import random
 import signal
 import subprocess
 import sys
 import textwrap
-from functools import partial
 from math import isqrt
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.meta import checkpoints
-from hoglib.meta.batches import make_batches
 from tests.oracles import relative
 from tests.tensors import F32, F64, randn
 
@@ -47,7 +44,11 @@ def problem(model, whole=False):
     """Weights of all examples, learning rates of all steps, and the initial parameters."""
     of = hog.functional_loss(model, lambda outputs, y: (outputs - y).square().sum(1))
     start = {name: p.detach() for name, p in hog.trainable_params(model).items()}
-    hyper = {"weights": torch.ones(24, dtype=F64), "log_lr": torch.tensor(-3.0, dtype=F64), "start": start}
+    hyper = {
+        "weights": torch.ones(24, dtype=F64),
+        "log_lr": torch.tensor(-3.0, dtype=F64),
+        "start": start,
+    }
 
     def per_example(params, rows):
         return (of.call(params, X[rows]) - Y[rows]).square().sum(1)
@@ -105,7 +106,11 @@ def by_hand(steps, batches):
     outer, inner, _, hyper = problem(model)
     leaves = [hyper["weights"], hyper["log_lr"], *hyper["start"].values()]
     own = [x.detach().clone().requires_grad_() for x in leaves]
-    at = {"weights": own[0], "log_lr": own[1], "start": dict(zip(hyper["start"], own[2:], strict=True))}
+    at = {
+        "weights": own[0],
+        "log_lr": own[1],
+        "start": dict(zip(hyper["start"], own[2:], strict=True)),
+    }
     params = at["start"]
     m = {n: torch.zeros_like(p) for n, p in params.items()}
     v = {n: torch.zeros_like(p) for n, p in params.items()}
@@ -121,7 +126,11 @@ def by_hand(steps, batches):
             new[n] = p * (1 - lr * 0.01) - lr * step
         params = new
     grads = torch.autograd.grad(outer(params, at), own)
-    return params, {"weights": grads[0], "log_lr": grads[1], "start": dict(zip(params, grads[2:], strict=True))}
+    return params, {
+        "weights": grads[0],
+        "log_lr": grads[1],
+        "start": dict(zip(params, grads[2:], strict=True)),
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -167,14 +176,20 @@ def test_micro_batches_with_dropout_are_the_graph_of_their_sum():
     batches = [torch.arange(i, i + 9) for i in range(6)]
     for loss, options in ((pieces, {}), (inner, {"memory": "checkpoint", "micro_batch": 4})):
         torch.manual_seed(1)
-        found.append(hog.meta.hypergradient(outer, loss, start, hyper, rule=RULES["sgd"], batches=batches, **options))
+        found.append(
+            hog.meta.hypergradient(
+                outer, loss, start, hyper, rule=RULES["sgd"], batches=batches, **options
+            )
+        )
     assert relative(found[1].gradient, found[0].gradient) < 1e-12
 
 
 def test_a_graph_is_held_of_a_piece_only():
     def peak(**options):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        model = nn.Sequential(
+            nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+        )
         of = hog.functional_loss(model, F.mse_loss)
         x, y = randn(4096, 3, dtype=F32), randn(4096, 1, dtype=F32)
         inner = lambda p, h, batch: h * of(p, batch)  # noqa: E731
@@ -291,7 +306,12 @@ def killed(kill_at, path, way, entry):
 @pytest.mark.parametrize(
     ("entry", "way", "kill_at"),
     # two linear layers a call: 60 in the forward part, then the replay
-    [(whole, "disk", 41), (whole, "disk, log", 150), (adapted, "disk", 130), (adapted, "disk, log", 55)],
+    [
+        (whole, "disk", 41),
+        (whole, "disk, log", 150),
+        (adapted, "disk", 130),
+        (adapted, "disk, log", 55),
+    ],
     ids=["forward", "backward", "adapt, backward", "adapt, forward"],
 )
 def test_a_killed_process_is_resumed_bit_for_bit(entry, way, kill_at, tmp_path, monkeypatch):
