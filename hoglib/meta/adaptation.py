@@ -123,7 +123,9 @@ def adapt(
             }
             kept = _Kept(where, schedule, options)
             return _on_disk(inner, steps, params, (batch, rest), loss, rule, modules, kept)
-        return unroll(inner, steps, params, (batch, rest, modules), memory).params
+        return unroll(
+            inner, steps, params, (batch, rest, modules), memory, _modules_of(loss, modules)
+        ).params
 
 
 class _Kept(NamedTuple):
@@ -162,8 +164,7 @@ def _on_disk(
             filled[i] = leaf
         return pytree.unflatten(filled, structure)
 
-    models = [loss.model] if isinstance(loss, FunctionalLoss) else []
-    parts = [part for module in (*models, *modules) for part in module.modules()]
+    parts = _modules_of(loss, modules)
     generators = closures.refuse("adapt(rule=...)", rule.update)
     generators += [] if isinstance(loss, FunctionalLoss) else closures.refuse("adapt", loss)
     call = _DiskLoop(inner, steps, rule, tree, kept, generators, parts, tensors)
@@ -180,7 +181,7 @@ class _DiskLoop:
         modules: list[nn.Module], tensors: list[Tensor],
     ) -> None:  # fmt: skip
         self.inner, self.count, self.rule, self.tree = inner, steps, rule, tree
-        self.kept, self.generators = kept, generators
+        self.kept, self.generators, self.modules = kept, generators, modules
         self.stand_ins = ActiveStandIns()
         self.run_state = RunState(tensors, generators, modules)
 
@@ -222,7 +223,7 @@ class _DiskLoop:
     def rerun(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The adapted leaves with a graph of all steps, for derivatives of higher order."""
         params, constants = self.tree(tensors)
-        found = unroll(self.inner, self.count, params, (*constants, []), "remat")
+        found = unroll(self.inner, self.count, params, (*constants, []), "remat", self.modules)
         return pytree.leaves(found.params)
 
 
@@ -256,6 +257,12 @@ class _FromDisk(torch.autograd.Function):
             ys, us = zip(*pairs, strict=True)
             grads = iter(torch.autograd.grad(ys, wanted, us, create_graph=True, allow_unused=True))
             return None, *[next(grads) if x.requires_grad else None for x in own]
+
+
+def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """All modules whose train or eval mode the loss depends on."""
+    models = [loss.model] if isinstance(loss, FunctionalLoss) else []
+    return [part for module in (*models, *modules) for part in module.modules()]
 
 
 def _variable(x: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ class _Memory(NamedTuple):
     schedule: str
     directory: Path | None
     progress: bool
+    check_rounding: bool
 
     def beside(self) -> "_Memory":
         """For a second training, whose files go into a directory within."""
@@ -205,8 +206,7 @@ def hypergradient(
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
-    kept = _check_memory(memory, schedule, directory, micro_batch, progress, method)
-    validation.flag("check_rounding", check_rounding)
+    kept = _check_memory(memory, schedule, directory, micro_batch, progress, check_rounding, method)
     count = check_steps(steps, check_batches(batches, steps), method, rule)
     with prepared_training(
         "hypergradient", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins,
@@ -288,7 +288,8 @@ def _replayed(outer: Any, training: Training, hyper: Any, memory: _Memory) -> Hy
         by_state = pytree.map(lambda _: None, state)
         end = pytree.unflatten(slopes[: len(final)], form), by_state
         pulled = replay.pull(end, slopes[len(final) :])
-        _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
+        if not memory.check_rounding:
+            _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
         of_start = vjp(pytree.leaves(start), pulled.carry, own)
     grads = add(pulled.constants, of_start)
     check_used(grads)
@@ -313,8 +314,9 @@ def _implicit(outer: Any, training: Training, hyper: Any, solver: Solver) -> Hyp
 
 
 def _check_memory(
-    memory: str, schedule: str, directory: Any, micro_batch: Any, progress: Any, method: str
-) -> _Memory:
+    memory: str, schedule: str, directory: Any, micro_batch: Any, progress: Any,
+    check_rounding: Any, method: str,
+) -> _Memory:  # fmt: skip
     """The options that say how steps are differentiated."""
     where = check_directory(memory, directory)
     replayed = memory != "store" and method == "unrolled"
@@ -336,7 +338,10 @@ def _check_memory(
             f"{name}: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
             f"differentiate one step at a time, got method={method!r} with memory={memory!r}."
         )
-    return _Memory(memory, schedule, where, validation.flag("progress", progress))
+    return _Memory(
+        memory, schedule, where, validation.flag("progress", progress),
+        validation.flag("check_rounding", check_rounding),
+    )  # fmt: skip
 
 
 def _check_finite(training: Training, losses: list[Tensor], value: Tensor) -> None:

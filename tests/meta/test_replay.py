@@ -1,5 +1,6 @@
 """Gradients through long trainings: replays against a loop by hand, resumption, and what is refused."""
 
+import errno
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.meta import checkpoints
+from hoglib.meta.batches import make_batches
 from tests.oracles import relative
 from tests.tensors import F32, F64, randn
 
@@ -335,3 +337,316 @@ def test_a_killed_process_is_resumed_bit_for_bit(entry, way, kill_at, tmp_path, 
     calls[0] = 0
     assert_close(entry(way, tmp_path / "killed"), expected, rtol=0, atol=0)  # after its end
     assert calls[0] < 10
+
+
+def out_of_space(at):
+    """A disk that takes so many files, and half of the next one."""
+    left = [at]
+    write = checkpoints.write_bytes
+
+    def limited(path, content):
+        left[0] -= 1
+        if left[0] < 0:
+            write(path, bytes(content)[: len(content) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
+
+    return limited
+
+
+@pytest.mark.parametrize("files", [0, 4, 12])
+def test_a_full_disk_is_told_and_leaves_whole_files(files, tmp_path, monkeypatch):
+    expected = whole("checkpoint", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_bytes", out_of_space(files))
+        with pytest.raises(hog.errors.OutputError) as caught:
+            whole("disk", tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(tmp_path) in str(caught.value)
+    assert "schedule='log'" in str(caught.value)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert_close(whole("disk", tmp_path), expected, rtol=0, atol=0)
+
+
+def test_damaged_files_are_computed_again(tmp_path):
+    expected = whole("disk", tmp_path)
+    path = tmp_path / "step-000000030.pt"
+    whole_file = path.read_bytes()
+    middle = len(whole_file) // 2
+    for damaged in (b"", whole_file[:middle], whole_file[:100] + b"\x00" * 400 + whole_file[500:]):
+        path.write_bytes(damaged)
+        (tmp_path / checkpoints.BACKWARD).write_bytes(damaged)
+        assert_close(whole("disk", tmp_path), expected, rtol=0, atol=0)
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_files_cannot_execute_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = whole("disk", tmp_path / "files")
+    for path in (tmp_path / "files").glob("*.pt"):
+        torch.save({"value": Harmful(), "leaves": Harmful(), "of": Harmful()}, path)
+    found = whole("disk", tmp_path / "files")
+    assert not (tmp_path / "executed").exists()
+    assert_close(found, expected, rtol=0, atol=0)
+
+
+OTHERS = {
+    "steps": ({"steps": 10}, "its steps 11, here 10"),
+    "schedule": ({"way": "disk, log"}, 'its schedule "sqrt", here "log"'),
+    "truncate": ({"truncate": 3}, "its truncate null, here 3"),
+    "another rule": ({"rule": "sgd"}, "its (shapes|initial parameters)"),
+    "other data": ({"source": "function"}, None),  # the same batches: the same call
+    "data in another order": ({"source": "loader"}, "its first step has the loss"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), OTHERS.values(), ids=OTHERS)
+def test_another_call_in_the_directory_is_refused_by_name(options, message, tmp_path):
+    found = run("disk", path=tmp_path)
+    if message is None:
+        assert_close(run(**{"way": "disk", "path": tmp_path, **options}), found, rtol=0, atol=0)
+        return
+    with pytest.raises(ValueError, match=f"directory: .*{message}"):
+        run(**{"way": "disk", "path": tmp_path, **options})
+
+
+def test_other_values_in_the_directory_are_refused(tmp_path):
+    problem = lambda start, rate, slope=2.0, first=1.0: hog.meta.hypergradient(  # noqa: E731
+        lambda p, h: p.square(), lambda p, h: slope * h * (p - 1).square(), torch.tensor(start),
+        torch.tensor(first), rule=hog.meta.sgd(rate), steps=9, memory="disk", directory=tmp_path,
+    )  # fmt: skip
+    problem(0.0, 0.1)
+    for other, message in (
+        ((0.5, 0.1), "initial parameters"), ((0.0, 0.1, 2.0, 1.5), "arguments"),
+        ((0.0, 0.1, 2.5), "its first step has the loss 2.0, here 2.5"), ((0.0, 0.2), "and another update"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            problem(*other)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="holds another one"):
+        problem(0.0, 0.1)
+
+
+def test_a_directory_with_other_files_or_of_another_process_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"which holds thesis\.txt"):
+        run("disk", path=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    locked = tmp_path / "locked"
+    run("disk", path=locked)
+    like = []
+    kept = checkpoints.OnDisk.__new__(checkpoints.OnDisk)
+    kept.directory, kept._like = locked, like
+    with kept.held(), pytest.raises(ValueError, match="no other process works in"):
+        run("disk", path=locked)
+    unwritable = tmp_path / "thesis.txt" / "below"
+    with pytest.raises(OSError, match="expected to write the manifest"):
+        run("disk", path=unwritable)
+
+
+def refused(**options):
+    return lambda path: run("store", path=path, **options)
+
+
+ARGUMENTS = {
+    "disk without a directory": (lambda p: run("disk", path=None), ValueError, "memory='disk' without"),
+    "a directory without disk": (refused(directory="x"), ValueError, "memory='store' with x"),
+    "a directory that is a number": (lambda p: run("disk", path=3), TypeError, "directory: expected a path"),
+    "a file": (lambda p: run("disk", path=Path(__file__)), ValueError, "expected a directory, got the file"),
+    "log, with store": (refused(schedule="log"), ValueError, "schedule: expected memory='checkpoint' or 'disk'"),
+    "an unknown schedule": (lambda p: run("checkpoint", schedule="all"), ValueError, "expected one of sqrt, log|sqrt, log"),
+    "micro-batches, with store": (refused(micro_batch=2), ValueError, "micro_batch: expected .*'remat'"),
+    "no examples": (lambda p: run("remat", micro_batch=0), ValueError, "micro_batch"),
+    "a bar, with store": (refused(progress=True), ValueError, "progress: expected"),
+    "disk, by the implicit theorem": (lambda p: run("disk", path=p, method="cg"), ValueError, "differentiates no steps"),
+    "float32": (refused(dtype=torch.float32), ValueError, "dtype: expected torch.float64"),
+    "an iterator": (lambda p: by_batches(iter([1])), TypeError, "which can be read once"),
+    "a number of batches": (lambda p: by_batches(3), TypeError, "batches: expected a sequence"),
+    "no batches": (lambda p: by_batches([]), ValueError, "one for each of 2 steps, got 0"),
+    "an iterable that is empty": (lambda p: by_batches(Empty()), ValueError, "gave none"),
+}  # fmt: skip
+
+
+class Empty:
+    def __iter__(self):
+        return iter(())
+
+
+def by_batches(batches):
+    return hog.meta.hypergradient(
+        lambda p, h: p * h, lambda p, h, batch: p * h, torch.tensor(1.0), torch.tensor(1.0),
+        rule=hog.meta.sgd(0.1), steps=2, batches=batches,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_that_cannot_be_meant(call, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        call(tmp_path)
+
+
+# Trainings that are not the same twice
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self):
+        self.calls += 1
+        return 1 + self.calls / 100
+
+
+COUNTER, CHANGED = Counter(), torch.ones(3)
+DIFFERENT = {
+    "random numbers of Python": lambda x: x * (1 + random.random()),
+    "a module that counts": lambda x: x * COUNTER(),
+    "data changed in place": lambda x: x * CHANGED.mul_(1.01),
+}
+
+
+@pytest.mark.parametrize("memory", ["remat", "checkpoint"])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_training_that_is_not_repeated_is_refused(name, memory):
+    change = DIFFERENT[name]
+    with pytest.raises(
+        hog.errors.NondeterministicError, match=r"after step 9 of 9, by up to .*\[0\]\.w"
+    ):
+        hog.meta.hypergradient(
+            lambda p, h: p["w"].sum(), lambda p, h: (h * (change(p["w"]) - 1).square()).sum(),
+            {"w": torch.zeros(3) + 0.5}, torch.ones(3), rule=hog.meta.sgd(0.1), steps=9, memory=memory,
+        )  # fmt: skip
+
+
+def test_adapt_through_files_is_refused_where_it_cannot_be_right(tmp_path):
+    loss, rule = lambda p, x: (p * x).square(), hog.meta.sgd(0.1)
+    options = {"steps": 3, "memory": "disk", "directory": tmp_path}
+    with pytest.raises(NotImplementedError, match="memory='remat'"):
+        torch.func.grad(lambda p: hog.meta.adapt(loss, p, 2.0, rule, **options))(torch.tensor(1.0))
+    constant = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(ValueError, match="closes over"):
+        hog.meta.adapt(
+            lambda p, x: (p * constant).square(), torch.tensor(1.0), 2.0, rule, **options
+        )
+    with pytest.raises(ValueError, match="memory: expected one of store, remat, checkpoint"):
+        hog.MAML(nn.Linear(2, 1), F.mse_loss, memory="disk")
+
+
+@pytest.mark.parametrize("way", ["disk", "disk, log"])
+@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 3}], ids=str)
+def test_adapt_through_files_to_second_order(way, options, tmp_path):
+    """Gradients by parameters, batch and frozen rest, and a product with their Hessian."""
+    found = []
+    for name in ("store", way):
+        torch.manual_seed(3)
+        model = network(0.3)
+        loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model, "0.*")
+        x = X.clone().requires_grad_()
+        memory = {**WAYS[name], **({"directory": tmp_path} if "disk" in name else {})}
+        adapted = hog.meta.adapt(
+            loss, params, (x, Y), hog.meta.adam(0.05, eps=0.1), steps=7, **memory, **options
+        )
+        inputs = [*params.values(), x, model[3].weight]
+        value = sum(p.sin().sum() for p in adapted.values())
+        first = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+        model.eval()  # the mode of the first run is that of backward
+        again = torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+        product = torch.autograd.grad(
+            sum(g.square().sum() for g in again if g is not None), inputs, allow_unused=True
+        )
+        found.append(
+            [
+                adapted,
+                *(
+                    dict(enumerate(g for g in part if g is not None))
+                    for part in (first, again, product)
+                ),
+            ]
+        )
+    for ours, expected in zip(found[1], found[0], strict=True):
+        assert ours.keys() == expected.keys()
+        assert relative(ours, expected) < 1e-12 if ours else True
+
+
+# Batches, dtypes, rounding
+
+
+def test_a_loader_gives_the_same_batches_again_and_those_of_a_loop():
+    torch.manual_seed(7)
+    expected = [batch for _ in range(3) for (batch,) in loader_of_global()]
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    batches = make_batches(loader_of_global(), 15, False)
+    asked = [*range(15), *range(14, -1, -1), 3, 11, 0]
+    for i in asked:
+        (batch,) = batches.at(i)
+        torch.rand(1)  # of the training
+        assert torch.equal(batch, expected[i])
+    torch.manual_seed(7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def loader_of_global():
+    return DataLoader(TensorDataset(torch.arange(24)), batch_size=5, shuffle=True)
+
+
+def test_double_precision():
+    """Of float32 parameters, data, and buffers, which stay as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    model[1].running_var.mul_(2.3)
+    of = hog.functional_loss(model, F.mse_loss)
+    x, y = X.float(), Y.float()
+
+    def found(of, params, convert=lambda t: t, **options):
+        return hog.meta.hypergradient(
+            lambda p, h: p["3.weight"].square().sum(), lambda p, h, batch: h.square() * of(p, batch),
+            params, convert(torch.tensor(1.5)), rule=hog.meta.sgd(0.1), steps=20, memory="checkpoint",
+            batches=lambda i: (convert(x[i:]), convert(y[i:])), **options,
+        )  # fmt: skip
+
+    ours = found(of, hog.trainable_params(model), dtype=F64)
+    assert ours.gradient.dtype == ours.params["0.weight"].dtype == F64
+    assert model[1].running_var.dtype == F32
+    doubled = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    doubled.load_state_dict(model.state_dict())
+    other = hog.functional_loss(doubled.double(), F.mse_loss)
+    expected = found(other, hog.trainable_params(doubled), torch.Tensor.double)
+    assert torch.equal(ours.gradient, expected.gradient)
+
+
+def logistic(rate, **options):
+    """w <- rate w (1 - w), by gradient descent: chaotic for rates near 4."""
+    return hog.meta.hypergradient(
+        lambda p, h: p["w"].sum(), lambda p, h: (p["w"].square() / 2 - h * (p["w"].square() / 2 - p["w"] ** 3 / 3)).sum(),
+        {"w": torch.full((2,), 0.3)}, torch.tensor(rate), rule=hog.meta.sgd(1.0), steps=25,
+        memory="checkpoint", **options,
+    )  # fmt: skip
+
+
+def test_rounding_that_decides_the_gradient_is_told_with_its_size():
+    with pytest.warns(UserWarning, match="moves the outer loss by about .* of its value") as told:
+        chaotic = logistic(3.99)
+    size = float(str(told[0].message).partition("by about ")[2].split()[0])
+    exact = logistic(3.99, dtype=F64)
+    # what float32 does to the result is of the size that was estimated
+    error = float(abs(chaotic.value - exact.value) / exact.value)
+    assert size / 50 < error < size * 50
+    with pytest.warns(
+        UserWarning, match=r"one unit in the last place move the gradient by .* torch\.float32"
+    ):
+        moved = logistic(3.99, check_rounding=True)
+    assert moved.rounding > 1e-3
+    stable = logistic(2.5, check_rounding=True)  # no warning
+    assert stable.rounding < 1e-4
+    assert logistic(3.99, dtype=F64, check_rounding=True).rounding < 1e-6
+
+
+def test_a_bar_counts_the_steps(capsys):
+    run("checkpoint", steps=11, progress=True)
+    assert "hypergradient steps, forward and backward" in capsys.readouterr().err
