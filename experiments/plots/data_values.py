@@ -31,14 +31,17 @@ def plot_data_values(examples: Examples, scored: Scored, title: str) -> Figure:
     wrong = scored.wrong.cpu()
     for (name, harm), look in zip(scored.harm.items(), SERIES, strict=False):
         curve = precision_recall(harm.cpu(), wrong)
-        label = f"{name}: {curve.average:.2f}" if wrong.any() else name
+        label = f"{name}: {curve.average:.3f}" if wrong.any() else name
         found.plot(curve.recall, curve.precision, label=label, **look.line())
     found.axhline(float(wrong.double().mean()), color=GREY, lw=1, ls=":")
     found.set(xlabel="wrong labels found (recall)", ylabel="of those listed (precision)")
     found.set(xlim=(0, 1), ylim=(0, 1.03))
     for axis in (found.xaxis, found.yaxis):
         axis.set_major_formatter(PercentFormatter(1))
-    found.legend(loc="lower left", title="average precision")
+    found.legend(
+        loc="lower center", title="average precision", frameon=True, facecolor="white",
+        edgecolor="none", framealpha=1,
+    )  # fmt: skip
     figure.suptitle(f'{title}; "0, is 9": the label says 0, the digit is 9')
     return figure
 

@@ -21,6 +21,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.meta import checkpoints
 from hoglib.meta.batches import make_batches
+from hoglib.meta.leave_k_out import spearman
 from tests.oracles import relative
 from tests.tensors import F32, F64, randn
 
@@ -253,8 +254,8 @@ def test_memory_does_not_grow_with_the_steps(schedule, tmp_path):
             ), torch.device("cpu"),
         )  # fmt: skip
 
-    growth = (peak(100) - peak(25)) / (8 * width**2)  # in copies of the parameters
-    assert growth < 0.5 if schedule == "log" else 4 < growth < 7
+    few, many = (peak(steps) / (8 * width**2) for steps in (25, 100))  # in copies of the parameters
+    assert many < few + 0.5 if schedule == "log" else few + 4 < many < few + 7, (few, many)
 
 
 # Interruptions
@@ -650,3 +651,87 @@ def test_rounding_that_decides_the_gradient_is_told_with_its_size():
 def test_a_bar_counts_the_steps(capsys):
     run("checkpoint", steps=11, progress=True)
     assert "hypergradient steps, forward and backward" in capsys.readouterr().err
+
+
+def test_leaving_out_is_predicted_as_scipy_and_a_training_by_hand_say():
+    from scipy.stats import spearmanr
+
+    outer, inner, start, hyper = problem(network())
+    training = {"rule": RULES["sgd"], "steps": 20}
+    found = hog.meta.hypergradient(outer, inner, start, hyper, memory="remat", **training)
+    options = {"k": 2, "subsets": 12, "weights": "weights", **training}
+    check = hog.meta.leave_k_out(found, outer, inner, start, hyper, factor=1 + 1e-4, **options)
+    assert_close(check.actual, check.predicted, rtol=1e-2, atol=1e-7)
+    left = hog.meta.leave_k_out(found, outer, inner, start, hyper, **options)
+    weights = hyper["weights"].clone()
+    weights[left.subsets[3]] = 0
+    again = hog.meta.hypergradient(outer, inner, start, {**hyper, "weights": weights}, **training)
+    assert_close(left.actual[3], again.value - found.value)
+    slope = found.gradient["weights"]
+    assert_close(left.predicted[3], -slope[left.subsets[3]].sum())
+    assert left.correlation == pytest.approx(spearmanr(left.predicted, left.actual).statistic)
+    assert "leave 2 out, 12 random subsets" in str(left)
+    ties = torch.tensor([1.0, 2.0, 2.0, 0.0]), torch.tensor([3.0, 1.0, 1.0, 1.0])
+    assert spearman(*ties) == pytest.approx(spearmanr(*ties).statistic)
+    with pytest.raises(ValueError, match="weights: expected the name of a leaf"):
+        hog.meta.leave_k_out(found, outer, inner, start, hyper, k=2, **training)
+    with pytest.raises(ValueError, match="k: expected at most the number of weights, 24"):
+        hog.meta.leave_k_out(found, outer, inner, start, hyper, **{**options, "k": 25})
+
+
+SCHEDULERS = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 4, 0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9, eta_min=1e-3),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=13),
+}
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, hog.meta.sgd, {}),
+    "momentum": (torch.optim.SGD, hog.meta.sgd, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, hog.meta.adam, {"weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, hog.meta.adamw, {"weight_decay": 0.1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_schedules_are_those_of_torch_step_for_step(kind, scheduler):
+    theirs, ours, options = kind
+    rule = ours(hog.meta.scheduled(0.05, scheduler, steps=12), **options)
+    leaf = randn(5).requires_grad_()
+    params = {"w": leaf.detach().clone()}
+    state = rule.init(params)
+    optimizer = theirs([leaf], lr=0.05, **options)
+    stepped = scheduler(optimizer)
+    for _ in range(12):
+        params, state = rule.update(params, {"w": params["w"].sin()}, state)
+        leaf.grad = leaf.detach().sin()
+        optimizer.step()
+        stepped.step()
+        assert relative(params, {"w": leaf.detach()}) < 1e-13
+    with pytest.raises(ValueError, match="expected a step of 0 to 11, got 12"):
+        rule.update(params, params, state)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_step_has_a_learned_rate(way, tmp_path):
+    rates = torch.linspace(0.1, 0.3, 7, dtype=F64)
+
+    def found(rates, **options):
+        return hog.meta.hypergradient(
+            lambda p, h: (p - 1).square().sum(), lambda p, h: p.square().sum() / 2, randn(3), rates,
+            rule=lambda h: hog.meta.sgd(lambda i: h[i]), steps=7, **options,
+        )  # fmt: skip
+
+    ours = found(rates, **WAYS[way], **({"directory": tmp_path} if "disk" in way else {})).gradient
+    for i in range(7):  # p_7 = prod (1 - a_j) p_0
+        shrunk = (1 - rates).prod() * randn(3)
+        expected = (2 * (shrunk - 1) * -shrunk / (1 - rates[i])).sum()
+        assert_close(ours[i], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_schedule_is_no_equal_step_for_the_compiler():
+    rule = lambda lr: hog.meta.sgd(lambda i: lr / (i + 1))  # noqa: E731
+    maml = hog.MAML(nn.Linear(2, 1), F.mse_loss, rule=rule, inner_steps=2, compile="step")
+    task = torch.randn(3, 2), torch.randn(3, 1)
+    with pytest.raises(NotImplementedError, match="a rule that counts steps by itself"):
+        maml.loss([(task, task)])
