@@ -31,6 +31,7 @@ def scheduled(lr: Any, scheduler: Callable[[Any], Any], *, steps: int) -> Schedu
 
     Raises:
         ArgumentTypeError: for a scheduler that depends on a metric, and for what is none.
+        ArgumentValueError: for one that sets the momentum too.
 
     Example:
         >>> cosine = lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=4)
@@ -52,6 +53,11 @@ def scheduled(lr: Any, scheduler: Callable[[Any], Any], *, steps: int) -> Schedu
         )
     rates = []
     for _ in range(steps):
+        if optimizer.param_groups[0]["momentum"]:  # of this optimizer it is 0
+            raise ArgumentValueError(
+                "scheduler: expected one that sets the learning rate alone, got one that sets the "
+                "momentum too; pass it cycle_momentum=False."
+            )
         rates.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
         stepped.step()

@@ -682,7 +682,9 @@ def test_leaving_out_is_predicted_as_scipy_and_a_training_by_hand_say():
 SCHEDULERS = {
     "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 4, 0.5),
     "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9, eta_min=1e-3),
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=13),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, 0.2, total_steps=13, cycle_momentum=False
+    ),
 }
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, hog.meta.sgd, {}),
@@ -727,6 +729,11 @@ def test_each_step_has_a_learned_rate(way, tmp_path):
         shrunk = (1 - rates).prod() * randn(3)
         expected = (2 * (shrunk - 1) * -shrunk / (1 - rates[i])).sum()
         assert_close(ours[i], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_schedule_of_momentum_is_refused():
+    with pytest.raises(ValueError, match="cycle_momentum=False"):
+        hog.meta.scheduled(0.1, lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, 9), steps=3)
 
 
 def test_a_schedule_is_no_equal_step_for_the_compiler():
