@@ -5,6 +5,7 @@ Each config trains one LightningModule. The modules, one file for each experimen
     maml.py         MAML on sinusoids, and joint training beside it   configs/maml/sinusoid*.yaml
     few_shot.py     few-shot classification of glyphs                 configs/maml/glyphs_*.yaml
     reweight.py     learning to reweight mislabelled examples         configs/meta/reweight_digits.yaml
+    data_values.py  values of digits through a whole training         configs/meta/data_values.yaml
     gan.py          GAN in the plane                                  configs/gan/mixture.yaml
     image_gan.py    GAN of MNIST digits                               configs/gan/mnist.yaml
     robust.py       classifiers under adversarial attack              configs/penalty/digits_robust.yaml

@@ -1,5 +1,6 @@
 """Pictures of experiments on digits of 8 x 8 pixels: reweighting, robustness, autoencoders."""
 
+from math import isqrt
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -33,8 +34,8 @@ def plot_reweighting(
     above, below = figure.subfigures(2, 1, height_ratios=(1, 1.2))
     order = weights.argsort(stable=True)
     lowest, highest = above.subfigures(1, 2)
-    _labelled_digits(lowest, "lowest average weights", examples, order[:SHOWN])
-    _labelled_digits(highest, "highest average weights", examples, order.flip(0)[:SHOWN])
+    labelled_digits(lowest, "lowest average weights", examples, order[:SHOWN])
+    labelled_digits(highest, "highest average weights", examples, order.flip(0)[:SHOWN])
     left, right = below.subplots(1, 2)
     wrong = examples.label != examples.truth
     bins = torch.linspace(0, weights.max().item() if len(weights) else 1, 41).numpy()
@@ -58,15 +59,18 @@ def plot_reweighting(
     return figure
 
 
-def _labelled_digits(figure: Any, title: str, examples: Examples, picks: Tensor) -> None:
-    """Images in two rows, each with the given label and, if that is wrong, the true one."""
+def labelled_digits(
+    figure: Any, title: str, examples: Examples, picks: Tensor, rows: int = 2
+) -> None:
+    """Square images in rows, each with the given label and, if that is wrong, the true one."""
     figure.suptitle(title)
-    axes = figure.subplots(2, SHOWN // 2).flatten()
+    axes = figure.subplots(rows, -(-len(picks) // rows) or 1, squeeze=False).flatten()
     for axis in axes:
         axis.set_axis_off()
     for axis, pick in zip(axes, picks.tolist(), strict=False):
         given, truth = int(examples.label[pick]), int(examples.truth[pick])
-        axis.imshow(examples.x[pick].reshape(8, 8).numpy(), cmap="gray_r")
+        side = isqrt(examples.x[pick].numel())
+        axis.imshow(examples.x[pick].reshape(side, side).numpy(), cmap="gray_r")
         axis.set_title(
             f"{given}" if given == truth else f"{given}, is {truth}",
             fontsize=9,

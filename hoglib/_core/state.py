@@ -220,6 +220,24 @@ class AutocastState:
 
 
 @final
+class GeneratorStates:
+    """torch's generators of some devices, and others, whose states can be read and set together."""
+
+    def __init__(
+        self, devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()
+    ) -> None:
+        every = [torch.default_generator, *map(_default_generator, devices), *generators]
+        self._generators = list({id(g): g for g in every if g is not None}.values())
+
+    def now(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def set(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+@final
 class RunState:
     """torch's random generators, autocast, and modes of modules, as they were when this was created.
 
@@ -232,32 +250,26 @@ class RunState:
         generators: Iterable[torch.Generator],
         modules: Iterable[nn.Module],
     ) -> None:
-        devices = {tensor.device for tensor in tensors}
-        every = [torch.default_generator, *map(_default_generator, devices), *generators]
-        unique = {id(generator): generator for generator in every if generator is not None}
-        self._generators = [(generator, generator.get_state()) for generator in unique.values()]
+        self._generators = GeneratorStates({tensor.device for tensor in tensors}, generators)
+        self._drawn = self._generators.now()
         self._modes = [(module, module.training) for module in modules]
         self.autocast = AutocastState(tensors)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, generators and modes are as they were; at exit, as they are now."""
-        states = [(generator, generator.get_state()) for generator, _ in self._generators]
+        states = self._generators.now()
         modes = [(module, module.training) for module, _ in self._modes]
         try:
-            _set(self._generators, self._modes)
+            self._set(self._drawn, self._modes)
             yield
         finally:
-            _set(states, modes)
+            self._set(states, modes)
 
-
-def _set(
-    generators: list[tuple[torch.Generator, Tensor]], modes: list[tuple[nn.Module, bool]]
-) -> None:
-    for generator, state in generators:
-        generator.set_state(state)
-    for module, training in modes:
-        module.training = training
+    def _set(self, states: list[Tensor], modes: list[tuple[nn.Module, bool]]) -> None:
+        self._generators.set(states)
+        for module, training in modes:
+            module.training = training
 
 
 @final

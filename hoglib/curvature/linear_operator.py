@@ -416,10 +416,11 @@ def _factor(value: Any) -> float:
 
 @final
 class ProgressBar:
-    """Counts the products of an operator; the outermost call names the work, and their number."""
+    """Counts the products of an operator, or the steps of a training; the outermost call names the
+    work, and their number."""
 
-    def __init__(self, name: str, enabled: bool) -> None:
-        self._name, self._enabled = name, enabled
+    def __init__(self, name: str, enabled: bool, unit: str = "product") -> None:
+        self._name, self._enabled, self._unit = name, enabled, unit
         self._open: Any = None
         self._done = 0.0
 
@@ -430,7 +431,7 @@ class ProgressBar:
             yield
             return
         self._done = 0.0
-        self._open = _tqdm()(total=total, desc=f"{self._name} {work}", unit="product", leave=False)
+        self._open = _tqdm()(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
         try:
             yield
         finally:

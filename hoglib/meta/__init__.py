@@ -1,10 +1,12 @@
 """Meta-learning: inner loops that can be differentiated, on unmodified modules."""
 
+from hoglib.meta.adaptation import adapt
 from hoglib.meta.hypergradient import Hypergradient, hypergradient
 from hoglib.meta.imaml import IMAML
 from hoglib.meta.implicit import Residual
-from hoglib.meta.inner_loop import adapt, inner_step
+from hoglib.meta.inner_loop import inner_step
 from hoglib.meta.learner import Learner
+from hoglib.meta.leave_k_out import LeaveKOut, leave_k_out
 from hoglib.meta.maml import MAML, multi_step_weights
 from hoglib.meta.optimizers import (
     RULES,
@@ -16,6 +18,7 @@ from hoglib.meta.optimizers import (
     sgd,
 )
 from hoglib.meta.reptile import Reptile
+from hoglib.meta.schedules import scheduled
 from hoglib.meta.tasks import Shard, shard
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "GradientTransformation",
     "Hypergradient",
     "Learner",
+    "LeaveKOut",
     "Reptile",
     "Residual",
     "Shard",
@@ -33,9 +37,11 @@ __all__ = [
     "adapt",
     "hypergradient",
     "inner_step",
+    "leave_k_out",
     "momentum",
     "multi_step_weights",
     "rmsprop",
+    "scheduled",
     "sgd",
     "shard",
 ]

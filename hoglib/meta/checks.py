@@ -84,10 +84,11 @@ def check_finite(found: TaskResult) -> None:
     )
 
 
-def check_inner_losses(losses: Tensor, at_first: str, later: str) -> None:
+def check_inner_losses(losses: Tensor, at_first: str, later: str, steps: int | None = None) -> None:
     """Raise NonFiniteError at the first of losses [steps] or [tasks, steps] that is not finite.
 
-    at_first, later: what to do about one in the first step, and in another.
+    at_first, later: what to do about one in the first step, and in another. steps: of which these are
+    the first. Default: all.
     """
     bad = (~torch.isfinite(losses)).nonzero()
     if len(bad):
@@ -95,7 +96,7 @@ def check_inner_losses(losses: Tensor, at_first: str, later: str) -> None:
         raise NonFiniteError(
             f"inner loss: expected a finite number, got {losses[*task, step].item()} at "
             + (f"task {task[0]} of {len(losses)}, " if task else "")
-            + f"step {step + 1} of {losses.shape[-1]}. {later if step else at_first}"
+            + f"step {step + 1} of {steps or losses.shape[-1]}. {later if step else at_first}"
         )
 
 

@@ -60,34 +60,37 @@ def transformation(
         g <- g + lambda theta        u, memory' = direction(g, memory)        theta' = theta - lr u
 
     decoupled takes the decay from theta: theta' = (1 - lr lambda) theta - lr u. slots name what a
-    direction keeps from step to step, a tree like params each; a rule without any has no state.
+    direction keeps from step to step, a tree like params each. A rate that is a function of the step
+    has a count of its own, "at", which tells `compile="step"` that steps differ. A rule without either
+    has no state.
     """
-    lr = check_rates("lr", lr)
+    schedule = lr if callable(lr) and not isinstance(lr, Tensor) else None
+    lr = check_rates("lr", lr) if schedule is None else lr
     weight_decay = check_rates("weight_decay", weight_decay, zero=True)
-
-    entries = {"step", *slots}
+    counts = {**({"step": 0} if slots else {}), **({} if schedule is None else {"at": 0})}
+    entries = {*counts, *slots}
 
     def init(params: Params) -> State:
-        if not slots:
-            return {}
-        zeros = {slot: pytree.map(torch.zeros_like, params) for slot in slots}
-        return {"step": 0, **zeros}
+        return {**counts, **{slot: pytree.map(torch.zeros_like, params) for slot in slots}}
 
     def update(params: Params, grads: Params, state: State) -> tuple[Params, State]:
         with without_stand_ins():  # nothing here needs one, and to look each call up takes time
-            if slots and (not isinstance(state, dict) or state.keys() != entries):
+            if entries and (not isinstance(state, dict) or state.keys() != entries):
                 raise ArgumentValueError(
                     f"state: expected a dict of {', '.join(sorted(entries))}, got "
                     f"{validation.describe(state)}; start from the rule's init(params)."
                 )
             step = state["step"] + 1 if slots else 0
+            rates = lr
+            if schedule is not None:
+                rates = check_rates("lr(step)", schedule(state["at"]), zero=True)
             direction = direction_at(step)
             leaves = Leaves(params)
             updated, kept = [], []
             for p, g, rate, decay, *memory in zip(
                 leaves.real,
                 leaves.matching_real("grads", grads),
-                option_of_each("lr", lr, leaves),
+                option_of_each("lr", rates, leaves),
                 option_of_each("weight_decay", weight_decay, leaves),
                 *[leaves.matching_real(f"state[{slot!r}]", state[slot]) for slot in slots],
                 strict=False,  # options may repeat without end
@@ -101,10 +104,10 @@ def transformation(
                 updated.append(minus(p, rate, u))
                 kept.append(remembered)
             new = leaves.tree(updated)
-            if not slots:
+            if not entries:
                 return new, state
             trees = {slot: leaves.tree([row[i] for row in kept]) for i, slot in enumerate(slots)}
-            return new, {"step": step, **trees}
+            return new, {**{name: state[name] + 1 for name in counts}, **trees}
 
     return GradientTransformation(init, update)
 

@@ -1,6 +1,9 @@
 """Gradients of a validation loss with respect to what an inner training was set up with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,21 +12,39 @@ from torch import Tensor
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import (
     check_uses_given_params,
-    clone_inference_tensors,
-    grad_enabled,
     materialize_grads,
 )
+from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.source_location import warn
+from hoglib._core.state import RandomState, preserve_random_state
 from hoglib._core.swap import keep_swapped
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.meta.checks import check_inner_losses
+from hoglib.curvature.linear_operator import ProgressBar
+from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.meta.batches import check_batches
+from hoglib.meta.checkpoints import check_directory
+from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.implicit import SOLVERS, Residual, Solver, check_used, implicit_gradient
-from hoglib.meta.inner_loop import MEMORY, InnerSteps, check_truncate, is_truncated, unroll
-from hoglib.meta.optimizers import GradientTransformation, is_transformation, resolve_rule
-from hoglib.stand_ins.mode import stand_ins_if
-from hoglib.verification.entry_points import examined_functions
+from hoglib.meta.inner_loop import MEMORY, check_truncate
+from hoglib.meta.replay import (
+    ALL,
+    SCHEDULES,
+    Replay,
+    add,
+    describe_call,
+    open_checkpoints,
+    vjp,
+)
+from hoglib.meta.training import REDUCTIONS, Training, check_steps, detached, prepared_training
 
 METHODS = ("unrolled", *SOLVERS)
+UNSTABLE = 1e-3  # of the gradient: what check_rounding tells
+MOVES = 1e-5  # of the outer loss: what rounding of the parameters may move it by
+EXACT = 1e-12  # rounding of float64, which amplified likewise does no harm
+SMOOTHER = (
+    "Use dtype=torch.float64, or make the training smoother: a lower learning rate, larger batches, "
+    "smooth activations, a larger eps of Adam."
+)
 
 
 class Hypergradient(NamedTuple):
@@ -33,6 +54,24 @@ class Hypergradient(NamedTuple):
     gradient: Any  # its gradient, in the structure of hyper
     params: Any  # after the inner training
     residual: Residual | None  # of an implicit method
+    # With check_rounding: how far the gradient moves, relative to its norm, if the initial parameters
+    # do by one rounding error
+    rounding: Tensor | None = None
+
+
+class _Memory(NamedTuple):
+    """How the steps are differentiated."""
+
+    kind: str
+    schedule: str
+    directory: Path | None
+    progress: bool
+    check_rounding: bool
+
+    def beside(self) -> "_Memory":
+        """For a second training, whose files go into a directory within."""
+        within = None if self.directory is None else self.directory / "moved"
+        return self._replace(directory=within)
 
 
 def hypergradient(
@@ -43,10 +82,17 @@ def hypergradient(
     *,
     rule: GradientTransformation | Callable[[Any], GradientTransformation] | None = None,
     steps: int | None = None,
-    batches: Sequence[Any] | None = None,
+    batches: Sequence[Any] | Iterable[Any] | Callable[[int], Any] | None = None,
     method: str = "unrolled",
     memory: str = "store",
+    schedule: str = "sqrt",
+    directory: str | Path | None = None,
     truncate: int | None = None,
+    micro_batch: int | None = None,
+    reduction: str = "mean",
+    dtype: torch.dtype | None = None,
+    check_rounding: bool = False,
+    progress: bool = False,
     iterations: int | None = None,
     damping: float = 0.0,
     tol: float | None = None,
@@ -81,11 +127,33 @@ def hypergradient(
             as ``lambda hyper: hog.meta.sgd(hyper["lr"])``.
         steps: The number of steps. Default: one for each batch, or 1; 0 for an implicit method
             without batches, which takes params for theta*.
-        batches: What inner is given in each step. An implicit method uses the last for the minimum.
+        batches: What inner is given in each step: a sequence, a function of the step, or a DataLoader
+            or other iterable, which is read again and again. An implicit method uses the last for the
+            minimum.
         method: "unrolled", "cg" (conjugate gradients) or "neumann" (the Neumann series).
-        memory: What "unrolled" keeps for backward: "store" the graph of every step, "remat" the
-            parameters after every step, "checkpoint" those after every sqrt(steps)-th step.
+        memory: What "unrolled" keeps for backward: "store" the graph of every step; "remat" the
+            parameters (with the state of the rule) after every step; "checkpoint" those of a few
+            steps, by the schedule; "disk" the same in files of the directory. All but "store" hold
+            the graph of one step at a time, and compare each step that is run again with the training,
+            bit for bit.
+        schedule: What "checkpoint" and "disk" keep: "sqrt" the parameters after every sqrt(steps)-th
+            step and, while these are run again, those of sqrt(steps) steps; each step is run three
+            times. "log" those after log2(steps) steps; each is run log2(steps) / 2 + 2 times.
+        directory: Where "disk" keeps its files. The same call goes on there after an interruption, and
+            returns its result at once after its end; another call is refused.
         truncate: With "unrolled", differentiate through the last so many steps only. Default: all.
+        micro_batch: Compute the loss of a step, its gradient and its double backward in pieces of so
+            many examples (rows of the tensors of the batch). Not with memory="store".
+        reduction: What inner is of the examples, with micro_batch: their "mean" or "sum".
+        dtype: torch.float64 converts params, hyper, batches and the buffers of modules, and computes
+            in double precision. Default: the dtypes as they are.
+        check_rounding: Compute the gradient once more from initial parameters that are moved by one
+            unit in the last place, each up or down at random, and warn if it moves by more than a
+            thousandth of its norm. Takes as long again. Default: warn where rounding of the parameters
+            in all steps moves the outer loss by more than 1e-5 of its value, to first order:
+            sqrt(sum (d outer / d theta_i theta_i eps)^2). That costs nothing; it is not measured with
+            memory="store", nor in float64.
+        progress: Show a bar that counts steps (needs tqdm). Not with memory="store".
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
             "neumann".
         damping: A number that is added to the diagonal of H, 0 or more.
@@ -96,18 +164,21 @@ def hypergradient(
 
     Returns:
         A `Hypergradient`: ``value``, ``gradient`` in the structure of hyper, ``params`` (theta*)
-        and, of an implicit method, ``residual``.
+        of an implicit method ``residual``, and with check_rounding ``rounding``.
 
     Raises:
         NoSecondDerivative: for functions that do not depend on hyper as given.
         ArgumentValueError: for a missing rule or missing steps.
         NonFiniteError: for an inner or outer loss that is not finite, naming the step.
         NotPositiveDefiniteError: for "cg" at a theta* that is not a minimum of inner.
+        NondeterministicError: for a training that is not the same when it is run again.
+        OutputError: for a directory that cannot be written to, and for a full disk.
 
     References:
         Maclaurin, Duvenaud and Adams, Gradient-based Hyperparameter Optimization through Reversible
-        Learning, 2015; Shaban et al., Truncated Back-propagation, 2019; Lorraine, Vicol and
-        Duvenaud, Optimizing Millions of Hyperparameters by Implicit Differentiation, 2020.
+        Learning, 2015; Engstrom et al., Optimizing ML Training with Metagradient Descent, 2025
+        (replay); Shaban et al., Truncated Back-propagation, 2019; Lorraine, Vicol and Duvenaud,
+        Optimizing Millions of Hyperparameters by Implicit Differentiation, 2020.
 
     Example:
         >>> found = hog.meta.hypergradient(
@@ -120,7 +191,9 @@ def hypergradient(
         (tensor(0.2500), {'target': tensor(0.5000)})
     """
     validation.one_of("method", method, METHODS)
-    validation.one_of("memory", memory, MEMORY)
+    validation.one_of("memory", memory, (*MEMORY, "disk"))
+    validation.one_of("schedule", schedule, SCHEDULES)
+    validation.one_of("reduction", reduction, REDUCTIONS)
     validation.function("outer", outer)
     validation.function("inner", inner)
     check_truncate(truncate)
@@ -133,119 +206,191 @@ def hypergradient(
     solver = None
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
-    count = _check_steps(steps, batches, method, rule)
-    with examined_functions("hypergradient"), grad_enabled(), stand_ins_if(stand_ins):
-        training = _Training(
-            inner,
-            clone_inference_tensors(params),
-            rule,
-            count,
-            clone_inference_tensors(batches),
-            truncate,
-        )
-        hyper = clone_inference_tensors(hyper)
-        if solver is None:
-            return _unrolled(outer, training, hyper, memory)
-        return _implicit(outer, training, hyper, solver)
+    kept = _check_memory(memory, schedule, directory, micro_batch, progress, check_rounding, method)
+    count = check_steps(steps, check_batches(batches, steps), method, rule)
+    with prepared_training(
+        "hypergradient", outer, inner, params, hyper, rule, count, batches, dtype, stand_ins,
+        truncate=truncate, micro_batch=micro_batch, reduction=reduction,
+    ) as (training, at):  # fmt: skip
+
+        def compute(training: Training, kept: _Memory) -> Hypergradient:
+            if solver is not None:
+                return _implicit(outer, training, at, solver)
+            if kept.kind == "store":
+                return _unrolled(outer, training, at)
+            return _replayed(outer, training, at, kept)
+
+        drawn = RandomState(training.generators())
+        found = compute(training, kept)
+        if not check_rounding:
+            return found
+        with preserve_random_state(*training.generators()):
+            drawn.restore()
+            moved = compute(replace(training, start=_moved(training.start)), kept.beside())
+        return found._replace(rounding=_rounding(found.gradient, moved.gradient))
 
 
-class _Training(NamedTuple):
-    """An inner training as a function of hyper."""
-
-    inner: Callable[..., Tensor]
-    start: Any  # the initial parameters, or a function of hyper
-    rule: Any
-    steps: int
-    batches: Any
-    truncate: int | None
-
-    def run(self, hyper: Any, memory: str) -> tuple[Any, list[Tensor]]:
-        """The parameters at the end, and the inner loss of each step."""
-        params = self.start(hyper) if callable(self.start) else _detached(self.start)
-
-        def loss(i: int, params: Any, constants: Any) -> tuple[Tensor, Any]:
-            hyper, batches = constants
-            return self.value(params, hyper, None if batches is None else batches[i]), ()
-
-        inner = InnerSteps(
-            loss,
-            lambda _, constants: resolve_rule(self.rule, constants[0], {}),
-            lambda i: is_truncated(i, self.steps, self.truncate),
-        )
-        found = unroll(inner, self.steps, params, (hyper, self.batches), memory)
-        return found.params, found.losses
-
-    def value(self, params: Any, hyper: Any, batch: Any) -> Tensor:
-        """The inner loss."""
-        more = () if self.batches is None else (batch,)
-        return validation.scalar("inner(params, hyper)", self.inner(params, hyper, *more))
-
-
-def _unrolled(outer: Any, training: _Training, hyper: Any, memory: str) -> Hypergradient:
-    """The gradient through all steps."""
+def _unrolled(outer: Any, training: Training, hyper: Any) -> Hypergradient:
+    """The gradient through the graph of all steps."""
     given, structure = pytree.flatten(hyper)
     own = [leaf.detach().requires_grad_() for leaf in given]
     at = pytree.unflatten(own, structure)
     with keep_swapped():
-        params, losses = training.run(at, memory)
+        params, losses = training.unrolled(at)
         value = validation.scalar("outer(params, hyper)", outer(params, at))
-        _check_finite(losses, value)
+        _check_finite(training, losses, value)
         grads: list[Tensor | None] = [None] * len(own)
         if value.requires_grad:
             check_uses_given_params(graph_summary(value), given, "hypergradient")
             grads = list(torch.autograd.grad(value, own, allow_unused=True))
     check_used(grads)
     gradient = pytree.unflatten(materialize_grads(grads, own), structure)
-    return Hypergradient(value.detach(), gradient, _detached(params), None)
+    return Hypergradient(value.detach(), gradient, detached(params), None)
 
 
-def _implicit(outer: Any, training: _Training, hyper: Any, solver: Solver) -> Hypergradient:
+def _replayed(outer: Any, training: Training, hyper: Any, memory: _Memory) -> Hypergradient:
+    """The gradient through a replay of the steps, from the last to the first."""
+    given, structure = pytree.flatten(hyper)
+    own = [leaf.detach().requires_grad_() for leaf in given]
+    at = pytree.unflatten(own, structure)
+    bar = ProgressBar("hypergradient", memory.progress, unit="step")
+    with keep_swapped(), ExitStack() as stack:
+        params = training.initial(at)
+        start = params, training.rule_of(at).init(params)
+        call = describe_call(
+            "hypergradient", training.count, memory.schedule, detached(start), hyper,
+            inner=name_of(training.inner), truncate=training.truncate,
+            micro_batch=training.micro_batch, reduction=training.reduction,
+        )  # fmt: skip
+        like = pytree.leaves(detached(start))
+        kept = stack.enter_context(open_checkpoints(memory.directory, call, like))
+        training.batches.begin(kept)
+        if any(leaf.requires_grad for leaf in given):
+            with preserve_random_state(*training.generators()):
+                first = training.value(params, at, training.batches.at(0))
+            check_uses_given_params(graph_summary(first), given, "hypergradient")
+            del first
+        replay = Replay(
+            "hypergradient", training.steps(), detached(start), at,
+            schedule=ALL if memory.kind == "remat" else memory.schedule,
+            checkpoints=kept, generators=training.generators(), advance=lambda: bar.advance(1),
+        )  # fmt: skip
+        stack.enter_context(bar.over("steps, forward and backward"))
+        (found, state), losses = replay.run(training.check_finite)
+        leaves, form = pytree.flatten(found)
+        final = [x.detach().requires_grad_() for x in leaves]
+        value = validation.scalar("outer(params, hyper)", outer(pytree.unflatten(final, form), at))
+        _check_finite(training, losses, value)
+        slopes: list[Tensor | None] = [None] * (len(final) + len(own))
+        if value.requires_grad:
+            check_uses_given_params(graph_summary(value), given, "hypergradient")
+            slopes = list(torch.autograd.grad(value, [*final, *own], allow_unused=True))
+        by_state = pytree.map(lambda _: None, state)
+        end = pytree.unflatten(slopes[: len(final)], form), by_state
+        pulled = replay.pull(end, slopes[len(final) :])
+        if not memory.check_rounding:
+            _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
+        of_start = vjp(pytree.leaves(start), pulled.carry, own)
+    grads = add(pulled.constants, of_start)
+    check_used(grads)
+    gradient = pytree.unflatten(materialize_grads(grads, own), structure)
+    return Hypergradient(value.detach(), gradient, found, None)
+
+
+def _implicit(outer: Any, training: Training, hyper: Any, solver: Solver) -> Hypergradient:
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
-        params, losses = training.run(pytree.map_tensors(Tensor.detach, hyper), "store")
-    batch = None if training.batches is None else training.batches[-1]
+        params, losses = training.unrolled(detached(hyper))
+    batch = training.batches.last(training.count)
     value, gradient, residual = implicit_gradient(
         lambda params, hyper: validation.scalar("outer(params, hyper)", outer(params, hyper)),
         lambda params, hyper: training.value(params, hyper, batch),
-        _detached(params),
+        detached(params),
         hyper,
         solver,
     )
-    _check_finite(losses, value)
-    return Hypergradient(value, gradient, _detached(params), residual)
+    _check_finite(training, losses, value)
+    return Hypergradient(value, gradient, detached(params), residual)
 
 
-def _check_steps(steps: int | None, batches: Any, method: str, rule: Any) -> int:
-    if steps is None:
-        steps = len(batches) if batches is not None else int(method == "unrolled")
-    count = validation.at_least("steps", steps, 1 if method == "unrolled" else 0)
-    if batches is not None and len(batches) < max(count, 1):
+def _check_memory(
+    memory: str, schedule: str, directory: Any, micro_batch: Any, progress: Any,
+    check_rounding: Any, method: str,
+) -> _Memory:  # fmt: skip
+    """The options that say how steps are differentiated."""
+    where = check_directory(memory, directory)
+    replayed = memory != "store" and method == "unrolled"
+    if memory == "disk" and not replayed:
         raise ArgumentValueError(
-            f"batches: expected one for each of {count} steps, got {len(batches)}."
+            f"memory: expected 'store' with method={method!r}, which differentiates no steps, got "
+            "'disk'; leave it out."
         )
-    if count and rule is None:
+    if schedule != "sqrt" and (memory not in ("checkpoint", "disk") or not replayed):
         raise ArgumentValueError(
-            f"rule: expected an update rule for {count} inner steps, got None; for instance "
-            "`rule=hoglib.meta.sgd(0.1)`."
+            f"schedule: expected memory='checkpoint' or 'disk' with schedule={schedule!r}, got "
+            f"memory={memory!r}, which keeps every step."
         )
-    if isinstance(rule, str):
-        raise ArgumentTypeError(
-            f"rule: expected a rule with its rate, got the name {rule!r}; for instance "
-            "`rule=hoglib.meta.sgd(0.1)`."
+    if micro_batch is not None:
+        validation.at_least("micro_batch", micro_batch, 1)
+    if not replayed and (micro_batch is not None or progress):
+        name = "progress" if micro_batch is None else "micro_batch"
+        raise ArgumentValueError(
+            f"{name}: expected method='unrolled' with memory='remat', 'checkpoint' or 'disk', which "
+            f"differentiate one step at a time, got method={method!r} with memory={memory!r}."
         )
-    if rule is not None and not is_transformation(rule):
-        validation.function("rule", rule)
-    return count
+    return _Memory(
+        memory, schedule, where, validation.flag("progress", progress),
+        validation.flag("check_rounding", check_rounding),
+    )  # fmt: skip
 
 
-def _check_finite(losses: list[Tensor], value: Tensor) -> None:
-    if losses:
-        check_inner_losses(
-            torch.stack(losses), "Look for NaN in params, hyper or the data.",
-            "The inner training diverges: lower its learning rate.",
-        )  # fmt: skip
+def _check_finite(training: Training, losses: list[Tensor], value: Tensor) -> None:
+    training.check_finite(losses)
     validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
-def _detached(tree: Any) -> Any:
-    return pytree.map_tensors(Tensor.detach, tree)
+def _moved(start: Any) -> Any:
+    """The initial parameters, each moved by one unit in the last place, up or down at random."""
+    if callable(start):
+        return lambda hyper: _moved(start(hyper))
+    generator = torch.Generator().manual_seed(0)
+
+    def move(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        up = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
+        to = torch.where(up, torch.inf, -torch.inf).to(x.dtype)
+        return x + (torch.nextafter(x.detach(), to) - x.detach())
+
+    return pytree.map_tensors(move, start)
+
+
+def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> None:
+    """Warn where rounding of the parameters on the way decides the outer loss.
+
+    change: sqrt(sum (u theta eps)^2) over steps and parameters, with u the gradient of the loss by the
+    parameters there: its standard deviation, to first order, if each rounding error were random.
+    """
+    eps = max(torch.finfo(x.dtype).eps for x in params)
+    size = float(change) / max(float(value.abs()), torch.finfo(torch.float32).tiny)
+    if eps > EXACT and not size <= MOVES:
+        warn(
+            "hypergradient: rounding of the parameters, over all steps, moves the outer loss by about "
+            f"{size:.2g} of its value, to first order; stable trainings stay below {MOVES:g}. Its "
+            f"gradient may be far off, which check_rounding=True measures. {SMOOTHER}"
+        )
+
+
+def _rounding(gradient: Any, moved: Any) -> Tensor:
+    """|gradient - moved| / |gradient|; warns where it is large."""
+    size = pytree.norm(gradient)
+    found = pytree.norm(pytree.add(gradient, moved, alpha=-1.0)) / size.clamp_min(
+        torch.finfo(size.dtype).tiny
+    )
+    if not bool(found <= UNSTABLE):
+        warn(
+            "hypergradient: initial parameters that differ by one unit in the last place move the "
+            f"gradient by {float(found):.2g} of its norm: {size.dtype} does not determine it. "
+            f"{SMOOTHER}"
+        )
+    return found

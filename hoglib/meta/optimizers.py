@@ -66,7 +66,8 @@ def sgd(
 
     Args:
         lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
+            0, that returns one of these (`scheduled`). Tensors may be learned.
         momentum: The factor mu. Like every option below, a number or a tensor with one number.
         dampening: The factor tau on the gradient, from the second step on.
         weight_decay: The factor lambda, 0 or more, in the same forms as lr.
@@ -139,7 +140,8 @@ def momentum(
 
     Args:
         lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
+            0, that returns one of these (`scheduled`). Tensors may be learned.
         momentum: The factor mu. Like every option below, a number or a tensor with one number.
         dampening: The factor tau on the gradient, from the second step on.
         weight_decay: The factor lambda, 0 or more, in the same forms as lr.
@@ -195,7 +197,8 @@ def adam(
 
     Args:
         lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
+            0, that returns one of these (`scheduled`). Tensors may be learned.
         betas: The factors (beta1, beta2) of the running averages, in [0, 1).
         eps: The number added to the square root.
         weight_decay: The factor lambda, 0 or more, in the same forms as lr.
@@ -240,7 +243,8 @@ def adamw(
 
     Args:
         lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
+            0, that returns one of these (`scheduled`). Tensors may be learned.
         betas: The factors (beta1, beta2) of the running averages, in [0, 1).
         eps: The number added to the square root.
         weight_decay: The factor lambda, 0 or more, in the same forms as lr.
@@ -288,7 +292,8 @@ def rmsprop(
 
     Args:
         lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves. Tensors may be learned.
+            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
+            0, that returns one of these (`scheduled`). Tensors may be learned.
         alpha: The factor of the running averages, in [0, 1).
         eps: The number added to the square root.
         weight_decay: The factor lambda, 0 or more, in the same forms as lr.

@@ -1,0 +1,302 @@
+"""Where a replay keeps the states of a training: in memory, or in files of a directory.
+
+A file is written beside its place and moved there (os.replace), so a killed process leaves whole files
+only; any subset of them is enough to go on, since a training can be run again from any earlier state.
+"""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from ctypes import string_at
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core.validation import describe
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, OutputError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+MANIFEST, BACKWARD, LOCK = "manifest.json", "backward.pt", "lock"
+FORMAT = 1
+
+
+class State(NamedTuple):
+    """Parameters and state of the rule after some steps, and the generators' states there."""
+
+    leaves: list[Any]  # tensors and Python numbers
+    generators: list[Tensor]
+
+
+class Checkpoints(Protocol):
+    """States by the number of steps before them."""
+
+    def positions(self) -> list[int]:
+        """The steps that a state is kept of, ascending."""
+
+    def save(self, step: int, state: State, losses: list[Tensor]) -> None:
+        """Keep a state, with the losses of all steps before it."""
+
+    def load(self, step: int) -> State | None:
+        """A state that is kept; None for a file that cannot be read, which is then removed."""
+
+    def drop(self, step: int) -> None:
+        """Keep this state no longer."""
+
+    def first(self, name: str, content: Any) -> Any:
+        """What the first process of a call gave by this name."""
+
+
+@final
+class InMemory:
+    """`Checkpoints` in memory."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, State] = {}
+
+    def positions(self) -> list[int]:
+        return sorted(self._states)
+
+    def save(self, step: int, state: State, losses: list[Tensor]) -> None:
+        self._states[step] = state
+
+    def load(self, step: int) -> State | None:
+        return self._states.get(step)
+
+    def drop(self, step: int) -> None:
+        self._states.pop(step, None)
+
+    def first(self, name: str, content: Any) -> Any:
+        return content
+
+
+@final
+class OnDisk:
+    """`Checkpoints` in the files of a directory, which belong to one call.
+
+    Args:
+        directory: The directory, which is created if necessary.
+        call: What the call is, by names: any difference to that in the directory is refused.
+        like: The leaves of a state, which those of the files have to be like.
+    Raises:
+        ArgumentValueError: for a directory that holds another call.
+        OutputError: for one that cannot be written to.
+    """
+
+    def __init__(self, directory: Path, call: dict[str, Any], like: list[Any]) -> None:
+        self.directory, self._like = directory, like
+        self._open(call)
+
+    def _open(self, call: dict[str, Any]) -> None:
+        manifest = self.directory / MANIFEST
+        with self._explained("the manifest"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for left in self.directory.glob("*.tmp"):  # of a process that was killed
+                left.unlink(missing_ok=True)
+            text = manifest.read_text() if manifest.exists() else None
+        if text is None:
+            others = [p.name for p in self.directory.iterdir() if p.name != LOCK]
+            if others:
+                raise ArgumentValueError(
+                    f"directory: expected an empty directory or one of an earlier memory='disk', got "
+                    f"{self.directory}, which holds {', '.join(sorted(others)[:3])}; name another one."
+                )
+            self._write(MANIFEST, json.dumps({"format": FORMAT, **call}, indent=1).encode())
+            return
+        try:
+            known = json.loads(text)
+            assert isinstance(known, dict)
+        except (ValueError, AssertionError):
+            known = {}
+        wanted = json.loads(json.dumps({"format": FORMAT, **call}))
+        for name, value in wanted.items():
+            if known.get(name) != value:
+                raise ArgumentValueError(
+                    f"directory: expected that of the same call, got {self.directory}, which holds "
+                    f"another one: its {name} {_short(known.get(name))}, here {_short(value)}. Name "
+                    "another directory, or delete this one."
+                )
+
+    def positions(self) -> list[int]:
+        found = (path.stem.removeprefix("step-") for path in self.directory.glob("step-*.pt"))
+        return sorted(int(number) for number in found if number.isdigit())
+
+    def save(self, step: int, state: State, losses: list[Tensor]) -> None:
+        self.put(
+            _name(step),
+            {
+                "leaves": state.leaves, "generators": state.generators,
+                "losses": torch.stack(losses) if losses else torch.zeros(0),
+            },
+        )  # fmt: skip
+
+    def load(self, step: int) -> State | None:
+        content = self.get(_name(step))
+        if content is None or not self._is_like(content.get("leaves")):
+            self.drop(step)
+            return None
+        return State(content["leaves"], content["generators"])
+
+    def losses(self, step: int) -> list[Tensor]:
+        """The losses that were saved with a state."""
+        content = self.get(_name(step))
+        return [] if content is None else list(content["losses"])
+
+    def drop(self, step: int) -> None:
+        (self.directory / _name(step)).unlink(missing_ok=True)
+
+    def first(self, name: str, content: Any) -> Any:
+        known = self.get(f"first-{name}.pt")
+        if known is None:
+            self.put(f"first-{name}.pt", {"value": content})
+            return content
+        return known["value"]
+
+    def put(self, name: str, content: dict[str, Any]) -> None:
+        """Write a file of tensors and plain values."""
+        buffer = io.BytesIO()
+        torch.save(_on_its_own(content), buffer)
+        self._write(name, buffer.getbuffer())
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """The content of a file; None for one that is not there, or damaged.
+
+        weights_only: a file of somebody else's cannot execute anything.
+        """
+        path = self.directory / name
+        if not path.exists():
+            return None
+        try:
+            content = torch.load(path, weights_only=True)
+        except Exception:  # torch raises many kinds; each state can be computed again
+            return None
+        return content if isinstance(content, dict) else None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, no other process works in the directory."""
+        with ExitStack() as stack:
+            with self._explained("its lock"):
+                stream = stack.enter_context((self.directory / LOCK).open("w"))
+            try:
+                if fcntl is not None:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ArgumentValueError(
+                    "directory: expected one that no other process works in, got "
+                    f"{self.directory}; wait for that process, or name another directory."
+                ) from None
+            yield
+
+    def _write(self, name: str, content: Any) -> None:
+        """Write a file so that it is there as a whole or not at all."""
+        temporary = self.directory / f"{name}.tmp"
+        with self._explained(f"{len(content) / 2**20:.1f} MiB"):
+            try:
+                write_bytes(temporary, content)
+                os.replace(temporary, self.directory / name)
+            except BaseException:
+                with suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                raise
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OutputError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                error.errno,
+                f"memory='disk': expected to write {what} to {self.directory}, got "
+                f"'{error.strerror or error}'. Give it space, name another directory, or use "
+                "schedule='log', which keeps fewest files. What is there is whole, and the same call "
+                "goes on from it",
+            ) from error
+
+    def _is_like(self, leaves: Any) -> bool:
+        if not isinstance(leaves, list) or len(leaves) != len(self._like):
+            return False
+        return all(
+            type(a) is type(b)
+            if not isinstance(b, Tensor)
+            else isinstance(a, Tensor)
+            and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            for a, b in zip(leaves, self._like, strict=True)
+        )
+
+
+def write_bytes(path: Path, content: Any) -> None:
+    """Write bytes to a file.
+
+    Not through to the disk: after a loss of power a file may be damaged, which `OnDisk.get` tells.
+    """
+    with path.open("wb") as stream:
+        stream.write(content)
+
+
+def digest(leaves: list[Any]) -> str:
+    """A hash of the bytes of tensors, and of the numbers among them."""
+    found = hashlib.sha256()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            x = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            if x.numel():
+                found.update(string_at(x.data_ptr(), x.numel() * x.element_size()))
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
+
+
+def check_directory(memory: str, directory: Any) -> Path | None:
+    """The directory of memory="disk", which needs one, as no other does."""
+    if (memory == "disk") != (directory is not None):
+        raise ArgumentValueError(
+            "directory: expected one with memory='disk' and only there, got "
+            + (
+                "memory='disk' without; name where its files go."
+                if directory is None
+                else f"memory={memory!r} with {directory}; leave it out, or use memory='disk'."
+            )
+        )
+    if directory is None:
+        return None
+    if not isinstance(directory, str | os.PathLike):
+        raise ArgumentTypeError(f"directory: expected a path, got {describe(directory)}.")
+    found = Path(directory)
+    if found.exists() and not found.is_dir():
+        raise ArgumentValueError(
+            f"directory: expected a directory, got the file {found}; name another."
+        )
+    return found
+
+
+def _name(step: int) -> str:
+    return f"step-{step:09}.pt"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 40 else f"{text[:16]}...{text[-8:]}"
+
+
+def _on_its_own(content: Any) -> Any:
+    """Tensors with storages of their own: torch.save writes the whole of a storage."""
+    own: Callable[[Any], Any] = _on_its_own
+    if isinstance(content, Tensor):
+        return content.detach().clone()
+    if isinstance(content, dict):
+        return {name: own(part) for name, part in content.items()}
+    if isinstance(content, list | tuple):
+        return type(content)(own(part) for part in content)
+    return content

@@ -1,0 +1,744 @@
+"""Gradients through long trainings: replays against a loop by hand, resumption, and what is refused."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from math import isqrt
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, TensorDataset
+
+import hoglib as hog
+from experiments.benchmarks.memory import peak_bytes
+from hoglib.meta import checkpoints
+from hoglib.meta.batches import make_batches
+from hoglib.meta.leave_k_out import spearman
+from tests.oracles import relative
+from tests.tensors import F32, F64, randn
+
+WAYS = {
+    "store": {"memory": "store"},
+    "remat": {"memory": "remat"},
+    "checkpoint": {"memory": "checkpoint"},
+    "checkpoint, log": {"memory": "checkpoint", "schedule": "log"},
+    "disk": {"memory": "disk"},
+    "disk, log": {"memory": "disk", "schedule": "log"},
+}
+REPLAYS = [name for name in WAYS if name != "store"]
+X, Y = randn(24, 3), randn(24, 2)
+VX, VY = randn(7, 3, seed=1), randn(7, 2, seed=1)
+
+
+def network(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 2)).double()
+
+
+def problem(model, whole=False):
+    """Weights of all examples, learning rates of all steps, and the initial parameters."""
+    of = hog.functional_loss(model, lambda outputs, y: (outputs - y).square().sum(1))
+    start = {name: p.detach() for name, p in hog.trainable_params(model).items()}
+    hyper = {
+        "weights": torch.ones(24, dtype=F64),
+        "log_lr": torch.tensor(-3.0, dtype=F64),
+        "start": start,
+    }
+
+    def per_example(params, rows):
+        return (of.call(params, X[rows]) - Y[rows]).square().sum(1)
+
+    def inner(params, hyper, rows=None):
+        rows = torch.arange(24) if rows is None else rows[0] if isinstance(rows, list) else rows
+        return (hyper["weights"][rows] * per_example(params, rows)).mean()
+
+    def outer(params, hyper):
+        return (of.call(params, VX) - VY).square().sum() + hyper["weights"].square().sum() / 100
+
+    return outer, inner, lambda hyper: hyper["start"], hyper
+
+
+RULES = {
+    "sgd": lambda hyper: hog.meta.sgd(hyper["log_lr"].exp(), momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda hyper: hog.meta.adamw(hyper["log_lr"].exp(), eps=0.05),
+}  # fmt: skip
+
+
+def loader():
+    order = torch.Generator().manual_seed(5)
+    return DataLoader(TensorDataset(torch.arange(24)), batch_size=5, shuffle=True, generator=order)
+
+
+class Augmented(TensorDataset):
+    """Its examples are drawn anew by the global generators of torch, Python and NumPy's absence."""
+
+    def __getitem__(self, index):
+        return torch.tensor((index + int(torch.randint(3, ())) + random.randrange(2)) % 24)
+
+
+SOURCES = {
+    "none": lambda: None,
+    "list": lambda: [torch.arange(i % 5, 24 - i % 7) for i in range(11)],
+    "function": lambda: lambda i: torch.arange(i % 5, 24 - i % 7),
+    "loader": loader,
+    "augmented": lambda: DataLoader(Augmented(torch.arange(24)), batch_size=7, shuffle=True),
+}
+
+
+def run(way, rule="adam", source="list", steps=11, dropout=0.0, path=None, **options):
+    torch.manual_seed(2)
+    random.seed(2)
+    memory = {**WAYS[way], **({"directory": path} if "disk" in way else {})}
+    return hog.meta.hypergradient(
+        *problem(network(dropout)), rule=RULES[rule], steps=steps, batches=SOURCES[source](),
+        **memory, **options,
+    )  # fmt: skip
+
+
+def by_hand(steps, batches):
+    """The same training with AdamW written out, and autograd through all of it."""
+    model = network()
+    outer, inner, _, hyper = problem(model)
+    leaves = [hyper["weights"], hyper["log_lr"], *hyper["start"].values()]
+    own = [x.detach().clone().requires_grad_() for x in leaves]
+    at = {
+        "weights": own[0],
+        "log_lr": own[1],
+        "start": dict(zip(hyper["start"], own[2:], strict=True)),
+    }
+    params = at["start"]
+    m = {n: torch.zeros_like(p) for n, p in params.items()}
+    v = {n: torch.zeros_like(p) for n, p in params.items()}
+    lr = own[1].exp()
+    for t in range(1, steps + 1):
+        value = inner(params, at, batches[t - 1])
+        grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
+        new = {}
+        for (n, p), g in zip(params.items(), grads, strict=True):
+            m[n] = 0.9 * m[n] + 0.1 * g
+            v[n] = 0.999 * v[n] + 0.001 * g**2
+            step = (m[n] / (1 - 0.9**t)) / ((v[n] / (1 - 0.999**t)).sqrt() + 0.05)
+            new[n] = p * (1 - lr * 0.01) - lr * step
+        params = new
+    grads = torch.autograd.grad(outer(params, at), own)
+    return params, {
+        "weights": grads[0],
+        "log_lr": grads[1],
+        "start": dict(zip(params, grads[2:], strict=True)),
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_by_hand(way, tmp_path):
+    params, expected = by_hand(11, SOURCES["list"]())
+    found = run(way, path=tmp_path)
+    assert relative(found.params, params) < 1e-13
+    assert relative(found.gradient, expected) < 1e-12
+
+
+PAIRS = [
+    ("sgd", "none", {}), ("sgd", "loader", {"dropout": 0.3}), ("adam", "augmented", {"dropout": 0.3}),
+    ("adam", "function", {"truncate": 4}), ("sgd", "list", {"steps": 1}), ("adam", "list", {"steps": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", REPLAYS)
+@pytest.mark.parametrize(("rule", "source", "options"), PAIRS, ids=str)
+def test_replays_against_the_whole_graph(way, rule, source, options, tmp_path):
+    expected = run("store", rule, source, **options)
+    found = run(way, rule, source, path=tmp_path, **options)
+    assert torch.equal(found.value, expected.value)
+    assert relative(found.gradient, expected.gradient) < 1e-12
+
+
+@pytest.mark.parametrize("way", REPLAYS)
+def test_micro_batches(way, tmp_path):
+    expected = run("store", source="loader")
+    found = run(way, source="loader", micro_batch=2, path=tmp_path)  # pieces of 2, 2 and 1
+    assert relative(found.params, expected.params) < 1e-13
+    assert relative(found.gradient, expected.gradient) < 1e-12
+
+
+def test_micro_batches_with_dropout_are_the_graph_of_their_sum():
+    """Each piece draws in its turn, forward and backward."""
+    model = network(0.4)
+    outer, inner, start, hyper = problem(model)
+
+    def pieces(params, hyper, rows):
+        return sum(len(part) / len(rows) * inner(params, hyper, part) for part in rows.split(4))
+
+    found = []
+    batches = [torch.arange(i, i + 9) for i in range(6)]
+    for loss, options in ((pieces, {}), (inner, {"memory": "checkpoint", "micro_batch": 4})):
+        torch.manual_seed(1)
+        found.append(
+            hog.meta.hypergradient(
+                outer, loss, start, hyper, rule=RULES["sgd"], batches=batches, **options
+            )
+        )
+    assert relative(found[1].gradient, found[0].gradient) < 1e-12
+
+
+def test_a_graph_is_held_of_a_piece_only():
+    def peak(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+        )
+        of = hog.functional_loss(model, F.mse_loss)
+        x, y = randn(4096, 3, dtype=F32), randn(4096, 1, dtype=F32)
+        inner = lambda p, h, batch: h * of(p, batch)  # noqa: E731
+        given = hog.trainable_params(model), torch.tensor(1.0)
+        return peak_bytes(
+            lambda: hog.meta.hypergradient(
+                lambda p, h: p["0.weight"].square().sum(), inner, *given, rule=hog.meta.sgd(0.1),
+                batches=lambda i: (x, y), steps=4, memory="checkpoint", **options,
+            ), torch.device("cpu"),
+        )  # fmt: skip
+
+    assert peak(micro_batch=256) < 0.2 * peak()
+
+
+def states_and_files(monkeypatch, schedule, steps, path):
+    """The most states in memory, and the most files, during a gradient."""
+    most = {"memory": 0, "files": 0}
+    save, put = checkpoints.InMemory.save, checkpoints.OnDisk.put
+
+    def counting_save(self, *args):
+        save(self, *args)
+        most["memory"] = max(most["memory"], len(self._states))
+
+    def counting_put(self, *args):
+        put(self, *args)
+        most["files"] = max(most["files"], len(self.positions()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.InMemory, "save", counting_save)
+        patch.setattr(checkpoints.OnDisk, "put", counting_put)
+        run(f"disk{schedule}", "sgd", "none", steps, path=path)
+    return most
+
+
+def test_space_is_bounded(monkeypatch, tmp_path):
+    for steps in (16, 64):
+        root = isqrt(steps)
+        found = states_and_files(monkeypatch, "", steps, tmp_path / f"sqrt-{steps}")
+        assert found["memory"] <= root
+        assert found["files"] <= root + 1
+        found = states_and_files(monkeypatch, ", log", steps, tmp_path / f"log-{steps}")
+        assert found["memory"] == 0
+        assert found["files"] <= steps.bit_length() + 2
+
+
+@pytest.mark.parametrize("schedule", ["sqrt", "log"])
+def test_memory_does_not_grow_with_the_steps(schedule, tmp_path):
+    """Tensors alive at once, with states on disk: of a few steps by "log", of sqrt(steps) by "sqrt"."""
+    width = 64
+    params = {"w": randn(width, width, seed=3)}
+    inner = lambda p, h, x: (p["w"] @ x).tanh().square().mean() * h  # noqa: E731
+
+    def peak(steps):
+        return peak_bytes(
+            lambda: hog.meta.hypergradient(
+                lambda p, h: p["w"].square().sum(), inner, params, torch.tensor(1.0, dtype=F64),
+                rule=hog.meta.sgd(0.1), steps=steps, batches=lambda i: randn(width, seed=i),
+                memory="disk", schedule=schedule, directory=tmp_path / str(steps),
+            ), torch.device("cpu"),
+        )  # fmt: skip
+
+    few, many = (peak(steps) / (8 * width**2) for steps in (25, 100))  # in copies of the parameters
+    assert many < few + 0.5 if schedule == "log" else few + 4 < many < few + 7, (few, many)
+
+
+# Interruptions
+
+SCRIPT = """
+    import os, signal, sys
+    import torch
+    from tests.meta import test_replay as here
+
+    kill_at, path, way, entry = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    calls = 0
+    forward = here.nn.Linear.forward
+
+    def counted(self, x):
+        global calls
+        calls += 1
+        if calls == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward(self, x)
+
+    here.nn.Linear.forward = counted
+    getattr(here, entry)(way, path)
+    print(calls)
+"""
+
+
+def whole(way, path):
+    return run(way, "adam", "augmented", 30, dropout=0.2, path=path)
+
+
+def adapted(way, path):
+    torch.manual_seed(4)
+    model = network(0.2)
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    options = {**WAYS[way], **({"directory": path} if "disk" in way else {})}
+    x = X.clone().requires_grad_()
+    found = hog.meta.adapt(loss, params, (x, Y), hog.meta.adam(0.05, eps=0.1), steps=30, **options)
+    value = sum(p.square().sum() for p in found.values())
+    return [*found.values()], torch.autograd.grad(value, [*params.values(), x])
+
+
+def killed(kill_at, path, way, entry):
+    arguments = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(kill_at), str(path), way, entry]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        arguments, cwd=Path(__file__).parents[2], env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("entry", "way", "kill_at"),
+    # two linear layers a call: 60 in the forward part, then the replay
+    [
+        (whole, "disk", 41),
+        (whole, "disk, log", 150),
+        (adapted, "disk", 130),
+        (adapted, "disk, log", 55),
+    ],
+    ids=["forward", "backward", "adapt, backward", "adapt, forward"],
+)
+def test_a_killed_process_is_resumed_bit_for_bit(entry, way, kill_at, tmp_path, monkeypatch):
+    expected = entry(way, tmp_path / "uninterrupted")
+    killed(kill_at, tmp_path / "killed", way, entry.__name__)
+    calls, forward = [0], nn.Linear.forward
+
+    def counted(self, x):
+        calls[0] += 1
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    counts, found = [], []
+    for directory in ("resumed", "killed"):
+        calls[0] = 0
+        found.append(entry(way, tmp_path / directory))
+        counts.append(calls[0])
+    assert counts[1] < counts[0] - 20  # what was done is not done again
+    for other in found:
+        assert_close(other, expected, rtol=0, atol=0)
+    calls[0] = 0
+    assert_close(entry(way, tmp_path / "killed"), expected, rtol=0, atol=0)  # after its end
+    assert calls[0] < 10
+
+
+def out_of_space(at):
+    """A disk that takes so many files, and half of the next one."""
+    left = [at]
+    write = checkpoints.write_bytes
+
+    def limited(path, content):
+        left[0] -= 1
+        if left[0] < 0:
+            write(path, bytes(content)[: len(content) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
+
+    return limited
+
+
+@pytest.mark.parametrize("files", [0, 4, 12])
+def test_a_full_disk_is_told_and_leaves_whole_files(files, tmp_path, monkeypatch):
+    expected = whole("checkpoint", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "write_bytes", out_of_space(files))
+        with pytest.raises(hog.errors.OutputError) as caught:
+            whole("disk", tmp_path)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(tmp_path) in str(caught.value)
+    assert "schedule='log'" in str(caught.value)
+    assert not list(tmp_path.glob("*.tmp"))
+    assert_close(whole("disk", tmp_path), expected, rtol=0, atol=0)
+
+
+def test_damaged_files_are_computed_again(tmp_path):
+    expected = whole("disk", tmp_path)
+    path = tmp_path / "step-000000030.pt"
+    whole_file = path.read_bytes()
+    middle = len(whole_file) // 2
+    for damaged in (b"", whole_file[:middle], whole_file[:100] + b"\x00" * 400 + whole_file[500:]):
+        path.write_bytes(damaged)
+        (tmp_path / checkpoints.BACKWARD).write_bytes(damaged)
+        assert_close(whole("disk", tmp_path), expected, rtol=0, atol=0)
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_files_cannot_execute_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = whole("disk", tmp_path / "files")
+    for path in (tmp_path / "files").glob("*.pt"):
+        torch.save({"value": Harmful(), "leaves": Harmful(), "of": Harmful()}, path)
+    found = whole("disk", tmp_path / "files")
+    assert not (tmp_path / "executed").exists()
+    assert_close(found, expected, rtol=0, atol=0)
+
+
+OTHERS = {
+    "steps": ({"steps": 10}, "its steps 11, here 10"),
+    "schedule": ({"way": "disk, log"}, 'its schedule "sqrt", here "log"'),
+    "truncate": ({"truncate": 3}, "its truncate null, here 3"),
+    "another rule": ({"rule": "sgd"}, "its (shapes|initial parameters)"),
+    "other data": ({"source": "function"}, None),  # the same batches: the same call
+    "data in another order": ({"source": "loader"}, "its first step has the loss"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), OTHERS.values(), ids=OTHERS)
+def test_another_call_in_the_directory_is_refused_by_name(options, message, tmp_path):
+    found = run("disk", path=tmp_path)
+    if message is None:
+        assert_close(run(**{"way": "disk", "path": tmp_path, **options}), found, rtol=0, atol=0)
+        return
+    with pytest.raises(ValueError, match=f"directory: .*{message}"):
+        run(**{"way": "disk", "path": tmp_path, **options})
+
+
+def test_other_values_in_the_directory_are_refused(tmp_path):
+    problem = lambda start, rate, slope=2.0, first=1.0: hog.meta.hypergradient(  # noqa: E731
+        lambda p, h: p.square(), lambda p, h: slope * h * (p - 1).square(), torch.tensor(start),
+        torch.tensor(first), rule=hog.meta.sgd(rate), steps=9, memory="disk", directory=tmp_path,
+    )  # fmt: skip
+    problem(0.0, 0.1)
+    for other, message in (
+        ((0.5, 0.1), "initial parameters"), ((0.0, 0.1, 2.0, 1.5), "arguments"),
+        ((0.0, 0.1, 2.5), "its first step has the loss 2.0, here 2.5"), ((0.0, 0.2), "and another update"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            problem(*other)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match="holds another one"):
+        problem(0.0, 0.1)
+
+
+def test_a_directory_with_other_files_or_of_another_process_is_refused(tmp_path):
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"which holds thesis\.txt"):
+        run("disk", path=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    locked = tmp_path / "locked"
+    run("disk", path=locked)
+    like = []
+    kept = checkpoints.OnDisk.__new__(checkpoints.OnDisk)
+    kept.directory, kept._like = locked, like
+    with kept.held(), pytest.raises(ValueError, match="no other process works in"):
+        run("disk", path=locked)
+    unwritable = tmp_path / "thesis.txt" / "below"
+    with pytest.raises(OSError, match="expected to write the manifest"):
+        run("disk", path=unwritable)
+
+
+def refused(**options):
+    return lambda path: run("store", path=path, **options)
+
+
+ARGUMENTS = {
+    "disk without a directory": (lambda p: run("disk", path=None), ValueError, "memory='disk' without"),
+    "a directory without disk": (refused(directory="x"), ValueError, "memory='store' with x"),
+    "a directory that is a number": (lambda p: run("disk", path=3), TypeError, "directory: expected a path"),
+    "a file": (lambda p: run("disk", path=Path(__file__)), ValueError, "expected a directory, got the file"),
+    "log, with store": (refused(schedule="log"), ValueError, "schedule: expected memory='checkpoint' or 'disk'"),
+    "an unknown schedule": (lambda p: run("checkpoint", schedule="all"), ValueError, "expected one of sqrt, log|sqrt, log"),
+    "micro-batches, with store": (refused(micro_batch=2), ValueError, "micro_batch: expected .*'remat'"),
+    "no examples": (lambda p: run("remat", micro_batch=0), ValueError, "micro_batch"),
+    "a bar, with store": (refused(progress=True), ValueError, "progress: expected"),
+    "disk, by the implicit theorem": (lambda p: run("disk", path=p, method="cg"), ValueError, "differentiates no steps"),
+    "float32": (refused(dtype=torch.float32), ValueError, "dtype: expected torch.float64"),
+    "an iterator": (lambda p: by_batches(iter([1])), TypeError, "which can be read once"),
+    "a number of batches": (lambda p: by_batches(3), TypeError, "batches: expected a sequence"),
+    "no batches": (lambda p: by_batches([]), ValueError, "one for each of 2 steps, got 0"),
+    "an iterable that is empty": (lambda p: by_batches(Empty()), ValueError, "gave none"),
+}  # fmt: skip
+
+
+class Empty:
+    def __iter__(self):
+        return iter(())
+
+
+def by_batches(batches):
+    return hog.meta.hypergradient(
+        lambda p, h: p * h, lambda p, h, batch: p * h, torch.tensor(1.0), torch.tensor(1.0),
+        rule=hog.meta.sgd(0.1), steps=2, batches=batches,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_that_cannot_be_meant(call, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        call(tmp_path)
+
+
+# Trainings that are not the same twice
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self):
+        self.calls += 1
+        return 1 + self.calls / 100
+
+
+COUNTER, CHANGED = Counter(), torch.ones(3)
+DIFFERENT = {
+    "random numbers of Python": lambda x: x * (1 + random.random()),
+    "a module that counts": lambda x: x * COUNTER(),
+    "data changed in place": lambda x: x * CHANGED.mul_(1.01),
+}
+
+
+@pytest.mark.parametrize("memory", ["remat", "checkpoint"])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_training_that_is_not_repeated_is_refused(name, memory):
+    change = DIFFERENT[name]
+    with pytest.raises(
+        hog.errors.NondeterministicError, match=r"after step 9 of 9, by up to .*\[0\]\.w"
+    ):
+        hog.meta.hypergradient(
+            lambda p, h: p["w"].sum(), lambda p, h: (h * (change(p["w"]) - 1).square()).sum(),
+            {"w": torch.zeros(3) + 0.5}, torch.ones(3), rule=hog.meta.sgd(0.1), steps=9, memory=memory,
+        )  # fmt: skip
+
+
+def test_adapt_through_files_is_refused_where_it_cannot_be_right(tmp_path):
+    loss, rule = lambda p, x: (p * x).square(), hog.meta.sgd(0.1)
+    options = {"steps": 3, "memory": "disk", "directory": tmp_path}
+    with pytest.raises(NotImplementedError, match="memory='remat'"):
+        torch.func.grad(lambda p: hog.meta.adapt(loss, p, 2.0, rule, **options))(torch.tensor(1.0))
+    constant = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(ValueError, match="closes over"):
+        hog.meta.adapt(
+            lambda p, x: (p * constant).square(), torch.tensor(1.0), 2.0, rule, **options
+        )
+    with pytest.raises(ValueError, match="memory: expected one of store, remat, checkpoint"):
+        hog.MAML(nn.Linear(2, 1), F.mse_loss, memory="disk")
+
+
+@pytest.mark.parametrize("way", ["disk", "disk, log"])
+@pytest.mark.parametrize("options", [{}, {"first_order": True}, {"truncate": 3}], ids=str)
+def test_adapt_through_files_to_second_order(way, options, tmp_path):
+    """Gradients by parameters, batch and frozen rest, and a product with their Hessian."""
+    found = []
+    for name in ("store", way):
+        torch.manual_seed(3)
+        model = network(0.3)
+        loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model, "0.*")
+        x = X.clone().requires_grad_()
+        memory = {**WAYS[name], **({"directory": tmp_path} if "disk" in name else {})}
+        adapted = hog.meta.adapt(
+            loss, params, (x, Y), hog.meta.adam(0.05, eps=0.1), steps=7, **memory, **options
+        )
+        inputs = [*params.values(), x, model[3].weight]
+        value = sum(p.sin().sum() for p in adapted.values())
+        first = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+        model.eval()  # the mode of the first run is that of backward
+        again = torch.autograd.grad(value, inputs, create_graph=True, allow_unused=True)
+        product = torch.autograd.grad(
+            sum(g.square().sum() for g in again if g is not None), inputs, allow_unused=True
+        )
+        found.append(
+            [
+                adapted,
+                *(
+                    dict(enumerate(g for g in part if g is not None))
+                    for part in (first, again, product)
+                ),
+            ]
+        )
+    for ours, expected in zip(found[1], found[0], strict=True):
+        assert ours.keys() == expected.keys()
+        assert relative(ours, expected) < 1e-12 if ours else True
+
+
+# Batches, dtypes, rounding
+
+
+def test_a_loader_gives_the_same_batches_again_and_those_of_a_loop():
+    torch.manual_seed(7)
+    expected = [batch for _ in range(3) for (batch,) in loader_of_global()]
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    batches = make_batches(loader_of_global(), 15, False)
+    asked = [*range(15), *range(14, -1, -1), 3, 11, 0]
+    for i in asked:
+        (batch,) = batches.at(i)
+        torch.rand(1)  # of the training
+        assert torch.equal(batch, expected[i])
+    torch.manual_seed(7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def loader_of_global():
+    return DataLoader(TensorDataset(torch.arange(24)), batch_size=5, shuffle=True)
+
+
+def test_double_precision():
+    """Of float32 parameters, data, and buffers, which stay as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    model[1].running_var.mul_(2.3)
+    of = hog.functional_loss(model, F.mse_loss)
+    x, y = X.float(), Y.float()
+
+    def found(of, params, convert=lambda t: t, **options):
+        return hog.meta.hypergradient(
+            lambda p, h: p["3.weight"].square().sum(), lambda p, h, batch: h.square() * of(p, batch),
+            params, convert(torch.tensor(1.5)), rule=hog.meta.sgd(0.1), steps=20, memory="checkpoint",
+            batches=lambda i: (convert(x[i:]), convert(y[i:])), **options,
+        )  # fmt: skip
+
+    ours = found(of, hog.trainable_params(model), dtype=F64)
+    assert ours.gradient.dtype == ours.params["0.weight"].dtype == F64
+    assert model[1].running_var.dtype == F32
+    doubled = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval()
+    doubled.load_state_dict(model.state_dict())
+    other = hog.functional_loss(doubled.double(), F.mse_loss)
+    expected = found(other, hog.trainable_params(doubled), torch.Tensor.double)
+    assert torch.equal(ours.gradient, expected.gradient)
+
+
+def logistic(rate, **options):
+    """w <- rate w (1 - w), by gradient descent: chaotic for rates near 4."""
+    return hog.meta.hypergradient(
+        lambda p, h: p["w"].sum(), lambda p, h: (p["w"].square() / 2 - h * (p["w"].square() / 2 - p["w"] ** 3 / 3)).sum(),
+        {"w": torch.full((2,), 0.3)}, torch.tensor(rate), rule=hog.meta.sgd(1.0), steps=25,
+        memory="checkpoint", **options,
+    )  # fmt: skip
+
+
+def test_rounding_that_decides_the_gradient_is_told_with_its_size():
+    with pytest.warns(UserWarning, match="moves the outer loss by about .* of its value") as told:
+        chaotic = logistic(3.99)
+    size = float(str(told[0].message).partition("by about ")[2].split()[0])
+    exact = logistic(3.99, dtype=F64)
+    # what float32 does to the result is of the size that was estimated
+    error = float(abs(chaotic.value - exact.value) / exact.value)
+    assert size / 50 < error < size * 50
+    with pytest.warns(
+        UserWarning, match=r"one unit in the last place move the gradient by .* torch\.float32"
+    ):
+        moved = logistic(3.99, check_rounding=True)
+    assert moved.rounding > 1e-3
+    stable = logistic(2.5, check_rounding=True)  # no warning
+    assert stable.rounding < 1e-4
+    assert logistic(3.99, dtype=F64, check_rounding=True).rounding < 1e-6
+
+
+def test_a_bar_counts_the_steps(capsys):
+    run("checkpoint", steps=11, progress=True)
+    assert "hypergradient steps, forward and backward" in capsys.readouterr().err
+
+
+def test_leaving_out_is_predicted_as_scipy_and_a_training_by_hand_say():
+    from scipy.stats import spearmanr
+
+    outer, inner, start, hyper = problem(network())
+    training = {"rule": RULES["sgd"], "steps": 20}
+    found = hog.meta.hypergradient(outer, inner, start, hyper, memory="remat", **training)
+    options = {"k": 2, "subsets": 12, "weights": "weights", **training}
+    check = hog.meta.leave_k_out(found, outer, inner, start, hyper, factor=1 + 1e-4, **options)
+    assert_close(check.actual, check.predicted, rtol=1e-2, atol=1e-7)
+    left = hog.meta.leave_k_out(found, outer, inner, start, hyper, **options)
+    weights = hyper["weights"].clone()
+    weights[left.subsets[3]] = 0
+    again = hog.meta.hypergradient(outer, inner, start, {**hyper, "weights": weights}, **training)
+    assert_close(left.actual[3], again.value - found.value)
+    slope = found.gradient["weights"]
+    assert_close(left.predicted[3], -slope[left.subsets[3]].sum())
+    assert left.correlation == pytest.approx(spearmanr(left.predicted, left.actual).statistic)
+    assert "leave 2 out, 12 random subsets" in str(left)
+    ties = torch.tensor([1.0, 2.0, 2.0, 0.0]), torch.tensor([3.0, 1.0, 1.0, 1.0])
+    assert spearman(*ties) == pytest.approx(spearmanr(*ties).statistic)
+    with pytest.raises(ValueError, match="weights: expected the name of a leaf"):
+        hog.meta.leave_k_out(found, outer, inner, start, hyper, k=2, **training)
+    with pytest.raises(ValueError, match="k: expected at most the number of weights, 24"):
+        hog.meta.leave_k_out(found, outer, inner, start, hyper, **{**options, "k": 25})
+
+
+SCHEDULERS = {
+    "step": lambda o: torch.optim.lr_scheduler.StepLR(o, 4, 0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 9, eta_min=1e-3),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(
+        o, 0.2, total_steps=13, cycle_momentum=False
+    ),
+}
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, hog.meta.sgd, {}),
+    "momentum": (torch.optim.SGD, hog.meta.sgd, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, hog.meta.adam, {"weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, hog.meta.adamw, {"weight_decay": 0.1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("kind", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_schedules_are_those_of_torch_step_for_step(kind, scheduler):
+    theirs, ours, options = kind
+    rule = ours(hog.meta.scheduled(0.05, scheduler, steps=12), **options)
+    leaf = randn(5).requires_grad_()
+    params = {"w": leaf.detach().clone()}
+    state = rule.init(params)
+    optimizer = theirs([leaf], lr=0.05, **options)
+    stepped = scheduler(optimizer)
+    for _ in range(12):
+        params, state = rule.update(params, {"w": params["w"].sin()}, state)
+        leaf.grad = leaf.detach().sin()
+        optimizer.step()
+        stepped.step()
+        assert relative(params, {"w": leaf.detach()}) < 1e-13
+    with pytest.raises(ValueError, match="expected a step of 0 to 11, got 12"):
+        rule.update(params, params, state)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_step_has_a_learned_rate(way, tmp_path):
+    rates = torch.linspace(0.1, 0.3, 7, dtype=F64)
+
+    def found(rates, **options):
+        return hog.meta.hypergradient(
+            lambda p, h: (p - 1).square().sum(), lambda p, h: p.square().sum() / 2, randn(3), rates,
+            rule=lambda h: hog.meta.sgd(lambda i: h[i]), steps=7, **options,
+        )  # fmt: skip
+
+    ours = found(rates, **WAYS[way], **({"directory": tmp_path} if "disk" in way else {})).gradient
+    for i in range(7):  # p_7 = prod (1 - a_j) p_0
+        shrunk = (1 - rates).prod() * randn(3)
+        expected = (2 * (shrunk - 1) * -shrunk / (1 - rates[i])).sum()
+        assert_close(ours[i], expected, rtol=1e-12, atol=1e-14)
+
+
+def test_a_schedule_of_momentum_is_refused():
+    with pytest.raises(ValueError, match="cycle_momentum=False"):
+        hog.meta.scheduled(0.1, lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, 9), steps=3)
+
+
+def test_a_schedule_is_no_equal_step_for_the_compiler():
+    rule = lambda lr: hog.meta.sgd(lambda i: lr / (i + 1))  # noqa: E731
+    maml = hog.MAML(nn.Linear(2, 1), F.mse_loss, rule=rule, inner_steps=2, compile="step")
+    task = torch.randn(3, 2), torch.randn(3, 1)
+    with pytest.raises(NotImplementedError, match="a rule that counts steps by itself"):
+        maml.loss([(task, task)])
