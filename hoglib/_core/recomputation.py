@@ -31,11 +31,12 @@ def remat(fn: F) -> F:
 
         y = fn(x)        g -> vjp(fn, x)(g), recomputed from x
         h -> vjp(vjp(fn), (x, g))(h), recomputed from (x, g), and so on to any order
+        v -> jvp(fn, x)(v), recomputed from (x, v) in its own backward
 
     Derivatives of any order can be taken by `torch.autograd` (`create_graph=True`) and inside
-    `torch.func.{grad, vjp, vmap, jacrev, hessian}`; each order runs fn once more. In forward mode
-    (`jvp`, `jacfwd`, dual tensors) fn runs without recomputation, which is correct and saves no memory.
-    Under a tracer (torch.compile, make_fx) it does too, and the compiler decides what to keep. Of
+    `torch.func.{grad, vjp, vmap, jacrev, hessian}` and in forward mode (`jvp`, `jacfwd`, dual tensors),
+    whose tangents come from one more run of fn. Each order runs fn once more. Under a tracer
+    (torch.compile, make_fx) fn runs without recomputation, and the compiler decides what to keep. Of
     nested remats only the outermost recomputes.
 
     A recomputation runs under the conditions of the first run: the states of random generators (also of
@@ -123,22 +124,27 @@ def _is_bypassed() -> bool:
     return (
         no_graph
         or inside_recomputation()
-        or torch_internals.forward_mode_active()
         or torch_internals.tracing()
     )
 
 
 class _Recompute(torch.autograd.Function):
-    """Runs a function of tensors and saves its inputs; its backward runs the vjp by this Function."""
+    """Runs a function of tensors and saves its inputs; its backward runs the vjp by this Function, and
+    its jvp the function of inputs and tangents. (torch alone takes the second derivative of a jvp for
+    zero where two levels of forward mode meet; not where it is again a Function with a jvp.)"""
 
     generate_vmap_rule = True
     recomputes = True
 
     @staticmethod
     def forward(run: Callable[..., Tensors], *inputs: Tensor | None) -> Tensors:
+        outputs = run.without_graph(*inputs) if isinstance(run, _Jvp) else run(*inputs)
+        if torch_internals.forward_mode_active():  # a view would share its tangent with the input
+            shared = {torch_internals.storage_id(x) for x in inputs if x is not None}
+            return tuple(y.clone() if y is not None and torch_internals.storage_id(y) in shared else y for y in outputs)
         # Autograd does not save an input that is an output too.
         ids = {id(x) for x in inputs}
-        return tuple(y if y is None or id(y) not in ids else y.view_as(y) for y in run(*inputs))
+        return tuple(y if y is None or id(y) not in ids else y.view_as(y) for y in outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
@@ -146,6 +152,8 @@ class _Recompute(torch.autograd.Function):
         ctx.rerun, ctx.count = run.rerun, len(tensors)
         ctx.saved = [i for i, t in enumerate(tensors) if t is not None and ctx.rerun.uses(i)]
         ctx.save_for_backward(*(tensors[i] for i in ctx.saved))
+        if torch_internals.forward_mode_active():
+            ctx.save_for_forward(*(tensors[i] for i in ctx.saved))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(y for y in outputs if y is not None and not _has_derivatives(y))
@@ -153,9 +161,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        inputs: list[Tensor | None] = [None] * ctx.count
-        for i, tensor in zip(ctx.saved, ctx.saved_tensors, strict=True):
-            inputs[i] = tensor
+        inputs = _saved_inputs(ctx)
         wanted = [
             i
             for i, tensor in enumerate(inputs)
@@ -171,6 +177,21 @@ class _Recompute(torch.autograd.Function):
             for i, grad in zip(wanted, run(*tensors), strict=True):
                 result[i] = grad
         return None, *result
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        inputs = [torch_internals.primal(x) for x in _saved_inputs(ctx)]
+        moved = [i for i, t in enumerate(tangents) if t is not None and inputs[i] is not None]
+        tensors = (*inputs, *(tangents[i] for i in moved))
+        autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
+        return _Recompute.apply(_Jvp(ctx.rerun, ctx.count, moved, autocast), *tensors)
+
+
+def _saved_inputs(ctx: Any) -> list[Tensor | None]:
+    inputs: list[Tensor | None] = [None] * ctx.count
+    for i, tensor in zip(ctx.saved, ctx.saved_tensors, strict=True):
+        inputs[i] = tensor
+    return inputs
 
 
 class _Vjp:
@@ -216,8 +237,7 @@ class _Vjp:
         """A tensor to differentiate by, connected to the caller's graph if there is one."""
         if nested and tensor.requires_grad:
             return tensor.view_as(tensor)
-        active = torch_internals.forward_mode_active()
-        tangent = forward_ad.unpack_dual(tensor).tangent if active else None
+        tangent = torch_internals.tangent_of(tensor)
         variable = tensor.detach()  # without its tangent
         if index in self.wanted:
             variable.requires_grad_()
@@ -232,8 +252,75 @@ class _Vjp:
             return tuple(outputs[j] for j in self.arrived)
 
         _, pull = torch.func.vjp(of_wanted, *(cast(Tensor, inputs[i]) for i in self.wanted))[:2]
-        gradients: Tensors = pull(cotangents)
+        gradients: Tensors = pull(cotangents, retain_graph=torch.is_grad_enabled())
         return gradients
+
+
+class _Jvp:
+    """The jvp (inputs, tangents of the moved inputs) -> tangents of the outputs, again a function of
+    tensors."""
+
+    def __init__(self, run: Any, count: int, moved: list[int], autocast: AutocastState) -> None:
+        self.run, self.count, self.moved = run, count, moved
+        self.autocast, self.rerun = autocast, self
+
+    def uses(self, index: int) -> bool:
+        return index >= self.count or self.run.uses(index)
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        inputs, tangents = tensors[: self.count], tensors[self.count :]
+        # Dual tensors take less time, and Functions without setup_context. But there is one level of
+        # them, and under a gradient their tangents have a graph, and are kept until the level ends.
+        plain = isinstance(self.run, _Run) or torch_internals.in_dual_level()
+        by_func = torch_internals.transforms_active() or not plain
+        run = self._by_func if by_func else self._by_duals
+        with self.autocast.restored(), keep_swapped():
+            return run(inputs, tangents)
+
+    def without_graph(self, *tensors: Tensor | None) -> Tensors:
+        """The same as a constant of every derivative."""
+        with torch.no_grad():
+            try:
+                return self(*tensors)
+            except NotImplementedError:
+                pass
+        # torch has forward mode of some operations, such as the backward of silu and of layer norm,
+        # only where gradients are enabled; the graph that is then made is not needed.
+        with torch.enable_grad():
+            found = self(*(None if x is None else x.detach() for x in tensors))
+        return tuple(None if y is None else y.detach() for y in found)
+
+    def _by_duals(self, inputs: Tensors, tangents: Tensors) -> Tensors:
+        with torch_internals.dual_tensors():
+            own = list(inputs)
+            for i, tangent in zip(self.moved, tangents, strict=True):
+                own[i] = forward_ad.make_dual(cast(Tensor, inputs[i]), cast(Tensor, tangent))
+            outputs = self.run(*own)
+            found = [None if y is None else torch_internals.tangent_of(y) for y in outputs]
+        return tuple(
+            torch.zeros_like(y) if t is None and y is not None and _has_derivatives(y) else t
+            for y, t in zip(outputs, found, strict=True)
+        )
+
+    def _by_func(self, inputs: Tensors, tangents: Tensors) -> Tensors:
+        places: list[int] = []
+        result: list[Tensor | None] = []
+
+        def of_moved(*variables: Tensor) -> tuple[Tensor, ...]:
+            arguments = list(inputs)
+            for i, variable in zip(self.moved, variables, strict=True):
+                arguments[i] = variable
+            outputs = self.run(*arguments)
+            result[:] = [None] * len(outputs)
+            places[:] = [j for j, y in enumerate(outputs) if y is not None and _has_derivatives(y)]
+            return tuple(outputs[j] for j in places)
+
+        at: Any = tuple(inputs[i] for i in self.moved)
+        with forward_ad._set_fwd_grad_enabled(True):  # a level of torch.func enters the mode it began in
+            found: Any = torch.func.jvp(of_moved, at, tangents)[1]
+        for j, tangent in zip(places, found, strict=True):
+            result[j] = tangent
+        return tuple(result)
 
 
 class _Run:

@@ -95,7 +95,7 @@ class OperationChecks(TorchDispatchMode):
         super().__init__()
         self._what = what
         self._values = values
-        self._kept = {_storage_id(x) for x in given}
+        self._kept = {torch_internals.storage_id(x) for x in given}
         self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
         self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
 
@@ -122,7 +122,7 @@ class OperationChecks(TorchDispatchMode):
             for one in result if isinstance(result, list | tuple) else (result,):
                 if isinstance(one, Tensor):
                     self._views.append(one)
-                    self._kept.add(_storage_id(one))
+                    self._kept.add(torch_internals.storage_id(one))
         return result
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ class OperationChecks(TorchDispatchMode):
 
     def _is_kept(self, value: Tensor) -> bool:
         """Whether it exists before the function runs: an argument, or a tensor with values."""
-        return not isinstance(value, FakeTensor) or _storage_id(value) in self._kept
+        return not isinstance(value, FakeTensor) or torch_internals.storage_id(value) in self._kept
 
 
 def _writes(func: Any, argument: Any) -> bool:
@@ -203,10 +203,6 @@ def _named_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
     for argument, value in pairs:
         for one in value if isinstance(value, list | tuple) else (value,):
             yield argument, one
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def refuse_outer_graph(what: str) -> None:
