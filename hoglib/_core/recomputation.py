@@ -6,7 +6,7 @@ are recomputed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, update_wrapper
 from threading import local
 from typing import Any, TypeVar, cast
@@ -19,7 +19,7 @@ from torch.func import functional_call
 from hoglib._core import closures, pytree, torch_internals, validation
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
-from hoglib._core.torch_modes import ActiveStandIns, without_stand_ins
+from hoglib._core.torch_modes import ActiveStandIns, ContiguousDropout, without_stand_ins
 from hoglib.errors import ArgumentValueError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,16 +94,18 @@ def recompute(
     generators: Sequence[torch.Generator] = (),
     keywords: dict[str, Any] | None = None,
     modes_of: Sequence[nn.Module] = (),
+    nests: bool = False,
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
+    nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
     """
     keywords = keywords or {}
     if _is_bypassed():
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
-    call = _Call(fn, leaves, structure)
+    call = _Call(fn, leaves, structure, nests and not torch_internals.transforms_active())
     tensors = call.tensors(leaves)
     if not tensors:
         return fn(*args, **keywords)
@@ -121,11 +123,7 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _is_bypassed() -> bool:
     """Whether fn runs without the Function: nothing would be saved, or a derivative be wrong."""
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
-    return (
-        no_graph
-        or inside_recomputation()
-        or torch_internals.tracing()
-    )
+    return no_graph or getattr(_running, "bypass", False) or torch_internals.tracing()
 
 
 class _Recompute(torch.autograd.Function):
@@ -140,8 +138,7 @@ class _Recompute(torch.autograd.Function):
     def forward(run: Callable[..., Tensors], *inputs: Tensor | None) -> Tensors:
         outputs = run.without_graph(*inputs) if isinstance(run, _Jvp) else run(*inputs)
         if torch_internals.forward_mode_active():  # a view would share its tangent with the input
-            shared = {torch_internals.storage_id(x) for x in inputs if x is not None}
-            return tuple(y.clone() if y is not None and torch_internals.storage_id(y) in shared else y for y in outputs)
+            return _without_views(outputs, inputs)
         # Autograd does not save an input that is an output too.
         ids = {id(x) for x in inputs}
         return tuple(y if y is None or id(y) not in ids else y.view_as(y) for y in outputs)
@@ -316,7 +313,7 @@ class _Jvp:
             return tuple(outputs[j] for j in places)
 
         at: Any = tuple(inputs[i] for i in self.moved)
-        with forward_ad._set_fwd_grad_enabled(True):  # a level of torch.func enters the mode it began in
+        with forward_ad._set_fwd_grad_enabled(True):  # the mode beneath the new level
             found: Any = torch.func.jvp(of_moved, at, tangents)[1]
         for j, tangent in zip(places, found, strict=True):
             result[j] = tangent
@@ -345,13 +342,19 @@ class _Call:
 
     run_state: RunState
 
-    def __init__(self, fn: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
-        self.fn, self.structure = fn, structure
+    def __init__(
+        self, fn: Callable[..., Any], leaves: list[Any], structure: Any, nests: bool
+    ) -> None:
+        self.fn, self.structure, self.nests = fn, structure, nests
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
         self.transformed = torch_internals.transforms_active()
         self.stand_ins = ActiveStandIns()
+        # some runs will be inside of torch.func, which orders random numbers in its own way
+        self.mixed = self.transformed or (
+            torch_internals.forward_mode_active() and not torch_internals.in_dual_level()
+        )
         self.changed_buffers: dict[int, Tensor] = {}  # as they were before the first run
         self.first, self.rerun = _Run(self, self._first), _Run(self, self._rerun)
 
@@ -393,6 +396,14 @@ class _Call:
                     f"return the new value."
                 )
         leaves, self.output_structure = pytree.flatten(outputs)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and (kept := next(_tensors_held(leaf), None)):
+                raise ArgumentValueError(
+                    f"remat: expected results in tuples, lists and dicts, got a {type(leaf).__name__} "
+                    f"that holds a tensor ({kept.path}) from `{closures.name_of(self.fn)}`; it would "
+                    "have no gradient. Return a tuple or dict, or register the type with "
+                    "torch.utils._pytree.register_dataclass."
+                )
         self.outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.output_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         return tuple(leaves[i] for i in self.output_slots)
@@ -424,9 +435,13 @@ class _Call:
         leaves = list(self.constants)
         for i, tensor in zip(self.slots, tensors, strict=False):
             leaves[i] = tensor
-        args, keywords = pytree.unflatten(leaves, self.structure)
-        with _recomputing(), self.stand_ins.resume(), self.run_state.autocast.restored():
-            return self.fn(*args, **keywords)
+        args, keywords = given = pytree.unflatten(leaves, self.structure)
+        random = ContiguousDropout() if self.mixed else nullcontext()
+        autocast = self.run_state.autocast.restored()
+        with _recomputing(self.nests), self.stand_ins.resume(), autocast, random:
+            outputs = self.fn(*args, **keywords)
+        refuse_changed(self.fn, given, self.structure)
+        return outputs
 
     def result(self, tensors: Tensors) -> Any:
         leaves, self.outputs = self.outputs, []
@@ -451,13 +466,13 @@ _running = local()
 
 
 @contextmanager
-def _recomputing() -> Iterator[None]:
-    before = inside_recomputation()
-    _running.inside = True
+def _recomputing(nests: bool) -> Iterator[None]:
+    before = inside_recomputation(), getattr(_running, "bypass", False)
+    _running.inside, _running.bypass = True, before[1] or not nests
     try:
         yield
     finally:
-        _running.inside = before
+        _running.inside, _running.bypass = before
 
 
 def inside_recomputation() -> bool:
@@ -484,8 +499,32 @@ def _generators(leaves: list[Any]) -> list[torch.Generator]:
     return found
 
 
+def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> None:
+    """Raises if a function has changed a list or dict among its arguments, whose structure was this."""
+    if pytree.flatten(arguments)[1] != structure:
+        raise ArgumentValueError(
+            f"remat: expected a function that returns what it computes, got `{closures.name_of(fn)}`, "
+            "which changes a list or dict among its arguments; what it puts there would have no "
+            "gradient. Return it."
+        )
+
+
+def _tensors_held(leaf: Any) -> Iterator[closures.Capture]:
+    """The tensors that an object, which is none of pytree's containers, holds."""
+    return (one for one in closures.held(leaf) if isinstance(one.value, Tensor))
+
+
 def _has_derivatives(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors:
+    """The outputs, those that share memory with an input as copies."""
+    memory = {torch_internals.storage_id(x) for x in inputs if x is not None}
+    return tuple(
+        y.clone() if y is not None and torch_internals.storage_id(y) in memory else y
+        for y in outputs
+    )
 
 
 def _version(tensor: Tensor | None) -> int:

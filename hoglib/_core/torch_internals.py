@@ -323,8 +323,8 @@ def primal(x: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def dual_tensors() -> Iterator[None]:
-    """Inside, dual tensors may be made and compute tangents, also within a level of forward mode that is
-    active, and in a Function's forward and jvp, where torch switches tangents off."""
+    """Inside, dual tensors may be made and compute tangents, also within a level of forward mode that
+    is active, and in a Function's forward and jvp, where torch switches tangents off."""
     level = forward_ad.dual_level() if forward_ad._current_level < 0 else nullcontext()
     with forward_ad._set_fwd_grad_enabled(True), level:
         yield

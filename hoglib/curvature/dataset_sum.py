@@ -28,6 +28,7 @@ from hoglib._core.autograd import (
     translate_errors,
     without_graph,
 )
+from hoglib._core.blocks import Remat, check_remat, rematerialized
 from hoglib._core.fingerprint import StateFingerprint
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.source_location import warn
@@ -70,6 +71,7 @@ class DatasetOptions:
     progress: bool = False
     processes: str | None = None
     dtype: torch.dtype | None = None
+    remat: Remat = False
 
     def __post_init__(self) -> None:
         validation.one_of("reduction", self.reduction, ["mean", "sum"])
@@ -83,6 +85,7 @@ class DatasetOptions:
                 "dtype: expected a floating-point torch.dtype, such as torch.float32, got "
                 f"{validation.describe(self.dtype)}."
             )
+        object.__setattr__(self, "remat", check_remat(self.remat))
         for name in ("check_deterministic", "stand_ins", "progress"):
             validation.flag(name, getattr(self, name))
 
@@ -313,8 +316,11 @@ class DatasetSum:
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Gradients on, also in inference mode, and stand-ins where they are asked for."""
-        with grad_enabled(), stand_ins_if(self._options.stand_ins):
+        """Gradients on, also in inference mode, and stand-ins and recomputation where asked for."""
+        options = self._options
+        with (
+            grad_enabled(), stand_ins_if(options.stand_ins), rematerialized(options.remat, self._loss),
+        ):  # fmt: skip
             yield
 
     def loss_of(self, batch: Any) -> Tensor:

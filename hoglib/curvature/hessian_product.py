@@ -1,6 +1,5 @@
 """H v: the Hessian at one point, and the modes by which it is applied to a vector."""
 
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -18,6 +17,7 @@ from hoglib._core.autograd import (
     vjp,
 )
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
+from hoglib._core.state import RandomState
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     BoundLoss,
@@ -103,8 +103,11 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
         if not (options.create_graph or inside or torch_internals.tracing()):
             # The graph of the gradient is not needed, but torch has forward mode of some operations,
             # such as the backward of silu, only where there is one.
-            with suppress(NotImplementedError):
+            before = RandomState()
+            try:
                 return torch.func.jvp(partial(gradient, False), tuple(at), tuple(vector))
+            except NotImplementedError:
+                before.restore()
         return torch.func.jvp(partial(gradient, True), tuple(at), tuple(vector))
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import NOT_DIFFERENTIABLE, Vector
+from hoglib._core.blocks import Remat
 from hoglib.errors import ArgumentValueError, HoglibError, UnsupportedError
 
 DIFFERENCES = "finite-differences"
@@ -24,6 +25,7 @@ class ProductOptions(NamedTuple):
     stand_ins: bool = True
     backend: str = ""  # that compile= names; empty for none
     strict: tuple[str, ...] | None = None  # leaf names; each must have a second derivative
+    remat: Remat = False  # blocks of the model that are recomputed
 
 
 @final

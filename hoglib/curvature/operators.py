@@ -1,7 +1,7 @@
 """The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.blocks import find_blocks, refuse_compiled
 from hoglib._core.finite_differences import to_double
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.capture.capturing import runs_elsewhere
@@ -56,10 +57,13 @@ class DatasetOperator(LinearOperator):
     ) -> None:
         name = type(self).__name__
         backend = check_backend(name, compile, kind)
+        refuse_compiled(name, options.remat, backend)
         processes = Processes(name, options.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, options.dtype), options.progress and processes.rank == 0)
         kind.check_loss(loss)
+        if options.remat is not False:
+            find_blocks(options.remat, loss)  # raises where there are none
         self._sum = DatasetSum(
             loss, self.space, data, options, processes, self._bar,
             name=name, seed=kind.seed, fixed_batches=kind.random,
@@ -223,6 +227,9 @@ class HessianOperator(DatasetOperator):
         dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
             in half precision, whose own sums lose what each batch adds. Default: the widest of the
             parameters'.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -255,10 +262,11 @@ class HessianOperator(DatasetOperator):
         compile: bool | str = False,
         processes: str | None = None,
         dtype: torch.dtype | None = None,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype,
+            processes, dtype, remat,
         )  # fmt: skip
         super().__init__(HessianKind(mode), loss, params, data, options, compile)
 
@@ -309,6 +317,9 @@ class GGNOperator(DatasetOperator):
         dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
             in half precision, whose own sums lose what each batch adds. Default: the widest of the
             parameters'.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -341,10 +352,11 @@ class GGNOperator(DatasetOperator):
         compile: bool | str = False,
         processes: str | None = None,
         dtype: torch.dtype | None = None,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype,
+            processes, dtype, remat,
         )  # fmt: skip
         super().__init__(GaussNewtonKind(mode), loss, params, data, options, compile)
 
@@ -405,6 +417,9 @@ class FisherOperator(DatasetOperator):
         dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
             in half precision, whose own sums lose what each batch adds. Default: the widest of the
             parameters'.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -441,10 +456,11 @@ class FisherOperator(DatasetOperator):
         compile: bool | str = False,
         processes: str | None = None,
         dtype: torch.dtype | None = None,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype,
+            processes, dtype, remat,
         )  # fmt: skip
         metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
         super().__init__(GaussNewtonKind(mode, metric), loss, params, data, options, compile)

@@ -1,6 +1,6 @@
 """Products of curvature matrices with vectors: Hessian, generalised Gauss-Newton, Fisher."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.blocks import check_remat, refuse_compiled, rematerialized
 from hoglib._core.finite_differences import to_double
 from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
@@ -41,6 +42,7 @@ def hvp(
     create_graph: bool = False,
     strict: bool = False,
     stand_ins: bool = True,
+    remat: bool | str | Sequence[str] = False,
     compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a scalar function and the product of its Hessian with a vector.
@@ -69,6 +71,9 @@ def hvp(
             (reverse-over-reverse only).
         stand_ins: Run func inside `hoglib.second_order()`, where torch calls that have no second
             derivative, or a wrong one, are replaced by functions that have a right one.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
             captured graph by torch. Later calls with the same signature reuse it.
     Returns:
@@ -89,7 +94,7 @@ def hvp(
     kind = HessianKind(mode)
     options = ProductOptions(
         "hvp", create_graph, stand_ins, check_backend("hvp", compile, kind),
-        tuple(pytree.paths(params)) if strict else None,
+        tuple(pytree.paths(params)) if strict else None, check_remat(remat),
     )  # fmt: skip
     return _product(kind, func, params, v, args, options)
 
@@ -103,6 +108,7 @@ def ggn_vp(
     mode: str = "auto",
     create_graph: bool = False,
     stand_ins: bool = True,
+    remat: bool | str | Sequence[str] = False,
     compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a loss and the product of its generalised Gauss-Newton matrix with a vector.
@@ -129,6 +135,9 @@ def ggn_vp(
             transforms they always can.
         stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
             captured graph by torch. Later calls with the same signature reuse it.
     Returns:
@@ -150,7 +159,7 @@ def ggn_vp(
     """
     kind = GaussNewtonKind(mode)
     backend = check_backend("ggn_vp", compile, kind)
-    options = ProductOptions("ggn_vp", create_graph, stand_ins, backend)
+    options = ProductOptions("ggn_vp", create_graph, stand_ins, backend, remat=check_remat(remat))
     return _product(kind, loss, params, v, (batch,), options)
 
 
@@ -167,6 +176,7 @@ def fisher_vp(
     generator: torch.Generator | None = None,
     mode: str = "auto",
     stand_ins: bool = True,
+    remat: bool | str | Sequence[str] = False,
     compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a loss and the product of its Fisher information matrix with a vector.
@@ -197,6 +207,9 @@ def fisher_vp(
             `hoglib.ggn_vp` describes.
         stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
             captured graph by torch. Not with kind="mc", which draws random numbers.
     Returns:
@@ -220,7 +233,7 @@ def fisher_vp(
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
     backend = check_backend("fisher_vp", compile, matrix)
-    options = ProductOptions("fisher_vp", False, stand_ins, backend)
+    options = ProductOptions("fisher_vp", False, stand_ins, backend, remat=check_remat(remat))
     return _product(matrix, loss, params, v, (batch,), options)
 
 
@@ -234,6 +247,7 @@ def _product(
 ) -> tuple[Tensor, Tree]:
     """The value, and the product of a matrix with v or with each vector of a block."""
     kind.check_loss(func)
+    refuse_compiled(options.caller, options.remat, options.backend)
     validation.not_the_model("func", func, params)
     validation.parameters(params)
     vector, block = validation.vectors("v", v, params)
@@ -272,7 +286,7 @@ def _applied(
     with grad_enabled(), keep_swapped():
         leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
         loss = BoundLoss(loss.func, loss.structure, args)
-        with stand_ins_if(options.stand_ins):
+        with stand_ins_if(options.stand_ins), rematerialized(options.remat, loss.func):
             linear_map = kind.linearize(loss, leaves, options, block)
             value, product = apply_block(linear_map, vector, block)
     if options.create_graph:
