@@ -11,6 +11,7 @@ from torch import nn
 import hoglib as hog
 from hoglib._core import recomputation
 from hoglib._core.blocks import find_blocks, repeated_blocks
+from hoglib.capture import recomputed
 from tests.oracles import random_like, relative
 
 DOUBLE = torch.float64
@@ -361,8 +362,8 @@ def test_operators_keep_the_inputs_of_blocks(kind):
         rows = torch.stack([flat(v), flat(v).sin()], -1)
         products[-1] += [operator @ rows, operator @ rows]  # the second of a kept graph
         held.append(operator._sum.kept.point.held_bytes())
-    for plain, recomputed in zip(*products, strict=True):
-        assert relative(recomputed, plain) < 1e-12
+    for plain, found in zip(*products, strict=True):
+        assert relative(found, plain) < 1e-12
     assert held[1] < 0.5 * held[0]
 
 
@@ -483,3 +484,61 @@ def test_other_learners(learner, runs):
         grads.append(flat({n: p.grad for n, p in model.named_parameters()}))
     assert runs
     assert relative(grads[1], grads[0]) < 1e-10
+
+
+# Compiled blocks
+
+
+def deep(layers):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, layers).double()
+    x = torch.randn(2, 3, 4, dtype=DOUBLE)
+    loss = hog.functional_loss(model, F.mse_loss)
+    params = hog.trainable_params(model)
+    return loss, params, random_like(params), (x, x.sin())
+
+
+def test_equal_blocks_are_compiled_once():
+    counts = []
+    for layers in (3, 5):
+        loss, params, v, batch = deep(layers)
+        found = []
+        for compile in (False, "eager"):
+            torch.manual_seed(1)  # of dropout
+            found.append(hog.hvp(loss, params, v, batch, remat=True, compile=compile))
+        assert found[0][0] == pytest.approx(found[1][0].item(), rel=1e-12)
+        assert relative(flat(found[1][1]), flat(found[0][1])) < 1e-10
+        counts.append(len(recomputed.compiled_levels()))
+    assert counts[0] == counts[1] > 0
+
+
+def test_compiled_blocks_in_other_products_and_operators():
+    loss, params, v, batch = deep(2)
+    loss.model.eval()
+    _, plain = hog.ggn_vp(loss, params, v, batch)
+    _, found = hog.ggn_vp(loss, params, v, batch, remat=True, compile="eager")
+    assert relative(flat(found), flat(plain)) < 1e-10
+    operator = hog.HessianOperator(loss, params, batch, remat=True, compile="eager")
+    _, plain = hog.hvp(loss, params, v, batch)
+    for _ in range(2):
+        assert relative(flat(operator @ v), flat(plain)) < 1e-10
+
+
+def test_a_function_by_compiled_recomputation():
+    weight = torch.randn(3, 3, dtype=DOUBLE, requires_grad=True)
+    x = torch.randn(2, 3, dtype=DOUBLE)
+    fn = hog.ops.remat(lambda x, w: {"y": (torch.tanh(x @ w), None)}, compile="eager")
+    assert fn(x, weight)["y"][1] is None
+    assert torch.autograd.gradgradcheck(lambda w: fn(x, w)["y"][0], weight)
+
+
+def test_what_is_not_compiled_together():
+    loss, params, v, batch = deep(2)
+    with pytest.raises(ValueError, match="expected a mode of backward passes"):
+        hog.hvp(loss, params, v, batch, mode="forward-over-reverse", remat=True, compile="eager")
+    with pytest.raises(ValueError, match="expected remat= or compile=, got both"):
+        hog.MAML(loss.model, F.mse_loss, remat=True, compile=True)
+    loss.model.layers[0].scale = torch.ones(1)
+    with pytest.raises(hog.errors.UnsupportedError, match="in an attribute"):
+        hog.hvp(loss, params, v, batch, remat=True, compile="eager")

@@ -57,8 +57,9 @@ def refuse_compiled(caller: str, remat: Remat, compile: Any) -> None:
 
 
 @contextmanager
-def rematerialized(remat: Remat, func: Any) -> Iterator[None]:
-    """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward.
+def rematerialized(remat: Remat, func: Any, backend: str = "") -> Iterator[None]:
+    """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward, by
+    compiled graphs if a backend is named.
 
     A backward later recomputes them also outside.
     """
@@ -69,7 +70,7 @@ def rematerialized(remat: Remat, func: Any) -> Iterator[None]:
             before = fields.get("forward")
             if not isinstance(before, BlockForward):  # by an outer context
                 replaced.append((fields, before))
-                fields["forward"] = BlockForward(block, block.forward)
+                fields["forward"] = BlockForward(block, block.forward, backend)
         yield
     finally:
         for fields, before in replaced:
@@ -228,11 +229,12 @@ class BlockForward:
 
     recomputes = True
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any]) -> None:
-        self._block, self._forward = block, forward
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], backend: str) -> None:
+        self._block, self._forward, self._backend = block, forward, backend
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return recompute(partial(_call_forward, self._forward), self._block, args, kwargs)
+        run = partial(_call_forward, self._forward)
+        return recompute(run, self._block, args, kwargs, backend=self._backend)
 
 
 def _call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -7,9 +7,10 @@ are recomputed.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial, update_wrapper
 from threading import local
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Tensors = tuple[Tensor | None, ...]
 
 
-def remat(fn: F) -> F:
+def remat(fn: F, *, compile: bool | str = False) -> F:
     r"""A function whose intermediate values are recomputed in backward instead of kept in memory.
 
         y = fn(x)        g -> vjp(fn, x)(g), recomputed from x
@@ -49,6 +50,10 @@ def remat(fn: F) -> F:
         fn: A function of tensors, or an `nn.Module`, whose parameters and buffers become inputs, so
             that they receive gradients. Arguments and result are any pytrees. A module among the
             arguments is treated like fn; what is neither tensor nor module is passed unchanged.
+        compile: Run fn and its vjps in reverse mode as compiled graphs, each one for all calls whose
+            modules and arguments are equal but for their tensors, as those of the blocks of a network:
+            True for inductor, "eager" to run the captured graphs by torch. In forward mode and inside
+            torch.func transforms fn runs as it is.
     Returns:
         A function with the signature and the values of fn. An input that the result does not depend on
         has the gradient None, as without remat.
@@ -68,8 +73,11 @@ def remat(fn: F) -> F:
         (tensor(0.4696),)
     """
     validation.function("fn", fn)
+    backend = validation.backend("compile", compile)
     if getattr(fn, "_rematerialized", False):
-        return fn
+        if not backend:
+            return fn
+        fn = fn.__wrapped__  # type: ignore[attr-defined]
     if isinstance(fn, nn.Module):
         closures.refuse_hidden("remat", fn)
     else:
@@ -79,9 +87,10 @@ def remat(fn: F) -> F:
         if torch_internals.tracing():
             return fn(*args, **kwargs)
         if isinstance(fn, nn.Module):
-            return recompute(_call_module, fn, args, kwargs)
+            return recompute(_call_module, fn, args, kwargs, backend=backend)
         # Checked at each call, because the closure may have changed.
-        return recompute(fn, *args, generators=closures.refuse("remat", fn), keywords=kwargs)
+        generators = closures.refuse("remat", fn)
+        return recompute(fn, *args, generators=generators, keywords=kwargs, backend=backend)
 
     update_wrapper(rematerialized, fn, updated=())
     rematerialized._rematerialized = True  # type: ignore[attr-defined]
@@ -95,17 +104,20 @@ def recompute(
     keywords: dict[str, Any] | None = None,
     modes_of: Sequence[nn.Module] = (),
     nests: bool = False,
+    backend: str = "",
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
     nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
+    backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
     """
     keywords = keywords or {}
     if _is_bypassed():
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
-    call = _Call(fn, leaves, structure, nests and not torch_internals.transforms_active())
+    nests = nests and not torch_internals.transforms_active()
+    call = _Call(fn, leaves, structure, nests, backend)
     tensors = call.tensors(leaves)
     if not tensors:
         return fn(*args, **keywords)
@@ -136,7 +148,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(run: Callable[..., Tensors], *inputs: Tensor | None) -> Tensors:
-        outputs = run.without_graph(*inputs) if isinstance(run, _Jvp) else run(*inputs)
+        outputs = _run_level(run, *inputs)
         if torch_internals.forward_mode_active():  # a view would share its tangent with the input
             return _without_views(outputs, inputs)
         # Autograd does not save an input that is an output too.
@@ -170,7 +182,7 @@ class _Recompute(torch.autograd.Function):
             tensors = (*inputs, *(grads[j] for j in arrived))
             autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
             vjp = _Vjp(ctx.rerun, ctx.count, wanted, arrived, autocast)
-            run = vjp if _is_bypassed() else partial(_Recompute.apply, vjp)
+            run = partial(_run_level if _is_bypassed() else _Recompute.apply, vjp)
             for i, grad in zip(wanted, run(*tensors), strict=True):
                 result[i] = grad
         return None, *result
@@ -182,6 +194,30 @@ class _Recompute(torch.autograd.Function):
         tensors = (*inputs, *(tangents[i] for i in moved))
         autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
         return _Recompute.apply(_Jvp(ctx.rerun, ctx.count, moved, autocast), *tensors)
+
+
+# Compiles a level: hoglib.capture, which stands above this package, sets it.
+_compilers: list[Callable[[Any, Sequence[Tensor | None]], Tensors]] = []
+
+
+def set_compiler(compiler: Callable[[Any, Sequence[Tensor | None]], Tensors]) -> None:
+    """What runs a level of a call with a backend: a function (run, tensors) -> run(*tensors)."""
+    _compilers[:] = [compiler]
+
+
+def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
+    """run(*inputs), compiled where that is asked for and no graph and no tangents are needed."""
+    if isinstance(run, _Jvp):
+        return run.without_graph(*inputs)
+    plain = not (
+        torch.is_grad_enabled()
+        or torch_internals.transforms_active()
+        or torch_internals.forward_mode_active()
+    )
+    if run.call.backend and plain and not torch_internals.tracing():
+        return _compilers[0](run, inputs)
+    outputs: Tensors = run(*inputs)
+    return outputs
 
 
 def _saved_inputs(ctx: Any) -> list[Tensor | None]:
@@ -198,7 +234,12 @@ class _Vjp:
         self, run: Any, count: int, wanted: list[int], arrived: list[int], autocast: AutocastState
     ) -> None:
         self.run, self.count, self.wanted, self.arrived = run, count, wanted, arrived
-        self.autocast, self.rerun = autocast, self
+        self.autocast, self.rerun, self.call = autocast, self, run.call
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which level it is, for calls that are equal."""
+        return "the vjp", self.run.key, self.count, (*self.wanted,), (*self.arrived,)
 
     def uses(self, index: int) -> bool:
         return index >= self.count or self.run.uses(index)
@@ -259,7 +300,7 @@ class _Jvp:
 
     def __init__(self, run: Any, count: int, moved: list[int], autocast: AutocastState) -> None:
         self.run, self.count, self.moved = run, count, moved
-        self.autocast, self.rerun = autocast, self
+        self.autocast, self.rerun, self.call = autocast, self, run.call
 
     def uses(self, index: int) -> bool:
         return index >= self.count or self.run.uses(index)
@@ -268,7 +309,7 @@ class _Jvp:
         inputs, tangents = tensors[: self.count], tensors[self.count :]
         # Dual tensors take less time, and Functions without setup_context. But there is one level of
         # them, and under a gradient their tangents have a graph, and are kept until the level ends.
-        plain = isinstance(self.run, _Run) or torch_internals.in_dual_level()
+        plain = isinstance(self.run, Run) or torch_internals.in_dual_level()
         by_func = torch_internals.transforms_active() or not plain
         run = self._by_func if by_func else self._by_duals
         with self.autocast.restored(), keep_swapped():
@@ -320,18 +361,24 @@ class _Jvp:
         return tuple(result)
 
 
-class _Run:
+@final
+class Run:
     """A call of the user's function as a function of its tensors: the first run, or a later one."""
 
     def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
         self.call, self.body = call, body
 
     @property
-    def rerun(self) -> "_Run":
+    def rerun(self) -> "Run":
         return self.call.rerun
 
     def uses(self, index: int) -> bool:
         return index not in self.call.changed_buffers
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which level it is, for calls that are equal."""
+        return ("the forward",)
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         return self.body(tensors)
@@ -341,11 +388,16 @@ class _Call:
     """The arguments of one call without its tensors, which only the graph may keep alive."""
 
     run_state: RunState
+    # the results without their tensors, their structure, and the places of the tensors among them
+    outputs: list[Any]
+    output_structure: Any
+    output_slots: list[int]
 
     def __init__(
-        self, fn: Callable[..., Any], leaves: list[Any], structure: Any, nests: bool
+        self, fn: Callable[..., Any], leaves: list[Any], structure: Any, nests: bool, backend: str
     ) -> None:
-        self.fn, self.structure, self.nests = fn, structure, nests
+        self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
+        self.template: Any = None  # for the compiler
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
@@ -356,7 +408,28 @@ class _Call:
             torch_internals.forward_mode_active() and not torch_internals.in_dual_level()
         )
         self.changed_buffers: dict[int, Tensor] = {}  # as they were before the first run
-        self.first, self.rerun = _Run(self, self._first), _Run(self, self._rerun)
+        self.first, self.rerun = Run(self, self._first), Run(self, self._rerun)
+
+    def with_parts(self, fn: Callable[..., Any], constants: list[Any]) -> "_Call":
+        """This call with another function, and modules in the place of its own, to be captured: its
+        runs are without side effects."""
+        own = copy(self)
+        own.fn, own.constants = fn, constants
+        own.scope = _Scope([x for x in constants if isinstance(x, nn.Module)])
+        own.first = own.rerun = Run(own, own._captured)
+        return own
+
+    def adopt_outputs(self, other: "_Call") -> None:
+        """Takes the structure of the outputs from an equal call."""
+        self.outputs, self.output_structure = list(other.outputs), other.output_structure
+        self.output_slots = other.output_slots
+
+    def _captured(self, tensors: Tensors) -> Tensors:
+        state: Any = {name: tensors[i] for name, i in self.state_names.items()}
+        run = partial(self._call, tensors)
+        return self._split(
+            functional_call(self.scope, state, (run,), tie_weights=False) if state else run()
+        )
 
     def tensors(self, leaves: list[Any]) -> list[Tensor]:
         """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once."""
@@ -395,6 +468,10 @@ class _Call:
                     f"in place, so that it cannot be run again. Change a copy, `x = x.clone()`, or "
                     f"return the new value."
                 )
+        return self._split(outputs)
+
+    def _split(self, outputs: Any) -> Tensors:
+        """The tensors among the outputs; their structure is kept."""
         leaves, self.output_structure = pytree.flatten(outputs)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and (kept := next(_tensors_held(leaf), None)):

@@ -34,6 +34,11 @@ class ActiveStandIns:
     def __init__(self) -> None:
         self._mode = torch_internals.function_mode(StandInMode)
 
+    @property
+    def active(self) -> bool:
+        """Whether there was one."""
+        return self._mode is not None
+
     def resume(self) -> AbstractContextManager[object]:
         """Inside, they are on again."""
         if self._mode is None or torch_internals.function_mode(StandInMode) is not None:
@@ -44,8 +49,8 @@ class ActiveStandIns:
 class ContiguousDropout(TorchFunctionMode):
     """Inside, dropout draws in the order of a contiguous input.
 
-    As it does inside torch.func; elsewhere the order is that of the input's memory, so that a run inside
-    of transforms would draw another mask than one outside.
+    As it does inside torch.func; elsewhere the order is that of the input's memory, so that a run
+    inside of transforms would draw another mask than one outside.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -118,6 +118,7 @@ class DatasetSum:
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
+        self.backend = ""  # that compiles the blocks which are recomputed
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
         self._splits_checked = False
@@ -317,10 +318,8 @@ class DatasetSum:
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
         """Gradients on, also in inference mode, and stand-ins and recomputation where asked for."""
-        options = self._options
-        with (
-            grad_enabled(), stand_ins_if(options.stand_ins), rematerialized(options.remat, self._loss),
-        ):  # fmt: skip
+        blocks = rematerialized(self._options.remat, self._loss, self.backend)
+        with grad_enabled(), stand_ins_if(self._options.stand_ins), blocks:
             yield
 
     def loss_of(self, batch: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
-from hoglib._core.blocks import find_blocks, refuse_compiled
+from hoglib._core.blocks import find_blocks
 from hoglib._core.finite_differences import to_double
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.capture.capturing import runs_elsewhere
@@ -28,6 +28,7 @@ from hoglib.curvature.linear_map import (
     LinearMap,
     ProductOptions,
     check_backend,
+    check_blocks,
     double_loss,
 )
 from hoglib.curvature.linear_operator import LinearOperator
@@ -57,7 +58,7 @@ class DatasetOperator(LinearOperator):
     ) -> None:
         name = type(self).__name__
         backend = check_backend(name, compile, kind)
-        refuse_compiled(name, options.remat, backend)
+        check_blocks(name, options.remat, backend, kind.mode)
         processes = Processes(name, options.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, options.dtype), options.progress and processes.rank == 0)
@@ -72,7 +73,10 @@ class DatasetOperator(LinearOperator):
         self._in_double = kind.mode == DIFFERENCES
         self._loss = double_loss(loss) if self._in_double else loss
         self._memory_limit = options.memory_limit
-        self._options = ProductOptions(name, stand_ins=options.stand_ins, backend=backend)
+        self._options = ProductOptions(
+            name, stand_ins=options.stand_ins, backend=backend, remat=options.remat
+        )
+        self._sum.backend = backend
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -125,7 +129,7 @@ class DatasetOperator(LinearOperator):
         """Add share times the products of the rows at one batch to total; return the loss there."""
         single = self._sum.single_batch
         several = len(rows) > 1 or single
-        compiled = bool(self._options.backend) and not runs_elsewhere()
+        compiled = self._options.one_graph and not runs_elsewhere()
         # a compiled product enters the contexts itself, when it is captured
         context = grad_enabled() if compiled else self._sum.evaluation_context()
         with context, keep_swapped() as patches:
@@ -139,6 +143,7 @@ class DatasetOperator(LinearOperator):
                 point = compiled_linear_map(kind, loss, leaves, self._options, several)
                 keep = single and several
             else:
+                several = several or bool(self._options.backend)  # blocks have backward passes only
                 point = kind.linearize(loss, leaves, self._options, several)
                 keep = single and self._fits(point)
             value = self._apply(point, rows, total, share, keep, first=number == 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
-from hoglib._core.blocks import check_remat, refuse_compiled, rematerialized
+from hoglib._core.blocks import rematerialized
 from hoglib._core.finite_differences import to_double
 from hoglib._core.swap import keep_swapped
 from hoglib.capture.capturing import runs_elsewhere
@@ -23,6 +23,7 @@ from hoglib.curvature.linear_map import (
     ProductOptions,
     apply_block,
     check_backend,
+    check_blocks,
     double_loss,
 )
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -75,7 +76,8 @@ def hvp(
             by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
             "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. Later calls with the same signature reuse it.
+            captured graph by torch. Later calls with the same signature reuse it. With remat, each
+            block's passes are compiled, once for all blocks that are equal.
     Returns:
         The pair (f, H v), in the order of `torch.autograd.functional.hvp`; H v has the structure of v.
     Raises:
@@ -92,9 +94,10 @@ def hvp(
         (tensor(2.), tensor([4., 2.]))
     """
     kind = HessianKind(mode)
+    backend = check_backend("hvp", compile, kind)
     options = ProductOptions(
-        "hvp", create_graph, stand_ins, check_backend("hvp", compile, kind),
-        tuple(pytree.paths(params)) if strict else None, check_remat(remat),
+        "hvp", create_graph, stand_ins, backend, tuple(pytree.paths(params)) if strict else None,
+        check_blocks("hvp", remat, backend, mode),
     )  # fmt: skip
     return _product(kind, func, params, v, args, options)
 
@@ -139,7 +142,8 @@ def ggn_vp(
             by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
             "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. Later calls with the same signature reuse it.
+            captured graph by torch. Later calls with the same signature reuse it. With remat, each
+            block's passes are compiled, once for all blocks that are equal.
     Returns:
         The pair (f, G v); G v has the structure of v.
     Raises:
@@ -159,7 +163,13 @@ def ggn_vp(
     """
     kind = GaussNewtonKind(mode)
     backend = check_backend("ggn_vp", compile, kind)
-    options = ProductOptions("ggn_vp", create_graph, stand_ins, backend, remat=check_remat(remat))
+    options = ProductOptions(
+        "ggn_vp",
+        create_graph,
+        stand_ins,
+        backend,
+        remat=check_blocks("ggn_vp", remat, backend, mode),
+    )
     return _product(kind, loss, params, v, (batch,), options)
 
 
@@ -211,7 +221,8 @@ def fisher_vp(
             by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
             "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. Not with kind="mc", which draws random numbers.
+            captured graph by torch. With remat, each block's passes are compiled, once for all blocks
+            that are equal. Not with kind="mc", which draws random numbers.
     Returns:
         The pair (f, F v), f the loss; F v has the structure of v.
     Raises:
@@ -233,7 +244,13 @@ def fisher_vp(
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
     backend = check_backend("fisher_vp", compile, matrix)
-    options = ProductOptions("fisher_vp", False, stand_ins, backend, remat=check_remat(remat))
+    options = ProductOptions(
+        "fisher_vp",
+        False,
+        stand_ins,
+        backend,
+        remat=check_blocks("fisher_vp", remat, backend, mode),
+    )
     return _product(matrix, loss, params, v, (batch,), options)
 
 
@@ -247,7 +264,6 @@ def _product(
 ) -> tuple[Tensor, Tree]:
     """The value, and the product of a matrix with v or with each vector of a block."""
     kind.check_loss(func)
-    refuse_compiled(options.caller, options.remat, options.backend)
     validation.not_the_model("func", func, params)
     validation.parameters(params)
     vector, block = validation.vectors("v", v, params)
@@ -258,7 +274,7 @@ def _product(
         value, product = _applied(kind, loss, to_double(leaves), to_double(vector), block, options)
         value = value.to(leaves[0].dtype)
         product = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
-    elif options.backend and not runs_elsewhere():
+    elif options.one_graph and not runs_elsewhere():
         with torch.inference_mode(False):
             leaves, vector, args = clone_inference_tensors((leaves, vector, args))
             loss = BoundLoss(func, structure, args)
@@ -286,8 +302,13 @@ def _applied(
     with grad_enabled(), keep_swapped():
         leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
         loss = BoundLoss(loss.func, loss.structure, args)
-        with stand_ins_if(options.stand_ins), rematerialized(options.remat, loss.func):
-            linear_map = kind.linearize(loss, leaves, options, block)
+        with (
+            stand_ins_if(options.stand_ins),
+            rematerialized(options.remat, loss.func, options.backend),
+        ):
+            # compiled blocks have backward passes only, as the products with several vectors
+            several = block or bool(options.backend)
+            linear_map = kind.linearize(loss, leaves, options, several)
             value, product = apply_block(linear_map, vector, block)
     if options.create_graph:
         return value, product
