@@ -6,10 +6,11 @@ are recomputed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial, update_wrapper
 from threading import local
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +20,29 @@ from torch.func import functional_call
 from hoglib._core import closures, pytree, torch_internals, validation
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
-from hoglib._core.torch_modes import ActiveStandIns, only_plain_operations, without_stand_ins
+from hoglib._core.torch_modes import (
+    ActiveStandIns,
+    ContiguousDropout,
+    only_plain_operations,
+    without_stand_ins,
+)
 from hoglib.errors import ArgumentValueError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Tensors = tuple[Tensor | None, ...]
 
 
-def remat(fn: F) -> F:
+def remat(fn: F, *, compile: bool | str = False) -> F:
     r"""A function whose intermediate values are recomputed in backward instead of kept in memory.
 
         y = fn(x)        g -> vjp(fn, x)(g), recomputed from x
         h -> vjp(vjp(fn), (x, g))(h), recomputed from (x, g), and so on to any order
+        v -> jvp(fn, x)(v), recomputed from (x, v) in its own backward
 
     Derivatives of any order can be taken by `torch.autograd` (`create_graph=True`) and inside
-    `torch.func.{grad, vjp, vmap, jacrev, hessian}`; each order runs fn once more. In forward mode
-    (`jvp`, `jacfwd`, dual tensors) fn runs without recomputation, which is correct and saves no memory.
-    Under a tracer (torch.compile, make_fx) it does too, and the compiler decides what to keep. Of
+    `torch.func.{grad, vjp, vmap, jacrev, hessian}` and in forward mode (`jvp`, `jacfwd`, dual tensors),
+    whose tangents come from one more run of fn. Each order runs fn once more. Under a tracer
+    (torch.compile, make_fx) fn runs without recomputation, and the compiler decides what to keep. Of
     nested remats only the outermost recomputes.
 
     A recomputation runs under the conditions of the first run: the states of random generators (also of
@@ -48,6 +55,10 @@ def remat(fn: F) -> F:
         fn: A function of tensors, or an `nn.Module`, whose parameters and buffers become inputs, so
             that they receive gradients. Arguments and result are any pytrees. A module among the
             arguments is treated like fn; what is neither tensor nor module is passed unchanged.
+        compile: Run fn and its vjps in reverse mode as compiled graphs, each one for all calls whose
+            modules and arguments are equal but for their tensors, as those of the blocks of a network:
+            True for inductor, "eager" to run the captured graphs by torch. In forward mode and inside
+            torch.func transforms fn runs as it is.
     Returns:
         A function with the signature and the values of fn. An input that the result does not depend on
         has the gradient None, as without remat.
@@ -67,8 +78,11 @@ def remat(fn: F) -> F:
         (tensor(0.4696),)
     """
     validation.function("fn", fn)
+    backend = validation.backend("compile", compile)
     if getattr(fn, "_rematerialized", False):
-        return fn
+        if not backend:
+            return fn
+        fn = fn.__wrapped__  # type: ignore[attr-defined]
     if isinstance(fn, nn.Module):
         closures.refuse_hidden("remat", fn)
     else:
@@ -78,9 +92,10 @@ def remat(fn: F) -> F:
         if torch_internals.tracing():
             return fn(*args, **kwargs)
         if isinstance(fn, nn.Module):
-            return recompute(_call_module, fn, args, kwargs)
+            return recompute(_call_module, fn, args, kwargs, backend=backend)
         # Checked at each call, because the closure may have changed.
-        return recompute(fn, *args, generators=closures.refuse("remat", fn), keywords=kwargs)
+        generators = closures.refuse("remat", fn)
+        return recompute(fn, *args, generators=generators, keywords=kwargs, backend=backend)
 
     update_wrapper(rematerialized, fn, updated=())
     rematerialized._rematerialized = True  # type: ignore[attr-defined]
@@ -93,16 +108,21 @@ def recompute(
     generators: Sequence[torch.Generator] = (),
     keywords: dict[str, Any] | None = None,
     modes_of: Sequence[nn.Module] = (),
+    nests: bool = False,
+    backend: str = "",
 ) -> Any:
     """fn(*args, **keywords) as `remat` runs it, without the check of what fn closes over.
 
     modes_of: modules, besides those among the arguments, whose train or eval mode is restored.
+    nests: whether remats inside fn recompute too, outside of torch.func transforms, which refuse it.
+    backend: of `hoglib.compile`, which compiles fn and its vjps in reverse mode; "" for none.
     """
     keywords = keywords or {}
     if _is_bypassed():
         return fn(*args, **keywords)
     leaves, structure = pytree.flatten((args, keywords))
-    call = _Call(fn, leaves, structure)
+    nests = nests and not torch_internals.transforms_active()
+    call = _Call(fn, leaves, structure, nests, backend)
     tensors = call.tensors(leaves)
     if not tensors:
         return fn(*args, **keywords)
@@ -120,26 +140,26 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _is_bypassed() -> bool:
     """Whether fn runs without the Function: nothing would be saved, or a derivative be wrong."""
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
-    return (
-        no_graph
-        or inside_recomputation()
-        or torch_internals.forward_mode_active()
-        or torch_internals.tracing()
-        or only_plain_operations()
-    )
+    plainly = getattr(_running, "bypass", False) or torch_internals.tracing()
+    return no_graph or plainly or only_plain_operations()
 
 
 class _Recompute(torch.autograd.Function):
-    """Runs a function of tensors and saves its inputs; its backward runs the vjp by this Function."""
+    """Runs a function of tensors and saves its inputs; its backward runs the vjp by this Function, and
+    its jvp the function of inputs and tangents. (torch alone takes the second derivative of a jvp for
+    zero where two levels of forward mode meet; not where it is again a Function with a jvp.)"""
 
     generate_vmap_rule = True
     recomputes = True
 
     @staticmethod
     def forward(run: Callable[..., Tensors], *inputs: Tensor | None) -> Tensors:
+        outputs = _run_level(run, *inputs)
+        if torch_internals.forward_mode_active():  # a view would share its tangent with the input
+            return _without_views(outputs, inputs)
         # Autograd does not save an input that is an output too.
         ids = {id(x) for x in inputs}
-        return tuple(y if y is None or id(y) not in ids else y.view_as(y) for y in run(*inputs))
+        return tuple(y if y is None or id(y) not in ids else y.view_as(y) for y in outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
@@ -147,6 +167,8 @@ class _Recompute(torch.autograd.Function):
         ctx.rerun, ctx.count = run.rerun, len(tensors)
         ctx.saved = [i for i, t in enumerate(tensors) if t is not None and ctx.rerun.uses(i)]
         ctx.save_for_backward(*(tensors[i] for i in ctx.saved))
+        if torch_internals.forward_mode_active():
+            ctx.save_for_forward(*(tensors[i] for i in ctx.saved))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(y for y in outputs if y is not None and not _has_derivatives(y))
@@ -154,9 +176,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        inputs: list[Tensor | None] = [None] * ctx.count
-        for i, tensor in zip(ctx.saved, ctx.saved_tensors, strict=True):
-            inputs[i] = tensor
+        inputs = _saved_inputs(ctx)
         wanted = [
             i
             for i, tensor in enumerate(inputs)
@@ -168,10 +188,49 @@ class _Recompute(torch.autograd.Function):
             tensors = (*inputs, *(grads[j] for j in arrived))
             autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
             vjp = _Vjp(ctx.rerun, ctx.count, wanted, arrived, autocast)
-            run = vjp if _is_bypassed() else partial(_Recompute.apply, vjp)
+            run = partial(_run_level if _is_bypassed() else _Recompute.apply, vjp)
             for i, grad in zip(wanted, run(*tensors), strict=True):
                 result[i] = grad
         return None, *result
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        inputs = [torch_internals.primal(x) for x in _saved_inputs(ctx)]
+        moved = [i for i, t in enumerate(tangents) if t is not None and inputs[i] is not None]
+        tensors = (*inputs, *(tangents[i] for i in moved))
+        autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
+        return _Recompute.apply(_Jvp(ctx.rerun, ctx.count, moved, autocast), *tensors)
+
+
+# Compiles a level: hoglib.capture, which stands above this package, sets it.
+_compilers: list[Callable[[Any, Sequence[Tensor | None]], Tensors]] = []
+
+
+def set_compiler(compiler: Callable[[Any, Sequence[Tensor | None]], Tensors]) -> None:
+    """What runs a level of a call with a backend: a function (run, tensors) -> run(*tensors)."""
+    _compilers[:] = [compiler]
+
+
+def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
+    """run(*inputs), compiled where that is asked for and no graph and no tangents are needed."""
+    if isinstance(run, _Jvp):
+        return run.without_graph(*inputs)
+    plain = not (
+        torch.is_grad_enabled()
+        or torch_internals.transforms_active()
+        or torch_internals.forward_mode_active()
+    )
+    if run.call.backend and plain and not torch_internals.tracing():
+        return _compilers[0](run, inputs)
+    outputs: Tensors = run(*inputs)
+    return outputs
+
+
+def _saved_inputs(ctx: Any) -> list[Tensor | None]:
+    inputs: list[Tensor | None] = [None] * ctx.count
+    for i, tensor in zip(ctx.saved, ctx.saved_tensors, strict=True):
+        inputs[i] = tensor
+    return inputs
 
 
 class _Vjp:
@@ -181,7 +240,12 @@ class _Vjp:
         self, run: Any, count: int, wanted: list[int], arrived: list[int], autocast: AutocastState
     ) -> None:
         self.run, self.count, self.wanted, self.arrived = run, count, wanted, arrived
-        self.autocast, self.rerun = autocast, self
+        self.autocast, self.rerun, self.call = autocast, self, run.call
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which level it is, for calls that are equal."""
+        return "the vjp", self.run.key, self.count, (*self.wanted,), (*self.arrived,)
 
     def uses(self, index: int) -> bool:
         return index >= self.count or self.run.uses(index)
@@ -217,8 +281,7 @@ class _Vjp:
         """A tensor to differentiate by, connected to the caller's graph if there is one."""
         if nested and tensor.requires_grad:
             return tensor.view_as(tensor)
-        active = torch_internals.forward_mode_active()
-        tangent = forward_ad.unpack_dual(tensor).tangent if active else None
+        tangent = torch_internals.tangent_of(tensor)
         variable = tensor.detach()  # without its tangent
         if index in self.wanted:
             variable.requires_grad_()
@@ -233,22 +296,95 @@ class _Vjp:
             return tuple(outputs[j] for j in self.arrived)
 
         _, pull = torch.func.vjp(of_wanted, *(cast(Tensor, inputs[i]) for i in self.wanted))[:2]
-        gradients: Tensors = pull(cotangents)
+        gradients: Tensors = pull(cotangents, retain_graph=torch.is_grad_enabled())
         return gradients
 
 
-class _Run:
+class _Jvp:
+    """The jvp (inputs, tangents of the moved inputs) -> tangents of the outputs, again a function of
+    tensors."""
+
+    def __init__(self, run: Any, count: int, moved: list[int], autocast: AutocastState) -> None:
+        self.run, self.count, self.moved = run, count, moved
+        self.autocast, self.rerun, self.call = autocast, self, run.call
+
+    def uses(self, index: int) -> bool:
+        return index >= self.count or self.run.uses(index)
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        inputs, tangents = tensors[: self.count], tensors[self.count :]
+        # Dual tensors take less time, and Functions without setup_context. But there is one level of
+        # them, and under a gradient their tangents have a graph, and are kept until the level ends.
+        plain = isinstance(self.run, Run) or torch_internals.in_dual_level()
+        by_func = torch_internals.transforms_active() or not plain
+        run = self._by_func if by_func else self._by_duals
+        with self.autocast.restored(), keep_swapped():
+            return run(inputs, tangents)
+
+    def without_graph(self, *tensors: Tensor | None) -> Tensors:
+        """The same as a constant of every derivative."""
+        with torch.no_grad():
+            try:
+                return self(*tensors)
+            except NotImplementedError:
+                pass
+        # torch has forward mode of some operations, such as the backward of silu and of layer norm,
+        # only where gradients are enabled; the graph that is then made is not needed.
+        with torch.enable_grad():
+            found = self(*(None if x is None else x.detach() for x in tensors))
+        return tuple(None if y is None else y.detach() for y in found)
+
+    def _by_duals(self, inputs: Tensors, tangents: Tensors) -> Tensors:
+        with torch_internals.dual_tensors():
+            own = list(inputs)
+            for i, tangent in zip(self.moved, tangents, strict=True):
+                own[i] = forward_ad.make_dual(cast(Tensor, inputs[i]), cast(Tensor, tangent))
+            outputs = self.run(*own)
+            found = [None if y is None else torch_internals.tangent_of(y) for y in outputs]
+        return tuple(
+            torch.zeros_like(y) if t is None and y is not None and _has_derivatives(y) else t
+            for y, t in zip(outputs, found, strict=True)
+        )
+
+    def _by_func(self, inputs: Tensors, tangents: Tensors) -> Tensors:
+        places: list[int] = []
+        result: list[Tensor | None] = []
+
+        def of_moved(*variables: Tensor) -> tuple[Tensor, ...]:
+            arguments = list(inputs)
+            for i, variable in zip(self.moved, variables, strict=True):
+                arguments[i] = variable
+            outputs = self.run(*arguments)
+            result[:] = [None] * len(outputs)
+            places[:] = [j for j, y in enumerate(outputs) if y is not None and _has_derivatives(y)]
+            return tuple(outputs[j] for j in places)
+
+        at: Any = tuple(inputs[i] for i in self.moved)
+        with forward_ad._set_fwd_grad_enabled(True):  # the mode beneath the new level
+            found: Any = torch.func.jvp(of_moved, at, tangents)[1]
+        for j, tangent in zip(places, found, strict=True):
+            result[j] = tangent
+        return tuple(result)
+
+
+@final
+class Run:
     """A call of the user's function as a function of its tensors: the first run, or a later one."""
 
     def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
         self.call, self.body = call, body
 
     @property
-    def rerun(self) -> "_Run":
+    def rerun(self) -> "Run":
         return self.call.rerun
 
     def uses(self, index: int) -> bool:
         return index not in self.call.changed_buffers
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Which level it is, for calls that are equal."""
+        return ("the forward",)
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
         return self.body(tensors)
@@ -258,16 +394,48 @@ class _Call:
     """The arguments of one call without its tensors, which only the graph may keep alive."""
 
     run_state: RunState
+    # the results without their tensors, their structure, and the places of the tensors among them
+    outputs: list[Any]
+    output_structure: Any
+    output_slots: list[int]
 
-    def __init__(self, fn: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
-        self.fn, self.structure = fn, structure
+    def __init__(
+        self, fn: Callable[..., Any], leaves: list[Any], structure: Any, nests: bool, backend: str
+    ) -> None:
+        self.fn, self.structure, self.nests, self.backend = fn, structure, nests, backend
+        self.template: Any = None  # for the compiler
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
         self.transformed = torch_internals.transforms_active()
         self.stand_ins = ActiveStandIns()
+        # some runs will be inside of torch.func, which orders random numbers in its own way
+        self.mixed = self.transformed or (
+            torch_internals.forward_mode_active() and not torch_internals.in_dual_level()
+        )
         self.changed_buffers: dict[int, Tensor] = {}  # as they were before the first run
-        self.first, self.rerun = _Run(self, self._first), _Run(self, self._rerun)
+        self.first, self.rerun = Run(self, self._first), Run(self, self._rerun)
+
+    def with_parts(self, fn: Callable[..., Any], constants: list[Any]) -> "_Call":
+        """This call with another function, and modules in the place of its own, to be captured: its
+        runs are without side effects."""
+        own = copy(self)
+        own.fn, own.constants = fn, constants
+        own.scope = _Scope([x for x in constants if isinstance(x, nn.Module)])
+        own.first = own.rerun = Run(own, own._captured)
+        return own
+
+    def adopt_outputs(self, other: "_Call") -> None:
+        """Takes the structure of the outputs from an equal call."""
+        self.outputs, self.output_structure = list(other.outputs), other.output_structure
+        self.output_slots = other.output_slots
+
+    def _captured(self, tensors: Tensors) -> Tensors:
+        state: Any = {name: tensors[i] for name, i in self.state_names.items()}
+        run = partial(self._call, tensors)
+        return self._split(
+            functional_call(self.scope, state, (run,), tie_weights=False) if state else run()
+        )
 
     def tensors(self, leaves: list[Any]) -> list[Tensor]:
         """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once."""
@@ -306,7 +474,19 @@ class _Call:
                     f"in place, so that it cannot be run again. Change a copy, `x = x.clone()`, or "
                     f"return the new value."
                 )
+        return self._split(outputs)
+
+    def _split(self, outputs: Any) -> Tensors:
+        """The tensors among the outputs; their structure is kept."""
         leaves, self.output_structure = pytree.flatten(outputs)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and (kept := next(_tensors_held(leaf), None)):
+                raise ArgumentValueError(
+                    f"remat: expected results in tuples, lists and dicts, got a {type(leaf).__name__} "
+                    f"that holds a tensor ({kept.path}) from `{closures.name_of(self.fn)}`; it would "
+                    "have no gradient. Return a tuple or dict, or register the type with "
+                    "torch.utils._pytree.register_dataclass."
+                )
         self.outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.output_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         return tuple(leaves[i] for i in self.output_slots)
@@ -338,9 +518,13 @@ class _Call:
         leaves = list(self.constants)
         for i, tensor in zip(self.slots, tensors, strict=False):
             leaves[i] = tensor
-        args, keywords = pytree.unflatten(leaves, self.structure)
-        with _recomputing(), self.stand_ins.resume(), self.run_state.autocast.restored():
-            return self.fn(*args, **keywords)
+        args, keywords = given = pytree.unflatten(leaves, self.structure)
+        random = ContiguousDropout() if self.mixed else nullcontext()
+        autocast = self.run_state.autocast.restored()
+        with _recomputing(self.nests), self.stand_ins.resume(), autocast, random:
+            outputs = self.fn(*args, **keywords)
+        refuse_changed(self.fn, given, self.structure)
+        return outputs
 
     def result(self, tensors: Tensors) -> Any:
         leaves, self.outputs = self.outputs, []
@@ -365,13 +549,13 @@ _running = local()
 
 
 @contextmanager
-def _recomputing() -> Iterator[None]:
-    before = inside_recomputation()
-    _running.inside = True
+def _recomputing(nests: bool) -> Iterator[None]:
+    before = inside_recomputation(), getattr(_running, "bypass", False)
+    _running.inside, _running.bypass = True, before[1] or not nests
     try:
         yield
     finally:
-        _running.inside = before
+        _running.inside, _running.bypass = before
 
 
 def inside_recomputation() -> bool:
@@ -398,8 +582,32 @@ def _generators(leaves: list[Any]) -> list[torch.Generator]:
     return found
 
 
+def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> None:
+    """Raises if a function has changed a list or dict among its arguments, whose structure was this."""
+    if pytree.flatten(arguments)[1] != structure:
+        raise ArgumentValueError(
+            f"remat: expected a function that returns what it computes, got `{closures.name_of(fn)}`, "
+            "which changes a list or dict among its arguments; what it puts there would have no "
+            "gradient. Return it."
+        )
+
+
+def _tensors_held(leaf: Any) -> Iterator[closures.Capture]:
+    """The tensors that an object, which is none of pytree's containers, holds."""
+    return (one for one in closures.held(leaf) if isinstance(one.value, Tensor))
+
+
 def _has_derivatives(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors:
+    """The outputs, those that share memory with an input as copies."""
+    memory = {torch_internals.storage_id(x) for x in inputs if x is not None}
+    return tuple(
+        y.clone() if y is not None and torch_internals.storage_id(y) in memory else y
+        for y in outputs
+    )
 
 
 def _version(tensor: Tensor | None) -> int:

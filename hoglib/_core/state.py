@@ -209,6 +209,11 @@ class AutocastState:
             if torch.amp.is_autocast_available(kind)
         ]
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is, for comparison."""
+        return tuple(state for state in sorted(self._states) if state[1])
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, autocast is as it was."""

@@ -200,6 +200,7 @@ def restore_buffers() -> Iterator[list[nn.Module]]:
     spectral norm, are updated by a training step and not by a penalty.
     """
     seen: set[int] = set()
+    copied: set[int] = set()  # modules that have copies
     patch, thread = ModulePatch(), threading.get_ident()
     copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
 
@@ -215,8 +216,13 @@ def restore_buffers() -> Iterator[list[nn.Module]]:
         if isinstance(module, torch.jit.ScriptModule):
             scripted.extend(_copy_scripted_buffers(module))
             return
-        # hooks of the parts of a compiled module are not called
-        for part in module.modules() if is_compiled(module) else (module,):
+        # hooks of the parts of a compiled module are not called; a block that is recomputed runs them
+        # with the buffers that it has before
+        at_once = is_compiled(module) or getattr(vars(module).get("forward"), "recomputes", False)
+        for part in module.modules() if at_once else (module,):
+            if id(part) in copied:
+                continue
+            copied.add(id(part))
             for name, buffer in list(part._buffers.items()) if part.training else ():
                 if buffer is not None:
                     patch.put(part, name, _copy(buffer, copies))

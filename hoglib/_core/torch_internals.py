@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn, overrides
 from torch._C import _functorch
-from torch._functorch import pyfunctorch
+from torch._functorch import eager_transforms, pyfunctorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
@@ -40,6 +40,12 @@ def unwrap(tensor: Any) -> Any:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that is the same for tensors that share memory, also beneath wrappers of torch.func."""
+    inner = unwrap(tensor)
+    return int(inner.untyped_storage()._cdata) if inner.layout is torch.strided else id(inner)
 
 
 def is_batched(tensor: Any) -> bool:
@@ -116,6 +122,12 @@ def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
             _FORWARD_THREADS[own] -= 1
             if not _FORWARD_THREADS[own]:
                 del _FORWARD_THREADS[own]
+
+
+def in_dual_level() -> bool:
+    """Whether a `forward_ad.dual_level` around the caller is not that of `torch.func.jvp`, which cannot
+    be entered there."""
+    return forward_mode_active() and not eager_transforms.JVP_NESTING
 
 
 @final
@@ -326,6 +338,31 @@ def has_tangent(x: Tensor) -> bool:
     if forward_ad._current_level < 0 or x.layout is not torch.strided:
         return False
     return forward_ad.unpack_dual(x).tangent is not None
+
+
+def tangent_of(x: Tensor) -> Tensor | None:
+    """The tangent of a dual tensor outside of torch.func transforms; None where it has none or zero."""
+    if not torch._C._is_fwd_grad_enabled() or not has_tangent(x):
+        return None
+    tangent = forward_ad.unpack_dual(x).tangent
+    return None if tangent is None or tangent._is_zerotensor() else tangent
+
+
+def primal(x: Tensor | None) -> Tensor | None:
+    """The tensor without a tangent of `forward_ad.dual_level`, with its graph."""
+    if x is None or transforms_active() or forward_ad._current_level < 0:
+        return x
+    with forward_ad._set_fwd_grad_enabled(True):
+        return forward_ad.unpack_dual(x).primal if has_tangent(x) else x
+
+
+@contextmanager
+def dual_tensors() -> Iterator[None]:
+    """Inside, dual tensors may be made and compute tangents, also within a level of forward mode that
+    is active, and in a Function's forward and jvp, where torch switches tangents off."""
+    level = forward_ad.dual_level() if forward_ad._current_level < 0 else nullcontext()
+    with forward_ad._set_fwd_grad_enabled(True), level:
+        yield
 
 
 def _first_sample(x: Any) -> Any:

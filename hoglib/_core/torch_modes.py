@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals
@@ -32,11 +34,30 @@ class ActiveStandIns:
     def __init__(self) -> None:
         self._mode = torch_internals.function_mode(StandInMode)
 
+    @property
+    def active(self) -> bool:
+        """Whether there was one."""
+        return self._mode is not None
+
     def resume(self) -> AbstractContextManager[object]:
         """Inside, they are on again."""
         if self._mode is None or torch_internals.function_mode(StandInMode) is not None:
             return nullcontext()
         return self._mode
+
+
+class ContiguousDropout(TorchFunctionMode):
+    """Inside, dropout draws in the order of a contiguous input.
+
+    As it does inside torch.func; elsewhere the order is that of the input's memory, so that a run
+    inside of transforms would draw another mask than one outside.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout) and not kwargs.get("inplace") and args:
+            args = (args[0].contiguous(), *args[1:])
+        return func(*args, **kwargs)
 
 
 def reverse_only() -> bool:

@@ -136,6 +136,13 @@ def at_least(what: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
+def backend(name: str, value: Any) -> str:
+    """The backend that an option compile= names, or "" for none."""
+    if isinstance(value, str):
+        return one_of(name, value, ["inductor", "eager"])
+    return "inductor" if flag(name, value) else ""
+
+
 def one_of(what: str, value: Any, options: Iterable[str]) -> str:
     known = list(options)
     if value not in known:

@@ -98,7 +98,7 @@ class OperationChecks(TorchDispatchMode):
         super().__init__()
         self._what = what
         self._values = values
-        self._kept = {_storage_id(x) for x in given}
+        self._kept = {torch_internals.storage_id(x) for x in given}
         self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
         self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
         self._copies: list[tuple[int, int]] = []  # storages of tensors, and of copies for views
@@ -120,7 +120,7 @@ class OperationChecks(TorchDispatchMode):
                     self.outer.append(value)
                 self.refuse_stale([value])
                 if self._copies and _writes(func, argument):
-                    self._write_copies(func, _storage_id(value))
+                    self._write_copies(func, torch_internals.storage_id(value))
                 if argument.alias_info is not None or _writes(func, argument):
                     if _writes(func, argument) and self._is_kept(value):
                         raise self._changes(func)
@@ -130,19 +130,19 @@ class OperationChecks(TorchDispatchMode):
             for one in result if isinstance(result, list | tuple) else (result,):
                 if isinstance(one, Tensor):
                     self._views.append(one)
-                    self._kept.add(_storage_id(one))
+                    self._kept.add(torch_internals.storage_id(one))
         return result
 
     def note_copy(self, tensor: Tensor, copy: Tensor) -> None:
         """Notes a tensor that stands for what would be a view: a write to either is not one to both."""
         tensor, copy = torch_internals.unwrap(tensor), torch_internals.unwrap(copy)
         self._views += [tensor, copy]
-        self._copies.append((_storage_id(tensor), _storage_id(copy)))
+        self._copies.append((torch_internals.storage_id(tensor), torch_internals.storage_id(copy)))
 
     def refuse_stale(self, values: Sequence[Any]) -> None:
         """Raises UnsupportedError if a view in the place of one of these copies would have changed."""
         if self._stale and any(
-            _storage_id(torch_internals.unwrap(x)) in self._stale
+            torch_internals.storage_id(torch_internals.unwrap(x)) in self._stale
             for x in values
             if isinstance(x, Tensor)
         ):
@@ -219,7 +219,7 @@ class OperationChecks(TorchDispatchMode):
 
     def _is_kept(self, value: Tensor) -> bool:
         """Whether it exists before the function runs: an argument, or a tensor with values."""
-        return not isinstance(value, FakeTensor) or _storage_id(value) in self._kept
+        return not isinstance(value, FakeTensor) or torch_internals.storage_id(value) in self._kept
 
 
 def _writes(func: Any, argument: Any) -> bool:
@@ -241,10 +241,6 @@ def _named_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, A
     for argument, value in pairs:
         for one in value if isinstance(value, list | tuple) else (value,):
             yield argument, one
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def refuse_outer_graph(what: str) -> None:

@@ -28,6 +28,7 @@ from hoglib._core.autograd import (
     translate_errors,
     without_graph,
 )
+from hoglib._core.blocks import Remat, check_remat, rematerialized
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.sharding import refuse_sharded
@@ -68,6 +69,7 @@ class DatasetOptions:
     progress: bool = False
     processes: str | None = None
     dtype: torch.dtype | None = None
+    remat: Remat = False
 
     def __post_init__(self) -> None:
         validation.one_of("reduction", self.reduction, ["mean", "sum"])
@@ -81,6 +83,7 @@ class DatasetOptions:
                 "dtype: expected a floating-point torch.dtype, such as torch.float32, got "
                 f"{validation.describe(self.dtype)}."
             )
+        object.__setattr__(self, "remat", check_remat(self.remat))
         for name in ("check_deterministic", "stand_ins", "progress"):
             validation.flag(name, getattr(self, name))
 
@@ -112,6 +115,7 @@ class DatasetSum:
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
+        self.backend = ""  # that compiles the blocks which are recomputed
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
         self._splits_checked = False
@@ -318,8 +322,9 @@ class DatasetSum:
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Gradients on, also in inference mode, and stand-ins where they are asked for."""
-        with grad_enabled(), stand_ins_if(self._options.stand_ins):
+        """Gradients on, also in inference mode, and stand-ins and recomputation where asked for."""
+        blocks = rematerialized(self._options.remat, self._loss, self.backend)
+        with grad_enabled(), stand_ins_if(self._options.stand_ins), blocks:
             yield
 
     def loss_of(self, batch: Any) -> Tensor:

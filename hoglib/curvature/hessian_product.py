@@ -1,6 +1,7 @@
 """H v: the Hessian at one point, and the modes by which it is applied to a vector."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -16,6 +17,7 @@ from hoglib._core.autograd import (
     vjp,
 )
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
+from hoglib._core.state import RandomState
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
     BoundLoss,
@@ -88,17 +90,30 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
         check_custom_functions(graph_summary(value), options.caller)
         return value
 
-    def gradient(*own: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        grads, value = torch.func.grad_and_value(checked, argnums=tuple(range(len(own))))(*own)
-        return grads, value
+    def gradient(with_graph: bool, *own: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        value_and_vjp: Any = torch.func.vjp(checked, *own)
+        value, pull = value_and_vjp
+        one = torch.ones_like(value)
+        return pull(one, retain_graph=with_graph, create_graph=with_graph), value
 
     at = leaves if options.create_graph else [leaf.detach() for leaf in leaves]
     inside = torch_internals.transforms_active()
 
+    def in_forward_mode(vector: Vector) -> Any:
+        if not (options.create_graph or inside or torch_internals.tracing()):
+            # The graph of the gradient is not needed, but torch has forward mode of some operations,
+            # such as the backward of silu, only where there is one.
+            before = RandomState()
+            try:
+                return torch.func.jvp(partial(gradient, False), tuple(at), tuple(vector))
+            except NotImplementedError:
+                before.restore()
+        return torch.func.jvp(partial(gradient, True), tuple(at), tuple(vector))
+
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         try:
             with torch_internals.one_thread_in_forward_mode(options.caller):
-                output: Any = torch.func.jvp(gradient, tuple(at), tuple(vector))
+                output = in_forward_mode(vector)
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(options.caller, FORWARD, error) from error
         (_, value), (product, _) = output

@@ -29,7 +29,7 @@ from hoglib._core.torch_modes import (
 )
 from hoglib.capture.api import Compiled, function_name
 from hoglib.capture.capturing import Place, runs_elsewhere
-from hoglib.curvature.linear_map import backend_named, no_forward_mode
+from hoglib.curvature.linear_map import no_forward_mode
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -115,7 +115,7 @@ def jvp(
     """
     validation.function("func", func)
     options = _Options(validation.one_of("mode", mode, ("auto", FORWARD, REVERSE)), stand_ins)
-    backend = backend_named(compile)
+    backend = validation.backend("compile", compile)
     leaves, structure = _primals(primals)
     vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
     run = _Function(torch_internals.uncompiled(func), structure)

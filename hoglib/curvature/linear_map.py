@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import NOT_DIFFERENTIABLE, Vector
+from hoglib._core.blocks import Remat, check_remat
 from hoglib._core.sharding import Sharding
 from hoglib.errors import ArgumentValueError, HoglibError, UnsupportedError
 
@@ -25,6 +26,12 @@ class ProductOptions(NamedTuple):
     stand_ins: bool = True
     backend: str = ""  # that compile= names; empty for none
     strict: tuple[str, ...] | None = None  # leaf names; each must have a second derivative
+    remat: Remat = False  # blocks of the model that are recomputed
+
+    @property
+    def one_graph(self) -> bool:
+        """Whether the product is captured as a whole."""
+        return bool(self.backend) and self.remat is False
 
 
 @final
@@ -133,16 +140,20 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
     return value, [whole.movedim(0, -1) for whole in found]
 
 
-def backend_named(compile: Any) -> str:
-    """The backend that compile= names, or "" for none."""
-    if isinstance(compile, str):
-        return validation.one_of("compile", compile, ["inductor", "eager"])
-    return "inductor" if validation.flag("compile", compile) else ""
+def check_blocks(caller: str, remat: Any, backend: str, mode: str) -> Remat:
+    """The option remat=; raises for modes in which blocks are not compiled, where that is asked for."""
+    remat = check_remat(remat)
+    if backend and remat is not False and mode.startswith("forward"):
+        raise ArgumentValueError(
+            f"{caller}(mode='{mode}', remat=..., compile=...): expected a mode of backward passes, of "
+            "which each block's are compiled, got forward mode. Leave out mode or compile."
+        )
+    return remat
 
 
 def check_backend(caller: str, compile: Any, kind: CurvatureKind) -> str:
     """The backend that compile= names, or "" for none; raises for a kind that has no graph."""
-    backend = backend_named(compile)
+    backend = validation.backend("compile", compile)
     if backend and kind.mode == DIFFERENCES:
         raise ArgumentValueError(
             f"{caller}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates twice, "

@@ -1,7 +1,7 @@
 """The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.blocks import find_blocks
 from hoglib._core.finite_differences import to_double
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.capture.capturing import runs_elsewhere
@@ -27,6 +28,7 @@ from hoglib.curvature.linear_map import (
     LinearMap,
     ProductOptions,
     check_backend,
+    check_blocks,
     double_loss,
 )
 from hoglib.curvature.linear_operator import LinearOperator
@@ -56,10 +58,13 @@ class DatasetOperator(LinearOperator):
     ) -> None:
         name = type(self).__name__
         backend = check_backend(name, compile, kind)
+        check_blocks(name, options.remat, backend, kind.mode)
         processes = Processes(name, options.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, options.dtype), options.progress and processes.rank == 0)
         kind.check_loss(loss)
+        if options.remat is not False:
+            find_blocks(options.remat, loss)  # raises where there are none
         self._sum = DatasetSum(
             loss, self.space, data, options, processes, self._bar,
             name=name, seed=kind.seed, fixed_batches=kind.random,
@@ -68,7 +73,10 @@ class DatasetOperator(LinearOperator):
         self._in_double = kind.mode == DIFFERENCES
         self._loss = double_loss(loss) if self._in_double else loss
         self._memory_limit = options.memory_limit
-        self._options = ProductOptions(name, stand_ins=options.stand_ins, backend=backend)
+        self._options = ProductOptions(
+            name, stand_ins=options.stand_ins, backend=backend, remat=options.remat
+        )
+        self._sum.backend = backend
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -121,7 +129,7 @@ class DatasetOperator(LinearOperator):
         """Add share times the products of the rows at one batch to total; return the loss there."""
         single = self._sum.single_batch
         several = len(rows) > 1 or single
-        compiled = bool(self._options.backend) and not runs_elsewhere()
+        compiled = self._options.one_graph and not runs_elsewhere()
         # a compiled product enters the contexts itself, when it is captured
         context = grad_enabled() if compiled else self._sum.evaluation_context()
         with context, keep_swapped() as patches:
@@ -135,6 +143,7 @@ class DatasetOperator(LinearOperator):
                 point = compiled_linear_map(kind, loss, leaves, self._options, several)
                 keep = single and several
             else:
+                several = several or bool(self._options.backend)  # blocks have backward passes only
                 point = kind.linearize(loss, leaves, self._options, several)
                 keep = single and self._fits(point)
             value = self._apply(point, rows, total, share, keep, first=number == 0)
@@ -223,6 +232,9 @@ class HessianOperator(DatasetOperator):
         dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
             in half precision, whose own sums lose what each batch adds. Default: the widest of the
             parameters'.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -255,10 +267,11 @@ class HessianOperator(DatasetOperator):
         compile: bool | str = False,
         processes: str | None = None,
         dtype: torch.dtype | None = None,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype,
+            processes, dtype, remat,
         )  # fmt: skip
         super().__init__(HessianKind(mode), loss, params, data, options, compile)
 
@@ -309,6 +322,9 @@ class GGNOperator(DatasetOperator):
         dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
             in half precision, whose own sums lose what each batch adds. Default: the widest of the
             parameters'.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -341,10 +357,11 @@ class GGNOperator(DatasetOperator):
         compile: bool | str = False,
         processes: str | None = None,
         dtype: torch.dtype | None = None,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype,
+            processes, dtype, remat,
         )  # fmt: skip
         super().__init__(GaussNewtonKind(mode), loss, params, data, options, compile)
 
@@ -405,6 +422,9 @@ class FisherOperator(DatasetOperator):
         dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
             in half precision, whose own sums lose what each batch adds. Default: the widest of the
             parameters'.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". A graph that is kept between products then holds the inputs of blocks only.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
             processes.
@@ -441,10 +461,11 @@ class FisherOperator(DatasetOperator):
         compile: bool | str = False,
         processes: str | None = None,
         dtype: torch.dtype | None = None,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = DatasetOptions(
             reduction, batch_size, micro_batch, memory_limit, check_deterministic, stand_ins, progress,
-            processes, dtype,
+            processes, dtype, remat,
         )  # fmt: skip
         metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
         super().__init__(GaussNewtonKind(mode, metric), loss, params, data, options, compile)

@@ -1,6 +1,6 @@
 """Products of curvature matrices with vectors: Hessian, generalised Gauss-Newton, Fisher."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.blocks import rematerialized
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
 from hoglib._core.sharding import Sharding, translate_distributed_errors
@@ -26,6 +27,7 @@ from hoglib.curvature.linear_map import (
     ProductOptions,
     apply_block,
     check_backend,
+    check_blocks,
     double_loss,
 )
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -45,6 +47,7 @@ def hvp(
     create_graph: bool = False,
     strict: bool = False,
     stand_ins: bool = True,
+    remat: bool | str | Sequence[str] = False,
     compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a scalar function and the product of its Hessian with a vector.
@@ -73,8 +76,12 @@ def hvp(
             (reverse-over-reverse only).
         stand_ins: Run func inside `hoglib.second_order()`, where torch calls that have no second
             derivative, or a wrong one, are replaced by functions that have a right one.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. Later calls with the same signature reuse it.
+            captured graph by torch. Later calls with the same signature reuse it. With remat, each
+            block's passes are compiled, once for all blocks that are equal.
     Returns:
         The pair (f, H v), in the order of `torch.autograd.functional.hvp`; H v has the structure of v.
     Raises:
@@ -91,9 +98,10 @@ def hvp(
         (tensor(2.), tensor([4., 2.]))
     """
     kind = HessianKind(mode)
+    backend = check_backend("hvp", compile, kind)
     options = ProductOptions(
-        "hvp", create_graph, stand_ins, check_backend("hvp", compile, kind),
-        tuple(pytree.paths(params)) if strict else None,
+        "hvp", create_graph, stand_ins, backend, tuple(pytree.paths(params)) if strict else None,
+        check_blocks("hvp", remat, backend, mode),
     )  # fmt: skip
     return _product(kind, func, params, v, args, options)
 
@@ -107,6 +115,7 @@ def ggn_vp(
     mode: str = "auto",
     create_graph: bool = False,
     stand_ins: bool = True,
+    remat: bool | str | Sequence[str] = False,
     compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a loss and the product of its generalised Gauss-Newton matrix with a vector.
@@ -133,8 +142,12 @@ def ggn_vp(
             transforms they always can.
         stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. Later calls with the same signature reuse it.
+            captured graph by torch. Later calls with the same signature reuse it. With remat, each
+            block's passes are compiled, once for all blocks that are equal.
     Returns:
         The pair (f, G v); G v has the structure of v.
     Raises:
@@ -154,7 +167,13 @@ def ggn_vp(
     """
     kind = GaussNewtonKind(mode)
     backend = check_backend("ggn_vp", compile, kind)
-    options = ProductOptions("ggn_vp", create_graph, stand_ins, backend)
+    options = ProductOptions(
+        "ggn_vp",
+        create_graph,
+        stand_ins,
+        backend,
+        remat=check_blocks("ggn_vp", remat, backend, mode),
+    )
     return _product(kind, loss, params, v, (batch,), options)
 
 
@@ -171,6 +190,7 @@ def fisher_vp(
     generator: torch.Generator | None = None,
     mode: str = "auto",
     stand_ins: bool = True,
+    remat: bool | str | Sequence[str] = False,
     compile: bool | str = False,
 ) -> tuple[Tensor, Tree]:
     r"""The value of a loss and the product of its Fisher information matrix with a vector.
@@ -201,8 +221,12 @@ def fisher_vp(
             `hoglib.ggn_vp` describes.
         stand_ins: Run the loss inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". Less memory, more time, the same result.
         compile: Capture the product as a graph and compile it: True for inductor, "eager" to run the
-            captured graph by torch. Not with kind="mc", which draws random numbers.
+            captured graph by torch. With remat, each block's passes are compiled, once for all blocks
+            that are equal. Not with kind="mc", which draws random numbers.
     Returns:
         The pair (f, F v), f the loss; F v has the structure of v.
     Raises:
@@ -224,7 +248,13 @@ def fisher_vp(
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
     backend = check_backend("fisher_vp", compile, matrix)
-    options = ProductOptions("fisher_vp", False, stand_ins, backend)
+    options = ProductOptions(
+        "fisher_vp",
+        False,
+        stand_ins,
+        backend,
+        remat=check_blocks("fisher_vp", remat, backend, mode),
+    )
     return _product(matrix, loss, params, v, (batch,), options)
 
 
@@ -266,7 +296,7 @@ def _computed(
         value, product = _applied(kind, double, at, along, block, options)
         parts = [part.to(leaf.dtype) for part, leaf in zip(product, leaves, strict=True)]
         return value.to(leaves[0].dtype), parts
-    if options.backend and not runs_elsewhere():
+    if options.one_graph and not runs_elsewhere():
         with torch.inference_mode(False):
             leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
             point = compiled_linear_map(kind, replace(loss, args=args), leaves, options, block)
@@ -310,8 +340,13 @@ def _applied(
     with grad_enabled(), keep_swapped():
         leaves, vector, args = clone_inference_tensors((leaves, vector, loss.args))
         loss = replace(loss, args=args)
-        with stand_ins_if(options.stand_ins):
-            linear_map = kind.linearize(loss, leaves, options, block)
+        with (
+            stand_ins_if(options.stand_ins),
+            rematerialized(options.remat, loss.func, options.backend),
+        ):
+            # compiled blocks have backward passes only, as the products with several vectors
+            several = block or bool(options.backend)
+            linear_map = kind.linearize(loss, leaves, options, several)
             value, product = apply_block(linear_map, vector, block)
     if options.create_graph:
         return value, product

@@ -1,6 +1,6 @@
 """Meta-learning with implicit gradients, which do not depend on the path of the inner loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -61,6 +61,9 @@ class IMAML(Learner):
             batch.
         stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
             derivative are replaced by their stand-ins.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*".
 
     Raises:
         ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
@@ -98,10 +101,12 @@ class IMAML(Learner):
         batch_norm: str = "by_mode",
         forward: Forward | None = None,
         stand_ins: bool = True,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = LoopOptions(
             inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
             inner_params=inner_params, batch_norm=batch_norm, first_order=True, stand_ins=stand_ins,
+            remat=remat,
         )  # fmt: skip
         super().__init__(
             model, criterion, options, rule=rule, inner_loss=inner_loss, forward=forward

@@ -129,7 +129,7 @@ def unroll(
         if memory == "store" or constant:  # a constant gradient has no graph to be saved
             carry, more = run(done, end, carry, constants)
         else:
-            carry, more = recompute(run, done, end, carry, constants, modes_of=modes_of)
+            carry, more = recompute(run, done, end, carry, constants, modes_of=modes_of, nests=True)
         found, done = [*found, *more], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])

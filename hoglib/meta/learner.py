@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
+from hoglib._core.blocks import Remat, find_blocks, rematerialized
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -113,6 +114,7 @@ class Learner(nn.Module, ABC):
     inner_params = Option[InnerParams]("_options")
     batch_norm = Option[str]("_options")
     stand_ins = Option[bool]("_options")
+    remat = Option[Remat]("_options")
 
     def __init__(
         self, model: nn.Module, criterion: Any, options: LoopOptions, *, rule: Any,
@@ -120,6 +122,8 @@ class Learner(nn.Module, ABC):
     ) -> None:  # fmt: skip
         super().__init__()
         functional_loss(model, criterion, forward=forward)
+        if options.remat is not False:
+            find_blocks(options.remat, model)  # raises where there are none
         if inner_loss is not None:
             check_instance("inner_loss", inner_loss)
         params = trainable_params(model)
@@ -184,7 +188,8 @@ class Learner(nn.Module, ABC):
             start = start._replace(model=params)
         what = type(self).__name__
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        with examined, outside_inference_mode(), stand_ins_if(self.stand_ins):
+        blocks = rematerialized(self.remat, self.model)
+        with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks:
             adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         return {**start.model, **adapted}
 
@@ -223,7 +228,8 @@ class Learner(nn.Module, ABC):
         own = loop.meta_params()
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
         stacked = task_sets.stacks_in_errors(what, tasks, count)
-        with examined, outside_inference_mode(), stacked:
+        blocks = rematerialized(self.remat, self.model)
+        with examined, outside_inference_mode(), stacked, blocks:
             start = pytree.map(Tensor.detach, own)
             tasks = clone_inference_tensors(tasks)
             if wanted and self._checked_model != id(self.model):

@@ -6,6 +6,7 @@ from typing import Any, final
 from torch import nn
 
 from hoglib._core import validation
+from hoglib._core.blocks import refuse_compiled
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward, trainable_params
 from hoglib.meta.compiled import CompileOptions, MetaCompiler
@@ -80,6 +81,10 @@ class MAML(Learner):
         compile_for: The number of losses that will be computed, for compile=True. Default: 10,000.
         stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
             derivative are replaced by their stand-ins.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*". It is about layers, as `memory` is about steps, and may be combined with
+            each of its values; not with compile.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
@@ -138,17 +143,20 @@ class MAML(Learner):
         compile: bool | str = False,
         compile_for: int | None = None,
         stand_ins: bool = True,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = LoopOptions(
             inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
             inner_params=inner_params, batch_norm=batch_norm, first_order=first_order,
             truncate=truncate, step_weights=step_weights, memory=memory, stand_ins=stand_ins,
+            remat=remat,
         )  # fmt: skip
         super().__init__(
             model, criterion, options,
             rule=rule, inner_loss=inner_loss, forward=forward, over_tasks=over_tasks,
         )  # fmt: skip
         self._compile_options = CompileOptions(compile, compile_for)
+        refuse_compiled("MAML", options.remat, compile)
         self._compiler = MetaCompiler()
         self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
+from hoglib._core.blocks import Remat, check_remat
 from hoglib._core.swap import Params, keep_swapped, swap_parameters
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import FunctionalLoss, trainable_params
@@ -52,6 +53,7 @@ class LoopOptions:
     step_weights: Sequence[float] | None = None
     memory: str = "store"
     stand_ins: bool = True
+    remat: Remat = False
 
     def __post_init__(self) -> None:
         checked = {
@@ -65,6 +67,7 @@ class LoopOptions:
             "step_weights": _check_step_weights(self.step_weights),
             "memory": validation.one_of("memory", self.memory, MEMORY),
             "stand_ins": validation.flag("stand_ins", self.stand_ins),
+            "remat": check_remat(self.remat),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)

@@ -1,6 +1,6 @@
 """Reptile: meta-learning by first derivatives of the inner loop alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -47,6 +47,9 @@ class Reptile(Learner):
         over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses.
         stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
             derivative are replaced by their stand-ins.
+        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
+            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
+            "layers.*".
 
     Raises:
         ArgumentTypeError, ArgumentValueError: for an argument that is not as described here, and
@@ -78,10 +81,12 @@ class Reptile(Learner):
         forward: Forward | None = None,
         over_tasks: str = "auto",
         stand_ins: bool = True,
+        remat: bool | str | Sequence[str] = False,
     ) -> None:
         options = LoopOptions(
             inner_lr=inner_lr, inner_steps=inner_steps, rule_options=rule_options,
             inner_params=inner_params, batch_norm=batch_norm, first_order=True, stand_ins=stand_ins,
+            remat=remat,
         )  # fmt: skip
         super().__init__(
             model, criterion, options,

@@ -48,7 +48,8 @@ def wgan_gp(
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar to be multiplied by its weight and added to the critic's loss; [N] with
         ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty, outputs of the critic) with
@@ -101,7 +102,8 @@ def zero_centred(
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         outputs of the critic) with ``return_outputs=True``.
@@ -141,7 +143,8 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Any
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         outputs of the critic) with ``return_outputs=True``.
@@ -182,7 +185,8 @@ def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Any
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         outputs of the critic) with ``return_outputs=True``.
@@ -221,7 +225,8 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         (outputs at real, outputs at fake)) with ``return_outputs=True``.
@@ -276,7 +281,8 @@ def dragan(
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         outputs of the critic) with ``return_outputs=True``.

@@ -21,6 +21,7 @@ from hoglib._core.autograd import (
     materialize_grads,
     translate_errors,
 )
+from hoglib._core.blocks import rematerialized
 from hoglib._core.detachment import DetachmentWatch
 from hoglib._core.gradient_graph import (
     GraphSummary,
@@ -84,6 +85,7 @@ def input_vjp(
         given = (*leaves, *(pytree.leaves(args) if args else ()))
         if any(t.is_inference() for t in given if isinstance(t, Tensor)):
             x, args = clone_inference_tensors((x, args))
+        stack.enter_context(rematerialized(options.remat, func))
         yield InputVJP(func, x, args, options, create_graph, per_sample, modules)
 
 

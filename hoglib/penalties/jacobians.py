@@ -35,7 +35,8 @@ def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         losses) with ``return_outputs=True``.
@@ -83,7 +84,8 @@ def jacobian(
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         outputs) with ``return_outputs=True``.
@@ -144,7 +146,8 @@ def sobolev(
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         outputs) with ``return_outputs=True``.
@@ -230,7 +233,8 @@ def lipschitz(
         **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
-            ``return_outputs`` (return the outputs too), ``compile`` (run as one graph).
+            ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
+            (run as one graph).
     Returns:
         The penalty, a scalar; [N] with ``reduction="none"``; :class:`PenaltyWithOutputs` (penalty,
         outputs) with ``return_outputs=True``.

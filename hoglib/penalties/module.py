@@ -55,6 +55,8 @@ class GradientPenalty(nn.Module):
             name of an attribute. Default: the first.
         compile: Whether the penalty and its gradients are computed by one compiled graph; "eager"
             runs the graph without compiling it. Default: False.
+        remat: Blocks of the critic whose intermediate values are recomputed in backward: True for the
+            blocks that it repeats, or their names or globs. Not with compile. Default: False.
         options: Further options of the function and of :class:`Options`, such as {"target": 0.5} or
             {"num_projections": 3}.
     Raises:
@@ -79,6 +81,7 @@ class GradientPenalty(nn.Module):
         autocast: bool = False,
         output: int | str | None = None,
         compile: bool | str = False,
+        remat: bool | str | list[str] = False,
         options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class GradientPenalty(nn.Module):
             )
         chosen = {
             "micro_batch": micro_batch, "autocast": autocast or None, "output": output,
-            "compile": compile or None,
+            "compile": compile or None, "remat": None if remat is False else remat,
         }  # fmt: skip
         given = {key: value for key, value in chosen.items() if value is not None}
         self.options = {**(options or {}), **given}

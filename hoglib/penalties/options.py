@@ -1,12 +1,13 @@
 """The options that the penalties of inputs share: their documentation, and one check of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 
 from hoglib._core import validation
+from hoglib._core.blocks import Remat, check_remat, refuse_compiled
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -35,6 +36,9 @@ class Options(TypedDict, total=False):
             backward(create_graph=True) raises. Further arguments with as many rows as the inputs
             are split with them. Default: all samples at once.
         stand_ins: Whether the function runs inside :func:`hoglib.second_order`. Default: True.
+        remat: Blocks of the function's module whose intermediate values are recomputed in backward
+            instead of kept, by :func:`hoglib.ops.remat`: True for the blocks that it repeats, or
+            their names or globs, as "layers.*". Not with compile. Default: False.
         return_outputs: Whether to return (penalty, outputs of the function at the same points),
             from one forward pass. Default: False.
         compile: With True, the penalty and its gradients are computed by one graph, which is
@@ -58,6 +62,7 @@ class Options(TypedDict, total=False):
     autocast: bool
     micro_batch: int | None
     stand_ins: bool
+    remat: bool | str | Sequence[str]
     return_outputs: bool
     compile: bool | str
 
@@ -76,6 +81,7 @@ class CheckedOptions(NamedTuple):
     autocast: bool = False
     micro_batch: int | None = None
     stand_ins: bool = True
+    remat: Remat = False
     return_outputs: bool = False
     compile: Any = False
 
@@ -92,7 +98,8 @@ def check_options(
                 + (f"; did you mean {close[0]!r}?" if close else ".")
             )
     checked = CheckedOptions(name, validation.generator(generator), **options)
-    check_backend(checked.compile)
+    checked = checked._replace(remat=check_remat(checked.remat))
+    refuse_compiled(name, checked.remat, check_backend(checked.compile))
     validation.one_of("reduction", checked.reduction, REDUCTIONS)
     for key in ("autocast", "stand_ins", "return_outputs"):
         validation.flag(key, getattr(checked, key))

@@ -1,6 +1,6 @@
 """The penalty on the gradient of a loss by the parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, gradient_with_graph
+from hoglib._core.blocks import Remat, check_remat, refuse_compiled, rematerialized
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.norms import root
 from hoglib._core.swap import keep_swapped
@@ -34,6 +35,7 @@ def parameter_gradient(
     autocast: bool = False,
     stand_ins: bool = True,
     return_outputs: bool = False,
+    remat: bool | str | Sequence[str] = False,
     compile: bool | str = False,
 ) -> Any:
     r"""The norm of a loss's gradient by the parameters.
@@ -56,6 +58,8 @@ def parameter_gradient(
             Default: False.
         stand_ins: Whether func runs inside :func:`hoglib.second_order`. Default: True.
         return_outputs: Whether to return (penalty, f), from one forward pass. Default: False.
+        remat: Blocks of func's module whose intermediate values are recomputed in backward, as in
+            :class:`Options`. Default: False.
         compile: With True, the penalty and its gradient are computed by one compiled graph;
             "eager" runs the graph without compiling it. Default: False.
     Returns:
@@ -80,7 +84,9 @@ def parameter_gradient(
     validation.flag("squared", squared)
     validation.flag("autocast", autocast)
     validation.flag("return_outputs", return_outputs)
-    norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs)
+    remat = check_remat(remat)
+    refuse_compiled(NAME, remat, compile)
+    norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs, remat)
     backend = backend_of(check_backend(compile))
     if backend is None:
         return norm(params, args)
@@ -98,10 +104,11 @@ class GradientNorm:
     its attributes alone: what is compiled."""
 
     def __init__(
-        self, func: Func, squared: bool, autocast: bool, stand_ins: bool, return_outputs: bool
-    ) -> None:
+        self, func: Func, squared: bool, autocast: bool, stand_ins: bool, return_outputs: bool,
+        remat: Remat = False,
+    ) -> None:  # fmt: skip
         self.func, self.squared, self.autocast = func, squared, autocast
-        self.stand_ins, self.return_outputs = stand_ins, return_outputs
+        self.stand_ins, self.return_outputs, self.remat = stand_ins, return_outputs, remat
 
     def __call__(self, params: Any, args: tuple[Any, ...], draws: Any = None) -> Any:
         """The norm, and f where it is returned; no random numbers are drawn."""
@@ -120,7 +127,7 @@ class GradientNorm:
                 args = cast_like_parameters(leaves, args)
             for context in (
                 examined_functions(NAME), grad_enabled(), keep_swapped(),
-                stand_ins_if(self.stand_ins),
+                stand_ins_if(self.stand_ins), rematerialized(self.remat, self.func),
             ):  # fmt: skip
                 stack.enter_context(context)
             leaves, args = clone_inference_tensors((leaves, args))

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import hoglib as hog
+from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import remat
 
 DOUBLE = torch.float64
@@ -146,6 +147,97 @@ def test_a_graph_made_outside_may_be_differentiated_inside_a_transform() -> None
         return jvp(lambda v: torch.autograd.grad(y, weight, v, retain_graph=True)[0], (v,), (v,))
 
     torch.testing.assert_close(product(remat(layer)), product(layer))
+
+
+# Forward mode.
+
+
+def views(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return x, weight.view(-1), x @ weight.mT + bias
+
+
+def without_forward_mode_of_its_backward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(x @ weight.mT + bias)
+
+
+@pytest.mark.parametrize("fn", [layer, views, without_forward_mode_of_its_backward])
+@pytest.mark.parametrize("moved", [(0, 1, 2), (1,)])
+def test_dual_tensors(fn: Callable[..., Any], moved: tuple[int, ...]) -> None:
+    def second(run: Callable[..., Any]) -> Any:
+        inputs = list(arguments())
+        with torch.autograd.forward_ad.dual_level():
+            duals = [
+                torch.autograd.forward_ad.make_dual(x, x.detach().cos()) if i in moved else x
+                for i, x in enumerate(inputs)
+            ]
+            tangent = torch.autograd.forward_ad.unpack_dual(scalar(run)(*duals)).tangent
+        first = torch.autograd.grad(tangent, inputs, create_graph=True, allow_unused=True)
+        sines = sum(g.sin().sum() for g in first if g is not None)
+        return first, torch.autograd.grad(sines, inputs, allow_unused=True)
+
+    for got, expected in zip(second(remat(fn)), second(fn), strict=True):
+        for one, other in zip(got, expected, strict=True):
+            zero = torch.zeros((), dtype=DOUBLE)
+            torch.testing.assert_close(
+                *torch.broadcast_tensors(
+                    zero if one is None else one, zero if other is None else other
+                )
+            )
+
+
+def test_two_levels_of_forward_mode_where_torch_needs_a_graph() -> None:
+    x = randn(4)
+    for fn in (F.silu, lambda x: hog.ops.swish(x, x), F.gelu):
+        torch.testing.assert_close(
+            jacfwd(jacfwd(scalar(remat(fn))))(x), jacrev(jacrev(scalar(fn)))(x)
+        )
+
+
+def test_a_backward_through_jvp() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh()).double()
+    x, v = randn(5, 3), randn(5, 3).cos()
+    grads = []
+    for run in (net, remat(net)):
+        value, tangent = hog.jvp(lambda x, run=run: run(x), x, v)
+        loss = (value + tangent.square()).sum()
+        grads.append((value, tangent, *torch.autograd.grad(loss, list(net.parameters()))))
+    torch.testing.assert_close(*grads)
+
+
+def test_dropout_has_one_mask_in_forward_over_reverse() -> None:
+    def noisy(x: Tensor) -> Tensor:  # torch draws in the order of memory, but inside of torch.func
+        return F.dropout(x.mT.sin(), 0.5).mT.exp()
+
+    x, v = randn(6, 5), torch.ones(6, 5, dtype=DOUBLE)
+    torch.manual_seed(0)
+    got = jvp(grad(lambda x: remat(noisy)(x).pow(2).sum()), (x,), (v,))[1]
+    torch.manual_seed(0)
+    expected = jvp(grad(lambda x: noisy(x).pow(2).sum()), (x,), (v,))[1]
+    torch.testing.assert_close(got, expected)
+
+
+def test_forward_over_reverse_keeps_the_inputs_of_blocks() -> None:
+    def product(depth: int, wrap: Callable[[nn.Module], Any]) -> int:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)) for _ in range(depth)
+        )
+
+        def forward(model: nn.Module, x: Tensor) -> Tensor:
+            for block in blocks:
+                x = x + wrap(block)(x)
+            return x
+
+        loss = hog.functional_loss(blocks, lambda y, x: y.square().mean(), forward=forward)
+        params = hog.trainable_params(blocks)
+        run = partial(
+            hog.hvp, loss, params, params, torch.ones(256, 4), mode="forward-over-reverse"
+        )
+        run()
+        return peak_bytes(run, torch.device("cpu"))
+
+    plain, ours = ([product(n, wrap) for n in (2, 10)] for wrap in (lambda block: block, remat))
+    assert ours[1] - ours[0] < 0.2 * (plain[1] - plain[0])
 
 
 # What is saved, and how often the function runs.

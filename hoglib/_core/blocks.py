@@ -1,0 +1,259 @@
+"""The repeated blocks of a model, and their recomputation: what the option ``remat=`` does.
+
+    remat=True       blocks that the model repeats, see `repeated_blocks`
+    remat="h.*"      modules by name or glob, or a list of these
+
+Inside :func:`rematerialized` the forward of each block runs through `recompute`. Hooks of a block run
+around it, once; those of its parts run again with it.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core import closures, pytree, validation
+from hoglib._core.closures import STATE, ClosureWalker
+from hoglib._core.recomputation import recompute, refuse_changed
+from hoglib._core.references import is_plain
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+
+Remat = bool | str | Sequence[str]  # the option
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
+NAMED = "Name modules, as in `remat='layers.*'`, or call a block by `hoglib.ops.remat(block)(...)`."
+
+
+def check_remat(remat: Any) -> Remat:
+    """The option, as it is or as a tuple of patterns, or an error."""
+    if isinstance(remat, bool):
+        return remat
+    patterns = (remat,) if isinstance(remat, str) else remat
+    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+        raise ArgumentTypeError(
+            "remat: expected True, False, a name or glob of modules such as 'layers.*', or a list of "
+            f"these, got {validation.describe(remat)}."
+        )
+    if not patterns or not all(patterns):
+        raise ArgumentValueError(
+            "remat: expected at least one name, got none; use remat=False for no recomputation."
+        )
+    return tuple(patterns)
+
+
+def refuse_compiled(caller: str, remat: Remat, compile: Any) -> None:
+    """Raise where a graph is captured, in which nothing is recomputed."""
+    if compile and remat is not False:
+        raise ArgumentValueError(
+            f"{caller}: expected remat= or compile=, got both; in a compiled graph the compiler "
+            "decides what is kept. Leave out one of the two."
+        )
+
+
+@contextmanager
+def rematerialized(remat: Remat, func: Any, backend: str = "") -> Iterator[None]:
+    """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward, by
+    compiled graphs if a backend is named.
+
+    A backward later recomputes them also outside.
+    """
+    replaced: list[tuple[dict[str, Any], Any]] = []
+    try:
+        for block in [] if remat is False else find_blocks(remat, func):
+            fields = vars(block)
+            before = fields.get("forward")
+            if not isinstance(before, BlockForward):  # by an outer context
+                replaced.append((fields, before))
+                fields["forward"] = BlockForward(block, block.forward, backend)
+        yield
+    finally:
+        for fields, before in replaced:
+            if before is None:
+                del fields["forward"]
+            else:
+                fields["forward"] = before
+
+
+def find_blocks(remat: Remat, func: Any) -> list[nn.Module]:
+    """The modules that the option chooses; each once, and none inside another."""
+    roots = _modules_of(func)
+    if not roots:
+        raise ArgumentValueError(
+            f"remat={remat!r}: expected a function of a module, from `hoglib.functional_loss` or one "
+            f"that closes over its module, got `{closures.name_of(func)}`, which reaches none. Call a "
+            "part of it by `hoglib.ops.remat(part)(...)`."
+        )
+    if remat is True:
+        found = [block for root in roots for block in repeated_blocks(root).values()]
+        if not found:
+            raise ArgumentValueError(
+                "remat=True: expected repeated blocks, modules of one class with parts of their own in "
+                "a ModuleList, Sequential, ModuleDict or attributes, found none in "
+                f"{_names(roots)}. {NAMED}"
+            )
+    else:
+        assert not isinstance(remat, bool)
+        patterns = (remat,) if isinstance(remat, str) else remat
+        found = [block for pattern in patterns for block in _matches(roots, pattern)]
+    found = _outermost(list({id(block): block for block in found}.values()))
+    for block in found:
+        closures.refuse_hidden("remat", block)
+    return found
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks that a model repeats, by name: outermost ones, each once.
+
+    Children of one container (ModuleList, Sequential, ModuleDict) are blocks where two of them have one
+    class, and names and shapes of parameters in common; then so are all of this class, as the first of
+    each stage of a ResNet. Children that are merely of one class, or attributes with the same class and
+    shapes, or plain containers, may be stages: they are blocks if nothing inside them is repeated.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    _search(model, "", found, seen)
+    kinds = {type(block) for block in found.values()} - {nn.Sequential}
+    chosen = {id(block) for block in found.values()}
+    every = {
+        name: module
+        for name, module in model.named_modules()
+        if id(module) in chosen or (name and type(module) in kinds)
+    }
+    outermost = {id(block) for block in _outermost(list(every.values()))}
+    return {name: block for name, block in every.items() if id(block) in outermost}
+
+
+def _search(module: nn.Module, prefix: str, found: dict[str, nn.Module], seen: set[int]) -> bool:
+    """Adds the blocks inside a module; whether there are any."""
+    if id(module) in seen:
+        return False
+    seen.add(id(module))
+    in_container = isinstance(module, (*CONTAINERS, nn.Sequential))
+    groups: dict[Any, list[tuple[str, nn.Module]]] = defaultdict(list)
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    for name, child in children:
+        if _may_be_block(child, in_container):
+            kind = type(child) if in_container else (type(child), _shapes(child))
+            groups[kind].append((prefix + name, child))
+    any_found, searched = False, set()
+    for group in groups.values():
+        if len(group) < 2:
+            continue
+        most = max(Counter(_shapes(child) for _, child in group).values())
+        if not (in_container and most > 1 and not isinstance(group[0][1], nn.Sequential)):
+            inner = [_search(child, f"{name}.", found, seen) for name, child in group]
+            searched |= {id(child) for _, child in group}
+            if any(inner):
+                any_found = True
+                continue
+        found.update(group)
+        any_found = True
+    blocks = {id(block) for block in found.values()}
+    for name, child in children:
+        if id(child) not in blocks and id(child) not in searched:
+            any_found = _search(child, f"{prefix}{name}.", found, seen) or any_found
+    return any_found
+
+
+def _may_be_block(module: nn.Module, in_container: bool) -> bool:
+    """Whether a module does more than one operation, as far as its class tells."""
+    if isinstance(module, (*CONTAINERS, torch.jit.ScriptModule)):
+        return False
+    if next(module.parameters(), None) is None:
+        return False
+    of_torch = type(module).__module__.startswith("torch.nn.")
+    return next(module.children(), None) is not None or (in_container and not of_torch)
+
+
+def _shapes(module: nn.Module) -> tuple[Any, ...]:
+    return tuple((name, p.shape) for name, p in module.named_parameters(remove_duplicate=False))
+
+
+def _modules_of(func: Any) -> list[nn.Module]:
+    """The modules that a function runs: itself, that of a functional loss, or those that it reaches."""
+    if isinstance(func, nn.Module):
+        return [func]
+    model = getattr(func, "model", None)
+    if isinstance(model, nn.Module):
+        return [model]
+    return [x for x in ClosureWalker(func, STATE).objects if isinstance(x, nn.Module)]
+
+
+def _matches(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
+    """The modules that a pattern names; the elements of a ModuleList or ModuleDict for these."""
+    found: list[nn.Module] = []
+    for root in roots:
+        for name, module in root.named_modules(remove_duplicate=False):
+            if name and fnmatchcase(name, pattern):
+                found += module.children() if isinstance(module, CONTAINERS) else [module]
+    scripted = [x for x in found if isinstance(x, torch.jit.ScriptModule)]
+    if found and not scripted:
+        return found
+    own = [block for root in roots for block in repeated_blocks(root)]
+    raise ArgumentValueError(
+        f"remat={pattern!r}: expected a name or glob of modules of {_names(roots)}, got one that "
+        + ("names scripted code, which cannot be recomputed" if scripted else "none has")
+        + ". "
+        + (f"Repeated blocks, which remat=True takes: {_listed(own)}." if own else _children(roots))
+    )
+
+
+def _outermost(blocks: list[nn.Module]) -> list[nn.Module]:
+    inside = {id(part) for block in blocks for part in list(block.modules())[1:]}
+    return [block for block in blocks if id(block) not in inside]
+
+
+def _names(roots: Iterable[nn.Module]) -> str:
+    return " and ".join(dict.fromkeys(type(root).__name__ for root in roots))
+
+
+def _listed(names: list[str]) -> str:
+    shown = names if len(names) < 8 else [*names[:3], "...", names[-1]]
+    return ", ".join(name if name == "..." else repr(name) for name in shown)
+
+
+def _children(roots: list[nn.Module]) -> str:
+    names = [name for root in roots for name, _ in root.named_modules() if name]
+    return f"It has {_listed(names)}." if names else "It has no parts."
+
+
+@final
+class BlockForward:
+    """The forward of a block, by `recompute`."""
+
+    recomputes = True
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], backend: str) -> None:
+        self._block, self._forward, self._backend = block, forward, backend
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = partial(_call_forward, self._forward)
+        return recompute(run, self._block, args, kwargs, backend=self._backend)
+
+
+def _call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """One run. Objects among the arguments are copied: a cache of keys and values that a run fills
+    would be full in the next one, and what is in it have no gradient."""
+    leaves, structure = pytree.flatten((args, kwargs))
+    args, kwargs = given = pytree.unflatten([_own_copy(leaf) for leaf in leaves], structure)
+    outputs = forward(*args, **kwargs)
+    refuse_changed(forward, given, structure)
+    return outputs
+
+
+_SHARED = (Tensor, nn.Module, torch.Generator, FunctionType, MethodType, partial)
+
+
+def _own_copy(leaf: Any) -> Any:
+    if is_plain(leaf) or isinstance(leaf, _SHARED):
+        return leaf
+    try:
+        return deepcopy(leaf)
+    except Exception:  # it cannot be copied: a lock, a file, a handle
+        return leaf

@@ -1,0 +1,171 @@
+"""The levels of recomputed functions (the function, its vjp, the vjp of that) as compiled graphs.
+
+Each level is a function of tensors alone. Blocks that are equal but for their tensors run the graphs of
+one template: a copy of the first such block, whose tensors have no memory.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy, deepcopy
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core import recomputation
+from hoglib._core.closures import name_of
+from hoglib._core.references import is_plain
+from hoglib._core.torch_modes import value_checks_off
+from hoglib.capture.api import Compiled
+from hoglib.capture.capturing import GraphEntry, Place
+from hoglib.errors import UnsupportedError
+
+MAX_TEMPLATES = 64
+_TEMPLATES: OrderedDict[Hashable, "Template"] = OrderedDict()
+_OF_MODULES = {*vars(nn.Module()), "forward"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """run(*tensors) by the graph of its template, without a graph of autograd."""
+    call = run.call
+    if call.template is None:
+        call.template = _template_of(call)
+    level = call.template.level(run)
+    given = [None if x is None else x.detach().contiguous() for x in tensors]
+    if run is call.first:
+        outputs = level(given)
+        call.adopt_outputs(call.template.call)
+        return tuple(outputs)
+    with call.run_state.restored():
+        return tuple(level(given))
+
+
+def compiled_levels() -> list[GraphEntry]:
+    """The graphs of all levels, of all templates."""
+    levels = [level for one in _TEMPLATES.values() for level in one.levels.values()]
+    return [graph for level in levels for graph in level.signatures]
+
+
+@final
+class Template:
+    """A call of a function whose modules have no memory, and the graphs of its levels."""
+
+    def __init__(self, call: Any, fn: Any, constants: list[Any]) -> None:
+        self.call = call.with_parts(fn, constants)
+        self.levels: dict[Hashable, Compiled] = {}
+
+    def level(self, run: Any) -> Compiled:
+        """The graph of a level, of this call or of an equal one."""
+        found = self.levels.get(run.key)
+        if found is None:
+            name = f"{run.key[0]} of {_name(self.call)}"
+            found = self.levels[run.key] = Compiled(
+                _Level(self._own(run)),
+                backend=self.call.backend,
+                name=name,
+                place=Place(self, run.key),
+            )
+        return found
+
+    def _own(self, run: Any) -> Any:
+        if isinstance(run, recomputation.Run):
+            return self.call.first
+        own = copy(run)
+        own.run, own.rerun = self._own(run.run), own
+        return own
+
+
+class _Level:
+    """What is captured."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    def __call__(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
+        with value_checks_off():
+            return list(self.run(*tensors))
+
+
+def _template_of(call: Any) -> Template:
+    state = {id(x) for module in call.scope.modules() for x in _state_of(module).values()}
+    reader = _Reader(state, _name(call))
+    key = (
+        reader.key((call.fn, call.constants)), call.structure, tuple(call.slots), call.backend,
+        tuple(call.state_names.items()), call.stand_ins.active, call.run_state.autocast.key,
+    )  # fmt: skip
+    found = _TEMPLATES.get(key)
+    if found is None:
+        memo: dict[int, Any] = {id(x): x for x in reader.shared}
+        for module in call.scope.modules():
+            for x in _state_of(module).values():
+                memo[id(x)] = torch.empty_like(x, device="meta")
+        fn, constants = deepcopy((call.fn, call.constants), memo)
+        found = _TEMPLATES[key] = Template(call, fn, constants)
+        while len(_TEMPLATES) > MAX_TEMPLATES:
+            _TEMPLATES.popitem(last=False)
+    _TEMPLATES.move_to_end(key)
+    return found
+
+
+def _state_of(module: nn.Module) -> dict[str, Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: x for name, x in own.items() if x is not None}
+
+
+def _name(call: Any) -> str:
+    modules = list(call.scope.held)
+    return type(modules[0]).__name__ if modules else name_of(call.fn)
+
+
+@final
+class _Reader:
+    """All that a function reads besides tensors, as a key: equal keys, equal graphs.
+
+    shared: objects that are compared by identity, which a template has to share.
+    """
+
+    def __init__(self, state: set[int], name: str) -> None:
+        self._state, self._name, self._seen = state, name, dict[int, int]()
+        self.shared: list[Any] = []
+
+    def key(self, value: Any) -> Hashable:
+        if is_plain(value):
+            return type(value), value
+        if id(value) in self._seen:
+            return "seen", self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        if isinstance(value, Tensor):
+            if id(value) in self._state:
+                return "state", tuple(value.shape), value.dtype
+            raise UnsupportedError(
+                f"remat(compile=True): expected tensors as arguments, parameters or buffers of "
+                f"{self._name}, got a {type(value).__name__} in an attribute, which a graph for all "
+                "equal blocks would share. Use register_buffer, or compile=False."
+            )
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, list | tuple):
+            return type(value), *map(self.key, value)
+        if isinstance(value, dict):
+            return type(value), *((self.key(k), self.key(v)) for k, v in value.items())
+        if isinstance(value, partial):
+            return "partial", self.key(value.func), self.key(value.args), self.key(value.keywords)
+        if isinstance(value, MethodType):
+            return "method", value.__func__, self.key(value.__self__)
+        if isinstance(value, FunctionType | BuiltinFunctionType) or not hasattr(value, "__dict__"):
+            self.shared.append(value)
+            return "object", id(value)
+        return type(value), self.key(vars(value))
+
+    def _module(self, module: nn.Module) -> Hashable:
+        fields = vars(module)
+        own = {name: value for name, value in fields.items() if name not in _OF_MODULES}
+        hooks = [tuple(fields[name].values()) for name in _HOOKS if fields.get(name)]
+        state = tuple((name, self.key(x)) for name, x in _state_of(module).items())
+        children = tuple(
+            (n, None if m is None else self.key(m)) for n, m in module._modules.items()
+        )
+        return type(module), module.training, state, children, self.key(own), self.key(hooks)
