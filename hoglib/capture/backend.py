@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkstemp
 from time import perf_counter
@@ -30,20 +30,23 @@ from hoglib._core.source_location import warn
 from hoglib._version import __version__
 from hoglib.capture.kernel_choice import effective_switch, processor
 from hoglib.capture.nodes import takes_lists
+from hoglib.capture.outline import count_operations, outline, seconds_to_compile
 from hoglib.capture.passes import (
     channels_last,
     expand_alpha_beta,
-    functionalize,
     lay_out_concatenations,
     simplify,
     specialize_convolutions,
 )
 from hoglib.capture.product_passes import arrange, by_onednn, merge, turn_narrow
+from hoglib.capture.program import Program
+from hoglib.capture.writes import functionalize
 from hoglib.errors import ArgumentTypeError
 
 Runnable = Callable[..., Any]
 MAX_BYTES = 2**30  # of the cache directory
 MAX_IN_MEMORY = 256  # compiled graphs
+LONG = 10  # seconds of compilation that are announced
 
 
 class Runner(NamedTuple):
@@ -125,9 +128,7 @@ def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, n
         run = _load(key)
         source = "compiled" if run is None else "disk"
         if run is None:
-            count = f"{len(graph.graph.nodes):,}"
-            LOGGER.info("compiling %s operations of %s ...", count, name)
-            run = _compile(graph, tensors, dynamic, key)
+            run = _compile(graph, tensors, dynamic, key, name)
         _IN_MEMORY[key] = run
         while len(_IN_MEMORY) > MAX_IN_MEMORY:
             _IN_MEMORY.pop(next(iter(_IN_MEMORY)))
@@ -186,22 +187,64 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
 
     given = {"fallback_random": True, "layout_optimization": torch.cuda.is_available()}
     if compact:
-        given["cpp_wrapper"] = True
+        given |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     if "TORCH_VEC_ISA_OK" not in os.environ:
         given["cpp.vec_isa_ok"] = True
     with config.patch(given):
         yield
 
 
-def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: str) -> Runnable:
+def _compile(
+    graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: str, name: str
+) -> Runnable:
     on_cpu = all(x.device.type == "cpu" for x in tensors)
     if on_cpu and cpp_compiler() is None:
         raise NoCompilerError("no C++ compiler was found: install g++ or clang++, or set CXX")
+    with torch.no_grad(), _without_pytree_warning():
+        module = _optimize(graph, tensors, dynamic, cache_dir() / f"{key}.json")
+        found = outline(module) if on_cpu and not dynamic else None
+    parts = [module] if found is None else [part.graph for part in found.parts]
+    sizes = [count_operations(part.graph) for part in parts]
+    _announce(name, count_operations(module.graph), sizes)
+    if found is None:
+        module.recompile()
+        return _compile_whole(module, tensors, dynamic, key)
+    with torch.no_grad():
+        examples = [[_example(x) for x in part.inputs] for part in found.parts]
+    keys = [f"part-{_key(part, x, False)}" for part, x in zip(parts, examples, strict=True)]
+    runs = [
+        _remembered(key, partial(_compile_whole, part, x, False, key))
+        for part, x, key in zip(parts, examples, keys, strict=True)
+    ]
+    program = Program.of(module.graph, found, keys)
+    _save(program, key, ".calls")
+    return program.link(runs)
+
+
+def _announce(name: str, operations: int, sizes: list[int]) -> None:
+    """Logs what is compiled, and that it takes long, before."""
+    distinct = "" if len(sizes) == 1 else f" ({sum(sizes):,} in {len(sizes)} distinct parts)"
+    seconds = sum(map(seconds_to_compile, sizes))
+    long = (
+        f", for about {seconds:.0f} s (backend='eager' compiles nothing)" if seconds > LONG else ""
+    )
+    LOGGER.info("compiling %s operations of %s%s%s ...", f"{operations:,}", name, distinct, long)
+
+
+def _example(value: Tensor) -> Tensor:
+    """A tensor with the layout of a fake one."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _compile_whole(
+    module: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: str
+) -> Runnable:
     from torch._inductor import standalone_compile
     from torch._inductor.utils import fresh_cache
 
     given: list[Any] = list(tensors)
-    compact = on_cpu and not any(map(takes_lists, graph.graph.nodes))
+    on_cpu = all(x.device.type == "cpu" for x in tensors)
+    compact = on_cpu and not any(map(takes_lists, module.graph.nodes))
     # The second attempt is for files that an interrupted compilation left in torch's cache, and for
     # operations that the C++ wrapper does not support.
     for again in (False, True):
@@ -213,7 +256,7 @@ def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: s
                 _without_pytree_warning(),
             ):
                 artifact = standalone_compile(
-                    _optimize(graph, tensors, dynamic, cache_dir() / f"{key}.json"),
+                    _copied(module),
                     given,
                     dynamic_shapes="from_graph" if dynamic else "from_example_inputs",
                 )
@@ -229,6 +272,12 @@ def _compile(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, key: s
     return run
 
 
+def _copied(module: fx.GraphModule) -> fx.GraphModule:
+    own = fx.Graph()
+    own.output(own.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, own)
+
+
 def _optimize(
     graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, record: Path
 ) -> fx.GraphModule:
@@ -236,9 +285,7 @@ def _optimize(
 
     record: the file with the matrix products that oneDNN computes.
     """
-    own = fx.Graph()
-    own.output(own.graph_copy(graph.graph, {}))
-    module = fx.GraphModule(graph, own)
+    module = _copied(graph)
     expand_alpha_beta(module)
     lay_out_concatenations(module)
     if not dynamic:
@@ -277,11 +324,35 @@ def _without_pytree_warning() -> Iterator[None]:
 
 
 def _load(key: str) -> Runnable | None:
-    path = cache_dir() / f"{key}.bin"
+    """What was compiled under this key, as a whole or in parts."""
+    whole = _load_whole(key)
+    path = cache_dir() / f"{key}.calls"
+    if whole is not None or not _is_own(path):
+        return whole
     try:
-        if path.stat().st_uid != os.getuid():  # reading the file runs code
-            return None
-    except (OSError, AttributeError):
+        program = Program.from_json(path.read_text())
+    except (OSError, ValueError):
+        return None
+    parts = [_remembered(part, partial(_load_whole, part)) for part in program.parts]
+    if any(part is None for part in parts):
+        return None
+    _touch(path)
+    return program.link(parts)
+
+
+def _remembered(key: str, make: Callable[[], Runnable | None]) -> Any:
+    """What was compiled under this key, in memory, on disk, or now."""
+    run = _IN_MEMORY.get(key) or _load_whole(key) or make()
+    if run is not None:
+        _IN_MEMORY[key] = run
+        while len(_IN_MEMORY) > MAX_IN_MEMORY:
+            _IN_MEMORY.pop(next(iter(_IN_MEMORY)))
+    return run
+
+
+def _load_whole(key: str) -> Runnable | None:
+    path = cache_dir() / f"{key}.bin"
+    if not _is_own(path):
         return None
     from torch._inductor import CompiledArtifact  # type: ignore[attr-defined]
 
@@ -290,12 +361,24 @@ def _load(key: str) -> Runnable | None:
             run: Runnable = CompiledArtifact.load(path=str(path))
     except Exception:  # from another build of torch, or incomplete: compile again
         return None
-    with suppress(OSError):
-        path.touch()
+    _touch(path)
     return run
 
 
-def _save(artifact: Any, key: str) -> None:
+def _is_own(path: Path) -> bool:
+    """Whether a file is there and of this user; reading it runs code."""
+    try:
+        return path.stat().st_uid == os.getuid()
+    except (OSError, AttributeError):
+        return False
+
+
+def _touch(path: Path) -> None:
+    with suppress(OSError):
+        path.touch()
+
+
+def _save(artifact: Any, key: str, suffix: str = ".bin") -> None:
     """Saves compiled code atomically; if that fails, the next process compiles again."""
     directory = cache_dir()
     try:
@@ -304,7 +387,7 @@ def _save(artifact: Any, key: str) -> None:
         os.close(handle)
         try:
             artifact.save(path=name)
-            os.replace(name, directory / f"{key}.bin")
+            os.replace(name, directory / f"{key}{suffix}")
         finally:
             with suppress(OSError):
                 os.remove(name)
@@ -338,7 +421,8 @@ def _torch_cache_in(directory: Path) -> Iterator[None]:
 
 def _evict(directory: Path) -> None:
     """Removes the oldest files if the directory exceeds its limit."""
-    found = [*directory.glob("*.bin"), *directory.glob("*.json"), *directory.glob("torch/**/*")]
+    patterns = ("*.bin", "*.calls", "*.json", "torch/**/*")
+    found = [path for pattern in patterns for path in directory.glob(pattern)]
     sizes = {}
     for path in found:
         with suppress(OSError):  # removed by another process

@@ -269,6 +269,7 @@ def capture(
         pin_strides(traced.graph)
         reads = split_reads(traced.graph, traced.reads)
         simplify(traced.graph)
+        traced.graph.recompile()
         seconds = perf_counter() - began
         own = [i for i in range(len(tensors)) if i not in dict(shared)]
         reached = Guards(root, traced.lifted, traced.modules)

@@ -74,7 +74,7 @@ def needed_nodes(
 
     writes: list[tuple[fx.Node, fx.Node]] = []
     for node in order:
-        for value, is_written in _shared_arguments(node):
+        for value, is_written in shared_arguments(node):
             if owner(node) is not owner(value):
                 memory[owner(node)] = owner(value)
             if is_written:
@@ -97,7 +97,7 @@ def needed_nodes(
     return sorted(found, key=order.__getitem__)
 
 
-def _shared_arguments(node: fx.Node) -> Iterable[tuple[fx.Node, bool]]:
+def shared_arguments(node: fx.Node) -> Iterable[tuple[fx.Node, bool]]:
     """The arguments whose memory an operation returns or writes to, and whether it writes."""
     if node.target is getitem:
         yield node.args[0], False  # type: ignore[misc]

@@ -1,6 +1,7 @@
-"""Passes over captured graphs: simplification, functionalization, and layouts of convolutions.
+"""Passes over captured graphs: simplification, and layouts of convolutions.
 
-Each pass changes a graph in place, or returns a new one, and computes the same up to rounding.
+Each pass changes a graph in place, or returns a new one, and computes the same up to rounding. It does
+not recompile the code of the module, which takes as long as the pass.
 """
 
 from collections.abc import Hashable
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hoglib.capture.nodes import is_fresh, is_random
+from hoglib.capture.writes import writes_in_place
 
 aten: Any = torch.ops.aten
 
@@ -52,22 +54,6 @@ def replace_node(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def writes_in_place(node: fx.Node) -> bool:
-    """Whether an operation works in place."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def functionalize(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
-    """The graph without in-place operations, which autograd's own formulas contain."""
-    if not any(map(writes_in_place, module.graph.nodes)):
-        return module
-    run: Any = torch.func.functionalize(module, remove="mutations")
-    with torch.no_grad():
-        found: fx.GraphModule = make_fx(run, tracing_mode="fake")(*tensors)
-    return found
-
-
 def pin_strides(module: fx.GraphModule) -> None:
     """Makes views have the strides that the trace assumed.
 
@@ -85,7 +71,6 @@ def pin_strides(module: fx.GraphModule) -> None:
         if real.stride() != found[2]:
             node.target = aten.as_strided.default
             node.args = (node.args[0], list(found[1]), list(found[2]))
-    module.recompile()
 
 
 def _is_static(layout: tuple[Any, ...]) -> bool:
@@ -113,7 +98,6 @@ def simplify(module: fx.GraphModule) -> None:
                 node.replace_all_uses_with(same)
                 graph.erase_node(node)
         graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
-    module.recompile()
 
 
 def _key(node: fx.Node) -> Hashable:
@@ -205,7 +189,6 @@ def expand_alpha_beta(module: fx.GraphModule) -> None:
                 if writes_in_place(node):
                     found = new_node(graph, aten.copy_.default, (x, found))
                 replace_node(graph, node, found)
-    module.recompile()
 
 
 def _scale(graph: fx.Graph, value: Any, factor: Any) -> Any:
@@ -240,7 +223,6 @@ def lay_out_concatenations(module: fx.GraphModule) -> None:
                 found = new_node(graph, aten._to_copy.default, (found,), options)
             layout = {"memory_format": _memory_format(fake_value(node))}
             replace_node(graph, node, new_node(graph, aten.clone.default, (found,), layout))
-    module.recompile()
 
 
 def _is_empty(value: Tensor) -> bool:

@@ -9,7 +9,8 @@ from torch import Tensor, fx
 
 from hoglib._core import torch_internals
 from hoglib.capture.kernel_choice import Product, choose_onednn
-from hoglib.capture.passes import fake_value, new_node, replace_node, swapped_dims, writes_in_place
+from hoglib.capture.passes import fake_value, new_node, replace_node, swapped_dims
+from hoglib.capture.writes import writes_in_place
 
 aten: Any = torch.ops.aten
 
@@ -109,7 +110,6 @@ def merge(module: fx.GraphModule) -> None:
     _merge_sums(graph)
     _merge_common_factors(graph)
     graph.eliminate_dead_code()
-    module.recompile()
 
 
 def _merge_sums(graph: fx.Graph) -> None:
@@ -309,7 +309,6 @@ def turn_narrow(module: fx.GraphModule) -> None:
                 turned = new_node(graph, aten.mm.default, factors)
                 replace_node(graph, node, new_node(graph, aten.t.default, (turned,)))
     _update_metadata(graph, set(graph.nodes) - before)
-    module.recompile()
 
 
 # An operator of our own, which torch's compiler calls without a change: its own lowering to oneDNN
@@ -340,7 +339,6 @@ def by_onednn(module: fx.GraphModule, record: Path) -> None:
             *added, a, b = node.args
             with graph.inserting_before(node):
                 replace_node(graph, node, _affine(graph, a, b, added[0] if added else None))
-    module.recompile()
 
 
 def _product(node: fx.Node) -> Product | None:

@@ -24,7 +24,8 @@ from hoglib._core.torch_modes import value_checks_off
 from hoglib.capture import backend as backends
 from hoglib.capture.api import Compiled, function_name
 from hoglib.capture.capturing import Place
-from hoglib.capture.passes import VIEWS, functionalize, simplify
+from hoglib.capture.passes import VIEWS, simplify
+from hoglib.capture.writes import functionalize
 from hoglib.curvature.linear_map import BoundLoss, CurvatureKind, LinearMap, ProductOptions
 from hoglib.stand_ins.mode import stand_ins_if
 
