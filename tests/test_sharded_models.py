@@ -1,5 +1,7 @@
 """Models whose parameters several processes share: products and penalties equal those of one process."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hoglib as hog
+from experiments.benchmarks.memory import peak_allocated
 from hoglib._core import sharding
 from hoglib.errors import HoglibError, UnsupportedError
 from hoglib.penalties import sharded_critics
@@ -109,14 +112,14 @@ LAYOUTS = {
     "fsdp and tensor parallel": fsdp_and_tensor_parallel,
 }  # fmt: skip
 MODES = {
-    "hvp": lambda *at: hog.hvp(*at),
-    "hvp, forward": lambda *at: hog.hvp(*at, mode="forward-over-reverse"),
-    "hvp, differences": lambda *at: hog.hvp(*at, mode="finite-differences"),
-    "ggn_vp": lambda *at: hog.ggn_vp(*at),
-    "ggn_vp, reverse": lambda *at: hog.ggn_vp(*at, mode="reverse"),
-    "ggn_vp, differences": lambda *at: hog.ggn_vp(*at, mode="finite-differences"),
-    "fisher_vp": lambda *at: hog.fisher_vp(*at),
-    "fisher_vp, empirical": lambda *at: hog.fisher_vp(*at, kind="empirical"),
+    "hvp": hog.hvp,
+    "hvp, forward": partial(hog.hvp, mode="forward-over-reverse"),
+    "hvp, differences": partial(hog.hvp, mode="finite-differences"),
+    "ggn_vp": hog.ggn_vp,
+    "ggn_vp, reverse": partial(hog.ggn_vp, mode="reverse"),
+    "ggn_vp, differences": partial(hog.ggn_vp, mode="finite-differences"),
+    "fisher_vp": hog.fisher_vp,
+    "fisher_vp, empirical": partial(hog.fisher_vp, kind="empirical"),
 }
 NO_FORWARD = ("fsdp, checkpointed", "hvp, forward")  # torch.func refuses saved-tensor hooks
 
@@ -183,6 +186,14 @@ def products(rank, folder, found):
         for mode, product in MODES.items():
             if (layout, mode) != NO_FORWARD and (layout == "fsdp" or mode in ("hvp", "ggn_vp")):
                 found[f"{layout}: {mode}"] = error_of(product, *make(rank, world))
+    for mode in ("hvp", "hvp, forward", "hvp, differences", "ggn_vp", "ggn_vp, reverse"):
+        by_block = partial(MODES[mode], remat=["block"])
+        found[f"fsdp: remat, {mode}"] = error_of(by_block, *fsdp(rank, world))
+    if world == 4:
+        by_block = partial(MODES["hvp"], remat=["block"])
+        both = fsdp_and_tensor_parallel(rank, world)
+        found["fsdp and tensor parallel: remat"] = error_of(by_block, *both)
+    found["held"] = held(rank, world)
     found["fsdp: a block"] = error_of(hog.hvp, *fsdp(rank, world), columns=(3,))
     for name, product in {"hvp": hog.hvp, "operator": by_operator}.items():
         wrapped = DistributedDataParallel(model()), slice(0, 12)
@@ -198,6 +209,26 @@ def products(rank, folder, found):
 def by_operator(loss, params, v, batch):
     operator = hog.HessianOperator(loss, params, batch)
     return operator.value(), operator @ v
+
+
+def held(rank, world):
+    """The most bytes that a product holds beside what it is given, over the bytes of all parameters: with
+    the blocks recomputed, and without."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(24)]
+    net = nn.Sequential(*blocks).double()
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(net)
+    loss, params = hog.functional_loss(net, F.mse_loss), hog.trainable_params(net)
+    v, x = vectors(params), torch.ones(2, 64, dtype=torch.float64)
+    size = sum(8 * p.numel() for p in params.values())
+    return [
+        peak_allocated(lambda remat=remat: hog.hvp(loss, params, v, (x, x), remat=remat)) / size
+        for remat in (False, True, False, True)
+    ][2:]
 
 
 def mixed_precision(rank, world):
@@ -395,6 +426,9 @@ def test_processes_equal_one(count, tmp_path):
         assert "expected all processes to make the same calls" in words
         assert 1e-4 < found.pop("mixed precision") < 5e-2, rank
         assert found.pop("messages") == [[2, 2], [2, 1], [2, 2]]
+        plain, recomputed = found.pop("held")
+        assert plain > 2, (rank, plain)  # whole parameters and the whole vector
+        assert recomputed < 2.1 / count + 12 / 24, (rank, recomputed)  # two shards and a block
         for name, error in found.items():
             if name not in ("refused", "ended"):
                 assert error < (1e-9 if "differences" in name else 1e-10), (rank, name, error)

@@ -57,9 +57,9 @@ def refuse_compiled(caller: str, remat: Remat, compile: Any) -> None:
 
 
 @contextmanager
-def rematerialized(remat: Remat, func: Any, backend: str = "") -> Iterator[None]:
+def rematerialized(remat: Remat, func: Any, backend: str = "") -> Iterator[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward, by
-    compiled graphs if a backend is named.
+    compiled graphs if a backend is named; yields their forwards.
 
     A backward later recomputes them also outside.
     """
@@ -71,7 +71,7 @@ def rematerialized(remat: Remat, func: Any, backend: str = "") -> Iterator[None]
             if not isinstance(before, BlockForward):  # by an outer context
                 replaced.append((fields, before))
                 fields["forward"] = BlockForward(block, block.forward, backend)
-        yield
+        yield [fields["forward"] for fields, _ in replaced]
     finally:
         for fields, before in replaced:
             if before is None:
@@ -225,16 +225,38 @@ def _children(roots: list[nn.Module]) -> str:
 
 @final
 class BlockForward:
-    """The forward of a block, by `recompute`."""
+    """The forward of a block, by `recompute`.
+
+    Attributes:
+        module: The block.
+        gathers: Functions from a shard to a whole parameter, and where the block has that parameter.
+            Each run gathers them, so that between runs shards alone are kept.
+    """
 
     recomputes = True
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], backend: str) -> None:
-        self._block, self._forward, self._backend = block, forward, backend
+        self.module, self._forward, self._backend = block, forward, backend
+        self.gathers: list[tuple[Callable[[Tensor], Tensor], list[tuple[nn.Module, str]]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = partial(_call_forward, self._forward)
-        return recompute(run, self._block, args, kwargs, backend=self._backend)
+        forward = partial(self._run_whole, self._forward) if self.gathers else self._forward
+        run = partial(_call_forward, forward)
+        return recompute(run, self.module, args, kwargs, backend=self._backend)
+
+    def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for gather, places in self.gathers:
+                (module, name), *_ = places
+                whole = gather(module._parameters[name])  # type: ignore[arg-type]
+                for module, name in places:
+                    before.append((module._parameters, name, module._parameters[name]))
+                    module._parameters[name] = whole  # type: ignore[assignment]
+            return forward(*args, **kwargs)
+        finally:
+            for store, name, value in before:
+                store[name] = value
 
 
 def _call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:

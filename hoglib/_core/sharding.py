@@ -11,9 +11,11 @@ derivative of the other, autograd gives derivatives of any order of sum_r w_r f_
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -142,9 +144,11 @@ class Sharding:
     layouts: tuple[Layout, ...]
     mesh: Any
     weight: float
+    names: tuple[str, ...] = ()  # of the tensors in a module, where they are its parameters
+    deferred: frozenset[int] = frozenset()  # tensors that blocks gather, see `defer`
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "Sharding | None":
+    def of(cls, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Sharding | None":
         """That of the tensors, with equal weights; None if none of them is a DTensor."""
         found: list[Any] = [t for t in tensors if is_sharded(t)]
         if not found:
@@ -157,7 +161,7 @@ class Sharding:
             Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride(), True)
             for t in tensors
         )
-        return cls(layouts, mesh, 1 / mesh.size())
+        return cls(layouts, mesh, 1 / mesh.size(), tuple(names()))
 
     def local(self, tensors: Sequence[Any]) -> Vector:
         """The shards of this process, without a graph."""
@@ -188,12 +192,39 @@ class Sharding:
         ]
 
     def gather(self, shards: Sequence[Tensor]) -> Vector:
-        """The whole tensors, differentiable to any order by the shards."""
+        """The whole tensors, differentiable to any order by the shards; of deferred ones the shards."""
+        return [x if i in self.deferred else self.gather_one(i, x) for i, x in enumerate(shards)]
+
+    def gather_one(self, index: int, shard: Tensor) -> Tensor:
+        """A whole tensor, differentiable to any order by its shard."""
+        layout = self.layouts[index]
         # what a submesh averages over is 1 / copies of the whole mesh
-        return [
-            apply(_Gather, x, layout, self.weight * self.mesh.size() / layout.mesh.size())
-            for layout, x in zip(self.layouts, shards, strict=True)
-        ]
+        weight = self.weight * self.mesh.size() / layout.mesh.size()
+        whole: Tensor = apply(_Gather, shard, layout, weight)
+        return whole
+
+    def defer(self, model: Any, blocks: Sequence[Any]) -> "Sharding":
+        """This sharding, where each block gathers the parameters that it alone uses, when it runs.
+
+        blocks: of `hoglib._core.blocks.rematerialized`.
+        """
+        if not isinstance(model, nn.Module) or not blocks:
+            return self
+        own = dict(model.named_parameters(remove_duplicate=False))
+        index = {id(own[name]): i for i, name in enumerate(self.names) if name in own}
+        users: dict[int, list[Any]] = defaultdict(list)
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is not None and id(p) in index:
+                    users[index[id(p)]].append((module, name))
+        deferred: set[int] = set()
+        for block in blocks:
+            parts = {id(part) for part in block.module.modules()}
+            for i, places in users.items():
+                if all(id(module) in parts for module, _ in places):
+                    block.gathers.append((partial(self.gather_one, i), places))
+                    deferred.add(i)
+        return replace(self, deferred=frozenset(deferred))
 
     def part(self, index: int) -> float:
         """What a shard of that tensor counts in a sum over processes: copies count once together."""

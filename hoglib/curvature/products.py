@@ -272,7 +272,7 @@ def _product(
     validation.parameters(params)
     vector, block = validation.vectors("v", v, params)
     leaves, structure = pytree.flatten(params)
-    loss = BoundLoss(func, structure, args, Sharding.of(leaves))
+    loss = BoundLoss(func, structure, args, Sharding.of(leaves, lambda: pytree.paths(params)))
     if loss.sharding is None:
         value, product = _computed(kind, loss, leaves, vector, block, options)
     else:
@@ -318,7 +318,7 @@ def _sharded(
     sharding = loss.sharding
     assert sharding is not None
     _refuse_sharded(loss.func, options)
-    shards = sharding.local_vector("v", vector, pytree.paths(params))
+    shards = sharding.local_vector("v", vector, sharding.names)
     leaves = sharding.local(pytree.leaves(params))
     with translate_distributed_errors(options.caller):
         sharding.check_agreement(options.caller, shards, leaves)
@@ -342,8 +342,11 @@ def _applied(
         loss = replace(loss, args=args)
         with (
             stand_ins_if(options.stand_ins),
-            rematerialized(options.remat, loss.func, options.backend),
+            rematerialized(options.remat, loss.func, options.backend) as blocks,
         ):
+            if loss.sharding is not None:
+                model = getattr(loss.func, "model", None)
+                loss = replace(loss, sharding=loss.sharding.defer(model, blocks))
             # compiled blocks have backward passes only, as the products with several vectors
             several = block or bool(options.backend)
             linear_map = kind.linearize(loss, leaves, options, several)
