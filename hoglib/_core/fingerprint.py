@@ -61,9 +61,23 @@ def sums_and_norms(tensors: list[Tensor]) -> list[float]:
     for t in tensors:
         if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta":
             t = (torch.view_as_real(t) if t.is_complex() else t).detach()
-            norms = [torch.linalg.vector_norm(t)] if t.is_floating_point() else []
-            found += [x.to("cpu", torch.float64) for x in (t.sum(), *norms)]
-    return torch.stack(found).tolist() if found else []
+            found.append(t.sum())
+            if t.is_floating_point():
+                found.append(torch.linalg.vector_norm(t))
+    return _read(found)
+
+
+def _read(scalars: list[Tensor]) -> list[float]:
+    """The values of scalar tensors, read once for each device and dtype: a GPU waits at each read."""
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(scalars):
+        alike.setdefault((x.device, x.dtype), []).append(i)
+    numbers = [0.0] * len(scalars)
+    for places in alike.values():
+        together = torch.stack([scalars[i] for i in places]).to("cpu", torch.float64)
+        for i, number in zip(places, together.tolist(), strict=True):
+            numbers[i] = number
+    return numbers
 
 
 def checksum(numbers: Sequence[float]) -> float:

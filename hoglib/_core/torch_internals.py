@@ -607,6 +607,8 @@ def fsdp_state(module: nn.Module) -> Any:
 def fsdp_groups(module: nn.Module) -> list[Any]:
     """The groups of parameters that fully_shard gathers for a module."""
     state = fsdp_state(module)
+    if state is None:
+        return []
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11
         groups = [getattr(state, "_fsdp_param_group", None)]

@@ -30,7 +30,7 @@ class GatheredParameters:
         self._modules: list[Any] = [
             module
             for module in modules
-            if module in _HELD or torch_internals.reshards_after_backward(module)
+            if torch_internals.reshards_after_backward(module) or (_HELD and module in _HELD)
         ]
         for module in self._modules:
             _HELD[module] = _HELD.get(module, 0) + 1
