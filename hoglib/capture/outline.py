@@ -4,10 +4,10 @@
 
 A captured second-order function is one flat graph, in which equal blocks give equal runs of operations:
 forward, backward, and backward again. The graph is read as a sequence of operations without their
-operands. Where a run of operations is always followed by the same one, both belong to one part;
-where runs meet or branch, a part ends, as in the compaction of a de Bruijn graph. Parts are then joined
-operands. Where a run of operations is always followed by the same one, both belong to one part; where
-constants, inner operands, and the layouts of all tensors are.
+operands. Operations that always follow one another belong to one part; where runs of them meet or
+branch, a part ends, as in the compaction of a de Bruijn graph. Parts are then joined as long as that
+saves more in calls than it costs in compilation. Parts are the same if their operations, constants,
+inner operands, and the layouts of all tensors are.
 
 Views are not operations here: they cost nothing, so each part makes those that it needs, and only
 tensors that own their memory pass from one part to another.
@@ -221,16 +221,13 @@ def _branches(runs: list[int], context: int) -> list[int]:
     runs: numbers of runs of ``context`` operations, from each operation on.
     """
     after, before = defaultdict(set), defaultdict(set)
-    for a, b in pairwise(runs):
+    none = -1  # what is before the first run and after the last one
+    for a, b in pairwise([none, *runs, none]):
         after[a].add(b)
         before[b].add(a)
-    ends = {len(runs) + context - 1}
-    for i, (a, b) in enumerate(pairwise(runs), 1):
-        if len(before[b]) > 1:
-            ends.add(i)
-        if len(after[a]) > 1:
-            ends.add(i + context - 1)
-    return sorted(ends)
+    starts = {i for i, run in enumerate(runs) if len(before[run]) > 1}
+    ends = {i + context for i, run in enumerate(runs) if len(after[run]) > 1}
+    return sorted((starts | ends | {len(runs) + context - 1}) - {0})
 
 
 def _joined(symbols: list[Symbol], sizes: list[int]) -> Iterator[list[Symbol]]:
