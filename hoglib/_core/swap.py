@@ -7,7 +7,7 @@ keeps the module on ctx) would then find those, and silently differentiate at th
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, final
@@ -296,17 +296,15 @@ def _patch_model(
     """
     refuse_sharded(type(model).__name__, list(params.values()))
     replacements: dict[int, Tensor] = {}
-    reached = not params  # whether a backward may reach the model's own parameters
     for name, value in params.items():
         path, _, own_name = name.rpartition(".")
-        own = getattr(model.get_submodule(path), own_name)
-        replacements[id(own)] = value
-        reached = reached or value is own or value.grad_fn is not None
+        replacements[id(getattr(model.get_submodule(path), own_name))] = value
+    given = list(replacements.items())
     computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
     for prefix, module in model.named_modules():  # each module once, under its first name
-        if isinstance(module, DistributedDataParallel) and not reached:  # it waits for gradients
+        if isinstance(module, DistributedDataParallel) and not _reached(given):
             for name in ("require_backward_grad_sync", "require_forward_param_sync"):
-                patch.put(module, name, False)
+                patch.put(module, name, False)  # it waits for gradients
         for name, attribute in wrapped_attributes(module, mixed_precision=dtype is None).items():
             patch.put(module, name, attribute)
         if dtype is None:
@@ -342,6 +340,11 @@ def _patch_model(
                 if name in vars(module):
                     patch.put(module, name, vars(module)[name])
         norm_policy(patch, module)
+
+
+def _reached(given: Sequence[tuple[int, Tensor]]) -> bool:
+    """Whether a backward may reach the model's own parameters, by whose ids others are given."""
+    return not given or any(i == id(x) or x.grad_fn is not None for i, x in given)
 
 
 def _in_dtype(own: Tensor, dtype: torch.dtype | None) -> Tensor:
