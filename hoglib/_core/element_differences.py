@@ -153,10 +153,14 @@ def _grain(values: Sequence[Tensor]) -> float:
     """The relative spacing of some values: that of float32 where all of them are numbers of float32.
 
     A map may round to float32 inside. Its values move in steps then, and the slopes at steps h shorter
-    than these are zero, all of them: they agree, and are wrong.
+    than these are zero, all of them: they agree, and are wrong. Zeros are not rounded.
     """
     dtype = values[0].dtype
-    rounded = dtype == torch.float64 and all(torch.equal(y, y.float().double()) for y in values)
+    rounded = (
+        dtype == torch.float64
+        and any(bool(y.any()) for y in values)
+        and all(torch.equal(y, y.float().double()) for y in values)
+    )
     return torch.finfo(torch.float32 if rounded else dtype).eps
 
 
