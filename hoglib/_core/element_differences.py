@@ -153,10 +153,15 @@ def _grain(values: Sequence[Tensor]) -> float:
     """The relative spacing of some values: that of float32 where all of them are numbers of float32.
 
     A map may round to float32 inside. Its values move in steps then, and the slopes at steps h shorter
-    than these are zero, all of them: they agree, and are wrong.
+    than these are zero, all of them: they agree, and are wrong. Numbers of few digits say nothing: zeros,
+    small integers, and what cancellation leaves.
     """
     dtype = values[0].dtype
-    rounded = dtype == torch.float64 and all(torch.equal(y, y.float().double()) for y in values)
+    rounded = (
+        dtype == torch.float64
+        and all(torch.equal(y, y.float().double()) for y in values)
+        and not all(torch.equal(y, y.bfloat16().double()) for y in values)
+    )
     return torch.finfo(torch.float32 if rounded else dtype).eps
 
 

@@ -139,7 +139,9 @@ ENTRY_POINTS = {
         lambda loss, p, v, b: curvature.hessian_spectrum(loss, p, b, k=1, num_samples=1, steps=3)
     ),
     "NewtonCG": with_loss(newton),
-    "KFAC": with_loss(lambda loss, p, v, b: curvature.KFAC(loss, p).step(b)),
+    "KFAC": with_loss(
+        lambda loss, p, v, b: curvature.KFAC(loss, dict(loss.model.named_parameters()), lr=0.1).step(b)
+    ),
     "r1": lambda function: penalties.r1(Net(function), X),
     "r1 compiled": lambda function: penalties.r1(Net(function), X, compile="eager"),
     "r2": lambda function: penalties.r2(Net(function), X),
@@ -211,6 +213,8 @@ ALIKE = (
     "compiled_loss",
     "CurvatureMonitor",
 )
+# Right, and refused aloud: the check of J v against J^T u in float64 sees the digits that are missing.
+REFUSED = {(name, "a gradient in float32") for name in ("ggn", "NewtonCG")}
 FEW = ("an intermediate saved", "NumPy", "all of it", "new style", "under remat")
 
 
@@ -232,9 +236,11 @@ def test_wrong_functions_are_told_and_right_ones_are_not(name, faults):
         if not any(words in text or "expected a function whose graph" in text for text in told(call, function))
     ]  # fmt: skip
     assert not silent
-    assert {
-        kind: texts for kind, function in right.items() if (texts := told(call, function))
-    } == {}
+    accused = {kind: texts for kind, function in right.items() if (texts := told(call, function))}
+    assert {(name, kind) for kind in accused} == {
+        one for one in REFUSED if one[0] == name and one[1] in right
+    }
+    assert all("mode='reverse'" in text for texts in accused.values() for text in texts)
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
@@ -257,14 +263,14 @@ NO_ENTRY_POINTS = {
     },
     "its function is differentiated by an entry point": {
         "functional_loss", "language_model_loss", "second_order", "trainable_params", "second_order_problems", "MetaAnnealing",
-        "RNGState", "influence", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
+        "RNGState", "influence", "leave_k_out", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
     },
     "an update rule, differentiated in the inner loop": {
-        "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "sgd",
+        "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "scheduled", "sgd",
     },
     "holds numbers": {
         "EnergyForces", "EnergyForcesHessian", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
-        "KFACError", "KFACStep", "NoiseScale", "Options", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
+        "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
         "VerificationError", "__version__",
     },
     "a package": {"capture", "curvature", "errors", "meta", "nn", "ops", "penalties", "testing"},
