@@ -28,8 +28,8 @@ def test_results_agree_and_remat_needs_the_least_memory(network, sizes):
     rows = measure(network, sizes, CPU)
     assert all(row.error < 1e-5 for row in rows)
     peak = {(row.order, row.method): row.mebibytes for row in rows}
-    for order, limit in (("first", 0.6), ("second", 0.6), ("forward", 0.75)):
-        assert peak[order, "hoglib remat"] < limit * peak[order, "plain"]
+    for order in ("first", "second", "forward"):
+        assert peak[order, "hoglib remat"] < 0.6 * peak[order, "plain"]
 
 
 def test_peak_memory_counts_what_is_alive_at_once():
