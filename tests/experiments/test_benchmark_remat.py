@@ -24,13 +24,12 @@ def test_the_smoke_run_prints_a_row_for_each_method_and_order(network, capsys):
         "transformer": Sizes(layers=6, width=8, batch=(4, 16), repeats=1),
     }.items(),
 )
-def test_results_agree_and_remat_needs_the_least_memory_but_in_forward_mode(network, sizes):
+def test_results_agree_and_remat_needs_the_least_memory(network, sizes):
     rows = measure(network, sizes, CPU)
     assert all(row.error < 1e-5 for row in rows)
     peak = {(row.order, row.method): row.mebibytes for row in rows}
-    for order in ("first", "second"):
+    for order in ("first", "second", "forward"):
         assert peak[order, "hoglib remat"] < 0.6 * peak[order, "plain"]
-    assert peak["forward", "hoglib remat"] >= 0.99 * peak["forward", "plain"]
 
 
 def test_peak_memory_counts_what_is_alive_at_once():
