@@ -30,11 +30,9 @@ aten: Any = torch.ops.aten
 SHORTEST = 8  # operations that must be equal before two runs are taken for one part
 SECONDS_PER_PART = 1.3  # to compile a part, on one core
 SECONDS_PER_OPERATION = 0.02  # and for each operation in it, views not counted
-SECONDS_PER_CALL = (
-    5e-5  # while a graph runs: a call of a part, and the fusion that is lost around it
-)
+SECONDS_PER_CALL = 8e-5  # while a graph runs, with the fusion that is lost around a part
 SECONDS_PER_PERCENT = 1.0  # of compilation, for which a graph may run one percent slower
-MOST_LOST = 0.1  # of the time of the whole graph
+MOST_LOST = 0.05  # of the time of the whole graph
 SAVING = 0.9  # of the seconds to compile the whole graph, at most
 
 Symbol = int  # a run of operations, without their operands
@@ -179,16 +177,16 @@ def _seconds(operations: Sequence[fx.Node]) -> float:
             x for x in (values if isinstance(values, list | tuple) else [values]) if x is not None
         ]
         written = sum(x.numel() * x.element_size() for x in outputs if isinstance(x, Tensor))
-        total += 1e-6 + 3 * written / 1e10
+        total += 5e-7 + written / 1e10
         shapes = [
             x.meta["val"].shape for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor)
         ]
         if "mm" in node.name or "affine" in node.name or "mv" in node.name:
             inner = max((shape[-1] for shape in shapes if shape), default=1)
-            total += 2 * inner * sum(x.numel() for x in outputs) / 5e10
+            total += 2 * inner * sum(x.numel() for x in outputs) / 1e11
         elif "conv" in node.name and len(shapes) > 1:
             kernel = max(shape[1:].numel() for shape in shapes[1:])
-            total += 2 * kernel * max(shape.numel() for shape in shapes) / 5e10
+            total += 2 * kernel * max(shape.numel() for shape in shapes) / 1e11
     return total
 
 
