@@ -153,8 +153,8 @@ def _grain(values: Sequence[Tensor]) -> float:
     """The relative spacing of some values: that of float32 where all of them are numbers of float32.
 
     A map may round to float32 inside. Its values move in steps then, and the slopes at steps h shorter
-    than these are zero, all of them: they agree, and are wrong. Numbers of few digits say nothing: zeros,
-    small integers, and what cancellation leaves.
+    than these are zero, all of them: they agree, and are wrong. Numbers of few digits say nothing:
+    zeros, small integers, and what cancellation leaves.
     """
     dtype = values[0].dtype
     rounded = (
