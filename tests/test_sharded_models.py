@@ -1,5 +1,6 @@
 """Models whose parameters several processes share: products and penalties equal those of one process."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -225,10 +226,16 @@ def held(rank, world):
     loss, params = hog.functional_loss(net, F.mse_loss), hog.trainable_params(net)
     v, x = vectors(params), torch.ones(2, 64, dtype=torch.float64)
     size = sum(8 * p.numel() for p in params.values())
-    return [
-        peak_allocated(lambda remat=remat: hog.hvp(loss, params, v, (x, x), remat=remat)) / size
-        for remat in (False, True, False, True)
-    ][2:]
+
+    def peak(remat):
+        """The least of some runs: the backend's threads free what they sent when they get to it."""
+        found = []
+        for _ in range(4):
+            gc.collect()
+            found.append(peak_allocated(lambda: hog.hvp(loss, params, v, (x, x), remat=remat)))
+        return min(found) / size
+
+    return [peak(False), peak(True)]
 
 
 def mixed_precision(rank, world):

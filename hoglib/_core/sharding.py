@@ -243,7 +243,7 @@ class Sharding:
             len(vector), columns, *(checksum_of_tensors([x[i] for i in held]) for x in (vector, leaves))
         ]  # fmt: skip
         local = torch.tensor(numbers, dtype=torch.float64, device=vector[0].device)
-        extremes = all_reduce(torch.cat([local, -local]), self.mesh, dist.ReduceOp.MAX)
+        extremes = all_reduce(torch.cat([local, -local]), self.mesh, "MAX")
         most, least = extremes[:4], -extremes[4:]
         differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
         for wrong, what in zip(differs, AGREEMENT, strict=True):
@@ -274,10 +274,10 @@ class Sharding:
         return all_reduce(value, self.mesh)
 
 
-def all_reduce(value: Tensor, mesh: Any, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
     """The sum, or another reduction, over the processes of a mesh, in place."""
-    for group in mesh.get_all_groups():
-        dist.all_reduce(value, op, group=group)
+    for group in mesh.get_all_groups():  # a torch without distributed has no ReduceOp
+        dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
     return value
 
 

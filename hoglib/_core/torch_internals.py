@@ -25,8 +25,8 @@ from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
+from hoglib._core import pytree
 from hoglib.errors import UnsupportedError
 
 
@@ -109,7 +109,7 @@ def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
     own = threading.get_ident()
     with _FORWARD_LOCK:
         # a backward on a GPU runs in a thread of its own, within the forward mode of the caller
-        if forward_mode_elsewhere() and torch._C._current_graph_task_id() == -1:
+        if forward_mode_elsewhere() and running_backward() == -1:
             raise UnsupportedError(
                 f"{caller}: expected one thread at a time in forward mode, of which torch has one for "
                 "the whole process, got two; use the reverse mode, or a lock around the call."
@@ -589,10 +589,8 @@ def averages_otherwise(ddp: DistributedDataParallel) -> bool:
 
 # What shares the parameters or the data of a module among processes does so in hooks of its forward.
 
-_SHARDING_HOOKS = (
-    "torch.distributed.fsdp.",
-    "torch.distributed.tensor.",
-)  # modules that define them
+# the modules that define these hooks
+_SHARDING_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 
 
 def fsdp_state(module: nn.Module) -> Any:
@@ -669,7 +667,7 @@ def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) 
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    return pytree.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 # torch's fused attention for the CPU, [n, h, L, E], of which `F.scaled_dot_product_attention` hides the

@@ -19,7 +19,7 @@ from hoglib._core.closures import name_of
 from hoglib._core.references import is_plain
 from hoglib._core.torch_modes import value_checks_off
 from hoglib.capture.api import Compiled
-from hoglib.capture.capturing import GraphEntry, Place
+from hoglib.capture.capturing import Place
 from hoglib.errors import UnsupportedError
 
 MAX_TEMPLATES = 64
@@ -41,12 +41,6 @@ def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None
         return tuple(outputs)
     with call.run_state.restored():
         return tuple(level(given))
-
-
-def compiled_levels() -> list[GraphEntry]:
-    """The graphs of all levels, of all templates."""
-    levels = [level for one in _TEMPLATES.values() for level in one.levels.values()]
-    return [graph for level in levels for graph in level.signatures]
 
 
 @final

@@ -362,7 +362,8 @@ def _refuse_sharded(func: Any, options: ProductOptions) -> None:
         if given:
             raise UnsupportedError(
                 f"{options.caller}({name}={given!r}): expected parameters that this process holds "
-                f"whole, got DTensors, whose products have no graph; leave {name} out."
+                f"whole, got DTensors, whose products have no graph and are not captured; leave {name} "
+                "out."
             )
     if torch_internals.transforms_active():
         raise UnsupportedError(

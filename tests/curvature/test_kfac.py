@@ -187,6 +187,9 @@ def test_exact_for_deep_linear_networks(reduction):
     whole = hog.GGNOperator(loss, params, data, reduction=reduction).to_dense()
     expected = (G - whole).norm() / whole.norm()
     assert abs(found.ggn.value - expected) < 4 * found.ggn.error
+    hessian = hog.HessianOperator(loss, params, data, reduction=reduction).to_dense()
+    expected = (G - hessian).norm() / hessian.norm()
+    assert abs(found.hessian.value - expected) < 4 * found.hessian.error
 
 
 def test_micro_batches_change_nothing():
