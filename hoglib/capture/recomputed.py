@@ -57,7 +57,7 @@ class Template:
     def __init__(self, call: Any, fn: Any, constants: list[Any], family: Hashable) -> None:
         self.call = call.with_parts(fn, constants)
         self.family = family
-        self.levels: dict[Hashable, Compiled] = {}
+        self.levels: dict[tuple[Any, ...], Compiled] = {}
         self._forwards: list[Forward | None] = []
 
     def forward(self, inputs: list[Tensor | None]) -> "Forward | None":
@@ -78,6 +78,17 @@ class Template:
                 place=Place(self, run.key),
             )
         return found
+
+    def extra_inputs(
+        self, run: Any, count: int, wanted: list[int], arrived: list[int], free: set[int]
+    ) -> frozenset[int]:
+        """The inputs, among those that are free, of a vjp that has a graph, beyond those wanted."""
+        for key in self.levels:
+            if key[:3] == ("the vjp", run.key, count) and key[4] == tuple(arrived):
+                more = frozenset(key[3]).difference(wanted)
+                if len(key[3]) == len(more) + len(wanted) and more <= free:
+                    return more
+        return frozenset()
 
     def _own(self, run: Any) -> Any:
         if isinstance(run, recomputation.Run):
@@ -210,11 +221,8 @@ class _Reader:
 
     def key(self, value: Any) -> Hashable:
         if is_plain(value):
-            return (
-                type(value)
-                if type(value) in (int, str) and not self._labels
-                else (type(value), value)
-            )
+            label = not self._labels and type(value) in (int, str)
+            return type(value), None if label else value
         if id(value) in self._seen:
             return "seen", self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)

@@ -107,3 +107,24 @@ def test_layers_of_a_transformer_share_graphs():
     for name in params:
         torch.testing.assert_close(found[name], plain[name], rtol=1e-5, atol=1e-7)
     assert len(templates()) == 1
+
+
+def test_the_first_block_shares_the_graphs_of_the_others():
+    """Its input is data, whose gradient only the others need."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double()
+    x = torch.randn(2, 3, 4, dtype=DOUBLE)
+    mask = torch.zeros(3, 3, dtype=DOUBLE).fill_diagonal_(-1)  # of which no gradient is computed
+    loss = hog.functional_loss(
+        model, lambda y, b: F.mse_loss(y, b[1]), forward=lambda m, b: m(b[0], mask=mask)
+    )
+    params = hog.trainable_params(model)
+    v = random_like(params)
+
+    _, plain = hog.hvp(loss, params, v, (x, x.sin()))
+    _, found = hog.hvp(loss, params, v, (x, x.sin()), strict=True, remat=True, compile="eager")
+    for name in params:
+        torch.testing.assert_close(found[name], plain[name], rtol=1e-10, atol=1e-14)
+    (template,) = templates()
+    assert [str(key).count("the vjp") for key in template.levels] == [0, 1, 2]
