@@ -19,13 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.sharding import refuse_sharded, whole
-from hoglib._core.torch_internals import (
-    computed_dtypes,
-    forward_mode_active,
-    is_compiled,
-    transforms_active,
-    wrapped_attributes,
-)
+from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
+from hoglib._core.torch_sharding import computed_dtypes, wrapped_attributes
 from hoglib.errors import UnsupportedError
 
 Params = dict[str, Tensor]

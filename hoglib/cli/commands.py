@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hoglib._core import torch_internals
+from hoglib._core import torch_kernels
 from hoglib._core.cache import cache_dir
 from hoglib._core.source_location import error_text
 from hoglib._version import __version__
@@ -242,7 +242,7 @@ def _environment() -> dict[str, Any]:
         "cache": str(cache_dir()),
         "matrix_products": {
             "switch": kernel_choice.switch(),
-            "onednn": torch_internals.onednn_available(),
+            "onednn": torch_kernels.onednn_available(),
         },
     }
 

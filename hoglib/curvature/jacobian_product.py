@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
     clone_inference_tensors,
@@ -193,9 +193,9 @@ def _value_and_tangent(
     """The value and the tangent in eager mode, in their structure."""
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
-    elsewhere = torch_internals.forward_mode_elsewhere()
+    elsewhere = torch_forward_mode.forward_mode_elsewhere()
     active = torch_internals.forward_mode_active()
-    if active and not (inside or elsewhere or torch_internals.forward_mode_elsewhere()):
+    if active and not (inside or elsewhere or torch_forward_mode.forward_mode_elsewhere()):
         raise UnsupportedError(
             f"{CALLER}: expected to run outside of torch.autograd.forward_ad.dual_level, which cannot "
             f"be nested, got a call inside; use hoglib.{CALLER} or torch.func.jvp for the outer one."
@@ -237,8 +237,8 @@ def by_forward(run: _Function, leaves: Vector, vector: Vector) -> tuple[Vector, 
     # beneath the stand-ins, which functions of hoglib suspend only where they are the innermost mode
     stand_ins = ActiveStandIns()
     with (
-        torch_internals.one_thread_in_forward_mode(CALLER),
-        without_stand_ins(), torch_internals.StopsTangents(_refuse_checkpoint), stand_ins.resume(),
+        torch_forward_mode.one_thread_in_forward_mode(CALLER),
+        without_stand_ins(), torch_forward_mode.StopsTangents(_refuse_checkpoint), stand_ins.resume(),
         torch_internals.watching_functions(_refuse_own_jvp),
     ):  # fmt: skip
         # copies, because an operation in place changes both
