@@ -113,7 +113,8 @@ class Residuals:
         return sum(size for pointer, size in sizes.items() if pointer not in inputs)
 
 
-# Those of the point of a call: a graph is called with tensors only.
+# Those of the point of a call. Ambient state, because a graph is called with tensors only, and a
+# backend that belonged to one point would be compiled anew at each point.
 _RESIDUALS: ContextVar[Residuals] = ContextVar("hoglib_residuals")
 
 

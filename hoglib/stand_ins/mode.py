@@ -32,9 +32,8 @@ __all__ = ["active", "second_order", "stand_in_table"]
 
 # Ambient state, because an argument could not reach the torch calls of an unmodified module.
 _ACTIVE: ContextVar["_SecondOrder | None"] = ContextVar("hoglib_second_order", default=None)
-
-
-# What is done about a custom Function that is wrong: that of the outermost context which says so.
+# What is done about a custom Function that is wrong: that of the outermost context which says so. An
+# argument could not reach the entry points that a user's function calls.
 _ON_WRONG: ContextVar[str | None] = ContextVar("hoglib_on_wrong", default=None)
 ACTIONS = ("warn", "raise", "ignore")
 
