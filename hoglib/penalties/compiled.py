@@ -64,12 +64,10 @@ def run_as_graph(
     return run(None) if again is _OtherDraws else term(*args, None)
 
 
-def backend_of(compile: Any) -> Any:
-    """The backend that the option `compile` names; None where nothing is compiled: without gradients,
-    and where the call is part of an outer transform or capture."""
-    if not compile or not torch.is_grad_enabled() or runs_elsewhere():
-        return None
-    return "inductor" if compile is True else compile
+def backend_of(backend: Any) -> Any:
+    """The backend of the options; None where nothing is compiled: without gradients, and where the call
+    is part of an outer transform or capture."""
+    return backend if backend and torch.is_grad_enabled() and not runs_elsewhere() else None
 
 
 def leaves_of(value: Tensor) -> list[Tensor]:
