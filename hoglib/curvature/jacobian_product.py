@@ -21,12 +21,7 @@ from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.sharding import Sharding, refuse_sharded
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.tolerances import TOLERANCES
-from hoglib._core.torch_modes import (
-    ActiveStandIns,
-    value_checks_off,
-    value_checks_on,
-    without_stand_ins,
-)
+from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib.capture.api import Compiled, function_name
 from hoglib.capture.capturing import Place, runs_elsewhere
 from hoglib.curvature.linear_map import no_forward_mode
@@ -124,10 +119,10 @@ def jvp(
             return _value_and_tangent(run, options, leaves, vector)
     with torch.inference_mode(False):
         leaves, vector = clone_inference_tensors((leaves, vector))
+        pushed = partial(_value_and_tangent, run, options)
         compiled = Compiled(
-            partial(_captured, run, options), backend=backend, name=f"jvp of {function_name(func)}",
-            place=Place(owner_of(func), ("jvp", structure, options)),
-            before=partial(_value_and_tangent, run, options),
+            pushed, backend=backend, name=f"jvp of {function_name(func)}",
+            place=Place(owner_of(func), ("jvp", structure, options)), before=pushed,
         )  # fmt: skip
         # new tensors: one that is both primal and tangent would be one input of the graph
         value, tangent = compiled(leaves, [v.view_as(v) for v in vector])
@@ -179,12 +174,6 @@ def _primals(primals: Tree) -> tuple[Vector, Any]:
                 "by itself, `lambda x: model(x, labels)`, or make it one (`torch.tensor(0.5)`)."
             )
     return leaves, structure
-
-
-def _captured(*given: Any) -> tuple[Tree, Tree]:
-    """What is captured, after a run in eager mode with all checks of values."""
-    with value_checks_off():
-        return _value_and_tangent(*given)
 
 
 def _value_and_tangent(
