@@ -50,7 +50,7 @@ def run_as_graph(
             known[signature] = draws.recorded
             raise _OtherDraws
 
-    def run(before: Callable[..., Any] | None) -> Any:
+    def run(before: Callable[..., Any]) -> Any:
         kind = CompiledLoss if with_gradients else Compiled
         compiled = kind(term, backend=backend, name=name, place=Place(owner, name), before=before)
         return compiled(*args, [draw.tensor(generator) for draw in known.get(signature, ())])
@@ -61,7 +61,11 @@ def run_as_graph(
         again = type(reason)
     if generator is not None and state is not None:
         generator.set_state(state)
-    return run(None) if again is _OtherDraws else term(*args, None)
+    return run(_was_checked) if again is _OtherDraws else term(*args, None)
+
+
+def _was_checked(*_: Any) -> None:
+    """Nothing more to check before the capture."""
 
 
 def backend_of(backend: Any) -> Any:
