@@ -24,7 +24,6 @@ from hoglib._core.torch_internals import (
 from hoglib.errors import UnsupportedError
 
 _FORWARD_THREADS: dict[int, int] = {}  # thread -> how many entry points it is in
-
 _FORWARD_LOCK = threading.Lock()
 
 
