@@ -11,6 +11,7 @@ from hoglib.curvature.kfac_operator import KFACError, KFACOperator
 from hoglib.curvature.laplacians import bilaplacian, laplacian
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
+from hoglib.curvature.low_rank import LowRankOperator, low_rank
 from hoglib.curvature.matrix_functions import logdet, matrix_function
 from hoglib.curvature.newton import NewtonCG, NewtonStep
 from hoglib.curvature.noise_scale import NoiseScale, gradient_noise_scale
@@ -35,6 +36,7 @@ __all__ = [
     "KFACOperator",
     "KFACStep",
     "LinearOperator",
+    "LowRankOperator",
     "NewtonCG",
     "NewtonStep",
     "NoiseScale",
@@ -58,6 +60,7 @@ __all__ = [
     "jvp",
     "laplacian",
     "logdet",
+    "low_rank",
     "matrix_function",
     "partial_derivative",
     "per_example_gradients",
