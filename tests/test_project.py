@@ -183,6 +183,8 @@ def test_public_names():
         "low_rank",
         "matrix_function",
         "partial_derivative",
+        "per_example_gradient_norms",
+        "per_example_gradient_products",
         "per_example_gradients",
         "spectral_density",
         "xdiag",

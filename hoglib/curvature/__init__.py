@@ -4,6 +4,10 @@ from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.density import spectral_density
 from hoglib.curvature.eigenvalues import eigsh
 from hoglib.curvature.example_gradients import per_example_gradients
+from hoglib.curvature.ghost_gradients import (
+    per_example_gradient_norms,
+    per_example_gradient_products,
+)
 from hoglib.curvature.influence_scores import influence
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac import KFAC, KFACStep
@@ -63,6 +67,8 @@ __all__ = [
     "low_rank",
     "matrix_function",
     "partial_derivative",
+    "per_example_gradient_norms",
+    "per_example_gradient_products",
     "per_example_gradients",
     "spectral_density",
     "xdiag",
