@@ -176,10 +176,11 @@ class KFACOperator(KroneckerOperator):
         if hasattr(loss, "gauss_newton"):
             raise UnsupportedError(
                 "loss: expected one with a row of outputs for each example, got "
-                f"{type(loss).__name__}, whose outputs are features and the head. KFAC takes `hoglib.functional_loss(model, "
-                'lambda z, batch: F.cross_entropy(z, batch["labels"][:, 1:]), forward=lambda model, '
-                'batch: model(batch["input_ids"]).logits[:, :-1].mT)`, and `hoglib.influence` takes '
-                'this loss with solver="cg".'
+                f"{type(loss).__name__}, whose outputs are features and the head. KFAC takes "
+                "`hoglib.functional_loss(model, lambda z, batch: F.cross_entropy(z, "
+                'batch["labels"][:, 1:]), forward=lambda model, batch: '
+                'model(batch["input_ids"]).logits[:, :-1].mT)`, and `hoglib.influence` takes this loss '
+                'with solver="cg".'
             )
         self._sum = DatasetSum(
             loss, self.space, data, options, self._processes, self._bar,
