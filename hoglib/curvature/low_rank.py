@@ -142,16 +142,18 @@ def low_rank(
 
     with torch.inference_mode(False), torch.no_grad():
         Y = product(S)
-        found = _nystrom(S, Y) if method == "nystrom" else _projected(Y, product)
-    U, values = found
+        if method == "nystrom":
+            U, values = _nystrom(S, Y, torch.finfo(operator.space.precision).eps)
+        else:
+            U, values = _projected(Y, product)
     kept = values.abs().argsort(descending=True)[:rank]
     return LowRankOperator(operator.space, U[:, kept].T.contiguous(), values[kept])
 
 
-def _nystrom(S: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvectors and eigenvalues of Y (S^T Y)^-1 Y^T, Y = A S."""
+def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Eigenvectors and eigenvalues of Y (S^T Y)^-1 Y^T, Y = A S, which is rounded to eps."""
     # a shift keeps the small matrix positive definite in spite of rounding
-    shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * torch.linalg.matrix_norm(Y, 2)
+    shift = eps * Y.shape[0] ** 0.5 * torch.linalg.matrix_norm(Y, 2)
     Y = Y + shift * S
     C = (S.T @ Y).double()
     C = (C + C.T) / 2

@@ -69,6 +69,13 @@ def test_a_matrix_of_low_rank_is_exact(method, dtype):
     assert not nothing.values.any()
 
 
+def test_products_in_bfloat16_are_right_to_their_rounding():
+    spectrum = 100 * FAST
+    L = low_rank(Given(matrix(spectrum).bfloat16()), 5, generator=seeded())
+    rounding = torch.finfo(torch.bfloat16).eps * SIZE**0.5 * float(spectrum[0])
+    assert_close(L.values.double(), spectrum[:5], rtol=0, atol=2 * rounding)
+
+
 def test_eigenvalues_of_either_sign():
     signs = torch.where(torch.arange(SIZE) % 2 == 0, 1.0, -1.0)
     A = matrix(FAST * signs)
