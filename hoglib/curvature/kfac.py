@@ -70,7 +70,8 @@ class KFAC(BatchOptimizer):
         loss: From `hoglib.functional_loss`.
         params: The parameters to optimize, a dict of tensors by name; by default all trainable ones.
         lr: As above.
-        damping: The first damping.
+        damping: The first damping, which adapts by a factor of 0.77 in five steps at most: try powers
+            of ten.
         rescale: Choose the step by the quadratic model, as above.
         momentum: As above, without rescaling.
         decay: Of the factors.
