@@ -21,9 +21,9 @@ from hoglib.errors import (
 )
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.taylor.algebras import Algebra, Parts, Univariate
+from hoglib.taylor.call import Refused
 from hoglib.taylor.nested import nested
 from hoglib.taylor.propagation import Propagation
-from hoglib.taylor.rules import Refused
 from hoglib.verification.entry_points import examined_functions
 
 Leaves = list[Tensor]
