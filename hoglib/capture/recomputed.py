@@ -210,11 +210,9 @@ class _Reader:
 
     def key(self, value: Any) -> Hashable:
         if is_plain(value):
-            return (
-                type(value)
-                if type(value) in (int, str) and not self._labels
-                else (type(value), value)
-            )
+            if type(value) in (int, str) and not self._labels:
+                return type(value)
+            return type(value), value
         if id(value) in self._seen:
             return "seen", self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)
