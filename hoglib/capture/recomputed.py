@@ -211,7 +211,7 @@ class _Reader:
     def key(self, value: Any) -> Hashable:
         if is_plain(value):
             if type(value) in (int, str) and not self._labels:
-                return type(value)
+                return type(value).__name__
             return type(value), value
         if id(value) in self._seen:
             return "seen", self._seen[id(value)]
