@@ -11,6 +11,7 @@ Each config trains one LightningModule. The modules, one file for each experimen
     robust.py       classifiers under adversarial attack              configs/penalty/digits_robust.yaml
     forces.py       potentials learned from energies and forces       configs/penalty/forces.yaml
     curvature.py    gradient descent and the spectrum of its Hessian  configs/curvature/digits.yaml
+    influence.py    training digits behind a classifier's errors      configs/curvature/influence.yaml
     autoencoder.py  NewtonCG beside Adam                              configs/curvature/newton_cg.yaml
     pinn.py         Poisson's equation and a clamped plate            configs/pinn/*.yaml
 
@@ -23,6 +24,7 @@ What they share:
     evaluation/  adversarial attacks, and scores of generated samples
     tables/      result tables, as text
     plots/       pictures, in one style
+    repeated.py  a training that data_values and influence repeat on subsets
     runs.py      the folder of a run: checkpoints, summaries, reports
     logs.py      metrics.csv: the logger, and reading it
     checks.py    checks of options

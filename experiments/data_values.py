@@ -1,39 +1,28 @@
 """Values of training examples: the gradient of a clean loss by their weights, through the training."""
 
 import shutil
-from copy import deepcopy
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 import hoglib as hog
 from experiments import runs
-from experiments.checks import (
-    at_least,
-    finite,
-    hidden_widths,
-    learning_rate,
-    not_negative,
-    positive,
-)
-from experiments.data.digits import CLASSES
-from experiments.data.mislabelled import POOLED, Split
+from experiments.checks import at_least, positive
+from experiments.data.mislabelled import Split
 from experiments.data.noisy_digits import Examples
 from experiments.data.stream import seeded
-from experiments.models.networks import mlp
 from experiments.plots.data_values import plot_data_values
-from experiments.reweight import Weighted, even_weights, weighted_loss
+from experiments.repeated import Params, RepeatedTraining
+from experiments.reweight import even_weights
 from experiments.tables.data_values import Scored, data_values_table
-from experiments.training.compile_choice import CompileChoice, CompileOption
-from experiments.training.experiment import Experiment
-from experiments.training.second_order import SecondOrderProblem
+from experiments.training.compile_choice import CompileOption
 
-Params = dict[str, Tensor]
 VALUES, INFLUENCE, LOSS = "gradient through the training", "influence function", "loss"
 
 
-class DataValues(Experiment):
+@final
+class DataValues(RepeatedTraining):
     r"""A classifier trained on mislabelled digits by full-batch descent, and what each digit is worth.
 
         value_i = -d L_clean(theta_T) / d w_i        theta_T after T steps on sum_i w_i l_i, w_i = 1 / n
@@ -71,72 +60,16 @@ class DataValues(Experiment):
         damping: float = 0.1,
         compile: CompileOption = None,
     ) -> None:
-        super().__init__()
-        CompileChoice(compile, None, "hypergradient, which checks its losses and so is not a graph")
-        widths = hidden_widths(hidden, [32])
-        self.leave_out, self.subsets = (
-            at_least("leave_out", leave_out, 1),
-            at_least("subsets", subsets, 3),
-        )
+        super().__init__(hidden, act, lr, momentum, weight_decay, compile)
+        self.leave_out = at_least("leave_out", leave_out, 1)
+        self.subsets = at_least("subsets", subsets, 3)
         self.damping = positive("damping", damping)
-        self.lr = learning_rate("lr", lr)
-        self.momentum = not_negative("momentum", momentum)
-        self.weight_decay = not_negative("weight_decay", weight_decay)
-        self.network = mlp([POOLED**2, *widths, CLASSES], act)
-        self.start = deepcopy(self.network).requires_grad_(False)  # where every training starts
-        self.objective = hog.functional_loss(self.network, weighted_loss)
-        self.options = {
-            "hidden": widths, "act": act, "lr": lr, "momentum": momentum,
-            "weight_decay": weight_decay,
-        }  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(x)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(
-            self.network.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay
-        )
-
-    def rule(self) -> hog.meta.GradientTransformation:
-        """The same as a function that can be differentiated."""
-        return hog.meta.sgd(self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
-
-    def training_step(self, batch: Examples, batch_idx: int) -> Tensor:
-        loss = self.loss(hog.trainable_params(self.network), even_weights(batch), batch)
-        finite("loss", loss, "Lower lr.")
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch.x))
-        return loss
-
-    def loss(self, params: Params, weights: Tensor, examples: Examples) -> Tensor:
-        """sum_i w_i l_i."""
-        return self.objective(params, (examples.x, Weighted(examples.label, weights)))
-
-    def second_order_problem(self, batch: Examples) -> SecondOrderProblem:
-        """The training loss by parameters and weights."""
-
-        def loss(params: Params, examples: Examples) -> Tensor:
-            own = {name: value for name, value in params.items() if name != "weights"}
-            return self.loss(own, params["weights"], examples)
-
-        own = hog.trainable_params(self.network)
-        return loss, {**own, "weights": even_weights(batch)}, batch
-
-    def validation_step(self, batch: Examples, batch_idx: int) -> None:
-        self.log("val/accuracy", self.accuracy(self.network, batch), batch_size=len(batch.x))
-
-    def accuracy(self, network: Any, examples: Examples) -> Tensor:
-        return (network(examples.x).argmax(1) == examples.truth).float().mean()
-
-    def test_step(self, batch: Examples, batch_idx: int) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # Lightning's mode has no derivatives
-            self.report(Examples(*(part.clone() for part in batch)))
 
     def report(self, batch: Examples) -> None:
         """Compute the values and what they are compared with; batch: the test examples."""
         folder = runs.run_folder(self.trainer)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        parts = Split(*(Examples(*(t.to(self.device) for t in part)) for part in data.split))
+        parts = self.parts()
         files = folder / "replay"  # an interrupted test goes on from there
         training = {"rule": self.rule(), "steps": data.iterations}
         problem = self.problem(parts)
@@ -169,8 +102,7 @@ class DataValues(Experiment):
         def weighted(params: Params, weights: Tensor) -> Tensor:
             return self.loss(params, weights, parts.train)
 
-        start = {name: p.detach().clone() for name, p in self.start.named_parameters()}
-        return clean, weighted, start, even_weights(parts.train)
+        return clean, weighted, self.first_params(), even_weights(parts.train)
 
     def check_trained(self, params: Params) -> None:
         """Raise unless the replayed training is that of torch.optim, to rounding."""
@@ -199,16 +131,5 @@ class DataValues(Experiment):
     def without_worst(self, parts: Split, test: Examples, harm: Tensor, wrong: Tensor) -> Tensor:
         """Which test examples are classified correctly after a training without the most harmful ones,
         as many as there are wrong labels."""
-        weights = even_weights(parts.train)
-        weights[harm.argsort(descending=True)[: int(wrong.sum())]] = 0
-        _, _, start, _ = self.problem(parts)
-        targets = Weighted(parts.train.label, weights)
-        steps = self.trainer.datamodule.iterations  # type: ignore[attr-defined]
-        params = hog.meta.adapt(
-            self.objective, start, (parts.train.x, targets), self.rule(), steps=steps
-        )
-        return self.correct(params, test)
-
-    def correct(self, params: Params, examples: Examples) -> Tensor:
-        logits = torch.func.functional_call(self.network, params, (examples.x,))
-        return logits.argmax(1) == examples.truth
+        worst = harm.argsort(descending=True)[: int(wrong.sum())]
+        return self.correct(self.trained(parts.train, worst), test)

@@ -139,11 +139,7 @@ class LanguageModelLoss(FunctionalLoss):
             validation.at_least("chunk_size", chunk_size, 1)
         self._chunk_size = chunk_size
         self._ignore_index = validation.whole("ignore_index", ignore_index)
-        self._smoothing = validation.number("label_smoothing", label_smoothing, minimum=0)
-        if self._smoothing > 1:
-            raise ArgumentValueError(
-                f"label_smoothing: expected a number from 0 to 1, got {label_smoothing}."
-            )
+        self._smoothing = validation.fraction("label_smoothing", label_smoothing)
         self._checked = False
 
     @property

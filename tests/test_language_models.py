@@ -609,3 +609,32 @@ class TestPatterns:
     def test_no_string(self):
         with pytest.raises(ArgumentTypeError, match="strings"):
             hog.trainable_params(Small(), nn.Linear)
+
+
+def test_kfac_refuses_it_and_takes_the_loss_of_all_logits_that_it_names():
+    model, batch = language_model("GPT2LMHeadModel").eval(), padded_batch()
+    own = hog.language_model_loss(model)
+    params = {name: p for name, p in hog.trainable_params(model).items() if "h.0.mlp" in name}
+    for refused in (
+        lambda: hog.KFACOperator(own, params, batch),
+        lambda: hog.influence(own, params, batch, batch, damping=0.1),
+    ):
+        with pytest.raises(hog.errors.UnsupportedError, match=r"functional_loss\(model, lambda"):
+            refused()
+    named = hog.functional_loss(
+        model,
+        lambda z, batch: F.cross_entropy(z, batch["labels"][:, 1:]),
+        forward=lambda model, batch: model(batch["input_ids"]).logits[:, :-1].mT,
+    )
+    batch = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+    assert_close(named(params, batch), own(params, batch))
+    K = hog.KFACOperator(named, params, batch, kind="empirical", batch_size=own.batch_size)
+    assert K.trace() > 0
+    _, gradients = hog.per_example_gradients(named, params, batch)
+    rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    norms = hog.curvature.per_example_gradient_norms(own, params, batch)
+    assert_close(norms, rows.norm(dim=1))
+    G = hog.GGNOperator(own, params, batch)
+    expected = -rows @ torch.stack([G.solve(row, damping=1.0, tol=1e-12) for row in rows], 1)
+    scores = hog.influence(own, params, batch, batch, damping=1.0, solver="cg", tol=1e-12)
+    assert_close(scores, expected)

@@ -1,5 +1,6 @@
 """The project as a package: public names, imports, versions, constraints, the wheel."""
 
+import ast
 import os
 import re
 import shutil
@@ -156,6 +157,7 @@ def test_public_names():
         "KFACOperator",
         "KFACStep",
         "LinearOperator",
+        "LowRankOperator",
         "NewtonCG",
         "NewtonStep",
         "NoiseScale",
@@ -179,8 +181,11 @@ def test_public_names():
         "jvp",
         "laplacian",
         "logdet",
+        "low_rank",
         "matrix_function",
         "partial_derivative",
+        "per_example_gradient_norms",
+        "per_example_gradient_products",
         "per_example_gradients",
         "spectral_density",
         "xdiag",
@@ -236,6 +241,71 @@ def test_importing_hoglib_imports_nothing_heavier_than_torch():
 def test_the_version_is_the_same_everywhere():
     assert f"version: {hog.__version__}" in (ROOT / "CITATION.cff").read_text()
     assert f"## {hog.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+# What a call does may depend on these without an argument; each has the reason in a comment above it.
+AMBIENT = {
+    "_core.recomputation._running",
+    "_core.running_statistics._FROZEN",
+    "_core.swap._KEPT",
+    "_core.torch_modes._PLAIN_OPERATIONS",
+    "_core.torch_modes._VALUE_CHECKS_OFF",
+    "capture.capturing._THREAD",
+    "curvature.compiled._RESIDUALS",
+    "stand_ins.mode._ACTIVE",
+    "stand_ins.mode._ON_WRONG",
+    "verification.entry_points._THREAD",
+}
+# What the process remembers; no number depends on it.
+RECORDS = {
+    "_core.recomputation._compilers": "what stands above registers itself, since imports run downward",
+    "_core.source_location._WARNED": "a warning is given once",
+    "_core.swap._CLAIMED": "two threads that swap one model's parameters: an error",
+    "_core.torch_forward_mode._FORWARD_THREADS": "torch has one level of forward mode for all threads",
+    "_core.torch_internals._CONSTRUCTOR_WATCHES": "who watches, for what stands in torch's place",
+    "_core.torch_internals._WATCHES": "who watches, for what stands in torch's place",
+    "capture.backend._IN_MEMORY": "compiled graphs",
+    "capture.capturing._KEPT": "captured functions, as long as their owners live",
+    "capture.recomputed._TEMPLATES": "captured recomputations",
+    "ops._external._CHAINS": "a dispatcher's operation takes a number for a user's functions",
+    "penalties.distributed._CREATION_ORDER": "processes compare their wrappers in one order",
+    "penalties.distributed._WRAPPERS": "which DDP module is around a critic: a module does not know",
+    "penalties.sharded_critics._HELD": "how many penalties keep a module's parameters gathered",
+    "penalties.terms._FOUND_DEPENDENT": "whether a critic is batch dependent is measured once",
+    "verification.entry_points._TOLD": "a warning is given once",
+    "verification.entry_points._VERDICTS": "a Function is examined once",
+}
+STATE = re.compile(
+    r"(?P<ambient>(\w+\.)*(ContextVar|local)(\[.*\])?\()"
+    r"|\{\}$|\[\]$|set\(\)$|(\w+\.)*(Weak\w+|OrderedDict|count|deque|Counter)(\[.*\])?\("
+)
+
+
+def test_all_state_of_the_process_is_named_and_has_a_reason():
+    ambient, records = set(), set()
+    for path in (ROOT / "hoglib").rglob("*.py"):
+        lines = path.read_text().splitlines()
+        module = ".".join(path.relative_to(ROOT / "hoglib").with_suffix("").parts)
+        tree = ast.parse("\n".join(lines))
+        assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), path
+        for node in tree.body:
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+                continue
+            found = STATE.match(ast.unparse(node.value))
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if (
+                not found
+                or not isinstance(target, ast.Name)
+                or "Replacements" in lines[node.lineno - 1]
+            ):
+                continue
+            if found["ambient"]:
+                assert lines[node.lineno - 2].startswith("#"), (
+                    f"{module}.{target.id}: why not an argument?"
+                )
+            (ambient if found["ambient"] else records).add(f"{module}.{target.id}")
+    assert ambient == AMBIENT
+    assert records == set(RECORDS)
 
 
 def requirements(names):

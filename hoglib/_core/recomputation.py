@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 
-from hoglib._core import closures, pytree, torch_internals, validation
+from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.state import AutocastState, RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
 from hoglib._core.torch_modes import (
@@ -204,7 +204,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        inputs = [torch_internals.primal(x) for x in _saved_inputs(ctx)]
+        inputs = [torch_forward_mode.primal(x) for x in _saved_inputs(ctx)]
         moved = [i for i, t in enumerate(tangents) if t is not None and inputs[i] is not None]
         tensors = (*inputs, *(tangents[i] for i in moved))
         autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
@@ -310,7 +310,7 @@ class _Vjp:
         """A tensor to differentiate by, connected to the caller's graph if there is one."""
         if nested and tensor.requires_grad:
             return tensor.view_as(tensor)
-        tangent = torch_internals.tangent_of(tensor)
+        tangent = torch_forward_mode.tangent_of(tensor)
         variable = tensor.detach()  # without its tangent
         if index in self.wanted:
             variable.requires_grad_()
@@ -346,7 +346,7 @@ class _Jvp:
         inputs, tangents = tensors[: self.count], tensors[self.count :]
         # Dual tensors take less time, and Functions without setup_context. But there is one level of
         # them, and under a gradient their tangents have a graph, and are kept until the level ends.
-        plain = isinstance(self.run, Run) or torch_internals.in_dual_level()
+        plain = isinstance(self.run, Run) or torch_forward_mode.in_dual_level()
         by_func = torch_internals.transforms_active() or not plain
         run = self._by_func if by_func else self._by_duals
         with self.autocast.restored(), keep_swapped():
@@ -366,12 +366,12 @@ class _Jvp:
         return tuple(None if y is None else y.detach() for y in found)
 
     def _by_duals(self, inputs: Tensors, tangents: Tensors) -> Tensors:
-        with torch_internals.dual_tensors():
+        with torch_forward_mode.dual_tensors():
             own = list(inputs)
             for i, tangent in zip(self.moved, tangents, strict=True):
                 own[i] = forward_ad.make_dual(cast(Tensor, inputs[i]), cast(Tensor, tangent))
             outputs = self.run(*own)
-            found = [None if y is None else torch_internals.tangent_of(y) for y in outputs]
+            found = [None if y is None else torch_forward_mode.tangent_of(y) for y in outputs]
         return tuple(
             torch.zeros_like(y) if t is None and y is not None and _has_derivatives(y) else t
             for y, t in zip(outputs, found, strict=True)
@@ -444,7 +444,7 @@ class _Call:
         self.stand_ins = ActiveStandIns()
         # some runs will be inside of torch.func, which orders random numbers in its own way
         self.mixed = self.transformed or (
-            torch_internals.forward_mode_active() and not torch_internals.in_dual_level()
+            torch_internals.forward_mode_active() and not torch_forward_mode.in_dual_level()
         )
         self.changed_buffers: dict[int, Tensor] = {}  # as they were before the first run
         self.first, self.rerun = Run(self, self._first), Run(self, self._rerun)

@@ -19,13 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.sharding import refuse_sharded, whole
-from hoglib._core.torch_internals import (
-    computed_dtypes,
-    forward_mode_active,
-    is_compiled,
-    transforms_active,
-    wrapped_attributes,
-)
+from hoglib._core.torch_internals import forward_mode_active, is_compiled, transforms_active
+from hoglib._core.torch_sharding import computed_dtypes, wrapped_attributes
 from hoglib.errors import UnsupportedError
 
 Params = dict[str, Tensor]
@@ -223,7 +218,10 @@ def restore_buffers() -> Iterator[list[nn.Module]]:
             if id(part) in copied:
                 continue
             copied.add(id(part))
-            for name, buffer in list(part._buffers.items()) if part.training else ():
+            # most modules have none
+            for name, buffer in (
+                list(part._buffers.items()) if part._buffers and part.training else ()
+            ):
                 if buffer is not None:
                     patch.put(part, name, _copy(buffer, copies))
 

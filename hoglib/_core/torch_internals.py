@@ -1,5 +1,5 @@
-"""The private torch API that hoglib reads, but for what tracing and torch's compiler take
-(`hoglib.capture`).
+"""The private torch API that hoglib reads, with `torch_forward_mode`, `torch_sharding` and
+`torch_kernels`, but for what tracing and torch's compiler take (`hoglib.capture`).
 
 torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
 differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
@@ -10,24 +10,19 @@ import inspect
 import math
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, overrides
 from torch._C import _functorch
-from torch._functorch import eager_transforms, pyfunctorch
+from torch._functorch import pyfunctorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
 from torch.autograd.function import _SingleLevelFunction
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-
-from hoglib._core import pytree
-from hoglib.errors import UnsupportedError
 
 
 def transforms_active() -> bool:
@@ -91,74 +86,6 @@ def innermost_is_forward() -> bool:
 def forward_mode_active() -> bool:
     """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0
-
-
-_FORWARD_THREADS: dict[int, int] = {}  # thread -> how many entry points it is in
-_FORWARD_LOCK = threading.Lock()
-
-
-def forward_mode_elsewhere() -> bool:
-    """Whether another thread is in forward mode by an entry point of hoglib."""
-    return any(thread != threading.get_ident() for thread in [*_FORWARD_THREADS])
-
-
-@contextmanager
-def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
-    """Raises UnsupportedError if another thread is inside. torch keeps one level of forward mode for
-    all threads: the first that leaves it ends that of the others, whose tangents are lost."""
-    own = threading.get_ident()
-    with _FORWARD_LOCK:
-        # a backward on a GPU runs in a thread of its own, within the forward mode of the caller
-        if forward_mode_elsewhere() and running_backward() == -1:
-            raise UnsupportedError(
-                f"{caller}: expected one thread at a time in forward mode, of which torch has one for "
-                "the whole process, got two; use the reverse mode, or a lock around the call."
-            )
-        _FORWARD_THREADS[own] = _FORWARD_THREADS.get(own, 0) + 1
-    try:
-        yield
-    finally:
-        with _FORWARD_LOCK:
-            _FORWARD_THREADS[own] -= 1
-            if not _FORWARD_THREADS[own]:
-                del _FORWARD_THREADS[own]
-
-
-def in_dual_level() -> bool:
-    """Whether a `forward_ad.dual_level` around the caller is not that of `torch.func.jvp`, which cannot
-    be entered there."""
-    return forward_mode_active() and not eager_transforms.JVP_NESTING
-
-
-@final
-class StopsTangents(TorchFunctionMode):
-    """Inside, what runs under no_grad is a constant of forward mode too, as it is of backward.
-
-    `outside`, which raises, is called at a torch call within a checkpoint that begins inside: what that
-    runs again in a later backward would have no tangents.
-    """
-
-    def __init__(self, outside: Callable[[], None]) -> None:
-        super().__init__()
-        self._outside = outside
-        self._frame = checkpoint_frame()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch._C._set_grad_enabled:
-            torch._C._set_fwd_grad_enabled(args[0])
-        elif checkpoint_frame() is not self._frame:
-            self._outside()
-        return result
-
-    def __enter__(self) -> "StopsTangents":
-        self._before = torch._C._is_fwd_grad_enabled()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch._C._set_fwd_grad_enabled(self._before)
 
 
 def checkpoint_frame() -> Any:
@@ -340,31 +267,6 @@ def has_tangent(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def tangent_of(x: Tensor) -> Tensor | None:
-    """The tangent of a dual tensor outside of torch.func transforms; None where it has none or zero."""
-    if not torch._C._is_fwd_grad_enabled() or not has_tangent(x):
-        return None
-    tangent = forward_ad.unpack_dual(x).tangent
-    return None if tangent is None or tangent._is_zerotensor() else tangent
-
-
-def primal(x: Tensor | None) -> Tensor | None:
-    """The tensor without a tangent of `forward_ad.dual_level`, with its graph."""
-    if x is None or transforms_active() or forward_ad._current_level < 0:
-        return x
-    with forward_ad._set_fwd_grad_enabled(True):
-        return forward_ad.unpack_dual(x).primal if has_tangent(x) else x
-
-
-@contextmanager
-def dual_tensors() -> Iterator[None]:
-    """Inside, dual tensors may be made and compute tangents, also within a level of forward mode that
-    is active, and in a Function's forward and jvp, where torch switches tangents off."""
-    level = forward_ad.dual_level() if forward_ad._current_level < 0 else nullcontext()
-    with forward_ad._set_fwd_grad_enabled(True), level:
-        yield
-
-
 def _first_sample(x: Any) -> Any:
     """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
     while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
@@ -507,22 +409,6 @@ def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
     return next((mode for mode in reversed(stack) if isinstance(mode, kind)), None)
 
 
-@contextmanager
-def native_kernels() -> Iterator[None]:
-    """Without the kernels of oneDNN and cuDNN.
-
-    `torch.backends.mkldnn.flags` sets TF32 too, by an interface that torch warns of.
-    """
-    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch._C._set_cudnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(onednn)
-        torch._C._set_cudnn_enabled(cudnn)
-
-
 def output_bytes(node: Any) -> int:
     """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
     if not node.next_functions:
@@ -579,168 +465,3 @@ def after_backward(callback: Callable[[], None]) -> None:
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(callback))
-
-
-def averages_otherwise(ddp: DistributedDataParallel) -> bool:
-    """Whether its gradients are averaged by a communication hook of the user, or in `join()`."""
-    hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # mixed precision uses a hook
-    return hooked or bool(ddp._join_config.enable)
-
-
-# What shares the parameters or the data of a module among processes does so in hooks of its forward.
-
-# the modules that define these hooks
-_SHARDING_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
-
-
-def fsdp_state(module: nn.Module) -> Any:
-    """That of fully_shard (FSDP2); None for a module that it was not called on."""
-    library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
-    if library is None or not isinstance(module, library.FSDPModule):
-        return None
-    found: Any = module
-    return found._get_fsdp_state()
-
-
-def fsdp_groups(module: nn.Module) -> list[Any]:
-    """The groups of parameters that fully_shard gathers for a module."""
-    state = fsdp_state(module)
-    if state is None:
-        return []
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch 2.11
-        groups = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in groups if group is not None]
-
-
-def reshards_after_backward(module: nn.Module) -> bool:
-    """Whether fully_shard frees the gathered parameters of a module after each backward."""
-    return any(group.reshard_after_backward for group in fsdp_groups(module))
-
-
-def computed_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """The dtypes in which fully_shard's mixed precision computes with parameters, by their ids."""
-    return {
-        id(param.sharded_param): group.mp_policy.param_dtype
-        for group in fsdp_groups(module)
-        if group.mp_policy.param_dtype is not None
-        for param in group.fsdp_params
-    }
-
-
-def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, Any]:
-    """The attributes with which a wrapped module computes with the parameters that are in it, alone.
-
-    fully_shard gathers parameters in hooks, and parallelize_module makes DTensors of inputs.
-    mixed_precision: whether inputs and outputs are converted as the policy of fully_shard says.
-    """
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    if not any(map(_is_sharding, (*before.values(), *after.values()))):
-        return {}
-    found: dict[str, OrderedDict[int, Any]] = {
-        name: OrderedDict((key, hook) for key, hook in hooks.items() if not _is_sharding(hook))
-        for name, hooks in (("_forward_pre_hooks", before), ("_forward_hooks", after))
-    }
-    policy = getattr(fsdp_state(module), "_mp_policy", None)
-    if policy is not None and mixed_precision:
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            cast = partial(_cast_inputs, policy.param_dtype)
-            found["_forward_pre_hooks"][-1] = cast
-            found["_forward_pre_hooks"].move_to_end(-1, last=False)
-            with_kwargs = module._forward_pre_hooks_with_kwargs
-            found["_forward_pre_hooks_with_kwargs"] = OrderedDict({-1: True, **with_kwargs})
-        if policy.output_dtype is not None:
-            found["_forward_hooks"][-1] = partial(_cast_output, policy.output_dtype)
-    return found
-
-
-def _is_sharding(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(_SHARDING_HOOKS)
-
-
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast(args, dtype), _cast(kwargs, dtype)
-
-
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
-    return _cast(output, dtype)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return pytree.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
-
-
-# torch's fused attention for the CPU, [n, h, L, E], of which `F.scaled_dot_product_attention` hides the
-# second output.
-
-
-def cpu_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """softmax(Q K^T + B) V and the logarithm of the sums of the softmax, [n, h, L]; zero where a row
-    attends to nothing."""
-    query, key, value = map(_with_dense_rows, (query, key, value))
-    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=bias, scale=1.0
-    )
-    return found
-
-
-def cpu_attention_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
-    bias: Tensor | None, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients by query, key and value, from the outputs of `cpu_attention`."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grad, query, key, value = map(_with_dense_rows, (grad, query, key, value))
-    found: tuple[Tensor, Tensor, Tensor] = backward(
-        grad, query, key, value, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0
-    )
-    return found
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    """The kernel reads rows without a look at the stride of their elements."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-# oneDNN's matrix product, which torch itself calls for half precision only.
-# `torch.ops.mkldnn._linear_pointwise` is what torch's compiler uses for linear layers with constant
-# weights.
-
-
-def onednn_available() -> bool:
-    """Whether this build of torch has oneDNN, and `torch.backends.mkldnn` is enabled."""
-    return _onednn_is_built() and bool(torch.backends.mkldnn.enabled)
-
-
-@cache
-def _onednn_is_built() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def onednn_full_precision() -> bool:
-    """Whether float32 products have full precision; with less, torch itself calls oneDNN."""
-    products: Any = torch.backends.mkldnn
-    return products.matmul.fp32_precision not in ("bf16", "tf32")
-
-
-def onednn_takes(tensor: Tensor) -> bool:
-    """Whether oneDNN accepts a tensor: a float32 matrix on the CPU, row-major or column-major."""
-    if tensor.dtype is not torch.float32 or tensor.dim() != 2 or tensor.device.type != "cpu":
-        return False
-    return tensor.layout is torch.strided and (by_rows(tensor) or by_columns(tensor))
-
-
-def by_rows(matrix: Tensor) -> bool:
-    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
-
-
-def by_columns(matrix: Tensor) -> bool:
-    return matrix.stride(0) == 1 and matrix.stride(1) >= matrix.shape[0]
-
-
-def onednn_affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b of tensors that `onednn_takes` accepts, b [out] or None; it has no derivative."""
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return result

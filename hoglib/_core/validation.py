@@ -67,6 +67,20 @@ def number(what: str, value: Any, *, minimum: float | None = None) -> float:
     return result
 
 
+def fraction(
+    what: str, value: Any, *, below_one: bool = False, usual: float | None = None
+) -> float:
+    """Checks for a real Python number from 0 to 1, or to less than 1. `usual` is named in the error."""
+    result = number(what, value)
+    if not 0 <= result <= 1 or (below_one and result == 1):
+        bound = "less than 1" if below_one else "1"
+        advice = "" if usual is None else f"; {usual:g} is usual"
+        raise ArgumentValueError(
+            f"{what}: expected a number from 0 to {bound}, got {value}{advice}."
+        )
+    return result
+
+
 def tensor_or_number(what: str, value: Any) -> Any:
     """Checks for a differentiable tensor, or a Python number, which is a constant."""
     if isinstance(value, Tensor):

@@ -1,6 +1,7 @@
 """`hoglib.compile`: a function of pytrees of tensors, second derivatives included, as one graph."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, final
@@ -13,6 +14,7 @@ from hoglib._core.autograd import materialize_grads
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import apply, no_autocast
+from hoglib._core.torch_modes import value_checks_off
 from hoglib.capture import backend as backends
 from hoglib.capture import signature
 from hoglib.capture.capturing import (
@@ -112,7 +114,8 @@ class Compiled:
         name: The name of the function in messages. Default: its qualified name.
         place: Where graphs are kept, for functions that are made anew at each call and compute the
             same from what they reach. Default: with the function.
-        before: A function that is called with the arguments before each capture.
+        before: A function that is called with the arguments before each capture, and makes all checks
+            of values: ``fn`` makes none while it is captured and compared.
     Example:
         >>> square = hog.compile(lambda x: x.square(), backend="eager", name="square")
         >>> square(torch.tensor(3.0))
@@ -179,11 +182,13 @@ class Compiled:
                 self._warn_full(form, tensors)
                 return None
             self._count_miss(form, tensors)
+            checked: AbstractContextManager[None] = nullcontext()
             if self._before is not None:
                 args, kwargs = form.fill(tensors)
                 with examined_functions(self.name):
                     self._before(*args, **kwargs)
-            with examined_functions(self.name) as met:
+                checked = value_checks_off()
+            with checked, examined_functions(self.name) as met:
                 entry, lifted = capture(self, form, tensors)
                 if met is not None and met.only_traced:
                     with preserve_random_state():

@@ -129,9 +129,7 @@ def compile_graph(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, n
         source = "compiled" if run is None else "disk"
         if run is None:
             run = _compile(graph, tensors, dynamic, key, name)
-        _IN_MEMORY[key] = run
-        while len(_IN_MEMORY) > MAX_IN_MEMORY:
-            _IN_MEMORY.pop(next(iter(_IN_MEMORY)))
+        _remember(key, run)
     return Runner(run, perf_counter() - began, source)
 
 
@@ -344,10 +342,14 @@ def _remembered(key: str, make: Callable[[], Runnable | None]) -> Any:
     """What was compiled under this key, in memory, on disk, or now."""
     run = _IN_MEMORY.get(key) or _load_whole(key) or make()
     if run is not None:
-        _IN_MEMORY[key] = run
-        while len(_IN_MEMORY) > MAX_IN_MEMORY:
-            _IN_MEMORY.pop(next(iter(_IN_MEMORY)))
+        _remember(key, run)
     return run
+
+
+def _remember(key: str, run: Runnable) -> None:
+    _IN_MEMORY[key] = run
+    while len(_IN_MEMORY) > MAX_IN_MEMORY:
+        _IN_MEMORY.pop(next(iter(_IN_MEMORY)))
 
 
 def _load_whole(key: str) -> Runnable | None:

@@ -25,7 +25,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from hoglib._core import torch_internals, validation
+from hoglib._core import torch_kernels, validation
 from hoglib._core.cache import make_private_dir
 
 SWITCH = "HOGLIB_ONEDNN"
@@ -53,9 +53,9 @@ class Product(NamedTuple):
         (m, k), n = a.shape, b.shape[1]
         if not all(isinstance(size, int) for size in (m, k, n)) or min(m, k, n) < SMALLEST:
             return None
-        if not (torch_internals.onednn_takes(a) and torch_internals.onednn_takes(b)):
+        if not (torch_kernels.onednn_takes(a) and torch_kernels.onednn_takes(b)):
             return None
-        return cls(m, k, n, not torch_internals.by_rows(a), not torch_internals.by_rows(b))
+        return cls(m, k, n, not torch_kernels.by_rows(a), not torch_kernels.by_rows(b))
 
 
 def switch() -> str:
@@ -67,7 +67,7 @@ def switch() -> str:
 
 def effective_switch() -> str:
     """The setting; off if oneDNN is not available, or torch itself calls it."""
-    usable = torch_internals.onednn_available() and torch_internals.onednn_full_precision()
+    usable = torch_kernels.onednn_available() and torch_kernels.onednn_full_precision()
     return switch() if usable else "off"
 
 
@@ -133,14 +133,14 @@ def _seconds(a: Tensor, b: Tensor) -> tuple[float, float]:
     """Median CPU seconds of both libraries; infinite for oneDNN where it raises or is wrong."""
     weight, expected = b.t(), a @ b
     try:
-        found = torch_internals.onednn_affine(a, weight)
+        found = torch_kernels.onednn_affine(a, weight)
     except RuntimeError:  # no implementation for this processor
         return 0.0, float("inf")
     if not float((found - expected).norm()) <= ROUNDING * float(expected.norm()):
         return 0.0, float("inf")
     calls: list[Callable[[], object]] = [
         lambda: a @ b,
-        lambda: torch_internals.onednn_affine(a, weight),
+        lambda: torch_kernels.onednn_affine(a, weight),
     ]
     one = _mean_seconds(calls[0], 1)
     count = max(1, round(SHORTEST / max(one, 1e-7)))

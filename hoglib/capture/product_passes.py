@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hoglib._core import torch_internals
+from hoglib._core import torch_kernels
 from hoglib.capture.kernel_choice import Product, choose_onednn
 from hoglib.capture.passes import fake_value, new_node, replace_node, swapped_dims
 from hoglib.capture.writes import writes_in_place
@@ -300,7 +300,7 @@ def turn_narrow(module: fx.GraphModule) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         a, b = node.args
         (m, k), n = fake_value(a).shape, fake_value(b).shape[1]
-        by_rows = torch_internals.by_rows(fake_value(a)), torch_internals.by_rows(fake_value(b))
+        by_rows = torch_kernels.by_rows(fake_value(a)), torch_kernels.by_rows(fake_value(b))
         if not 2 <= n <= NARROW < m or m * k < SMALL or by_rows == (True, False):
             continue
         if fake_value(a).device.type == "cpu":
@@ -320,7 +320,7 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-torch.library.impl("hoglib::affine", "CPU", torch_internals.onednn_affine)
+torch.library.impl("hoglib::affine", "CPU", torch_kernels.onednn_affine)
 torch.library.register_fake("hoglib::affine", _fake)
 
 

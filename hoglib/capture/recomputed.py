@@ -221,8 +221,9 @@ class _Reader:
 
     def key(self, value: Any) -> Hashable:
         if is_plain(value):
-            label = not self._labels and type(value) in (int, str)
-            return type(value), None if label else value
+            if type(value) in (int, str) and not self._labels:
+                return type(value).__name__
+            return type(value), value
         if id(value) in self._seen:
             return "seen", self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)

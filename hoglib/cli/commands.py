@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hoglib._core import torch_internals
+from hoglib._core import torch_kernels
 from hoglib._core.cache import cache_dir
 from hoglib._core.source_location import error_text
 from hoglib._version import __version__
@@ -87,12 +87,11 @@ def _checks(
 
 def _samples(target: Target, options: dict[str, Any]) -> Iterator[Check]:
     """A check of each sample of one Function."""
-    samples = target.inputs()
-    several = isinstance(samples, list) and all(isinstance(s, tuple) for s in samples) and samples
+    samples = target.samples()
     if "reference" not in options:
         options = options | _own_reference(target.fn)
-    for i, sample in enumerate(samples if several else [samples]):
-        label = f"{target.name}[{i}]" if several and len(samples) > 1 else target.name
+    for i, sample in enumerate(samples):
+        label = f"{target.name}[{i}]" if len(samples) > 1 else target.name
         yield label, partial(verify_function, target.fn, sample, **options)
 
 
@@ -142,9 +141,7 @@ def graph(
                     f"{target}: expected one Function, got {names}; name one, {target}:Name."
                 )
             torch.manual_seed(seed)
-            samples = targets[0].inputs()
-            several = isinstance(samples, list) and samples and isinstance(samples[0], tuple)
-            sample = samples[0] if several else samples
+            sample = targets[0].samples()[0]
             picture = draw_graph(targets[0].fn, sample, order=order, saved=saved)
             if output is not None:
                 picture.save(output)
@@ -175,10 +172,8 @@ def ops(*, markdown: bool) -> int:
 
 def env(*, json: bool) -> int:
     """`hoglib env`: versions, devices, and the torch calls that have stand-ins."""
-    try:
-        facts = _environment()
-    except ArgumentValueError as error:  # an environment variable with a wrong value
-        print_error(error)
+    facts = _environment()
+    if facts is None:
         return NOT_RUN
     facts["stand_ins"] = [
         {
@@ -200,10 +195,8 @@ def env(*, json: bool) -> int:
 
 def check(*, json: bool) -> int:
     """`hoglib check`: the environment, and whether second derivatives are right in it."""
-    try:
-        facts = _environment()
-    except ArgumentValueError as error:
-        print_error(error)
+    facts = _environment()
+    if facts is None:
         return NOT_RUN
     if not json:
         print(_environment_text(facts) + "\n", flush=True)
@@ -229,7 +222,13 @@ def check(*, json: bool) -> int:
     return WRONG if wrong else RIGHT
 
 
-def _environment() -> dict[str, Any]:
+def _environment() -> dict[str, Any] | None:
+    """None, after a message, for an environment variable with a wrong value."""
+    try:
+        switch = kernel_choice.switch()
+    except ArgumentValueError as error:
+        print_error(error)
+        return None
     return {
         "hoglib": __version__,
         "python": platform.python_version(),
@@ -241,8 +240,8 @@ def _environment() -> dict[str, Any]:
         "compiler": cpp_compiler(),
         "cache": str(cache_dir()),
         "matrix_products": {
-            "switch": kernel_choice.switch(),
-            "onednn": torch_internals.onednn_available(),
+            "switch": switch,
+            "onednn": torch_kernels.onednn_available(),
         },
     }
 

@@ -30,6 +30,12 @@ class Target(NamedTuple):
     fn: Callable[..., Any] | type[Function]
     inputs: Callable[[], Any]
 
+    def samples(self) -> list[Any]:
+        """The inputs of each call: a list of tuples is several, anything else is one."""
+        made = self.inputs()
+        several = isinstance(made, list) and made and all(isinstance(one, tuple) for one in made)
+        return made if several else [made]
+
 
 def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[str]]:
     """The Functions that a target names, and the names of those in its file that have no samples."""

@@ -4,6 +4,10 @@ from hoglib.curvature.dense import ggn, hessian
 from hoglib.curvature.density import spectral_density
 from hoglib.curvature.eigenvalues import eigsh
 from hoglib.curvature.example_gradients import per_example_gradients
+from hoglib.curvature.ghost_gradients import (
+    per_example_gradient_norms,
+    per_example_gradient_products,
+)
 from hoglib.curvature.influence_scores import influence
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac import KFAC, KFACStep
@@ -11,6 +15,7 @@ from hoglib.curvature.kfac_operator import KFACError, KFACOperator
 from hoglib.curvature.laplacians import bilaplacian, laplacian
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.linear_systems import cg
+from hoglib.curvature.low_rank import LowRankOperator, low_rank
 from hoglib.curvature.matrix_functions import logdet, matrix_function
 from hoglib.curvature.newton import NewtonCG, NewtonStep
 from hoglib.curvature.noise_scale import NoiseScale, gradient_noise_scale
@@ -35,6 +40,7 @@ __all__ = [
     "KFACOperator",
     "KFACStep",
     "LinearOperator",
+    "LowRankOperator",
     "NewtonCG",
     "NewtonStep",
     "NoiseScale",
@@ -58,8 +64,11 @@ __all__ = [
     "jvp",
     "laplacian",
     "logdet",
+    "low_rank",
     "matrix_function",
     "partial_derivative",
+    "per_example_gradient_norms",
+    "per_example_gradient_products",
     "per_example_gradients",
     "spectral_density",
     "xdiag",

@@ -20,7 +20,6 @@ from torch import Tensor, fx
 
 from hoglib._core.autograd import Vector, grad_enabled
 from hoglib._core.swap import keep_swapped
-from hoglib._core.torch_modes import value_checks_off
 from hoglib.capture import backend as backends
 from hoglib.capture.api import Compiled, function_name
 from hoglib.capture.capturing import Place
@@ -42,10 +41,10 @@ def compiled_linear_map(
     backend: Any = options.backend
     if several and not options.create_graph:
         backend = PartialEval(len(leaves), options.backend, name)
-    given = kind, loss.func, loss.structure, options
+    product_of = partial(_product, kind, loss.func, loss.structure, options)
     compiled = Compiled(
-        partial(_captured_product, *given), backend=backend, name=name,
-        place=Place(owner, (key, kind, options, loss.structure)), before=partial(_product, *given),
+        product_of, backend=backend, name=name,
+        place=Place(owner, (key, kind, options, loss.structure)), before=product_of,
     )  # fmt: skip
     residuals, unused = Residuals(), None
 
@@ -81,12 +80,6 @@ def _product(
     return value, product, point.unused()
 
 
-def _captured_product(*given: Any) -> Product:
-    """The product that is captured, after a run in eager mode with all checks of values."""
-    with value_checks_off():
-        return _product(*given)
-
-
 @final
 class Residuals:
     """The outputs of the graph that runs once, and the inputs for which it ran."""
@@ -113,7 +106,8 @@ class Residuals:
         return sum(size for pointer, size in sizes.items() if pointer not in inputs)
 
 
-# Those of the point of a call: a graph is called with tensors only.
+# Those of the point of a call. Ambient state, because a graph is called with tensors only, and a
+# backend that belonged to one point would be compiled anew at each point.
 _RESIDUALS: ContextVar[Residuals] = ContextVar("hoglib_residuals")
 
 

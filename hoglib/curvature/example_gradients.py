@@ -67,9 +67,9 @@ def per_example_gradients(
     validation.parameters(params)
     if chunk_size is not None:
         validation.at_least("chunk_size", chunk_size, 1)
-    _check_norms(loss)
+    check_norms(loss)
     own = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
-    count = _examples(own)
+    count = number_of_examples(own)
     size = count if chunk_size is None else chunk_size
     compute = (
         _at_best if vmap is None else _side_by_side if validation.flag("vmap", vmap) else _in_turn
@@ -90,14 +90,15 @@ def gradient_rows(loss: Any, params: Tree, batch: Any, *, vmap: bool | None) -> 
     """The gradients of the examples of a batch as rows [n, P], some at a time."""
     size = max(1, AT_ONCE // max(pytree.size(params), 1))
     own = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
-    count = _examples(own)
+    count = number_of_examples(own)
     for start in range(0, count, size):
         piece = pytree.rows(own, count, start, start + size)
         _, gradients = per_example_gradients(loss, params, piece, vmap=vmap)
         yield torch.cat([leaf.reshape(len(leaf), -1) for leaf in pytree.leaves(gradients)], 1)
 
 
-def _check_norms(loss: Any) -> None:
+def check_norms(loss: Any) -> None:
+    """Raise for batch norm in train mode."""
     model = getattr(loss, "model", None)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, _NormBase) and module.training:
@@ -108,7 +109,8 @@ def _check_norms(loss: Any) -> None:
             )
 
 
-def _examples(batch: Any) -> int:
+def number_of_examples(batch: Any) -> int:
+    """The leading dimension of the first tensor of a batch."""
     sizes = [len(x) for x in pytree.leaves(batch) if isinstance(x, Tensor) and x.dim()]
     if not sizes:
         raise ArgumentTypeError(
@@ -133,7 +135,7 @@ def _at_best(
 def _side_by_side(
     loss: Any, leaves: list[Tensor], structure: Any, batch: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    count = _examples(batch)
+    count = number_of_examples(batch)
     parts, form = pytree.flatten(batch)
     mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
 
@@ -165,7 +167,7 @@ def _side_by_side(
 def _in_turn(
     loss: Any, leaves: list[Tensor], structure: Any, batch: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    count = _examples(batch)
+    count = number_of_examples(batch)
     values, rows = [], []
     for n in range(count):
         own = fresh_leaves(leaves, False)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
-from hoglib._core import finite_differences, pytree, torch_internals, validation
+from hoglib._core import finite_differences, pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
     check_uses_given_params,
@@ -297,7 +297,7 @@ def _outputs_and_tangents(
     composite: CompositeLoss, own: Vector, vector: Vector
 ) -> tuple[Vector, Vector]:
     caller = composite.options.caller
-    with torch_internals.one_thread_in_forward_mode(caller), forward_ad.dual_level():
+    with torch_forward_mode.one_thread_in_forward_mode(caller), forward_ad.dual_level():
         duals = [forward_ad.make_dual(p, v) for p, v in zip(own, vector, strict=True)]
         pairs = [forward_ad.unpack_dual(y) for y in composite.outputs(duals)]
         return [y for y, _ in pairs], [torch.zeros_like(y) if t is None else t for y, t in pairs]
@@ -311,7 +311,7 @@ def in_transforms(composite: CompositeLoss, leaves: Vector) -> LinearMap:
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         outputs_and_vjp: Any = torch.func.vjp(outputs, *leaves)
-        with torch_internals.one_thread_in_forward_mode(composite.options.caller):
+        with torch_forward_mode.one_thread_in_forward_mode(composite.options.caller):
             outputs_and_tangents: Any = torch.func.jvp(outputs, tuple(leaves), tuple(vector))
         (every, transpose), (_, tangents) = outputs_and_vjp, outputs_and_tangents
         weighted = composite.metric(list(every))(list(tangents), False)

@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib._core import finite_differences, torch_internals, validation
+from hoglib._core import finite_differences, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
     check_uses_given_params,
@@ -112,7 +112,7 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         try:
-            with torch_internals.one_thread_in_forward_mode(options.caller):
+            with torch_forward_mode.one_thread_in_forward_mode(options.caller):
                 output = in_forward_mode(vector)
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(options.caller, FORWARD, error) from error

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import torch_internals, validation
+from hoglib._core import torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import translate_errors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import (
@@ -278,7 +278,7 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
         last = k == len(probes) - 1
         with (
             nullcontext() if last else fixed_random_numbers([x]), translate_errors(CALLER),
-            torch_internals.one_thread_in_forward_mode(CALLER),
+            torch_forward_mode.one_thread_in_forward_mode(CALLER),
         ):  # fmt: skip
             output: Any = torch.func.jvp(derivatives, (x,), (_tangent(x, probe, points),))
         total = total + _weighted(torch.stack(output[1], 1), weight)

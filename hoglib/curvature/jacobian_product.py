@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
     clone_inference_tensors,
@@ -21,12 +21,7 @@ from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.sharding import Sharding, refuse_sharded
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.tolerances import TOLERANCES
-from hoglib._core.torch_modes import (
-    ActiveStandIns,
-    value_checks_off,
-    value_checks_on,
-    without_stand_ins,
-)
+from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib.capture.api import Compiled, function_name
 from hoglib.capture.capturing import Place, runs_elsewhere
 from hoglib.curvature.linear_map import no_forward_mode
@@ -124,10 +119,10 @@ def jvp(
             return _value_and_tangent(run, options, leaves, vector)
     with torch.inference_mode(False):
         leaves, vector = clone_inference_tensors((leaves, vector))
+        pushed = partial(_value_and_tangent, run, options)
         compiled = Compiled(
-            partial(_captured, run, options), backend=backend, name=f"jvp of {function_name(func)}",
-            place=Place(owner_of(func), ("jvp", structure, options)),
-            before=partial(_value_and_tangent, run, options),
+            pushed, backend=backend, name=f"jvp of {function_name(func)}",
+            place=Place(owner_of(func), ("jvp", structure, options)), before=pushed,
         )  # fmt: skip
         # new tensors: one that is both primal and tangent would be one input of the graph
         value, tangent = compiled(leaves, [v.view_as(v) for v in vector])
@@ -181,21 +176,15 @@ def _primals(primals: Tree) -> tuple[Vector, Any]:
     return leaves, structure
 
 
-def _captured(*given: Any) -> tuple[Tree, Tree]:
-    """What is captured, after a run in eager mode with all checks of values."""
-    with value_checks_off():
-        return _value_and_tangent(*given)
-
-
 def _value_and_tangent(
     run: _Function, options: _Options, leaves: Vector, vector: Vector
 ) -> tuple[Tree, Tree]:
     """The value and the tangent in eager mode, in their structure."""
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
-    elsewhere = torch_internals.forward_mode_elsewhere()
+    elsewhere = torch_forward_mode.forward_mode_elsewhere()
     active = torch_internals.forward_mode_active()
-    if active and not (inside or elsewhere or torch_internals.forward_mode_elsewhere()):
+    if active and not (inside or elsewhere or torch_forward_mode.forward_mode_elsewhere()):
         raise UnsupportedError(
             f"{CALLER}: expected to run outside of torch.autograd.forward_ad.dual_level, which cannot "
             f"be nested, got a call inside; use hoglib.{CALLER} or torch.func.jvp for the outer one."
@@ -237,8 +226,8 @@ def by_forward(run: _Function, leaves: Vector, vector: Vector) -> tuple[Vector, 
     # beneath the stand-ins, which functions of hoglib suspend only where they are the innermost mode
     stand_ins = ActiveStandIns()
     with (
-        torch_internals.one_thread_in_forward_mode(CALLER),
-        without_stand_ins(), torch_internals.StopsTangents(_refuse_checkpoint), stand_ins.resume(),
+        torch_forward_mode.one_thread_in_forward_mode(CALLER),
+        without_stand_ins(), torch_forward_mode.StopsTangents(_refuse_checkpoint), stand_ins.resume(),
         torch_internals.watching_functions(_refuse_own_jvp),
     ):  # fmt: skip
         # copies, because an operation in place changes both

@@ -1,7 +1,7 @@
 """Kronecker-factored approximations of the Gauss-Newton and Fisher matrices, over data."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
-from hoglib._core.state import preserve_random_state
+from hoglib._core.autograd import clone_inference_tensors, grad_enabled
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.data import BatchSize, first_examples
+from hoglib.curvature.data import BatchSize
 from hoglib.curvature.dataset_sum import DatasetOptions, DatasetSum
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind
@@ -27,7 +26,7 @@ from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, Factor
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_map import ProductOptions
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
-from hoglib.curvature.model_run import FactorOptions, ModelRun
+from hoglib.curvature.model_run import FactorOptions, ModelRun, orders_of
 from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate, random_signs
@@ -174,6 +173,15 @@ class KFACOperator(KroneckerOperator):
                 "one with `hoglib.trainable_params(model)`."
             )
         GaussNewtonKind("auto", metric).check_loss(loss)
+        if hasattr(loss, "gauss_newton"):
+            raise UnsupportedError(
+                "loss: expected one with a row of outputs for each example, got "
+                f"{type(loss).__name__}, whose outputs are features and the head. KFAC takes "
+                "`hoglib.functional_loss(model, lambda z, batch: F.cross_entropy(z, "
+                'batch["labels"][:, 1:]), forward=lambda model, batch: '
+                'model(batch["input_ids"]).logits[:, :-1].mT)`, and `hoglib.influence` takes this loss '
+                'with solver="cg".'
+            )
         self._sum = DatasetSum(
             loss, self.space, data, options, self._processes, self._bar,
             name=name, seed=metric.seed or 0, fixed_batches=metric.random,
@@ -255,25 +263,13 @@ class KFACOperator(KroneckerOperator):
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
             if not self.checked:
-                self._check_layers(run, leaves, batch)
+                given = (self._loss, self.space, leaves, batch)
+                self.orders = orders_of(run, *given, self._by_example)
+                run.reorder(self.orders)
                 self.checked = True
             add(sums, run, share)
         self._sum.advance()
         return value
-
-    def _check_layers(self, run: ModelRun, leaves: Vector, batch: Any) -> None:
-        """Compare the layers with autograd: at two examples, where a batch can be split."""
-        small = first_examples(batch, 2)
-        if small is not None:
-            # whatever two examples alone run into, the whole batch decides
-            with suppress(Exception), preserve_random_state():
-                few = ModelRun(self._loss, self.space, leaves, small, run.options)
-                few.check(self._by_example)
-                self.orders = few.orders()
-        if not self.orders:
-            run.check(self._by_example)
-            self.orders = run.orders()
-        run.reorder(self.orders)
 
     def _add_factors(self, sums: FactorSums, run: ModelRun, share: float) -> None:
         mean = self._dataset_options.reduction == "mean"

@@ -1,6 +1,7 @@
 """One run of a model, in which its layers are recorded, and checked against autograd."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from hoglib._core import pytree
 from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, without_graph
+from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.validation import listing
+from hoglib.curvature.data import first_examples
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import CompositeLoss
 from hoglib.curvature.kronecker import BlockLayout
@@ -66,6 +69,11 @@ class ModelRun:
         """The loss."""
         values = [y.detach() for y in self._outputs]
         return without_graph(lambda: self._composite.criterion(*values))
+
+    def outputs(self) -> tuple[Any, Vector]:
+        """The outputs without a graph, in the form of ``loss.outputs``, and their tensors."""
+        values = [y.detach() for y in self._outputs]
+        return self._composite.with_values(values), values
 
     def columns(self) -> Iterator["Gradients"]:
         """For each column s_c of M the gradients by the outputs of all calls."""
@@ -196,6 +204,22 @@ class ModelRun:
                     "layers of different kinds (an embedding tied to the output layer, for instance); "
                     f"{LEAVE_OUT}."
                 )
+
+
+def orders_of(
+    run: ModelRun, loss: Any, space: Space, leaves: Vector, batch: Any, needs_examples: bool
+) -> list[bool]:
+    """Compare the layers with autograd: at two examples, where a batch can be split. How the rows of
+    each call are ordered."""
+    small = first_examples(batch, 2)
+    if small is not None:
+        # whatever two examples alone run into, the whole batch decides
+        with suppress(Exception), preserve_random_state():
+            few = ModelRun(loss, space, leaves, small, run.options)
+            few.check(needs_examples)
+            return few.orders()
+    run.check(needs_examples)
+    return run.orders()
 
 
 def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:

@@ -16,10 +16,9 @@ from hoglib.curvature.optimizer import (
     batch_of,
     finite_or_infinite,
     positive_damping,
+    refuse_unknown,
 )
 from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
     NotPositiveDefiniteError,
 )
 from hoglib.verification.entry_points import examined_functions
@@ -121,23 +120,14 @@ class NewtonCG(BatchOptimizer):
         **options: Any,
     ) -> None:
         self._options = options
-        unknown = sorted(set(options) - OPTIONS)
-        if unknown:
-            raise ArgumentTypeError(
-                f"NewtonCG: expected options of GGNOperator, {', '.join(sorted(OPTIONS))}, got "
-                f"{', '.join(unknown)}."
-            )
-        if not 0 <= validation.number("warm_start", warm_start) <= 1:
-            raise ArgumentValueError(
-                f"warm_start: expected a number from 0 to 1, got {warm_start}; 0.95 is usual."
-            )
+        refuse_unknown("NewtonCG", options, OPTIONS, "GGNOperator")
         defaults = {
             "lr": validation.positive("lr", lr),
             "damping": positive_damping(damping),
             "first_damping": float(damping),
             "max_iter": validation.at_least("max_iter", max_iter, 1),
             "stagnation_tol": validation.number("stagnation_tol", stagnation_tol, minimum=0),
-            "warm_start": warm_start,
+            "warm_start": validation.fraction("warm_start", warm_start, usual=0.95),
             "steps": 0,
         }
         if isinstance(preconditioner, str):

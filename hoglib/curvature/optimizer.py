@@ -1,7 +1,7 @@
 """What the optimizers that are given batches, not gradients, have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import inf
 from typing import Any
 
@@ -11,6 +11,18 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError
 from hoglib.functional import trainable_params
+
+
+def refuse_unknown(
+    caller: str, options: dict[str, Any], known: Collection[str], operator: str
+) -> None:
+    """Raises for an option that an optimizer cannot pass on to the operator of its steps."""
+    unknown = sorted(set(options).difference(known))
+    if unknown:
+        raise ArgumentTypeError(
+            f"{caller}: expected options of {operator}, {', '.join(sorted(known))}, got "
+            f"{', '.join(unknown)}."
+        )
 
 
 class BatchOptimizer(torch.optim.Optimizer, ABC):

@@ -14,7 +14,7 @@ from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
 from hoglib._core.sharding import Sharding, translate_distributed_errors
 from hoglib._core.swap import keep_swapped
-from hoglib._core.torch_internals import wrapped_attributes
+from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.fisher_metric import FisherMetric

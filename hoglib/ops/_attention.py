@@ -174,8 +174,7 @@ def _check_options(
             )
     if not isinstance(is_causal, torch.SymBool):
         validation.flag("is_causal", is_causal)
-    if not 0.0 <= validation.number("dropout_p", dropout_p) <= 1.0:
-        raise ArgumentValueError(f"dropout_p: expected a number from 0 to 1, got {dropout_p!r}.")
+    validation.fraction("dropout_p", dropout_p)
     if not (scale is None or isinstance(scale, torch.SymFloat)):
         validation.tensor_or_number("scale", scale)
 

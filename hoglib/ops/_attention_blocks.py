@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals
+from hoglib._core import pytree, torch_internals, torch_kernels
 from hoglib._core.mixed_precision import without_autocast
 from hoglib._core.recomputation import recompute
 from hoglib.errors import UnsupportedError
@@ -484,7 +484,7 @@ def _fused_values(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
     q, k, v = inputs[:3]
     y, logsumexp = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])
     for head, rows, b in _fused_rows(inputs, plan):
-        part, sums = torch_internals.cpu_attention(
+        part, sums = torch_kernels.cpu_attention(
             q[:, head, rows], k.unsqueeze(1), v.unsqueeze(1), b, plan.causal
         )
         y[:, head, rows], logsumexp[:, head, rows] = part, sums
@@ -497,7 +497,7 @@ def _fused_gradients(
     q, k, v = inputs[:3]
     by_q, by_k, by_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for head, rows, b in _fused_rows(inputs, plan):
-        part, of_k, of_v = torch_internals.cpu_attention_gradients(
+        part, of_k, of_v = torch_kernels.cpu_attention_gradients(
             g[:, head, rows], q[:, head, rows], k.unsqueeze(1), v.unsqueeze(1), y[:, head, rows],
             logsumexp[:, head, rows], b, plan.causal,
         )  # fmt: skip

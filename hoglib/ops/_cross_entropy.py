@@ -58,11 +58,7 @@ def softmax_cross_entropy(
     validation.real("logits", logits)
     validation.tensor("target", target)
     validation.one_of("reduction", reduction, ("mean", "sum", "none"))
-    smoothing = validation.number("label_smoothing", label_smoothing, minimum=0)
-    if smoothing > 1:
-        raise ArgumentValueError(
-            f"label_smoothing: expected a number from 0 to 1, got {smoothing}."
-        )
+    smoothing = validation.fraction("label_smoothing", label_smoothing)
     axis = min(logits.dim() - 1, 1)
     _check_target(logits, target, axis)
     if is_autocast(logits):

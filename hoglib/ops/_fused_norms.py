@@ -24,6 +24,7 @@ A pass that is not differentiated again runs torch's kernel of the first backwar
 for batch norm sum(u h) with it); any other runs the same in torch's operations.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,13 +83,11 @@ class FusedBatchNorm(torch.autograd.Function):
                 dx, dw, db = FusedBatchNormGradient.apply(g, x, weight, mean, r, eps)
             else:
                 return *_batch_kernel_backward(g, x, weight, mean, r, eps, needs[:3]), None, None
-        return (
-            dx if needs[0] else None,
-            dw if needs[1] else None,
-            db if needs[2] else None,
-            None,
-            None,
-        )
+        return *_needed(needs, dx, dw, db), None, None
+
+
+def _needed(needs: Sequence[bool], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(grad if need else None for need, grad in zip(needs, grads, strict=False))
 
 
 class FusedBatchNormGradient(torch.autograd.Function):
@@ -255,13 +254,7 @@ class FusedLayerNorm(torch.autograd.Function):
                     None,
                     None,
                 )
-        return (
-            dx if needs[0] else None,
-            dw if needs[1] else None,
-            db if needs[2] else None,
-            None,
-            None,
-        )
+        return *_needed(needs, dx, dw, db), None, None
 
 
 class FusedLayerNormGradient(torch.autograd.Function):

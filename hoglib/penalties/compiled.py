@@ -50,7 +50,7 @@ def run_as_graph(
             known[signature] = draws.recorded
             raise _OtherDraws
 
-    def run(before: Callable[..., Any] | None) -> Any:
+    def run(before: Callable[..., Any]) -> Any:
         kind = CompiledLoss if with_gradients else Compiled
         compiled = kind(term, backend=backend, name=name, place=Place(owner, name), before=before)
         return compiled(*args, [draw.tensor(generator) for draw in known.get(signature, ())])
@@ -61,15 +61,17 @@ def run_as_graph(
         again = type(reason)
     if generator is not None and state is not None:
         generator.set_state(state)
-    return run(None) if again is _OtherDraws else term(*args, None)
+    return run(_was_checked) if again is _OtherDraws else term(*args, None)
 
 
-def backend_of(compile: Any) -> Any:
-    """The backend that the option `compile` names; None where nothing is compiled: without gradients,
-    and where the call is part of an outer transform or capture."""
-    if not compile or not torch.is_grad_enabled() or runs_elsewhere():
-        return None
-    return "inductor" if compile is True else compile
+def _was_checked(*_: Any) -> None:
+    """Nothing more to check before the capture."""
+
+
+def backend_of(backend: Any) -> Any:
+    """The backend of the options; None where nothing is compiled: without gradients, and where the call
+    is part of an outer transform or capture."""
+    return backend if backend and torch.is_grad_enabled() and not runs_elsewhere() else None
 
 
 def leaves_of(value: Tensor) -> list[Tensor]:

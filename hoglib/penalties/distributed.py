@@ -31,7 +31,7 @@ from torch.autograd import Function
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hoglib._core import pytree, torch_internals
+from hoglib._core import pytree, torch_internals, torch_sharding
 from hoglib.errors import DistributedError
 
 _WRAPPERS: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
@@ -171,7 +171,7 @@ def _grad_version(param: Tensor) -> tuple[int, int]:
 
 
 def _is_averaging(ddp: DistributedDataParallel) -> bool:
-    return bool(ddp.require_backward_grad_sync) and not torch_internals.averages_otherwise(ddp)
+    return bool(ddp.require_backward_grad_sync) and not torch_sharding.averages_otherwise(ddp)
 
 
 def _groups(params: Iterable[Tensor]) -> list[DDPParameters]:

@@ -1,7 +1,6 @@
 """Forces, and matrices of force constants: derivatives of energies by positions."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple, Unpack, final
 
 import torch
@@ -12,7 +11,7 @@ from hoglib._core.autograd import Vector, materialize_grads, translate_errors
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
-from hoglib._core.torch_modes import value_checks_off, value_checks_on
+from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.penalties.compiled import backend_of, leaves_of, run_as_graph
 from hoglib.penalties.distributed import averaged
@@ -126,12 +125,7 @@ class Forces:
         self.func, self.hessian, self.options = func, hessian, options
 
     def __call__(self, positions: Any, args: tuple[Any, ...], batch: Any, draws: Any = None) -> Any:
-        """(E, F) or (E, F, H). draws: a list in a graph, where an eager run with checks came before;
-        no random numbers are drawn."""
-        with value_checks_off() if isinstance(draws, list) else nullcontext():
-            return self._evaluate(positions, args, batch)
-
-    def _evaluate(self, positions: Any, args: tuple[Any, ...], batch: Any) -> Any:
+        """(E, F) or (E, F, H). draws: no random numbers are drawn."""
         options = self.options._replace(batch=batch)
         in_transform = transforms_active()
         with input_vjp(self.func, positions, args, options, per_sample=False) as point:

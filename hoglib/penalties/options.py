@@ -11,7 +11,6 @@ from hoglib._core.blocks import Remat, check_remat, refuse_compiled
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 REDUCTIONS = ("mean", "sum", "none")
-BACKENDS = ("inductor", "eager")
 Output = int | str | Callable[[Any], Any] | None
 
 
@@ -98,8 +97,9 @@ def check_options(
                 + (f"; did you mean {close[0]!r}?" if close else ".")
             )
     checked = CheckedOptions(name, validation.generator(generator), **options)
-    checked = checked._replace(remat=check_remat(checked.remat))
-    refuse_compiled(name, checked.remat, check_backend(checked.compile))
+    remat, backend = check_remat(checked.remat), check_backend(checked.compile)
+    checked = checked._replace(remat=remat, compile=backend)
+    refuse_compiled(name, remat, backend)
     validation.one_of("reduction", checked.reduction, REDUCTIONS)
     for key in ("autocast", "stand_ins", "return_outputs"):
         validation.flag(key, getattr(checked, key))
@@ -134,10 +134,8 @@ def _check_micro_batch(options: CheckedOptions) -> None:
 
 
 def check_backend(value: Any) -> Any:
-    """The option `compile`: True, False, or a backend of `hoglib.compile`."""
-    if isinstance(value, bool) or callable(value):
-        return value
-    return validation.one_of("compile", value, BACKENDS)
+    """The backend of `hoglib.compile` that the option `compile` names or is; "" for none."""
+    return value if callable(value) else validation.backend("compile", value)
 
 
 def select_output(outputs: Any, output: Output) -> Any:

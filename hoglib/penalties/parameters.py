@@ -84,10 +84,10 @@ def parameter_gradient(
     validation.flag("squared", squared)
     validation.flag("autocast", autocast)
     validation.flag("return_outputs", return_outputs)
-    remat = check_remat(remat)
-    refuse_compiled(NAME, remat, compile)
+    remat, backend = check_remat(remat), check_backend(compile)
+    refuse_compiled(NAME, remat, backend)
     norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs, remat)
-    backend = backend_of(check_backend(compile))
+    backend = backend_of(backend)
     if backend is None:
         return norm(params, args)
     found = run_as_graph(

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from hoglib._core import torch_internals
+from hoglib._core import torch_internals, torch_sharding
 
 _HELD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by how many penalties, each module
 
@@ -30,7 +30,7 @@ class GatheredParameters:
         self._modules: list[Any] = [
             module
             for module in modules
-            if torch_internals.reshards_after_backward(module) or (_HELD and module in _HELD)
+            if torch_sharding.reshards_after_backward(module) or (_HELD and module in _HELD)
         ]
         for module in self._modules:
             _HELD[module] = _HELD.get(module, 0) + 1

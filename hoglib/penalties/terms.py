@@ -4,7 +4,7 @@ penalty = reduce_n rule(J)_n        J the function's InputVJP at the points
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,7 +18,7 @@ from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_internals import transforms_active
-from hoglib._core.torch_modes import value_checks_off, value_checks_on
+from hoglib._core.torch_modes import value_checks_on
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.penalties.compiled import RecordedDraws, backend_of, leaves_of, run_as_graph
 from hoglib.penalties.critic_context import autocast_devices
@@ -73,11 +73,9 @@ class Terms:
     def __call__(
         self, x: Any, args: tuple[Any, ...], batch: Any, draws: RecordedDraws | list[Tensor] | None
     ) -> Any:
-        """The value, and outputs where they are returned. A list of draws is given in a graph, where
-        an eager run with checks came before, so that checks of values are off."""
+        """The value, and outputs where they are returned. A list of draws is given in a graph."""
         drawn = RecordedDraws(draws) if isinstance(draws, list) else draws
-        with value_checks_off() if isinstance(draws, list) else nullcontext():
-            value, outputs, _ = self.evaluate(x, args, batch, drawn)
+        value, outputs, _ = self.evaluate(x, args, batch, drawn)
         return (value, outputs) if self.options.return_outputs else value
 
     def evaluate(

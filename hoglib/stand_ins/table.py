@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hoglib._core.mixed_precision import autocast_on
-from hoglib._core.torch_internals import forward_mode_active, native_kernels
+from hoglib._core.torch_internals import forward_mode_active
+from hoglib._core.torch_kernels import native_kernels
 from hoglib._core.torch_version import TORCH_VERSION, Version
 from hoglib.ops import replacements
 

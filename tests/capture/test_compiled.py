@@ -13,6 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib._core.torch_modes import value_checks_on
 from hoglib.capture import api
 from tests.capture.models import draw
 
@@ -643,3 +644,18 @@ def test_indices_are_tensors_of_integers(name):
     for given in (i, i.flip(0)):
         assert_close(fast(x, given), INDICES[name](x, given), rtol=0, atol=0)
     assert len(fast.signatures) == 1
+
+
+@pytest.mark.parametrize("checks_first", [True, False], ids=["in a run of its own", "none"])
+def test_values_are_checked_once_where_a_run_before_the_capture_does_it(capsys, checks_first):
+    def sine(x):
+        if value_checks_on():
+            print("checked")
+        return x.sin()
+
+    x = draw(3)
+    compiled = api.Compiled(sine, backend="eager", before=sine if checks_first else None)
+    assert_close(compiled(x), x.sin())
+    assert_close(compiled(x), x.sin())
+    checks = capsys.readouterr().out.count("checked")
+    assert checks == 1 if checks_first else checks > 1

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib._core import torch_internals
+from hoglib._core import torch_kernels
 from hoglib.capture import backend as backends
 from hoglib.capture import kernel_choice
 from hoglib.capture.kernel_choice import Product
@@ -19,7 +19,7 @@ from hoglib.cli.main import main
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec"),
-    pytest.mark.skipif(not torch_internals.onednn_available(), reason="this torch has no oneDNN"),
+    pytest.mark.skipif(not torch_kernels.onednn_available(), reason="this torch has no oneDNN"),
 ]
 N = 2 * kernel_choice.SMALLEST
 aten = torch.ops.aten
@@ -164,8 +164,8 @@ def test_a_product_that_is_wrong_or_raises_is_not_chosen(name, monkeypatch, tmp_
     graph = traced(torch.mm, a, b)
     by_onednn(graph, tmp_path / "right.json")
     assert targets(graph) == ["oneDNN"]
-    broken = NOT_CHOSEN[name](torch_internals.onednn_affine)
-    monkeypatch.setattr(torch_internals, "onednn_affine", broken)
+    broken = NOT_CHOSEN[name](torch_kernels.onednn_affine)
+    monkeypatch.setattr(torch_kernels, "onednn_affine", broken)
     graph = traced(torch.mm, a, b)
     by_onednn(graph, tmp_path / "wrong.json")
     assert targets(graph) == ["mm"]
@@ -173,7 +173,7 @@ def test_a_product_that_is_wrong_or_raises_is_not_chosen(name, monkeypatch, tmp_
 
 def test_a_mistake_while_timing_is_not_hidden(monkeypatch, tmp_path):
     monkeypatch.setenv(kernel_choice.SWITCH, "auto")
-    monkeypatch.setattr(torch_internals, "onednn_affine", raising(TypeError))
+    monkeypatch.setattr(torch_kernels, "onednn_affine", raising(TypeError))
     with pytest.raises(TypeError, match="no such primitive"):
         by_onednn(traced(torch.mm, a, b), tmp_path / "record.json")
     assert not list(tmp_path.iterdir())

@@ -313,11 +313,11 @@ class Last(Good):
 
 def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capsys):
     path = write(GOOD, KILLS)
-    status = main(["verify", path, "--time-limit", "15"])
+    status = main(["verify", path, "--time-limit", "8"])
     out, err = capsys.readouterr()
     assert status == 2
     assert "Kills: it ended the process by SIG" in err
-    assert "Sleeps: it did not return within 15 seconds" in err
+    assert "Sleeps: it did not return within 8 seconds" in err
     assert out.rstrip().endswith("2 right, 2 not run (Kills, Sleeps)")
 
 

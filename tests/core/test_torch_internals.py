@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
-from hoglib._core import pytree, torch_internals
+from hoglib._core import pytree, torch_internals, torch_kernels, torch_sharding
 from tests.functions import Cube
 
 
@@ -156,7 +156,7 @@ def test_the_function_of_a_node():
 def test_own_kernels_are_those_of_torch():
     lstm, x = torch.nn.LSTM(3, 2), torch.randn(4, 1, 3)
     before = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled
-    with torch_internals.native_kernels():
+    with torch_kernels.native_kernels():
         assert not torch.backends.mkldnn.enabled
         assert not torch.backends.cudnn.enabled
         torch.func.jvp(lambda x: lstm(x)[0], (x,), (x,))  # which oneDNN has not
@@ -237,11 +237,11 @@ def test_who_averages_gradients_otherwise():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
-        assert not torch_internals.averages_otherwise(ddp)
+        assert not torch_sharding.averages_otherwise(ddp)
         with ddp.join():
-            assert torch_internals.averages_otherwise(ddp)
+            assert torch_sharding.averages_otherwise(ddp)
         ddp.register_comm_hook(None, allreduce_hook)
-        assert torch_internals.averages_otherwise(ddp)
+        assert torch_sharding.averages_otherwise(ddp)
     finally:
         dist.destroy_process_group()
 
@@ -357,10 +357,10 @@ def test_a_function_is_applied_in_and_outside_of_transforms():
 def test_the_fused_attention_of_the_cpu():
     q, k, v, g = (torch.randn(2, 1, 5, 4).mT.contiguous().mT.requires_grad_() for _ in range(4))
     bias = torch.randn(2, 1, 5, 5)
-    y, logsumexp = torch_internals.cpu_attention(q, k, v, bias, False)
+    y, logsumexp = torch_kernels.cpu_attention(q, k, v, bias, False)
     scores = q @ k.mT + bias
     right = torch.softmax(scores, -1) @ v
     torch.testing.assert_close((y, logsumexp), (right, scores.logsumexp(-1)))
     with torch.no_grad():
-        found = torch_internals.cpu_attention_gradients(g, q, k, v, y, logsumexp, bias, False)
+        found = torch_kernels.cpu_attention_gradients(g, q, k, v, y, logsumexp, bias, False)
     torch.testing.assert_close(found, torch.autograd.grad(right, (q, k, v), g))

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
-from tests.curvature.problems import MODELS, draw, problem
+from tests.curvature.problems import CRITERIA, MODELS, draw, problem
 
 F64 = torch.float64
 APART = [name for name in MODELS if name != "CNN with BatchNorm in train"]
@@ -33,6 +33,71 @@ def test_their_mean_is_the_gradient_of_the_batch(name):
                 assert_close(gradients[key].mean(0), g)
         assert_close(values.mean(), loss(params, batch).detach())
     assert all(p.grad is None for p in params.values())
+
+
+def ghosts(loss, params, batch):
+    """Norms and products as they are computed, and by the gradients."""
+    _, gradients = hog.per_example_gradients(loss, params, batch)
+    rows = torch.cat([g.flatten(1) for g in gradients.values()], 1)
+    assert_close(hog.curvature.per_example_gradient_norms(loss, params, batch), rows.norm(dim=1))
+    products = hog.curvature.per_example_gradient_products(loss, params, batch)
+    assert_close(products, rows @ rows.T)
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("name", APART)
+def test_norms_and_products_are_those_of_the_gradients(name, criterion):
+    ghosts(*problem(name, criterion))
+
+
+def through_layers(monkeypatch):
+    def refused(*args, **options):
+        raise AssertionError("gradients of all parameters")
+
+    monkeypatch.setattr("hoglib.curvature.ghost_gradients.gradient_rows", refused)
+
+
+@pytest.mark.parametrize("length", [2, 40], ids=["few positions", "many positions"])
+def test_shared_weights_take_no_gradients(length, monkeypatch):
+    """Tokens that come twice, padding, positions, and a convolution with groups."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(9, 8, padding_idx=0)
+            self.first, self.norm = nn.Linear(8, 12), nn.LayerNorm(12)
+            self.conv = nn.Conv1d(12, 12, 3, padding=1, groups=3)
+            self.head = nn.Linear(12, 5)
+
+        def forward(self, tokens):
+            h = self.norm(self.first(self.table(tokens)).tanh())
+            return self.head(self.conv(h.mT).sin().mean(-1))
+
+    torch.manual_seed(0)
+    loss = hog.functional_loss(Model().double(), F.cross_entropy)
+    tokens = torch.randint(9, (6, length))
+    tokens[:, 1] = tokens[:, 0]
+    batch = tokens, torch.arange(6) % 5
+    params = hog.trainable_params(loss.model)
+    through_layers(monkeypatch)
+    ghosts(loss, params, batch)
+    assert all(p.grad is None for p in params.values())
+
+
+def test_norms_of_other_losses(monkeypatch):
+    """A loss without outputs, a weighted criterion, and parameters that no layer uses alone."""
+    x = draw(6, 3)
+    loss = lambda p, x: (x @ p["w"]).sin().mean()  # noqa: E731
+    ghosts(loss, {"w": draw(3, 2)}, x)
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
+    ghosts(hog.functional_loss(model, F.mse_loss), hog.trainable_params(model), (x, draw(6, 2)))
+    with pytest.raises(hog.errors.ArgumentValueError, match="mixes the examples"):
+        hog.curvature.per_example_gradient_norms(*problem("CNN with BatchNorm in train"))
+    through_layers(monkeypatch)
+    plain = nn.Linear(3, 2).double()
+    weights = torch.tensor([1.0, 3.0], dtype=F64)
+    weighted = hog.functional_loss(plain, nn.CrossEntropyLoss(weight=weights, reduction="sum"))
+    ghosts(weighted, hog.trainable_params(plain), (x, torch.arange(6) % 2))
 
 
 def test_batches_of_other_forms_and_what_is_refused():

@@ -155,20 +155,27 @@ def test_a_resumed_run_is_the_same_run(options):
     copy.deepcopy(optimizer).step(batch)
 
 
-def test_digits_of_progress_against_a_gradient_step():
-    """Ten steps on a badly scaled problem do what fifty of gradient descent do not."""
-    loss, params, batch = problem()
-    optimizer = KFAC(loss, damping=0.1)
-    for _ in range(10):
-        optimizer.step(batch)
-    found = float(loss(params, batch).detach())
-    other, others, _ = problem()
-    plain = torch.optim.SGD(others.values(), 0.1, momentum=0.9)
-    for _ in range(50):
-        plain.zero_grad()
-        other(others, batch).backward()
-        plain.step()
-    assert found < 0.9 * float(other(others, batch).detach())
+def test_ten_steps_get_further_than_fifty_of_gradient_descent():
+    """On a badly scaled problem, each with the best of three settings that are factors apart."""
+
+    def after_kfac(damping):
+        loss, params, batch = problem()
+        optimizer = KFAC(loss, damping=damping)
+        for _ in range(10):
+            optimizer.step(batch)
+        return float(loss(params, batch).detach())
+
+    def after_descent(lr):
+        loss, params, batch = problem()
+        plain = torch.optim.SGD(params.values(), lr, momentum=0.9)
+        for _ in range(50):
+            plain.zero_grad()
+            loss(params, batch).backward()
+            plain.step()
+        return float(loss(params, batch).detach())
+
+    found = min(map(after_kfac, (1e-1, 1e-2, 1e-3)))
+    assert found < 0.7 * min(map(after_descent, (0.1, 0.3, 1.0)))
 
 
 def test_what_is_refused():

@@ -85,21 +85,13 @@ def test_the_folder_of_all_runs(options, expected):
     assert Path(expected, "smoke/maml/sinusoid/version_0/config.yaml").exists()
 
 
-def test_resume_is_bit_for_bit_the_uninterrupted_run(trained):
+@pytest.mark.parametrize("stop", [10, 15], ids=["at a checkpoint", "after rows that are dropped"])
+def test_resume_is_bit_for_bit_the_uninterrupted_run(trained, stop):
     trained(SMOKE, into="whole")
-    # stop in the middle by a limit on steps, at a checkpoint that was taken at 10
-    fit(SMOKE, "--trainer.max_steps", "10", "--test_after_fit", "false")
+    fit(SMOKE, "--trainer.max_steps", stop, "--test_after_fit", "false")
     assert checkpoint(folder())["global_step"] == 10
-    fit(SMOKE, "--ckpt_path", "last")
+    fit(SMOKE, "--ckpt_path", "last" if stop == 10 else folder() / "last.ckpt")
     assert not folder(version=1).exists()  # it went on in the same folder
-    assert_same_run(folder(), Path("whole/smoke/maml/sinusoid/version_0"))
-
-
-def test_resume_drops_the_rows_of_a_run_that_went_further_than_its_checkpoint(trained):
-    trained(SMOKE, into="whole")
-    fit(SMOKE, "--trainer.max_steps", "15", "--test_after_fit", "false")  # checkpoint at 10
-    assert checkpoint(folder())["global_step"] == 10
-    fit(SMOKE, "--ckpt_path", folder() / "last.ckpt")
     assert_same_run(folder(), Path("whole/smoke/maml/sinusoid/version_0"))
 
 

@@ -111,6 +111,11 @@ _REGULAR = (
     sample_input("larger", lambda n: (_regular(n, 4, 4),)),
 )
 
+_SYSTEMS = {
+    "zero size": sample_input("no matrices", lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1))),
+    "broadcasting": sample_input("batches", lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1))),
+}
+
 OPS = (
     OpInfo(
         "solve",
@@ -123,12 +128,7 @@ OPS = (
             sample_input("vectors", lambda n: (_regular(n, 2, 2, 2), n(2, 2))),
             sample_input("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
         ),
-        corners={
-            "zero size": sample_input("no matrices", lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1))),
-            "broadcasting": sample_input(
-                "batches", lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1))
-            ),
-        },
+        corners=_SYSTEMS,
         dtypes=_DTYPES,
         skips={**_SKIPS, **_SINGULAR},
     ),
@@ -142,12 +142,7 @@ OPS = (
             sample_input("matrix", lambda n: (_regular(n, 2, 2), n(2, 2))),
             sample_input("right", lambda n: (_regular(n, 2, 2), n(3, 2)), left=False),
         ),
-        corners={
-            "zero size": sample_input("no matrices", lambda n: (_regular(n, 0, 2, 2), n(0, 2, 1))),
-            "broadcasting": sample_input(
-                "batches", lambda n: (_regular(n, 2, 1, 2, 2), n(2, 2, 1))
-            ),
-        },
+        corners=_SYSTEMS,
         dtypes=_DTYPES,
         skips={**_SKIPS, **_SINGULAR},
     ),

@@ -1,0 +1,116 @@
+"""Forward mode as torch runs it: one level for all threads of the process, and dual tensors.
+
+Private torch API, as `torch_internals`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core.torch_internals import (
+    checkpoint_frame,
+    forward_mode_active,
+    has_tangent,
+    running_backward,
+    transforms_active,
+)
+from hoglib.errors import UnsupportedError
+
+_FORWARD_THREADS: dict[int, int] = {}  # thread -> how many entry points it is in
+_FORWARD_LOCK = threading.Lock()
+
+
+def forward_mode_elsewhere() -> bool:
+    """Whether another thread is in forward mode by an entry point of hoglib."""
+    return any(thread != threading.get_ident() for thread in [*_FORWARD_THREADS])
+
+
+@contextmanager
+def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
+    """Raises UnsupportedError if another thread is inside. torch keeps one level of forward mode for
+    all threads: the first that leaves it ends that of the others, whose tangents are lost."""
+    own = threading.get_ident()
+    with _FORWARD_LOCK:
+        # a backward on a GPU runs in a thread of its own, within the forward mode of the caller
+        if forward_mode_elsewhere() and running_backward() == -1:
+            raise UnsupportedError(
+                f"{caller}: expected one thread at a time in forward mode, of which torch has one for "
+                "the whole process, got two; use the reverse mode, or a lock around the call."
+            )
+        _FORWARD_THREADS[own] = _FORWARD_THREADS.get(own, 0) + 1
+    try:
+        yield
+    finally:
+        with _FORWARD_LOCK:
+            _FORWARD_THREADS[own] -= 1
+            if not _FORWARD_THREADS[own]:
+                del _FORWARD_THREADS[own]
+
+
+def in_dual_level() -> bool:
+    """Whether a `forward_ad.dual_level` around the caller is not that of `torch.func.jvp`, which cannot
+    be entered there."""
+    return forward_mode_active() and not eager_transforms.JVP_NESTING
+
+
+@final
+class StopsTangents(TorchFunctionMode):
+    """Inside, what runs under no_grad is a constant of forward mode too, as it is of backward.
+
+    `outside`, which raises, is called at a torch call within a checkpoint that begins inside: what that
+    runs again in a later backward would have no tangents.
+    """
+
+    def __init__(self, outside: Callable[[], None]) -> None:
+        super().__init__()
+        self._outside = outside
+        self._frame = checkpoint_frame()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch._C._set_grad_enabled:
+            torch._C._set_fwd_grad_enabled(args[0])
+        elif checkpoint_frame() is not self._frame:
+            self._outside()
+        return result
+
+    def __enter__(self) -> "StopsTangents":
+        self._before = torch._C._is_fwd_grad_enabled()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._C._set_fwd_grad_enabled(self._before)
+
+
+def tangent_of(x: Tensor) -> Tensor | None:
+    """The tangent of a dual tensor outside of torch.func transforms; None where it has none or zero."""
+    if not torch._C._is_fwd_grad_enabled() or not has_tangent(x):
+        return None
+    tangent = forward_ad.unpack_dual(x).tangent
+    return None if tangent is None or tangent._is_zerotensor() else tangent
+
+
+def primal(x: Tensor | None) -> Tensor | None:
+    """The tensor without a tangent of `forward_ad.dual_level`, with its graph."""
+    if x is None or transforms_active() or forward_ad._current_level < 0:
+        return x
+    with forward_ad._set_fwd_grad_enabled(True):
+        return forward_ad.unpack_dual(x).primal if has_tangent(x) else x
+
+
+@contextmanager
+def dual_tensors() -> Iterator[None]:
+    """Inside, dual tensors may be made and compute tangents, also within a level of forward mode that
+    is active, and in a Function's forward and jvp, where torch switches tangents off."""
+    level = forward_ad.dual_level() if forward_ad._current_level < 0 else nullcontext()
+    with forward_ad._set_fwd_grad_enabled(True), level:
+        yield

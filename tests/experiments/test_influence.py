@@ -1,0 +1,135 @@
+"""Training digits behind errors: the scores, trainings without digits, runs end to end, bad input."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from experiments.data.mislabelled import split
+from experiments.data.stream import seeded
+from experiments.influence import EKFAC, EXACT, GRADIENTS, RANDOM, Influence
+from tests.experiments.command import (
+    COMMAND_LINE,
+    DRAWN,
+    ROOT,
+    assert_refused,
+    checkpoint,
+    metrics,
+    run,
+)
+
+SMOKE = ROOT / "configs/smoke/curvature/influence.yaml"
+pytestmark = COMMAND_LINE
+
+
+def folder(root="runs"):
+    return Path(root) / "smoke/curvature/influence/version_0"
+
+
+@DRAWN
+def test_a_fit_ends_with_table_and_picture_and_resumes_bit_for_bit(trained):
+    printed = trained(SMOKE, into="whole")
+    whole = folder("whole")
+    assert {p.name for p in whole.iterdir()} == {
+        "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "influence.png",
+    }  # fmt: skip
+    table = (whole / "table.txt").read_text()
+    assert table in printed
+    assert all(name in table for name in (EXACT, EKFAC, GRADIENTS, RANDOM))
+    assert "without 3 digits for each error; 3 of " in table
+    assert "10 of 100 training labels are wrong (any other digit)" in table
+    shares = {
+        key: float(x) for key, x in metrics(whole)[-1].items() if key.startswith("test/right")
+    }
+    assert len(shares) == 4
+    stop = ("--trainer.max_steps", "30", "--test_after_fit", "false")
+    assert run("fit", "--config", SMOKE, *stop) == 0
+    assert run("fit", "--config", SMOKE, "--ckpt_path", "last") == 0
+    ours, theirs = (checkpoint(where)["state_dict"] for where in (folder(), whole))
+    assert_close(ours, theirs, rtol=0, atol=0)
+    for name in ("table.txt", "influence.png"):
+        assert (folder() / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.fixture
+def explained():
+    """A network in float64 at the end of its training, and its data."""
+    torch.manual_seed(0)
+    model = Influence(hidden=[3], damping=0.1, leave_out=2, weight_decay=0.1).double()
+    model.trainer = SimpleNamespace(datamodule=SimpleNamespace(iterations=300))
+    parts = split("uniform", 0.3, 30, 5, 2, 0)
+    train, queries = (part._replace(x=part.x.double()) for part in parts[:2])
+    none = torch.tensor([], dtype=torch.long)
+    model.network.load_state_dict(model.trained(train, none))
+    return model, train, queries
+
+
+def test_the_scores_are_those_of_a_dense_matrix(explained):
+    model, train, queries = explained
+    harm = model.harm(train, queries, seeded(0))
+    params = {name: p.detach() for name, p in model.network.named_parameters()}
+    flat = torch.cat([p.flatten() for p in params.values()])
+
+    def logits(flat, x):
+        at = iter(flat.split([p.numel() for p in params.values()]))
+        named = {name: next(at).reshape(p.shape) for name, p in params.items()}
+        return torch.func.functional_call(model.network, named, (x,))
+
+    def gradients(x, label):
+        J = torch.func.jacrev(logits)(flat, x)
+        p = logits(flat, x).softmax(1)
+        return J, p, torch.einsum("nap,na->np", J, p - F.one_hot(label, 10))
+
+    J, p, a = gradients(train.x, train.label)
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    G = torch.einsum("nap,nab,nbq->pq", J, H, J) / len(a) + 0.1 * torch.eye(len(flat)).double()
+    b = gradients(queries.x, queries.truth)[2]
+    assert_close(harm[EXACT], -a @ torch.linalg.solve(G, b.T), rtol=1e-5, atol=1e-7)
+    assert_close(harm[GRADIENTS], -a @ b.T)
+
+
+def test_trainings_without_digits_are_those_of_torch_and_lower_the_loss(explained):
+    model, train, queries = explained
+    harm = model.harm(train, queries, seeded(0))[EXACT]
+    check = model.check(train, queries, harm)
+
+    def trained(weights):
+        for p, q in zip(model.network.parameters(), model.start.parameters(), strict=True):
+            p.data.copy_(q)
+        optimizer = model.configure_optimizers()
+        for _ in range(300):
+            optimizer.zero_grad()
+            losses = F.cross_entropy(model(train.x), train.label, reduction="none")
+            (weights @ losses).backward()
+            optimizer.step()
+        with torch.no_grad():
+            return F.cross_entropy(model(queries.x), queries.truth, reduction="none"), model(
+                queries.x
+            )
+
+    even = torch.full((30,), 1 / 30, dtype=torch.float64)
+    before, _ = trained(even)
+    for q in (0, 3):
+        weights = even.clone()
+        weights[harm[:, q].argsort(descending=True)[:2]] = 0
+        after, logits = trained(weights)
+        assert_close(check.actual[q], after[q] - before[q], rtol=1e-4, atol=1e-7)
+        assert check.right[q] == (logits[q].argmax() == queries.truth[q])
+        assert_close(check.predicted[q], -harm[:, q].topk(2).values.sum() / 30)
+    assert (check.predicted < 0).all()
+    assert check.actual.mean() < 0
+
+
+BAD = {
+    "no errors": (["--model.errors", "1"], "errors: expected a whole number of at least 2"),
+    "none left out": (["--model.leave_out", "0"], "leave_out: expected a whole number"),
+    "no damping": (["--model.damping", "0"], "damping: expected a finite number greater than 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_paragraph_before_training(case, capsys):
+    assert_refused(SMOKE, *BAD[case], capsys)
