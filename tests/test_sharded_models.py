@@ -317,7 +317,7 @@ def refused(rank, world):
         "a function of the module": lambda: hog.hvp(by_hand, params, v, batch),
         "hessian": lambda: hog.hessian(loss, params, batch),
         "ggn": lambda: hog.ggn(loss, params, batch),
-        "operator": lambda: hog.HessianOperator(loss, params, [batch]),
+        "a dense matrix": lambda: hog.HessianOperator(loss, params, [batch]).to_dense(),
         "jvp": lambda: hog.jvp(lambda p: p, (params,), (v,)),
         "MAML": lambda: maml.adapt(batch),
         "audit": lambda: hog.audit(loss, params, batch),
@@ -351,9 +351,9 @@ REFUSED = {
     ),
     "hessian": ("UnsupportedError", "hessian: expected params that each process holds whole"),
     "ggn": ("UnsupportedError", "ggn: expected params that each process holds whole"),
-    "operator": (
+    "a dense matrix": (
         "UnsupportedError",
-        "HessianOperator: expected params that each process holds whole",
+        "to_dense: expected params that each process holds whole",
     ),
     "jvp": ("UnsupportedError", "jvp: expected primals that each process holds whole"),
     "MAML": ("UnsupportedError", "expected params that each process holds whole"),

@@ -64,8 +64,9 @@ def refuse_sharded(caller: str, tensors: Sequence[Any], what: str = "params") ->
     if any(map(is_sharded, tensors)):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
-            "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp` and `fisher_vp` take them; "
-            "for anything else use the model before it is sharded."
+            "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp` and operators "
+            "(`@`, eigsh, solve, trace, spectral_density) take them; for anything else use the model "
+            "before it is sharded."
         )
 
 
@@ -104,6 +105,18 @@ class Layout(NamedTuple):
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
         )
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The shard of this process of a tensor that all of them hold, without communication."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if self.plain:
+            return whole
+        everywhere = DTensor.from_local(
+            whole, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False
+        )
+        local: Tensor = everywhere.redistribute(placements=self.placements).to_local()
+        return local
 
     def gather(self, local: Tensor) -> Tensor:
         found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
@@ -162,6 +175,10 @@ class Sharding:
             for t in tensors
         )
         return cls(layouts, mesh, 1 / mesh.size(), tuple(names()))
+
+    def weighted(self, weight: float) -> "Sharding":
+        """The same with another weight of this process."""
+        return replace(self, weight=weight)
 
     def local(self, tensors: Sequence[Any]) -> Vector:
         """The shards of this process, without a graph."""
@@ -235,24 +252,41 @@ class Sharding:
         """The number of elements of the whole tensors."""
         return sum(layout.shape.numel() for layout in self.layouts)
 
-    def check_agreement(self, caller: str, vector: Vector, leaves: Vector) -> None:
-        """Raise in all processes where what each of them holds whole differs, by one all-reduce."""
+    def check_agreement(
+        self, caller: str, columns: int, vector: Vector, leaves: Vector, changed: bool = False
+    ) -> bool:
+        """Raise in all processes where what each of them holds whole differs, by one all-reduce.
+
+        Returns whether something has changed in any of them.
+        """
         held = [i for i, x in enumerate(self.layouts) if x.copies() == x.mesh.size()]
-        columns = vector[0].shape[len(self.layouts[0].shape) :].numel()
         numbers = [
-            len(vector), columns, *(checksum_of_tensors([x[i] for i in held]) for x in (vector, leaves))
+            len(self.layouts), columns,
+            *(checksum_of_tensors([x[i] for i in held]) for x in (vector, leaves)),
         ]  # fmt: skip
-        local = torch.tensor(numbers, dtype=torch.float64, device=vector[0].device)
-        extremes = all_reduce(torch.cat([local, -local]), self.mesh, "MAX")
-        most, least = extremes[:4], -extremes[4:]
+        return bool(self.check_same(caller, AGREEMENT, numbers, leaves[0].device, float(changed)))
+
+    def check_same(
+        self,
+        caller: str,
+        what: Sequence[str],
+        numbers: Sequence[float],
+        device: torch.device,
+        flag: float = 0.0,
+    ) -> float:
+        """Raise in all processes where a number differs between them; the largest flag of all."""
+        local = torch.tensor(numbers, dtype=torch.float64, device=device)
+        extremes = self.reduce(torch.cat([local, -local, local.new_tensor([flag])]), "MAX")
+        most, least = extremes[: len(local)], -extremes[len(local) : -1]
         differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
-        for wrong, what in zip(differs, AGREEMENT, strict=True):
+        for wrong, name in zip(differs, what, strict=True):
             if wrong:
                 raise DistributedError(
-                    f"{caller}: expected the same {what} in all {self.mesh.size()} processes, got "
+                    f"{caller}: expected the same {name} in all {self.mesh.size()} processes, got "
                     "different ones. All processes have to make the same call; random numbers need a "
                     "generator with the same seed in each."
                 )
+        return float(extremes[-1])
 
     def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         """<a, b> of shards, in float64, the same in all processes."""
@@ -273,10 +307,16 @@ class Sharding:
         """The sum over the processes, in place."""
         return all_reduce(value, self.mesh)
 
+    def reduce(self, value: Tensor, op: str) -> Tensor:
+        """Another reduction over the processes, in place."""
+        return all_reduce(value, self.mesh, op)
+
 
 def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
     """The sum, or another reduction, over the processes of a mesh, in place."""
-    for group in mesh.get_all_groups():  # a torch without distributed has no ReduceOp
+    everyone = mesh.size() == dist.get_world_size()  # one message, however many dimensions
+    for group in [None] if everyone else mesh.get_all_groups():
+        # a torch without distributed has no ReduceOp
         dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
     return value
 

@@ -50,12 +50,15 @@ class Batches:
         batch_size: BatchSize | None,
         micro_batch: int | None,
         processes: Processes,
+        shared: bool = False,
     ) -> None:
         self._one = one = is_batch(data)
         self._processes = processes
         self.checksum = 0.0  # of the data that all processes were given
         self._data: Iterable[Any] = [data] if one else data
-        self._device = device
+        self.device = device
+        # whether the weight of the only batch cancels; not where other processes have batches too
+        self._cancels = one and micro_batch is None and processes.alone and not shared
         self._batch_size = leading_dimension if batch_size is None else batch_size
         self._micro_batch = micro_batch
         self.single = one and micro_batch is None  # all of the data at once
@@ -71,7 +74,7 @@ class Batches:
             if self._processes.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if self._one or takes(number):
-                moved = to_device(batch, self._device)
+                moved = to_device(batch, self.device)
                 pieces = self._pieces(moved, index)
                 index += len(pieces)
                 shared = self._one and self._processes.splitting
@@ -94,7 +97,7 @@ class Batches:
         try:
             weight = float(self._batch_size(batch))
         except ArgumentTypeError:
-            if self.single and self._processes.alone:  # the weight cancels
+            if self._cancels:
                 return 1.0
             raise
         if not weight > 0:

@@ -31,10 +31,10 @@ from hoglib._core.autograd import (
 from hoglib._core.blocks import Remat, check_remat, rematerialized
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.sharding import refuse_sharded
+from hoglib._core.sharding import translate_distributed_errors
 from hoglib._core.source_location import warn
 from hoglib._core.swap import keep_swapped
-from hoglib.curvature.data import IGNORED, Batches, BatchSize, counted_labels
+from hoglib.curvature.data import IGNORED, Batches, BatchSize, LocalBatch, counted_labels
 from hoglib.curvature.likelihood import check_reduction
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.processes import (
@@ -45,6 +45,7 @@ from hoglib.curvature.processes import (
     constants_of,
 )
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
+from hoglib.curvature.sharded_batches import in_step
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.stand_ins.mode import stand_ins_if
@@ -94,22 +95,31 @@ class DatasetSum:
 
     def __init__(
         self, loss: Any, space: Space, data: Any, options: DatasetOptions, processes: Processes,
-        bar: ProgressBar, *, name: str, seed: int, fixed_batches: bool,
+        bar: ProgressBar, *, name: str, seed: int, fixed_batches: bool, takes_shards: bool = False,
     ) -> None:  # fmt: skip
         validation.loss_function("loss", loss)
-        refuse_sharded(name, space.leaves())
+        if not takes_shards:
+            space.refuse_sharded(name)
+        self.sharding = space.sharding  # with the weight of the current batch
         check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
         self._loss, self._space, self._options = loss, space, options
         self._processes, self._bar, self._name, self._seed = processes, bar, name, seed
         self._mean = options.reduction == "mean"
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
-        self._batches = Batches(data, space.device, batch_size, options.micro_batch, processes)
+        self._batches = Batches(
+            data,
+            space.device,
+            batch_size,
+            options.micro_batch,
+            processes,
+            self.sharding is not None,
+        )
         # whether the first pass looks for labels that a mean leaves out, but not the size of a batch
         self._counts_labels = self._mean and batch_size is None and not self._batches.single
         # the weight of the only batch cancels
-        self._at_once = self._batches.single and processes.alone
+        self._at_once = self.single_batch and processes.alone
         self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
-        self.symmetry = Symmetry(name, options.check_deterministic, space.precision)
+        self.symmetry = Symmetry(name, options.check_deterministic, space)
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
@@ -124,8 +134,8 @@ class DatasetSum:
 
     @property
     def single_batch(self) -> bool:
-        """Whether the data is one batch that is not split."""
-        return self._batches.single
+        """Whether the data is one batch that is not split, of this process alone."""
+        return self._batches.single and self.sharding is None
 
     @property
     def alone(self) -> bool:
@@ -148,7 +158,7 @@ class DatasetSum:
         """The loss over the data and its gradient, in the structure of params."""
         space = self._space
         with torch.inference_mode(False):
-            row = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+            row = torch.zeros(1, space.length, dtype=space.dtype, device=space.device)
 
         def add(batch: Any, number: int, share: float) -> Tensor:
             leaves, batch = clone_inference_tensors((space.leaves(), batch))
@@ -186,7 +196,9 @@ class DatasetSum:
         total: or a function that returns it after the pass, in all processes, where its size is known
         only then. rows: the vectors that are multiplied, which have to be the same in all processes.
         """
-        if self.alone:
+        if self._space.sharding is not None:
+            totals = self._run_sharded(local_pass, rows)
+        elif self.alone:
             self._check_state()
             totals = local_pass()
         else:
@@ -204,6 +216,22 @@ class DatasetSum:
         self._splits_checked = True
         self._warn_unused()
         return totals
+
+    def _run_sharded(self, local_pass: Callable[[], PassTotals], rows: Tensor | None) -> PassTotals:
+        """The totals of processes that share the parameters: all have them after each batch."""
+        sharding, space = self._space.sharding, self._space
+        assert sharding is not None
+        with torch.inference_mode(False), translate_distributed_errors(self._name):
+            changed = self._check_state()
+            leaves = space.leaves()
+            columns, vectors = 0, [leaf.new_zeros(0) for leaf in leaves]
+            if rows is not None:
+                columns = len(rows)
+                vectors = list(rows.split([leaf.numel() for leaf in leaves], dim=1))
+            if sharding.check_agreement(self._name, columns, vectors, leaves, changed):
+                self._determinism.forget()
+                self.symmetry.forget()
+            return local_pass()
 
     def _run_distributed(
         self,
@@ -246,7 +274,7 @@ class DatasetSum:
         losses: list[float] = []
         labels: list[tuple[dict[str, tuple[int, bool]], float]] = []
         whole, shared = 0.0, False
-        for local in self._batches:
+        for local, known in self._local_batches():
             first = len(shares)
             self._fraction = 1 / (max(len(self._batches), 1) * max(len(local.pieces), 1))
             for piece, weight, number in local.pieces:
@@ -254,7 +282,9 @@ class DatasetSum:
                 if self._counts_labels:
                     labels.append((counted_labels(piece), weight))
                 value = add(piece, number, share)
-                self._determinism.record(piece, value, self.loss_of)
+                if self.sharding is not None:
+                    value = self.sharding.mean(value)
+                self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
                 shares.append(share)
                 losses.append(float(value.detach()))
@@ -270,6 +300,16 @@ class DatasetSum:
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
         return _totals(shares, losses)._replace(whole=whole, shared=shared)
+
+    def _local_batches(self) -> Iterator[tuple[LocalBatch, tuple[float, ...] | None]]:
+        """The batches; processes that share the parameters all take their next one together."""
+        sharding = self._space.sharding
+        if sharding is None:
+            yield from ((local, None) for local in self._batches)
+            return
+        for step in in_step(self._name, self._batches, sharding):
+            self.sharding = step.sharding
+            yield step.local, step.fingerprint
 
     def kept_batch(self, value: Tensor, share: float) -> PassTotals:
         """The totals of the only batch, whose product was computed from a kept graph."""
@@ -324,7 +364,9 @@ class DatasetSum:
     def evaluation_context(self) -> Iterator[None]:
         """Gradients on, also in inference mode, and stand-ins and recomputation where asked for."""
         blocks = rematerialized(self._options.remat, self._loss, self.backend)
-        with grad_enabled(), stand_ins_if(self._options.stand_ins), blocks:
+        with grad_enabled(), stand_ins_if(self._options.stand_ins), blocks as found:
+            if self.sharding is not None:
+                self.sharding = self.sharding.defer(getattr(self._loss, "model", None), found)
             yield
 
     def loss_of(self, batch: Any) -> Tensor:
@@ -333,6 +375,8 @@ class DatasetSum:
             return without_graph(lambda: self._value(self._space.leaves(), batch))
 
     def _value(self, leaves: Vector, batch: Any) -> Tensor:
+        if self.sharding is not None:
+            leaves = self.sharding.gather(leaves)
         value = self._loss(self._space.params_of(leaves), batch)
         return validation.scalar("loss(params, batch)", value)
 

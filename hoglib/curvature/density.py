@@ -9,7 +9,7 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib.curvature.eigenvalues import ROUNDING
 from hoglib.curvature.traces import Estimate, mean_of, random_signs
-from hoglib.curvature.vector_space import SymmetricMatrix
+from hoglib.curvature.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError
 
 MOST_POINTS = 100_000
@@ -114,7 +114,7 @@ def spectral_density(
         found.append(
             tridiagonal(
                 lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
-                v / size**0.5, steps,
+                v / size**0.5, steps, operator.space,
             )[0]
         )  # fmt: skip
     T = torch.cat(found)
@@ -124,7 +124,7 @@ def spectral_density(
 
 
 def tridiagonal(
-    apply: Callable[[Tensor], Tensor], start: Tensor, steps: int
+    apply: Callable[[Tensor], Tensor], start: Tensor, steps: int, space: Space
 ) -> tuple[Tensor, Tensor]:
     """T = V^T A V, float64 on the CPU, and V [samples, steps, P], from each row v of start.
 
@@ -142,10 +142,10 @@ def tridiagonal(
         w[active] = apply(V[active, j])
         basis = V[:, : j + 1]
         for _ in range(2):  # twice is enough: orthogonal to rounding
-            coefficients = torch.einsum("snp,sp->sn", basis, w)
+            coefficients = space.gram(basis, w)
             w = w - torch.einsum("snp,sn->sp", basis, coefficients)
             T[:, j, j] += coefficients[:, j]
-        beta = w.norm(dim=1)
+        beta = space.norms(w)
         largest = torch.stack([largest, T[:, j, j].abs(), beta]).amax(0)
         active = active & (beta > ROUNDING * torch.finfo(w.dtype).eps * largest)
         if j + 1 == steps or not bool(active.any()):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.vector_space import SymmetricMatrix
+from hoglib.curvature.random_rows import normals
+from hoglib.curvature.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, ConvergenceError, MissingDependencyError
 
 CACHED = 2**22  # bytes of a basis that cost little beside a product
@@ -42,7 +43,8 @@ class Eigenpairs:
 
     Attributes:
         values: [k].
-        vectors: [P, k], of length one.
+        vectors: [P, k], of length one; where parameters are DTensors, the part of this process, of
+            which ``A.unravel`` makes DTensors.
         residuals: [k], |A v - value v|, computed from the vectors themselves.
         products: Products of A with one vector, without those for the residuals.
     """
@@ -114,7 +116,8 @@ def eigsh(
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
     before = operator.count
-    if size <= first_check(k, block):
+    space = operator.space
+    if size <= first_check(k, block) and space.sharding is None:
         A = operator.to_dense().to(torch.float64)
         every, columns = torch.linalg.eigh((A + A.T) / 2)
         chosen = _chosen(every.cpu(), k, which).to(A.device)
@@ -123,18 +126,15 @@ def eigsh(
         wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
 
         def draw(count: int) -> Tensor:
-            v = torch.randn(
-                count, size, dtype=torch.float64, generator=random, device=random.device
-            )
-            return v.to(operator.device, wide)
+            return normals(space, count, random, wide)
 
         values, rows = lanczos(
             lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
-            draw, block, k, partial(_chosen, which=which), tol, limit,
+            draw, block, k, partial(_chosen, which=which), tol, limit, space,
         )  # fmt: skip
     values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
     products = operator.count - before
-    residuals = (operator.apply(rows) - values[:, None] * rows).norm(dim=1)
+    residuals = space.norms(operator.apply(rows) - values[:, None] * rows)
     return Eigenpairs(values, rows.T, residuals, products)
 
 
@@ -149,22 +149,23 @@ def first_check(k: int, block: int) -> int:
 
 
 def lanczos(
-    apply: Apply, draw: Draw, block: int, k: int, choose: Choose, tol: float, restarts: int
+    apply: Apply, draw: Draw, block: int, k: int, choose: Choose, tol: float, restarts: int,
+    space: Space,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """k values, ascending, and unit vectors [k, P], from the Krylov space of `block` vectors.
 
     They are converged where |A v - value v| <= tol |value|, or 10 eps |A|, which is rounding.
     draw(count) returns random vectors [count, P]: to start with, and where the Krylov space ends.
     """
-    start = draw(block)
-    size = start.shape[1]
+    start = draw(min(block, space.size))
+    size = space.size
     first = first_check(k, block)
     cached, largest = (memory // (size * start.element_size()) for memory in (CACHED, LARGEST))
     most = min(size, max(first, min(3 * first, cached)))
     largest = min(size, max(most, 2 * k + 20, min(3 * first, largest)))
     # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself
     second = first + (first - k) // 2
-    basis = Basis(start, most, draw)
+    basis = Basis(start, most, draw, space)
     done = 0
     for restart in range(restarts):
         if restart % SLOW == SLOW - 1 and most < largest:
@@ -200,9 +201,9 @@ class Basis:
     all of V, which keeps V orthonormal to rounding.
     """
 
-    def __init__(self, start: Tensor, most: int, draw: Draw) -> None:
-        self._block, self._size = start.shape
-        self.V = start.new_empty(min(most + self._block, self._size), self._size)
+    def __init__(self, start: Tensor, most: int, draw: Draw, space: Space) -> None:
+        self._block, self._space, self._size = len(start), space, space.size
+        self.V = start.new_empty(min(most + self._block, self._size), start.shape[1])
         self.T = torch.zeros(len(self.V), len(self.V), dtype=torch.float64)
         self.n = self.m = 0
         self.noise = 0.0  # the rounding error of a product
@@ -221,7 +222,8 @@ class Basis:
         self.m = self.n
         for j, product in enumerate(products, start=first):
             outside, coefficients = self._orthogonalize(product, max(0, j - self._block))
-            found = torch.cat([coefficients, outside.norm()[None]]).to("cpu", torch.float64)
+            length = self._space.norms(outside[None])
+            found = torch.cat([coefficients, length]).to("cpu", torch.float64)
             eps = torch.finfo(self.V.dtype).eps
             self.noise = max(self.noise, ROUNDING * eps * float(found.abs().max()))
             self.T[: self.n, j] = found[:-1]
@@ -246,7 +248,7 @@ class Basis:
     def enlarge(self, most: int) -> None:
         """Make room for so many vectors that are multiplied."""
         V, T = self.V, self.T
-        self.V = V.new_empty(min(most + self._block, self._size), self._size)
+        self.V = V.new_empty(min(most + self._block, self._size), V.shape[1])
         self.T = T.new_zeros(len(self.V), len(self.V))
         self.V[: self.n], self.T[: self.n, : self.n] = V[: self.n], T[: self.n, : self.n]
 
@@ -264,7 +266,7 @@ class Basis:
         self.m, self.n = kept, n
 
     def _append(self, v: Tensor) -> None:
-        self.V[self.n] = v / v.norm()
+        self.V[self.n] = v / self._space.norms(v[None])
         self.n += 1
 
     def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, Tensor]:
@@ -277,10 +279,10 @@ class Basis:
         total, before = v.new_zeros(self.n), float("inf")
         for first in (neighbours, 0, 0, 0):
             V = self.V[first : self.n]
-            coefficients = V @ v
+            coefficients = self._space.gram(V, v)
             v = v - coefficients @ V
             total[first:] += coefficients
-            after = float(v.norm())
+            after = float(self._space.norms(v[None]))
             if first == 0 and after > KEPT * before:
                 break
             before = after
@@ -289,6 +291,7 @@ class Basis:
 
 def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:
     """`LinearOperator.to_scipy`."""
+    operator.space.refuse_sharded("to_scipy")
     linalg = _scipy_linalg()
     import numpy as np
 

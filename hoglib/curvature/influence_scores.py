@@ -80,6 +80,7 @@ def influence(
     for name, data in (("train", train), ("query", query)):
         _check_order(name, data)
     space = Space(params)
+    space.refuse_sharded("influence")
 
     def rows(data: Any) -> Iterable[Tensor]:
         for batch in [data] if is_batch(data) else data:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import NOT_DIFFERENTIABLE, Vector
 from hoglib._core.blocks import Remat, check_remat
+from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.sharding import Sharding
+from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentValueError, HoglibError, UnsupportedError
 
 DIFFERENCES = "finite-differences"
@@ -196,3 +198,17 @@ def no_forward_mode(caller: str, mode: str, error: Exception) -> Exception:
         f"got an error from one: {str(error).splitlines()[0]}{hint} Outside of torch.func transforms "
         "use the reverse mode."
     )
+
+
+def refuse_wrapped_calls(caller: str, func: Any) -> None:
+    """Raise for a function that calls, by itself, a module whose hooks gather its parameters."""
+    if getattr(func, "model", None) is None and any(
+        isinstance(part, nn.Module) and wrapped_attributes(part, mixed_precision=True)
+        for found in ClosureWalker(func, STATE).objects
+        for part in (found.modules() if isinstance(found, nn.Module) else ())
+    ):
+        raise UnsupportedError(
+            f"{caller}: expected `hoglib.functional_loss(model, criterion, forward=...)` of a "
+            "module whose parameters are DTensors, got another function that calls it: its hooks would "
+            "gather the module's own parameters."
+        )

@@ -181,6 +181,7 @@ class LinearOperator(ABC):
         Returns:
             An operator that shares the products of A.
         """
+        self.space.refuse_sharded("block_diagonal")
         groups = groups_of(blocks, self.params)
         owners = torch.cat([
             torch.full((leaf.numel(),), next(g for g, group in enumerate(groups) if i in group))
@@ -190,6 +191,7 @@ class LinearOperator(ABC):
 
     def to_dense(self) -> Tensor:
         """The matrix [P, P], by one product a column."""
+        self.space.refuse_sharded("to_dense")
         eye = torch.eye(self.space.size, dtype=self.dtype, device=self.device)
         with self._algorithm("to_dense", self.space.size):
             return self.apply(eye)

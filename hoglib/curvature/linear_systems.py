@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.vector_space import SymmetricMatrix
+from hoglib.curvature.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -84,8 +84,9 @@ def cg(
     limit = min(10 * operator.shape[0], 1000)
     limit = limit if max_iter is None else validation.at_least("max_iter", max_iter, 0)
     precondition = _preconditioner(operator, preconditioner, rebuild)
-    before = operator.count
-    target = (tol * rows.norm(dim=1)).clamp(min=validation.number("atol", atol, minimum=0))
+    before, space = operator.count, operator.space
+    size = space.norms(rows)
+    target = (tol * size).clamp(min=validation.number("atol", atol, minimum=0))
     x, start = torch.zeros_like(rows), rows
     if x0 is not None:
         x = operator.space.rows(x0, "x0")[0].clone()
@@ -94,13 +95,12 @@ def cg(
                 f"x0: expected as many vectors as in b, {len(rows)}, got {len(x)}; give it the form "
                 "of b."
             )
-        x *= rows.norm(dim=1, keepdim=True) > 0  # where b is 0, so is x
+        x *= size[:, None] > 0  # where b is 0, so is x
         start = rows - operator.apply(x)
     stagnation = _Stagnation(validation.number("stagnation_tol", stagnation_tol, minimum=0))
     residual, iterations = _iterate(
-        operator.apply, precondition, rows, x, start, target, limit, stagnation
+        operator.apply, space, precondition, rows, x, start, target, limit, stagnation
     )
-    size = rows.norm(dim=1)
     relative = residual / torch.where(size > 0, size, torch.ones_like(size))
     converged = residual <= target
     if not return_info:
@@ -119,6 +119,7 @@ def cg(
 
 def _iterate(
     product: Callable[[Tensor], Tensor],
+    space: Space,
     precondition: Callable[[Tensor], Tensor],
     b: Tensor,
     x: Tensor,
@@ -128,33 +129,33 @@ def _iterate(
     stagnation: "_Stagnation",
 ) -> tuple[Tensor, int]:
     """Improve x in place; return the norms of the true residuals, and the number of iterations."""
-    true = r.norm(dim=1)
+    true = space.norms(r)
     active = (true > target).nonzero().reshape(-1)
     r = r.clone()
     z = precondition(r)
-    p, rz = z.clone(), (r * z).sum(1)
+    p, rz = z.clone(), space.dots((r, z))[0]
     iterations = 0
     while len(active) and iterations < limit:
         iterations += 1
         Ap = product(p[active])
-        curvature = (p[active] * Ap).sum(1)
-        _check_positive(curvature, p[active], iterations)
+        curvature, squares = space.dots((p[active], Ap), (p[active], p[active]))
+        _check_positive(curvature, squares, iterations)
         alpha = (rz[active] / curvature)[:, None]
         x[active] += alpha * p[active]
         r[active] -= alpha * Ap
-        stagnant = stagnation.reached(b, x, r)[active]
-        small = (r[active].norm(dim=1) <= target[active]) | (iterations == limit) | stagnant
+        stagnant = stagnation.reached(space, b, x, r)[active]
+        small = (space.norms(r[active]) <= target[active]) | (iterations == limit) | stagnant
         if bool(small.any()):
             done = active[small]
             before = true[done]
             r[done] = b[done] - product(x[done])
-            true[done] = r[done].norm(dim=1)
+            true[done] = space.norms(r[done])
             # rounding may keep the true residual large: continuing helps while it still shrinks
             improving = (true[done] > target[done]) & (true[done] < 0.5 * before) & ~stagnant[small]
             active = torch.cat([active[~small], done[improving]]).sort().values
             p[done] = 0  # starts again
         z = precondition(r)
-        new = (r * z).sum(1)
+        new = space.dots((r, z))[0]
         p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
         rz = new
     return true, iterations
@@ -168,11 +169,11 @@ class _Stagnation:
         self._tol = tol
         self._values: list[Tensor] = []
 
-    def reached(self, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
+    def reached(self, space: Space, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
         """After an iteration whose result is x, with the residual r."""
         if not self._tol:
             return b.new_zeros(len(b), dtype=torch.bool)
-        self._values.append(-0.5 * (x * (b + r)).sum(1))
+        self._values.append(-0.5 * space.dots((x, b + r))[0])
         iterations = len(self._values)
         k = max(10, iterations // 10)
         if iterations <= k:
@@ -181,9 +182,10 @@ class _Stagnation:
         return (now < 0) & (before - now < -now * k * self._tol)
 
 
-def _check_positive(curvature: Tensor, p: Tensor, iterations: int) -> None:
+def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None:
+    """squares: of the lengths of the directions."""
     lowest, at = curvature.min(0)
-    length = float(p[at].square().sum())
+    length = float(squares[at])
     if length == 0:
         raise ArgumentValueError(
             "preconditioner: expected a positive definite one, got one that maps a residual to zero; "
@@ -217,7 +219,7 @@ def _preconditioner(
     if callable(given):
         return lambda rows: operator.space.rows(given(rebuild(rows)), "preconditioner(r)")[0]
     diagonal = operator.space.rows(given, "preconditioner")[0]
-    if len(diagonal) != 1 or not bool((diagonal > 0).all()):
+    if len(diagonal) != 1 or not operator.space.everywhere(bool((diagonal > 0).all())):
         raise ArgumentValueError(
             "preconditioner: expected a vector of positive numbers, an operator or a function, got "
             f"{validation.describe(given)}; take A.diagonal().clamp(min=...) for instance."

@@ -126,6 +126,7 @@ def low_rank(
         >>> L.values.round(decimals=3)
         tensor([18.])
     """
+    operator.space.refuse_sharded("low_rank")
     size = operator.shape[0]
     validation.one_of("method", method, METHODS)
     validation.generator(generator)

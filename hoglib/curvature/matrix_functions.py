@@ -43,9 +43,9 @@ def matrix_function(
     validation.function("function", function)
     rows, rebuild = operator.space.rows(b, "b")
     count = min(validation.at_least("steps", steps, 1), operator.shape[0])
-    size = rows.norm(dim=1, keepdim=True)
+    size = operator.space.norms(rows)[:, None]
     start = rows / torch.where(size > 0, size, torch.ones_like(size))
-    T, V = density.tridiagonal(operator.apply, start, count)
+    T, V = density.tridiagonal(operator.apply, start, count, operator.space)
     theta, S = torch.linalg.eigh(T)
     present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
     values = torch.where(present, function(theta), 0)

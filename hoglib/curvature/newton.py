@@ -172,7 +172,7 @@ class NewtonCG(BatchOptimizer):
         G = self._matrix(batch)
         value, gradient = G.gradient()
         g = G.ravel(gradient)
-        if not bool(g.any()):
+        if G.space.everywhere(not bool(g.any())):
             unmoved = float(value)
             self.info = NewtonStep(unmoved, unmoved, nan, group["damping"], 0, 0, 0, 0)
             return value
@@ -180,7 +180,7 @@ class NewtonCG(BatchOptimizer):
         precondition = self._prepared(model, batch if curvature is None else curvature)
         d, dGd, iterations = self._direction(model, g, precondition)
         self.param_groups[0]["steps"] += 1
-        slope = float(g @ d)
+        slope = _dot(G, g, d)
         damping, products = group["damping"], model.count
         after, ratio, length, values = self._search(G, float(value), d, slope, dGd)
         if ratio > 0.75:
@@ -235,9 +235,9 @@ class NewtonCG(BatchOptimizer):
                     raise
                 continue
             iterations += info.iterations
-            dGd = float(d @ (G @ d))
+            dGd = _dot(G, d, G @ d)
             # a distant start and few iterations may give worse than a start from zero
-            if start is None or float(g @ d) + dGd / 2 < 0:
+            if start is None or _dot(G, g, d) + dGd / 2 < 0:
                 return d, dGd, iterations
             start = None
 
@@ -248,7 +248,7 @@ class NewtonCG(BatchOptimizer):
         if not part or any(d is None for d in last.values()):
             return None
         start = part * G.ravel(last)
-        return start if float(g @ start) < 0 else None
+        return start if _dot(G, g, start) < 0 else None
 
     def _search(
         self, G: GGNOperator, value: float, d: Tensor, slope: float, dGd: float
@@ -285,3 +285,7 @@ class NewtonCG(BatchOptimizer):
         changed = bool(damping != group["damping"])
         group["damping"] = damping
         return changed
+
+
+def _dot(G: GGNOperator, a: Tensor, b: Tensor) -> float:
+    return float(G.space.dots((a[None], b[None]))[0, 0])

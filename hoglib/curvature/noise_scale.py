@@ -56,6 +56,7 @@ def gradient_noise_scale(
         tensor(2.)
     """
     space = Space(params)
+    space.refuse_sharded("gradient_noise_scale")
     count, mean = 0, torch.zeros(space.size, dtype=torch.float64, device=space.device)
     spread = torch.zeros((), dtype=torch.float64, device=space.device)
     for batch in [data] if is_batch(data) else data:

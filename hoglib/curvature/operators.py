@@ -30,6 +30,7 @@ from hoglib.curvature.linear_map import (
     check_backend,
     check_blocks,
     double_loss,
+    refuse_wrapped_calls,
 )
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.processes import PassTotals, Processes
@@ -63,11 +64,13 @@ class DatasetOperator(LinearOperator):
         # the first process shows the bar for all
         super().__init__(Space(params, options.dtype), options.progress and processes.rank == 0)
         kind.check_loss(loss)
+        if self.space.sharding is not None:
+            _check_sharded(name, loss, kind, options, backend)
         if options.remat is not False:
             find_blocks(options.remat, loss)  # raises where there are none
         self._sum = DatasetSum(
             loss, self.space, data, options, processes, self._bar,
-            name=name, seed=kind.seed, fixed_batches=kind.random,
+            name=name, seed=kind.seed, fixed_batches=kind.random, takes_shards=True,
         )  # fmt: skip
         self._kind = kind
         self._in_double = kind.mode == DIFFERENCES
@@ -106,7 +109,7 @@ class DatasetOperator(LinearOperator):
         if weight != 1:
             total /= weight
         where = self.space.first_not_finite(total)
-        if where and bool(rows.isfinite().all()):
+        if where and self.space.everywhere(bool(rows.isfinite().all())):
             raise NonFiniteError(
                 f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
                 "where the loss is finite; look for a square root, norm or logarithm at zero."
@@ -136,7 +139,8 @@ class DatasetOperator(LinearOperator):
             leaves, args = clone_inference_tensors((self.space.leaves(), (batch,)))
             if self._in_double:
                 leaves, args = to_double((leaves, args))
-            loss = BoundLoss(self._loss, pytree.flatten(self.space.params)[1], args)
+            structure = pytree.flatten(self.space.params)[1]
+            loss = BoundLoss(self._loss, structure, args, self._sum.sharding)
             kind = self._kind.for_batch(number)
             if compiled:
                 several = len(rows) > 1 or (single and self._memory_limit > 0)
@@ -174,6 +178,36 @@ class DatasetOperator(LinearOperator):
             self.space.add(sums, product, share, first)
             self._sum.advance()
         return value.to(self.dtype) if self._in_double else value
+
+
+def _check_sharded(
+    name: str, loss: Any, kind: CurvatureKind, options: DatasetOptions, backend: str
+) -> None:
+    """Raise for options that do not go with parameters which processes share."""
+    reasons = {
+        "processes": (
+            options.processes is not None,
+            "each process takes part anyway, with the batches that it is given; leave it out",
+        ),
+        "reduction": (
+            options.reduction == "sum",
+            "processes of a mesh may have the same examples, which a sum would count twice; use "
+            "'mean', and multiply by the number of examples",
+        ),
+        "micro_batch": (options.micro_batch is not None, "pass smaller batches"),
+        "compile": (bool(backend), "gathers are not captured; leave it out"),
+        "kind": (
+            kind.random,
+            "samples would be the same for the examples of each process; use 'exact'",
+        ),
+    }
+    for option, (given, reason) in reasons.items():
+        if given:
+            raise UnsupportedError(
+                f"{name}({option}=...): expected parameters that this process holds whole, got "
+                f"DTensors: {reason}."
+            )
+    refuse_wrapped_calls(name, loss)
 
 
 class _KeptProduct(NamedTuple):

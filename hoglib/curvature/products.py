@@ -10,11 +10,9 @@ from torch import Tensor
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.blocks import rematerialized
-from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
 from hoglib._core.sharding import Sharding, translate_distributed_errors
 from hoglib._core.swap import keep_swapped
-from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.capture.capturing import runs_elsewhere
 from hoglib.curvature.compiled import compiled_linear_map
 from hoglib.curvature.fisher_metric import FisherMetric
@@ -29,6 +27,7 @@ from hoglib.curvature.linear_map import (
     check_backend,
     check_blocks,
     double_loss,
+    refuse_wrapped_calls,
 )
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.stand_ins.mode import stand_ins_if
@@ -321,7 +320,8 @@ def _sharded(
     shards = sharding.local_vector("v", vector, sharding.names)
     leaves = sharding.local(pytree.leaves(params))
     with translate_distributed_errors(options.caller):
-        sharding.check_agreement(options.caller, shards, leaves)
+        columns = vector[0].shape[-1] if block else 1
+        sharding.check_agreement(options.caller, columns, shards, leaves)
         value, product = _computed(kind, loss, leaves, shards, block, options)
         return sharding.mean(value), sharding.wrap(product)
 
@@ -370,16 +370,7 @@ def _refuse_sharded(func: Any, options: ProductOptions) -> None:
             f"{options.caller}: expected parameters that this process holds whole inside torch.func "
             "transforms, got DTensors; call it outside of them."
         )
-    if getattr(func, "model", None) is None and any(
-        isinstance(part, torch.nn.Module) and wrapped_attributes(part, mixed_precision=True)
-        for found in ClosureWalker(func, STATE).objects
-        for part in (found.modules() if isinstance(found, torch.nn.Module) else ())
-    ):
-        raise UnsupportedError(
-            f"{options.caller}: expected `hoglib.functional_loss(model, criterion, forward=...)` of a "
-            "module whose parameters are DTensors, got another function that calls it: its hooks would "
-            "gather the module's own parameters."
-        )
+    refuse_wrapped_calls(options.caller, func)
 
 
 def _refuse_graph(options: ProductOptions) -> None:

@@ -39,6 +39,7 @@ def hutchpp(
         >>> hog.curvature.hutchpp(A, 6).round()  # a matrix of rank one, 2 x x^T
         tensor(18.)
     """  # fmt: skip
+    operator.space.refuse_sharded("hutchpp")
     count = validation.at_least("num_samples", num_samples, 3) // 3
     validation.generator(generator)
     size = operator.shape[0]
@@ -85,6 +86,7 @@ def xdiag(
         >>> hog.curvature.xdiag(A, 4).round()  # 2 x x^T
         tensor([2., 2., 2., 2., 2., 2., 2., 2., 2.])
     """
+    operator.space.refuse_sharded("xdiag")
     count = validation.at_least("num_samples", num_samples, 4) // 2
     validation.generator(generator)
     size = operator.shape[0]

@@ -18,6 +18,7 @@ from hoglib._core.state import line_that_draws
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.validation import listing
 from hoglib.curvature.data import fingerprint
+from hoglib.curvature.vector_space import Space
 from hoglib.errors import NondeterministicError, NonFiniteError
 
 RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -53,10 +54,17 @@ class Determinism:
         """Forget the total, because parameters changed in another process."""
         self._total = None
 
-    def record(self, batch: Any, value: Tensor, loss_of: Callable[[Any], Tensor]) -> None:
+    def record(
+        self,
+        batch: Any,
+        value: Tensor,
+        loss_of: Callable[[Any], Tensor],
+        known: tuple[float, ...] | None = None,
+    ) -> None:
         """Record the loss of the next batch, and compare it with the first pass.
 
         loss_of: computes it again, to find the line that draws random numbers.
+        known: the fingerprint of the batch, where it is that of several processes.
         """
         number = float(value.detach())
         if not isfinite(number):
@@ -66,7 +74,7 @@ class Determinism:
                 + ". Look for NaN in the data and in the parameters, and for overflow."
             )
         if self._enabled:
-            self._now.append(BatchRecord(number, fingerprint(batch)))
+            self._now.append(BatchRecord(number, fingerprint(batch) if known is None else known))
             self._compare_batch(batch, value, loss_of)
 
     def finish_pass(self) -> list[BatchRecord]:
@@ -207,8 +215,9 @@ class Symmetry:
     asymmetric; the check costs two inner products, once.
     """
 
-    def __init__(self, name: str, enabled: bool, precision: torch.dtype) -> None:
-        self._name, self._bound = name, BOUNDS.get(precision) if enabled else None
+    def __init__(self, name: str, enabled: bool, space: Space) -> None:
+        self._name, self._space = name, space
+        self._bound = BOUNDS.get(space.precision) if enabled else None
         self._first: list[tuple[Tensor, Tensor]] = []
         self._done = False
 
@@ -228,10 +237,12 @@ class Symmetry:
             return
         (v, Av), (w, Aw) = (self._first + pairs)[:2]
         self._first, self._done = [], True
-        size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
-        lhs, rhs = ((a * b).sum(dtype=torch.float64) for a, b in ((v, Aw), (w, Av)))
-        gap = abs(float(lhs - rhs))
-        if gap > size * max(bound.random / len(v) ** 0.5, bound.rounding):
+        both = [(v, v), (w, w), (Av, Av), (Aw, Aw), (v, Aw), (w, Av)]
+        each = [(a[None], b[None]) for a, b in both]
+        vv, ww, AvAv, AwAw, lhs, rhs = self._space.dots(*each, dtype=torch.float64)[:, 0].tolist()
+        size = (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
+        gap = abs(lhs - rhs)
+        if gap > size * max(bound.random / self._space.size**0.5, bound.rounding):
             warnings.warn(
                 f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
                 f"{gap / size:.1g} of their size. A backward in the loss is not the derivative of its "

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
+from hoglib.curvature import random_rows
 from hoglib.curvature.vector_space import SymmetricMatrix
 
 AT_ONCE = 2**28  # bytes of random vectors that are multiplied at once
@@ -49,7 +50,8 @@ def hutchinson_trace(
         >>> hog.curvature.hutchinson_trace(A, 4)  # exact, for the matrix is diagonal
         tensor(4.)
     """
-    values = [(v * Av).sum(1) for v, Av in _samples(operator, num_samples, generator)]
+    dots = operator.space.dots
+    values = [dots((v, Av))[0] for v, Av in _samples(operator, num_samples, generator)]
     found = mean_of(torch.cat(values))
     return found if return_error else found.value
 
@@ -119,7 +121,8 @@ def hutchinson_frobenius(
         >>> hog.curvature.hutchinson_frobenius(A, 4)
         tensor(8.)
     """
-    values = [Av.square().sum(1) for _, Av in _samples(operator, num_samples, generator)]
+    dots = operator.space.dots
+    values = [dots((Av, Av))[0] for _, Av in _samples(operator, num_samples, generator)]
     found = mean_of(torch.cat(values))
     return found if return_error else found.value
 
@@ -141,9 +144,7 @@ def random_signs(
     operator: SymmetricMatrix, count: int, generator: torch.Generator | None
 ) -> Tensor:
     """Rows [count, P] of independent signs, -1 or 1."""
-    device = operator.device if generator is None else generator.device
-    bits = torch.randint(2, (count, operator.shape[0]), generator=generator, device=device)
-    return (2 * bits - 1).to(operator.device, operator.dtype)
+    return random_rows.signs(operator.space, count, generator)
 
 
 def mean_of(values: Tensor) -> Estimate:
@@ -187,6 +188,7 @@ def xtrace(
         >>> hog.curvature.xtrace(A, 4)  # a matrix of rank one, 2 x x^T
         tensor(18.0000)
     """
+    operator.space.refuse_sharded("xtrace")
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 4)
     random = validation.generator(generator)

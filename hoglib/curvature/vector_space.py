@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import pytree, validation
+from hoglib._core.sharding import Sharding, is_sharded, refuse_sharded
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Tree = Any
@@ -43,9 +44,13 @@ class Space:
     """The space of vectors like params.
 
     Inside, one or k vectors are the rows of a tensor [k, P]; outside they are flat, [P] or [P, k], or
-    have the structure of params, with a trailing dimension of k for a block.
+    have the structure of params, with a trailing dimension of k for a block. Where params are DTensors,
+    rows and flat vectors are the part of this process, [k, length]; `dots`, `gram` and `norms` are
+    those of the whole vectors, the same numbers in all processes, by one all-reduce each.
 
     Attributes:
+        size: P.
+        length: How many of the P entries this process holds; all of them but of DTensors.
         precision: The widest dtype of params, in which products are computed.
         dtype: Of flat vectors, and of sums of products over data.
     """
@@ -62,6 +67,7 @@ class Space:
                     f"{where}: expected device {leaves[0].device} as the first, got {leaf.device}; an "
                     "operator's vectors live on one device. Move the model to one."
                 )
+        self.sharding = Sharding.of(leaves, lambda: pytree.paths(params))
         self.size = pytree.size(params)
         if not self.size:
             raise ArgumentValueError(
@@ -76,11 +82,26 @@ class Space:
             raise ArgumentValueError(
                 f"dtype: expected one as wide as that of the parameters, {self.precision}, got {dtype}."
             )
-        self._like = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        held = leaves if self.sharding is None else self.sharding.local(leaves)
+        self._like = [(leaf.shape, leaf.dtype) for leaf in held]
+        self.length = pytree.size(held)
+        # what the entries of a row count in an inner product, of which several processes hold copies
+        self._parts: Tensor | float = 1.0
+        if self.sharding is not None:
+            parts = [self.sharding.part(i) for i in range(len(held))]
+            self._parts = parts[0]
+            if len(set(parts)) > 1:
+                each = [
+                    torch.full((leaf.numel(),), part)
+                    for leaf, part in zip(held, parts, strict=True)
+                ]
+                self._parts = torch.cat(each).to(self.device, self.precision)
 
     def leaves(self) -> list[Tensor]:
-        """The parameters as they are now."""
+        """The parameters as they are now; of DTensors the shards of this process."""
         leaves = pytree.leaves(self.params)
+        if self.sharding is not None:
+            leaves = self.sharding.local(leaves)
         now = [(leaf.shape, leaf.dtype) for leaf in leaves]
         if now != self._like:
             raise ArgumentValueError(
@@ -103,7 +124,41 @@ class Space:
 
     def same(self, other: "Space") -> bool:
         alike = self._like == other._like and self.dtype == other.dtype
+        alike = alike and self.sharding == other.sharding
         return alike and pytree.paths(self.params) == pytree.paths(other.params)
+
+    def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
+        products = (a * b if self._whole else a * b * self._parts for a, b in pairs)
+        found = [product.sum(1, dtype=dtype) for product in products]
+        return self.reduced(torch.stack(found))
+
+    def gram(self, rows: Tensor, v: Tensor) -> Tensor:
+        """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
+        v = v if self._whole else v * self._parts
+        return self.reduced(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
+
+    def norms(self, rows: Tensor) -> Tensor:
+        """The length of each row."""
+        return rows.norm(dim=1) if self.sharding is None else self.dots((rows, rows))[0].sqrt()
+
+    def reduced(self, value: Tensor) -> Tensor:
+        """The sum over the processes that hold parts of the vectors."""
+        return value if self.sharding is None else self.sharding.sum(value)
+
+    def everywhere(self, holds: bool) -> bool:
+        """Whether it holds in all processes that hold parts of the vectors."""
+        if self.sharding is None:
+            return holds
+        return not self.reduced(torch.tensor(float(not holds), device=self.device)).item()
+
+    def refuse_sharded(self, caller: str) -> None:
+        """Raise for DTensors, in algorithms that need whole vectors."""
+        refuse_sharded(caller, pytree.leaves(self.params))
+
+    @property
+    def _whole(self) -> bool:
+        return isinstance(self._parts, float) and self._parts == 1
 
     def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
@@ -111,6 +166,8 @@ class Space:
             return self._flat_rows(v, name)
         leaves, block = validation.vectors(name, v, self.params)
         columns = leaves[0].shape[-1] if block else 1
+        if self.sharding is not None:
+            leaves = self.sharding.local_vector(name, leaves, self.sharding.names)
         rows = torch.cat(
             [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
         ).T.contiguous()
@@ -125,10 +182,12 @@ class Space:
         )
 
     def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
-        if v.dim() not in (1, 2) or v.shape[0] != self.size:
+        if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
+            n = self.length
             raise ArgumentValueError(
-                f"{name}: expected ({self.size},), ({self.size}, k) for k vectors, or the structure of "
-                f"params, got {tuple(v.shape)}."
+                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of params, got "
+                f"{'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
+                + ("" if self.sharding is None else " A flat vector is the part of this process.")
             )
         if v.dtype != self.dtype:
             raise ArgumentTypeError(
@@ -166,16 +225,27 @@ class Space:
 
     def tree(self, row: Tensor) -> Tree:
         """A flat vector in the structure of params."""
-        return self.params_of(self.split(row))
+        return self._tree_of(self.split(row))
 
     def block(self, rows: Tensor) -> Tree:
         """Rows in the structure of params, with a trailing dimension."""
         columns = [self.split(row) for row in rows]
         stacked = [torch.stack(parts, -1) for parts in zip(*columns, strict=True)]
-        return self.params_of(stacked)
+        return self._tree_of(stacked)
+
+    def _tree_of(self, leaves: list[Tensor]) -> Tree:
+        return self.params_of(leaves if self.sharding is None else self.sharding.wrap(leaves))
 
     def first_not_finite(self, rows: Tensor) -> str:
         """The name of a leaf in which rows are NaN or infinite; empty if all are finite."""
+        name = self._first_not_finite(rows)
+        if self.sharding is None:
+            return name
+        names = ["", *(path or "params" for path in pytree.paths(self.params))]
+        found = torch.tensor(float(names.index(name)), device=self.device)
+        return names[int(self.sharding.reduce(found, "MAX"))]
+
+    def _first_not_finite(self, rows: Tensor) -> str:
         if bool(rows.sum().isfinite()) or bool(rows.isfinite().all()):  # a sum is faster
             return ""
         for name, *parts in zip(

@@ -1,0 +1,299 @@
+"""Operators on parameters that several processes share: every algorithm equals that of one process."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import hoglib as hog
+from hoglib._core import sharding
+from hoglib.errors import HoglibError
+from tests.long_tail import FULL
+from tests.several_processes import found_by_each
+from tests.test_sharded_models import (
+    data,
+    fsdp,
+    fsdp_and_tensor_parallel,
+    fsdp_frozen,
+    gathered,
+    hybrid,
+    model,
+    plain_name,
+    tensor_parallel,
+    vectors,
+)
+
+LAYOUTS = {"fsdp": fsdp, "fsdp, frozen": fsdp_frozen}
+ON_A_GRID = {
+    "hybrid": hybrid, "tensor parallel": tensor_parallel,
+    "fsdp and tensor parallel": fsdp_and_tensor_parallel,
+}  # fmt: skip
+KINDS = {
+    "hessian": hog.HessianOperator,
+    "hessian, forward": partial(hog.HessianOperator, mode="forward-over-reverse"),
+    "hessian, remat": partial(hog.HessianOperator, remat=["block"]),
+    "hessian, differences": partial(hog.HessianOperator, mode="finite-differences"),
+    "ggn": hog.GGNOperator,
+    "ggn, reverse": partial(hog.GGNOperator, mode="reverse"),
+    "fisher": hog.FisherOperator,
+    "fisher, empirical": partial(hog.FisherOperator, kind="empirical"),
+}
+
+
+def seeded():
+    return torch.Generator().manual_seed(3)
+
+
+def uneven(rows, several=True):
+    """Two batches of the rows of one process, of other sizes in each; or one."""
+    x, y = (part[rows] for part in data())
+    if not several:
+        return x, y
+    first = 1 + rows.start % 2
+    return [(x[:first], y[:first]), (x[first:], y[first:])]
+
+
+class Pair:
+    """An operator on the parameters of a wrapped model, and that of one process with the whole data."""
+
+    def __init__(self, kind, net, rows, several=True):
+        self.params = hog.trainable_params(net)
+        self.loss = hog.functional_loss(net, F.cross_entropy)
+        self.shared = kind(self.loss, self.params, uneven(rows, several))
+        one = model()
+        own = dict(one.named_parameters())
+        self.own = {plain_name(name): own[plain_name(name)] for name in self.params}
+        self.single = kind(hog.functional_loss(one, F.cross_entropy), self.own, [data()])
+
+    def vectors(self, columns=()):
+        v = vectors(self.params, columns)
+        return v, {plain_name(name): p for name, p in gathered(v).items()}
+
+    def error(self, found, expected):
+        """Of trees; of scalars and lists."""
+        if not isinstance(found, dict):
+            found, expected = (torch.as_tensor(x) for x in (found, expected))
+            return float((found - expected).norm() / expected.norm().clamp(min=1e-3))
+        errors = []
+        for name, p in found.items():
+            assert type(p) is type(self.params[name].data), name
+            errors.append(self.error(sharding.whole(p), expected[plain_name(name)]))
+        return max(errors)
+
+
+def products(net, rows, kind):
+    """A product with a vector and with a block, the value and the gradient."""
+    pair = Pair(kind, net, rows)
+    errors = []
+    for columns in ((), (2,)):
+        v, along = pair.vectors(columns)
+        errors.append(pair.error(pair.shared @ v, pair.single @ along))
+    (value, gradient), (expected, slope) = pair.shared.gradient(), pair.single.gradient()
+    errors += [pair.error(gradient, slope), pair.error(value, expected)]
+    errors.append(pair.error(pair.shared.value(), expected))
+    return max(errors)
+
+
+def algorithms(net, rows, all_of_them):
+    pair = Pair(hog.GGNOperator, net, rows, several=False)
+    A, B = pair.shared, pair.single
+    v, along = pair.vectors()
+    x, y = (op.solve(b, damping=3.0, tol=1e-12) for op, b in ((A, v), (B, along)))
+    found = {"solve": pair.error(x, y)}
+    found["trace"] = pair.error(*(op.trace(4, generator=seeded()) for op in (A, B)))
+    if not all_of_them:
+        return found
+    eigen, expected = (op.eigsh(3, which="LA", generator=seeded()) for op in (A, B))
+    found["eigenvalues"] = pair.error(eigen.values, expected.values)
+    projections = A.space.dots((eigen.vectors.T, A.ravel(v)[None].expand_as(eigen.vectors.T)))[
+        0
+    ].abs()
+    found["eigenvectors"] = pair.error(projections, (expected.vectors.T @ B.ravel(along)).abs())
+    found["residuals"] = 1e-3 * float((eigen.residuals / eigen.values).max())
+    for name, options in {
+        "solve, started": {"x0": True, "preconditioner": True},
+        "solve, stagnation": {"stagnation_tol": 1e-3},
+    }.items():  # fmt: skip
+        x, y = (
+            op.solve(
+                b, damping=3.0, return_info=True, tol=1e-12,
+                **{key: b if key == "x0" else squares(b) if value is True else value
+                   for key, value in options.items()},
+            )
+            for op, b in ((A, v), (B, along))
+        )  # fmt: skip
+        found[name] = pair.error(x[0], y[0])
+        assert x[1].iterations == y[1].iterations, name
+        assert bool(x[1].converged) == bool(y[1].converged), name
+    for name, estimate in {
+        "density": lambda op: (
+            op.spectral_density(2, steps=5, generator=seeded(), width=0.1).density
+        ),
+        "frobenius": lambda op: hog.curvature.hutchinson_frobenius(op, 2, generator=seeded()),
+    }.items():
+        found[name] = pair.error(estimate(A), estimate(B))
+    found["diagonal"] = pair.error(
+        A.unravel(A.diagonal(2, generator=seeded())), B.unravel(B.diagonal(2, generator=seeded()))
+    )
+    found["function"] = pair.error(
+        *(
+            hog.curvature.matrix_function(op, b, torch.exp, steps=4)
+            for op, b in ((A, v), (B, along))
+        )
+    )
+    twice, expected = 2 * A - A.damped(0.5), 2 * B - B.damped(0.5)
+    found["algebra"] = pair.error(twice @ v, expected @ along)
+    return found
+
+
+def squares(tree):
+    return {name: p * p + 0.5 for name, p in tree.items()}
+
+
+def newton(net, rows):
+    """Steps of Newton's method with a warm start; the parameters, and the state."""
+    pair = Pair(hog.GGNOperator, net, rows)
+    ours = hog.curvature.NewtonCG(pair.loss, pair.params, damping=1.0, max_iter=5)
+    one = pair.single._loss
+    theirs = hog.curvature.NewtonCG(one, pair.own, damping=1.0, max_iter=5)
+    errors = []
+    for _ in range(2):
+        values = ours.step(uneven(rows)), theirs.step([data()])
+        errors.append(pair.error(*values))
+        assert ours.info[4:] == theirs.info[4:], (ours.info, theirs.info)  # lengths and counts
+    errors.append(pair.error({n: p.data for n, p in pair.params.items()}, pair.own))
+    return max(errors)
+
+
+def every(rank, folder, found):
+    world = dist.get_world_size()
+    for layout, make in (LAYOUTS | (ON_A_GRID if world == 4 else {})).items():
+        for name, kind in KINDS.items():
+            if layout in ("fsdp", "fsdp and tensor parallel") or name == "hessian":
+                found[f"{layout}: {name}"] = products(*make(rank, world), kind)
+        thorough = layout in ("fsdp", "hybrid", "fsdp and tensor parallel")
+        for name, error in algorithms(*make(rank, world), thorough).items():
+            found[f"{layout}: {name}"] = error
+        if thorough:
+            found[f"{layout}: newton"] = newton(*make(rank, world))
+    found["refused"] = refused(rank, world)
+
+
+def refused(rank, world):
+    net, rows = fsdp(rank, world)
+    loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
+    batches, v = uneven(rows), vectors(params)
+    H = hog.HessianOperator(loss, params, batches)
+    make = partial(hog.HessianOperator, loss, params)
+    nan = [(batches[0][0] * (torch.nan if rank == 0 else 1), batches[0][1])]
+    frozen, _ = fsdp_frozen(rank, world)
+    own = hog.trainable_params(frozen)
+    other = hog.functional_loss(frozen, F.cross_entropy)
+    noisy = vectors(own)
+    noisy["norm.weight"] = noisy["norm.weight"] + rank
+    seed = torch.Generator().manual_seed(rank)
+    calls = {
+        "processes": lambda: make(batches, processes="sharded"),
+        "reduction": lambda: make(batches, reduction="sum"),
+        "micro_batch": lambda: make(batches, micro_batch=2),
+        "compile": lambda: make(batches, compile="eager"),
+        "kind": lambda: hog.FisherOperator(loss, params, batches, kind="mc"),
+        "kfac": lambda: hog.KFACOperator(loss, params, batches),
+        "to_dense": H.to_dense,
+        "to_scipy": H.to_scipy,
+        "block_diagonal": lambda: H.block_diagonal("parameter"),
+        "xtrace": lambda: H.trace(8, method="xtrace"),
+        "hutch++": lambda: H.trace(8, method="hutch++"),
+        "xdiag": lambda: H.diagonal(8, method="xdiag"),
+        "low_rank": lambda: hog.curvature.low_rank(H, 2),
+        "whole vectors": lambda: H @ gathered(v),
+        "flat vectors": lambda: H @ torch.ones(H.shape[0], dtype=torch.float64),
+        "batches": lambda: make(batches[: 1 + (rank > 0)]) @ v,
+        "data": lambda: make(nan) @ v,
+        "vectors": lambda: hog.HessianOperator(other, own, batches) @ noisy,
+        "columns": lambda: H @ vectors(params, (2 + rank,)),
+        "seed": lambda: H.trace(2, generator=seed),
+        "iterating": lambda: make(Broken(batches, rank)) @ v,
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "", "nothing was raised"
+        except (HoglibError, OSError) as error:
+            found[name] = type(error).__name__, str(error)
+    return found
+
+
+class Broken:
+    """Data that one process cannot read."""
+
+    def __init__(self, batches, rank):
+        self.batches, self.rank = batches, rank
+
+    def __iter__(self):
+        yield self.batches[0]
+        if self.rank == 0:
+            raise OSError("no such file")
+        yield self.batches[1]
+
+
+WHOLE = "that each process holds whole"
+REFUSED = {
+    "processes": (
+        "UnsupportedError",
+        "HessianOperator(processes=...): expected parameters that this",
+    ),
+    "reduction": (
+        "UnsupportedError",
+        "HessianOperator(reduction=...): expected parameters that this",
+    ),
+    "micro_batch": ("UnsupportedError", "pass smaller batches"),
+    "compile": ("UnsupportedError", "gathers are not captured"),
+    "kind": ("UnsupportedError", "FisherOperator(kind=...): expected parameters that this"),
+    "kfac": ("UnsupportedError", f"KFACOperator: expected params {WHOLE}"),
+    "to_dense": ("UnsupportedError", f"to_dense: expected params {WHOLE}"),
+    "to_scipy": ("UnsupportedError", f"to_scipy: expected params {WHOLE}"),
+    "block_diagonal": ("UnsupportedError", f"block_diagonal: expected params {WHOLE}"),
+    "xtrace": ("UnsupportedError", f"xtrace: expected params {WHOLE}"),
+    "hutch++": ("UnsupportedError", f"hutchpp: expected params {WHOLE}"),
+    "xdiag": ("UnsupportedError", f"xdiag: expected params {WHOLE}"),
+    "low_rank": ("UnsupportedError", f"low_rank: expected params {WHOLE}"),
+    "whole vectors": (
+        "ArgumentValueError",
+        "expected a DTensor with the placements of its parameter",
+    ),
+    "flat vectors": ("ArgumentValueError", "A flat vector is the part of this process"),
+    "batches": ("DistributedError", "expected as many batches in each of"),
+    "data": ("NonFiniteError", "expected a finite number, got nan"),
+    "vectors": (
+        "DistributedError",
+        "expected the same vectors, where they are not sharded, in all",
+    ),
+    "columns": ("DistributedError", "expected the same number of vectors in all"),
+    "seed": ("DistributedError", "expected the same random numbers in all"),
+}
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=FULL)])
+def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
+    """One test of all cases: to start processes takes longer than what they do."""
+    for rank, found in enumerate(found_by_each(every, tmp_path, count)):
+        got = found.pop("refused")
+        assert got.pop("iterating") == (
+            ["OSError", "no such file"] if rank == 0 else ["DistributedError", got_iterating(count)]
+        )
+        for name, (kind, words) in REFUSED.items():
+            assert got[name][0] == kind, (rank, name, got[name])
+            assert words in got[name][1], (rank, name, got[name])
+        for name, error in found.items():
+            assert error < (1e-8 if "differences" in name else 1e-10), (rank, name, error)
+
+
+def got_iterating(count):
+    return (
+        f"HessianOperator: expected a batch from each of {count} processes, got an error in one while it "
+        "read its data: look at its own output."
+    )
