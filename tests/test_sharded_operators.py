@@ -1,14 +1,19 @@
 """Operators on parameters that several processes share: every algorithm equals that of one process."""
 
+import gc
+import time
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hoglib as hog
-from hoglib._core import sharding
+from hoglib._core import pytree, sharding
 from hoglib.errors import HoglibError
 from tests.long_tail import FULL
 from tests.several_processes import found_by_each
@@ -179,6 +184,117 @@ def every(rank, folder, found):
         if thorough:
             found[f"{layout}: newton"] = newton(*make(rank, world))
     found["refused"] = refused(rank, world)
+    found["sent"] = sent()
+    found["held"] = held()
+    found["died"] = one_process_dies(rank, world)
+
+
+class Wire(TorchDispatchMode):
+    """Counts messages, and the bytes that a ring of processes sends for them from each."""
+
+    def __init__(self):
+        super().__init__()
+        self.messages, self.bytes = Counter(), Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and name in PARTS:
+            tensors = [x for x in pytree.leaves(list(args)) if isinstance(x, torch.Tensor)]
+            size = sum(x.numel() * x.element_size() for x in tensors)
+            self.messages[PARTS[name][0]] += 1
+            self.bytes[PARTS[name][0]] += size * PARTS[name][1](dist.get_world_size())
+        return func(*args, **(kwargs or {}))
+
+
+PARTS = {  # of what a process gives, how much it sends
+    "all_gather_into_tensor": ("gathers", lambda n: n - 1),
+    "reduce_scatter_tensor": ("averages", lambda n: (n - 1) / n),
+    "allreduce_": ("sums", lambda n: 2 * (n - 1) / n),
+}  # fmt: skip
+
+
+def even():
+    """A model whose parameters all numbers of processes divide, and its parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(24)]
+    net = nn.Sequential(*blocks).double()
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(net)
+    return net, hog.trainable_params(net)
+
+
+def sent():
+    """What a product, an iteration of conjugate gradients and a step of Lanczos send, beside what
+    docs/how-to/sharded-models.md says."""
+    net, params = even()
+    x = torch.ones(2, 64, dtype=torch.float64)
+    H = hog.HessianOperator(hog.functional_loss(net, F.mse_loss), params, (x, x))
+    v = vectors(params)
+    for _ in range(2):
+        H @ v
+    found = {}
+    A = H.damped(1e3)
+    for name, call in {
+        "product": lambda: H @ v,
+        "1 iteration": lambda: A.solve(v, max_iter=1, return_info=True),
+        "3 iterations": lambda: A.solve(v, max_iter=3, tol=0.0, return_info=True),
+        "4 steps": lambda: H.spectral_density(1, steps=4, generator=seeded()),
+        "5 steps": lambda: H.spectral_density(1, steps=5, generator=seeded()),
+    }.items():
+        with Wire() as wire:
+            call()
+        found[name] = dict(wire.messages), dict(wire.bytes)
+    return found
+
+
+def held():
+    """The bytes that a Lanczos run of 8 steps holds between its products, in vectors of all parameters.
+
+    What a product holds is measured in test_sharded_models.
+    """
+    net, params = even()
+    x = torch.ones(2, 64, dtype=torch.float64)
+    loss = hog.functional_loss(net, F.mse_loss)
+    H = hog.HessianOperator(loss, params, (x, x), remat=True, check_deterministic=False)
+    size = sum(8 * p.numel() for p in params.values())
+    found, products = [], H.apply
+    gc.collect()
+    before = alive()
+
+    def watched(rows):
+        gc.collect()
+        found.append((alive() - before) / size)
+        return products(rows)
+
+    H.apply = watched
+    H.spectral_density(1, steps=8, generator=seeded())
+    return max(found)
+
+
+def alive():
+    """The bytes of all tensors of Python."""
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    storages = {x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+def one_process_dies(rank, world):
+    """What the others say where one ends in the middle of a run, and after how many seconds."""
+    net, rows = fsdp(rank, world)
+    loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
+    H = hog.HessianOperator(loss, params, uneven(rows))
+    H.trace(1, generator=seeded())
+    if rank == world - 1:
+        return ["DistributedError", "expected all processes to make the same calls", 0.0]
+    start = time.monotonic()
+    try:
+        H.eigsh(2)
+    except HoglibError as error:
+        return [type(error).__name__, str(error), time.monotonic() - start]
+    return ["", "nothing was raised", 0.0]
 
 
 def refused(rank, world):
@@ -281,6 +397,13 @@ REFUSED = {
 def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
     """One test of all cases: to start processes takes longer than what they do."""
     for rank, found in enumerate(found_by_each(every, tmp_path, count)):
+        kind, words, seconds = found.pop("died")
+        assert kind == "DistributedError", words
+        assert "expected all processes to make the same calls" in words
+        assert seconds < 30, rank  # the timeout of the group is 60
+        check_sent(found.pop("sent"), count)
+        # parts of the 8 vectors of the basis, and of 4 that are multiplied and orthogonalised
+        assert 8 / count <= found.pop("held") < 12.1 / count, rank
         got = found.pop("refused")
         assert got.pop("iterating") == (
             ["OSError", "no such file"] if rank == 0 else ["DistributedError", got_iterating(count)]
@@ -290,6 +413,24 @@ def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
             assert words in got[name][1], (rank, name, got[name])
         for name, error in found.items():
             assert error < (1e-8 if "differences" in name else 1e-10), (rank, name, error)
+
+
+def check_sent(found, count):
+    """The arithmetic of docs/how-to/sharded-models.md."""
+    params, size = 48, 8 * 24 * (64 * 64 + 64)
+    messages, bytes_sent = found["product"]
+    assert messages == {"gathers": 2 * params, "averages": 2 * params, "sums": 5}
+    large = bytes_sent["gathers"] + bytes_sent["averages"]
+    assert large == 4 * size * (count - 1) / count
+    assert bytes_sent["sums"] < 1000
+    # a further iteration, or step: its product, and inner products
+    for first, then, times, sums in (
+        ("1 iteration", "3 iterations", 2, 3),
+        ("4 steps", "5 steps", 1, 3),
+    ):
+        (a, _), (b, _) = found[first], found[then]
+        assert b["gathers"] - a["gathers"] == times * 2 * params, then
+        assert b["sums"] - a["sums"] == times * (5 + sums), then
 
 
 def got_iterating(count):

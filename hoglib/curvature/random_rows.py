@@ -10,7 +10,7 @@ from hoglib.curvature.vector_space import Space
 
 Draw = Callable[[int], Tensor]  # so many random numbers
 # numbers that are drawn at once; a multiple of 16, by which torch draws normal numbers
-AT_ONCE = 2**20
+AT_ONCE = 2**16
 SAME = ("random numbers",)
 
 

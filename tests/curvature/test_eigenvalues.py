@@ -10,6 +10,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.curvature import eigenvalues
 from hoglib.curvature.eigenvalues import Basis
+from hoglib.curvature.vector_space import Space
 from tests.curvature.problems import F64, Given, draw, matrix, problem
 
 ENDS = ["LM", "LA", "SA", "BE", "SM"]
@@ -96,7 +97,7 @@ def test_a_basis_represents_its_products(block):
     A = matrix([*draw(40).tolist(), 5.0, 5.0])
     random = torch.Generator().manual_seed(0)
     vectors = lambda count: torch.randn(count, len(A), dtype=F64, generator=random)  # noqa: E731
-    basis = Basis(vectors(block), 20, vectors)
+    basis = Basis(vectors(block), 20, vectors, Space(torch.zeros(len(A), dtype=F64)))
     for cycle in range(3):
         while basis.m + block <= 20:
             basis.add_products(basis.rest @ A)
@@ -113,7 +114,8 @@ def test_a_basis_represents_its_products(block):
 def test_an_exhausted_space_continues_with_another_vector():
     # a start that is an eigenvector spans one dimension
     A = torch.diag(torch.linspace(1, 2, 50, dtype=F64))
-    basis = Basis(torch.eye(50, dtype=F64)[:1], 50, lambda count: draw(count, 50))
+    space = Space(torch.zeros(50, dtype=F64))
+    basis = Basis(torch.eye(50, dtype=F64)[:1], 50, lambda count: draw(count, 50), space)
     for _ in range(50):
         basis.add_products(basis.rest @ A)
     assert float(basis.T[1, 0]) == 0
