@@ -337,6 +337,6 @@ REFUSED = {
     "a sampler and 'shard'": (lambda *_: sampler("shard"), "ArgumentValueError", "expected 'sharded' for a loader with a DistributedSampler"),
     "another's sampler": (lambda *_: sampler("sharded", num_replicas=3, rank=2), "ArgumentValueError", "for process 2 of 3"),
     "a sampler that repeats": (seven_by_a_sampler, "ArgumentValueError", "they would count twice"),
-    "FSDP2": (by_fsdp2, "UnsupportedError", "HessianOperator: expected params that each process holds whole"),
+    "FSDP2": (by_fsdp2, "UnsupportedError", "HessianOperator(processes=...): expected parameters that this process"),
     "DTensors": (by_split_parameters, "UnsupportedError", "got DTensors"),
 }  # fmt: skip
