@@ -180,6 +180,11 @@ ENTRY_POINTS = {
     "CurvatureMonitor": monitored,
 }  # fmt: skip
 FIRST_ORDER = {
+    "KFACOperator": with_loss(lambda loss, p, v, b: hog.KFACOperator(loss, p, b).update()),
+    "influence": with_loss(lambda loss, p, v, b: hog.influence(loss, p, b, b, damping=1.0)),
+    "influence by kfac": with_loss(
+        lambda loss, p, v, b: hog.influence(loss, p, b, b, damping=1.0, solver="kfac")
+    ),
     "MAML, first order": learner(hog.MAML, first_order=True),
     "Reptile": learner(meta.Reptile),
     "adapt, first order": with_loss(
@@ -254,16 +259,17 @@ def test_a_wrong_second_derivative_does_no_harm_where_none_is_taken(name):
 NO_ENTRY_POINTS = {
     "judges Functions itself": {"audit", "verify", "check", "assert_double_differentiable", "SecondOrderAudit"},
     "takes first derivatives only": {
-        "EvalGradients", "KFACOperator", "Reptile", "gradient_noise_scale", "per_example_gradients",
+        "EvalGradients", "gradient_noise_scale", "per_example_gradients",
+        "per_example_gradient_norms", "per_example_gradient_products",
     },
     "draws what it is given, right or wrong": {"graph", "Graph"},
     "takes an operator, which is an entry point": {
         "cg", "eigsh", "hutchinson_diagonal", "hutchinson_frobenius", "hutchinson_trace", "spectral_density",
-        "xtrace", "LinearOperator", "hutchpp", "logdet", "matrix_function", "xdiag",
+        "xtrace", "LinearOperator", "LowRankOperator", "low_rank", "hutchpp", "logdet", "matrix_function", "xdiag",
     },
     "its function is differentiated by an entry point": {
         "functional_loss", "language_model_loss", "second_order", "trainable_params", "second_order_problems", "MetaAnnealing",
-        "RNGState", "influence", "leave_k_out", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
+        "RNGState", "leave_k_out", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
     },
     "an update rule, differentiated in the inner loop": {
         "RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "scheduled", "sgd",
@@ -313,6 +319,12 @@ def test_it_is_told_once_for_a_function_and_an_entry_point():
     assert "faults.py:" in text
     assert told(hvp, function) == []
     assert told(ENTRY_POINTS["hessian"], function)[0].startswith("hessian: ")
+
+
+def test_a_backward_that_is_another_one_with_a_graph_is_told_as_that():
+    (text,) = told(hvp, WRONG["zero with a graph"][0])
+    assert text.startswith("hvp: the first derivative of WithoutGraph is wrong")
+    assert "depends on whether gradients are enabled" in text
 
 
 def test_on_wrong():
