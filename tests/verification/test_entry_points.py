@@ -218,8 +218,6 @@ ALIKE = (
     "compiled_loss",
     "CurvatureMonitor",
 )
-# Right, and refused aloud: the check of J v against J^T u in float64 sees the digits that are missing.
-REFUSED = {(name, "a gradient in float32") for name in ("ggn", "NewtonCG")}
 FEW = ("an intermediate saved", "NumPy", "all of it", "new style", "under remat")
 
 
@@ -242,10 +240,7 @@ def test_wrong_functions_are_told_and_right_ones_are_not(name, faults):
     ]  # fmt: skip
     assert not silent
     accused = {kind: texts for kind, function in right.items() if (texts := told(call, function))}
-    assert {(name, kind) for kind in accused} == {
-        one for one in REFUSED if one[0] == name and one[1] in right
-    }
-    assert all("mode='reverse'" in text for texts in accused.values() for text in texts)
+    assert accused == {}
 
 
 @pytest.mark.parametrize("name", FIRST_ORDER)
