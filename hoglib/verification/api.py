@@ -211,16 +211,16 @@ def _rows(
     for order in (2, 3):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
-            rows = list(_guarded(name, "warn", derivatives.higher_order(order)))
-            status = next((row.status for row in rows if row.name == name), "pass")
+            judged = list(_guarded(name, "warn", derivatives.higher_order(order)))
+            status = next((row.status for row in judged if row.name == name), "pass")
             may_be_gauge = order == 2 and 1 in options.orders and not options.surrogate
             if may_be_gauge and status in ("warn", "fail") and subject.call.gauge is None:
                 # signs that change from point to point may agree in the first derivative by chance
                 in_gauge = _gauged(subject, points, options, "warn", both_orders=True)
                 if in_gauge is not None:
                     derivatives, first_rows = in_gauge
-                    rows = [first_rows[-1], *derivatives.higher_order(order)]
-            yield from rows
+                    judged = [first_rows[-1], *derivatives.higher_order(order)]
+            yield from judged
     found = derivatives.found
     rows = fix_hints.attribution_rows(subject, points[-1], found)
     yield from _guarded("attribution", "skip", rows)
