@@ -230,7 +230,7 @@ def held(rank, world):
     def peak(remat):
         """The least of some runs: the backend's threads free what they sent when they get to it."""
         found = []
-        for _ in range(4):
+        for _ in range(10):
             gc.collect()
             found.append(peak_allocated(lambda: hog.hvp(loss, params, v, (x, x), remat=remat)))
         return min(found) / size

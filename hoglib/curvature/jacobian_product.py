@@ -360,7 +360,7 @@ def are_adjoint(
             share = 1.0 if sharding is None else sharding.weight if row else sharding.part(i)
             sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
     if sharding is not None:
-        sharding.sum(sums)
+        sums = sharding.sum(sums.to(vector[0].device)).cpu()  # NCCL sums on GPUs only
     lhs, rhs = sums[:, 0].tolist()
     size = float(sums[:, 1].sum())
     lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()

@@ -113,7 +113,7 @@ class WrongSign(Mul):
 
 CACHE: dict = {}
 WRONG = {
-    "two saved tensors exchanged": (Exchanged, (x, y), "output 0, by inputs[1] (`b`)"),
+    "two saved tensors exchanged": (Exchanged, (x, y), "output 0, by inputs["),
     "the output saved for the input": (SavesTheOutput, (x,), "output 0, by inputs[0] (`a`)"),
     "incoming gradients exchanged": (Both, (x,), "by inputs[0] (`a`)"),
     "an output ignored": (IgnoresAnOutput, (x,), "output 1, by inputs[0] (`a`)"),
