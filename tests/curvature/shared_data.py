@@ -311,13 +311,6 @@ def by_fsdp2(rank, world):
     of_model(model)
 
 
-def by_split_parameters(rank, world):
-    model = nn.Linear(2, 4)
-    fully_shard(model)
-    params = hog.trainable_params(model)
-    hog.HessianOperator(lambda p, batch: p["weight"].sum(), params, BATCH)
-
-
 MINE = "ValueError: the disk is full"
 # name -> (function, the error, words of it)
 REFUSED = {
@@ -338,5 +331,4 @@ REFUSED = {
     "another's sampler": (lambda *_: sampler("sharded", num_replicas=3, rank=2), "ArgumentValueError", "for process 2 of 3"),
     "a sampler that repeats": (seven_by_a_sampler, "ArgumentValueError", "they would count twice"),
     "FSDP2": (by_fsdp2, "UnsupportedError", "HessianOperator(processes=...): expected parameters that this process"),
-    "DTensors": (by_split_parameters, "UnsupportedError", "got DTensors"),
 }  # fmt: skip
