@@ -6,7 +6,7 @@ Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -140,45 +140,49 @@ def dense(part: Tensor) -> Tensor:
     return part if part.layout is torch.strided else part.to_dense()
 
 
-@contextmanager
-def translate_errors(what: str) -> Iterator[None]:
-    """Raises UnsupportedError for torch's error about an operation that it cannot differentiate, and
-    for hooks that fail (see :func:`translate_hook_errors`)."""
-    try:
-        with translate_hook_errors(what):
-            yield
-    except RuntimeError as error:
-        if isinstance(error, HoglibError) or not any(
-            word in str(error) for word in NOT_DIFFERENTIABLE
-        ):
-            raise
-        raise UnsupportedError(
-            f"{what}: expected operations that torch can differentiate twice, got one that it cannot: "
-            f"{str(error).splitlines()[0]}. Write it by other operations; `hoglib env` lists those "
-            "that have a stand-in, which is used with stand_ins=True."
-        ) from error
-
-
-@contextmanager
-def translate_hook_errors(what: str) -> Iterator[None]:
+class translate_hook_errors:  # noqa: N801 a context manager
     """Raises UnsupportedError where hooks of a module fail that can be turned off.
 
     Opacus' GradSampleModule has such hooks: they count forward passes on the parameters, which hoglib
     replaces, and expect one backward for each.
     """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, HoglibError):
-            raise
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, Exception) or isinstance(error, HoglibError):
+            return
         owner = raising_module(error)
         if not hasattr(owner, "disable_hooks"):
-            raise
+            return
         name = type(owner).__name__
         raise UnsupportedError(
-            f"{what}: expected a model without hooks of one forward and backward pass, got a {name} "
-            f"with hooks that failed: {type(error).__name__}: {str(error).splitlines()[0]}. Call "
-            f"`disable_hooks()` of the {name} before, and `enable_hooks()` after."
+            f"{self._what}: expected a model without hooks of one forward and backward pass, got "
+            f"a {name} with hooks that failed: {type(error).__name__}: "
+            f"{str(error).splitlines()[0]}. Call `disable_hooks()` of the {name} before, and "
+            "`enable_hooks()` after."
+        ) from error
+
+
+@final
+class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
+    """Raises UnsupportedError for torch's error about an operation that it cannot differentiate, and
+    for hooks that fail (see :class:`translate_hook_errors`)."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
+            return
+        if not any(word in str(error) for word in NOT_DIFFERENTIABLE):
+            return
+        raise UnsupportedError(
+            f"{self._what}: expected operations that torch can differentiate twice, got one that it "
+            f"cannot: {str(error).splitlines()[0]}. Write it by other operations; `hoglib env` lists "
+            "those that have a stand-in, which is used with stand_ins=True."
         ) from error
 
 

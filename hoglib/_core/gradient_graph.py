@@ -119,7 +119,10 @@ def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterat
 def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
     """Whether a value was computed from one of these leaf tensors; ends at the first."""
     wanted = {id(leaf) for leaf in leaves}
-    return any(id(leaf) in wanted for leaf in leaf_tensors([value]))
+    for node, parents in walk([value]):
+        if not parents and hasattr(node, "variable") and id(node.variable) in wanted:
+            return True
+    return False
 
 
 def graph_bytes(values: Iterable[Tensor]) -> int:

@@ -176,21 +176,30 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        inputs = _saved_inputs(ctx)
+        inputs, rerun = _saved_inputs(ctx), ctx.rerun
         wanted = [
             i
-            for i, tensor in enumerate(inputs)
-            if tensor is not None and ctx.needs_input_grad[i + 1] and _has_derivatives(tensor)
+            for i, x in enumerate(inputs)
+            if x is not None and ctx.needs_input_grad[i + 1] and _has_derivatives(x)
         ]
-        arrived = [j for j, grad in enumerate(grads) if grad is not None]
         result: list[Tensor | None] = [None] * ctx.count
-        if wanted and arrived:
+        if wanted and any(grad is not None for grad in grads):
+            extra = rerun.extra
+            if extra:  # the zero that the derivative by an extra gradient is
+                at = [inputs[i] if i in extra else None for i in rerun.wanted]
+                grads = tuple(
+                    torch.zeros_like(x) if g is None and x is not None else g
+                    for g, x in zip(grads, at, strict=True)
+                )
+            arrived = [j for j, grad in enumerate(grads) if grad is not None]
+            extra = extra or _extra_inputs(rerun, inputs, wanted, arrived)
+            wanted = sorted({*wanted, *extra})
             tensors = (*inputs, *(grads[j] for j in arrived))
             autocast = AutocastState(tensor for tensor in tensors if tensor is not None)
-            vjp = _Vjp(ctx.rerun, ctx.count, wanted, arrived, autocast)
+            vjp = _Vjp(rerun, ctx.count, wanted, arrived, autocast, extra)
             run = partial(_run_level if _is_bypassed() else _Recompute.apply, vjp)
             for i, grad in zip(wanted, run(*tensors), strict=True):
-                result[i] = grad
+                result[i] = grad if ctx.needs_input_grad[i + 1] else None
         return None, *result
 
     @staticmethod
@@ -226,6 +235,21 @@ def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
     return outputs
 
 
+def _extra_inputs(
+    run: Any, inputs: Sequence[Tensor | None], wanted: list[int], arrived: list[int]
+) -> frozenset[int]:
+    """Arguments whose gradients nobody needs, but that the compiled vjp of equal calls computes: those
+    of the first block of a network, whose input is data. One more gradient takes less time than two
+    more levels to compile."""
+    call = run.call
+    if call.template is None or not isinstance(run, Run):
+        return frozenset()
+    arguments = (i for i in range(len(call.slots)) if i not in wanted)
+    free = {i for i in arguments if (x := inputs[i]) is not None and _has_derivatives(x)}
+    found: frozenset[int] = call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
+    return found
+
+
 def _saved_inputs(ctx: Any) -> list[Tensor | None]:
     inputs: list[Tensor | None] = [None] * ctx.count
     for i, tensor in zip(ctx.saved, ctx.saved_tensors, strict=True):
@@ -234,12 +258,17 @@ def _saved_inputs(ctx: Any) -> list[Tensor | None]:
 
 
 class _Vjp:
-    """The vjp (inputs, cotangents) -> gradients of the wanted inputs, again a function of tensors."""
+    """The vjp (inputs, cotangents) -> gradients of the wanted inputs, again a function of tensors.
+
+    extra: inputs, among those wanted, of which only equal calls need the gradients.
+    """
 
     def __init__(
-        self, run: Any, count: int, wanted: list[int], arrived: list[int], autocast: AutocastState
-    ) -> None:
+        self, run: Any, count: int, wanted: list[int], arrived: list[int],
+        autocast: AutocastState, extra: frozenset[int],
+    ) -> None:  # fmt: skip
         self.run, self.count, self.wanted, self.arrived = run, count, wanted, arrived
+        self.extra = extra
         self.autocast, self.rerun, self.call = autocast, self, run.call
 
     @property
@@ -303,6 +332,8 @@ class _Vjp:
 class _Jvp:
     """The jvp (inputs, tangents of the moved inputs) -> tangents of the outputs, again a function of
     tensors."""
+
+    extra = frozenset[int]()
 
     def __init__(self, run: Any, count: int, moved: list[int], autocast: AutocastState) -> None:
         self.run, self.count, self.moved = run, count, moved
@@ -370,6 +401,8 @@ class _Jvp:
 @final
 class Run:
     """A call of the user's function as a function of its tensors: the first run, or a later one."""
+
+    extra = frozenset[int]()
 
     def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
         self.call, self.body = call, body

@@ -4,22 +4,22 @@ What only computes a derivative must leave them alone. The norm is called by the
 which no argument can be passed, so this is a context variable.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import final
 
 # Ambient state, because an argument could not reach the normalization layers of an unmodified module.
 _FROZEN: ContextVar[bool] = ContextVar("running_statistics_frozen", default=False)
 
 
-@contextmanager
-def frozen_running_statistics() -> Iterator[None]:
+@final
+class frozen_running_statistics:  # noqa: N801 a context manager
     """Inside, `hoglib.ops.batch_norm` and `instance_norm` leave running statistics unchanged."""
-    token = _FROZEN.set(True)
-    try:
-        yield
-    finally:
-        _FROZEN.reset(token)
+
+    def __enter__(self) -> None:
+        self._token = _FROZEN.set(True)
+
+    def __exit__(self, *raised: object) -> None:
+        _FROZEN.reset(self._token)
 
 
 def running_statistics_frozen() -> bool:

@@ -218,7 +218,10 @@ def restore_buffers() -> Iterator[list[nn.Module]]:
             if id(part) in copied:
                 continue
             copied.add(id(part))
-            for name, buffer in list(part._buffers.items()) if part.training else ():
+            # most modules have none
+            for name, buffer in (
+                list(part._buffers.items()) if part._buffers and part.training else ()
+            ):
                 if buffer is not None:
                     patch.put(part, name, _copy(buffer, copies))
 

@@ -371,10 +371,13 @@ class Pullback:
         return materialize_grads(list(grads), inputs)
 
 
-def trace_graph(fn: Callable[..., Any], *args: Any) -> GraphEntry:
-    """The graph of a function for such a call, neither compiled nor kept."""
-    compiled = Compiled(fn, backend="eager", check=False)
-    return capture(compiled, *signature.parse_call(compiled.name, args, {}, False))[0]
+def trace_graph(
+    fn: Callable[..., Any], *args: Any, name: str | None = None
+) -> tuple[GraphEntry, list[Tensor]]:
+    """The graph of a function for such a call, neither compiled nor kept, and the tensors that the
+    function reaches besides."""
+    compiled = Compiled(fn, backend="eager", check=False, name=name)
+    return capture(compiled, *signature.parse_call(compiled.name, args, {}, False))
 
 
 def requiring_grad(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:

@@ -1,7 +1,8 @@
 """The levels of recomputed functions (the function, its vjp, the vjp of that) as compiled graphs.
 
 Each level is a function of tensors alone. Blocks that are equal but for their tensors run the graphs of
-one template: a copy of the first such block, whose tensors have no memory.
+one template: a copy of the first such block, whose tensors have no memory. So do blocks that differ in
+integers and strings too, such as the number of a layer, if the graphs of their forwards are equal.
 """
 
 from collections import OrderedDict
@@ -9,20 +10,23 @@ from collections.abc import Callable, Hashable, Sequence
 from copy import copy, deepcopy
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hoglib._core import recomputation
 from hoglib._core.closures import name_of
+from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.references import is_plain
 from hoglib._core.torch_modes import value_checks_off
-from hoglib.capture.api import Compiled
+from hoglib.capture.api import Compiled, trace_graph
 from hoglib.capture.capturing import Place
 from hoglib.errors import UnsupportedError
 
 MAX_TEMPLATES = 64
+MAX_CONSTANT = 64  # numbers of a tensor that two blocks have in common
 _TEMPLATES: OrderedDict[Hashable, "Template"] = OrderedDict()
 _OF_MODULES = {*vars(nn.Module()), "forward"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -32,7 +36,7 @@ def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None
     """run(*tensors) by the graph of its template, without a graph of autograd."""
     call = run.call
     if call.template is None:
-        call.template = _template_of(call)
+        call.template = _template_of(call, _inputs_of(run, tensors))
     level = call.template.level(run)
     given = [None if x is None else x.detach().contiguous() for x in tensors]
     if run is call.first:
@@ -45,11 +49,22 @@ def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None
 
 @final
 class Template:
-    """A call of a function whose modules have no memory, and the graphs of its levels."""
+    """A call of a function whose modules have no memory, and the graphs of its levels.
 
-    def __init__(self, call: Any, fn: Any, constants: list[Any]) -> None:
+    family: the key, of all but integers and strings.
+    """
+
+    def __init__(self, call: Any, fn: Any, constants: list[Any], family: Hashable) -> None:
         self.call = call.with_parts(fn, constants)
-        self.levels: dict[Hashable, Compiled] = {}
+        self.family = family
+        self.levels: dict[tuple[Any, ...], Compiled] = {}
+        self._forwards: list[Forward | None] = []
+
+    def forward(self, inputs: list[Tensor | None]) -> "Forward | None":
+        """What the function computes; None if a backward may depend on more than its operations."""
+        if not self._forwards:
+            self._forwards.append(_forward_of(self.call, inputs))
+        return self._forwards[0]
 
     def level(self, run: Any) -> Compiled:
         """The graph of a level, of this call or of an equal one."""
@@ -63,6 +78,17 @@ class Template:
                 place=Place(self, run.key),
             )
         return found
+
+    def extra_inputs(
+        self, run: Any, count: int, wanted: list[int], arrived: list[int], free: set[int]
+    ) -> frozenset[int]:
+        """The inputs, among those that are free, of a vjp that has a graph, beyond those wanted."""
+        for key in self.levels:
+            if key[:3] == ("the vjp", run.key, count) and key[4] == tuple(arrived):
+                more = frozenset(key[3]).difference(wanted)
+                if len(key[3]) == len(more) + len(wanted) and more <= free:
+                    return more
+        return frozenset()
 
     def _own(self, run: Any) -> Any:
         if isinstance(run, recomputation.Run):
@@ -83,25 +109,91 @@ class _Level:
             return list(self.run(*tensors))
 
 
-def _template_of(call: Any) -> Template:
+class Forward(NamedTuple):
+    """What a function computes, to compare: if equal, the graphs of all levels are."""
+
+    code: str  # of the graph
+    constants: list[Any]  # small tensors that it makes from numbers
+    outputs: list[
+        Any
+    ]  # the results without their tensors, their structure, the places of the tensors
+    structure: Any
+    slots: list[int]
+
+
+def _forward_of(call: Any, inputs: list[Tensor | None]) -> Forward | None:
+    hooks = _Hooks()
+    by_user: list[bool] = []
+
+    def run(tensors: list[Tensor | None]) -> list[Tensor | None]:
+        with torch.enable_grad(), hooks:
+            outputs = call.first(*[None if x is None else _as_variable(x) for x in tensors])
+        by_user.append(graph_summary(outputs).has_user_code)
+        return [None if y is None else y.detach() for y in outputs]
+
+    given = [None if x is None else x.detach().contiguous() for x in inputs]
+    with torch.no_grad():
+        entry, lifted = trace_graph(run, given, name=f"the forward of {_name(call)}")
+    small = all(x.numel() <= MAX_CONSTANT for x in lifted)
+    plain = small and entry.reads is None and all(map(is_plain, call.outputs))
+    if not plain or hooks.registered or any(by_user):
+        return None
+    constants = [(x.dtype, x.tolist()) for x in lifted]
+    return Forward(entry.code, constants, call.outputs, call.output_structure, call.output_slots)
+
+
+def _as_variable(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+class _Hooks(TorchFunctionMode):
+    """Notes whether a hook of a gradient was registered inside."""
+
+    registered = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.registered |= func is Tensor.register_hook
+        return func(*args, **(kwargs or {}))
+
+
+def _inputs_of(run: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The inputs of the function among those of a level."""
+    while not isinstance(run, recomputation.Run):
+        tensors, run = tensors[: run.count], run.run
+    return list(tensors)
+
+
+def _template_of(call: Any, inputs: list[Tensor | None]) -> Template:
+    """The template of a call and of those that are equal, for inputs of these shapes."""
+    fixed = (
+        call.structure, tuple(call.slots), call.backend, tuple(call.state_names.items()),
+        call.stand_ins.active, call.run_state.autocast.key,
+        *[None if x is None else (x.dtype, x.shape, x.device) for x in inputs],
+    )  # fmt: skip
     state = {id(x) for module in call.scope.modules() for x in _state_of(module).values()}
     reader = _Reader(state, _name(call))
-    key = (
-        reader.key((call.fn, call.constants)), call.structure, tuple(call.slots), call.backend,
-        tuple(call.state_names.items()), call.stand_ins.active, call.run_state.autocast.key,
-    )  # fmt: skip
+    key = reader.key((call.fn, call.constants)), fixed
     found = _TEMPLATES.get(key)
     if found is None:
+        family = _Reader(state, _name(call), labels=False).key((call.fn, call.constants)), fixed
         memo: dict[int, Any] = {id(x): x for x in reader.shared}
         for module in call.scope.modules():
             for x in _state_of(module).values():
                 memo[id(x)] = torch.empty_like(x, device="meta")
-        fn, constants = deepcopy((call.fn, call.constants), memo)
-        found = _TEMPLATES[key] = Template(call, fn, constants)
-        while len(_TEMPLATES) > MAX_TEMPLATES:
+        made = Template(call, *deepcopy((call.fn, call.constants), memo), family)
+        found = _TEMPLATES[key] = _equal_template(made, inputs) or made
+        while len({id(x) for x in _TEMPLATES.values()}) > MAX_TEMPLATES:
             _TEMPLATES.popitem(last=False)
     _TEMPLATES.move_to_end(key)
     return found
+
+
+def _equal_template(made: Template, inputs: list[Tensor | None]) -> Template | None:
+    """A template that differs in integers and strings alone, and computes the same nevertheless."""
+    alike = {id(x): x for x in _TEMPLATES.values() if x.family == made.family}
+    if not alike or (forward := made.forward(inputs)) is None:
+        return None
+    return next((x for x in alike.values() if x.forward(inputs) == forward), None)
 
 
 def _state_of(module: nn.Module) -> dict[str, Tensor]:
@@ -118,15 +210,19 @@ def _name(call: Any) -> str:
 class _Reader:
     """All that a function reads besides tensors, as a key: equal keys, equal graphs.
 
+    labels: whether integers and strings, which may be no more than numbers and names, are in the key.
     shared: objects that are compared by identity, which a template has to share.
     """
 
-    def __init__(self, state: set[int], name: str) -> None:
-        self._state, self._name, self._seen = state, name, dict[int, int]()
+    def __init__(self, state: set[int], name: str, *, labels: bool = True) -> None:
+        self._state, self._name, self._labels = state, name, labels
+        self._seen = dict[int, int]()
         self.shared: list[Any] = []
 
     def key(self, value: Any) -> Hashable:
         if is_plain(value):
+            if type(value) in (int, str) and not self._labels:
+                return type(value).__name__
             return type(value), value
         if id(value) in self._seen:
             return "seen", self._seen[id(value)]
@@ -144,7 +240,8 @@ class _Reader:
         if isinstance(value, list | tuple):
             return type(value), *map(self.key, value)
         if isinstance(value, dict):
-            return type(value), *((self.key(k), self.key(v)) for k, v in value.items())
+            keys = (k if is_plain(k) else self.key(k) for k in value)
+            return type(value), *zip(keys, map(self.key, value.values()), strict=True)
         if isinstance(value, partial):
             return "partial", self.key(value.func), self.key(value.args), self.key(value.keywords)
         if isinstance(value, MethodType):

@@ -14,6 +14,7 @@ from hoglib.curvature.kfac_operator import KFACOperator
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError
+from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 SOLVERS = ("cg", "kfac", "ekfac")
@@ -88,15 +89,16 @@ def influence(
             for part in gradient_rows(loss, params, moved, vmap=vmap):
                 yield part.to(space.dtype)
 
-    queries = torch.cat(list(rows(query)))
-    if solver == "cg":
-        directions = GGNOperator(loss, params, train, **options).solve(
-            queries.T, damping=damping, tol=tol
-        )
-    else:
-        K = KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac", **options)
-        directions = K.solve(queries.T, damping=damping)
-    return torch.cat([-(part @ directions) for part in rows(train)])
+    with examined_functions("influence", first_order=solver != "cg"):
+        queries = torch.cat(list(rows(query)))
+        if solver == "cg":
+            directions = GGNOperator(loss, params, train, **options).solve(
+                queries.T, damping=damping, tol=tol
+            )
+        else:
+            K = KFACOperator(loss, params, train, eigenvalue_corrected=solver == "ekfac", **options)
+            directions = K.solve(queries.T, damping=damping)
+        return torch.cat([-(part @ directions) for part in rows(train)])
 
 
 def _check_order(name: str, data: Any) -> None:

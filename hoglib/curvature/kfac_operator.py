@@ -32,6 +32,7 @@ from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate, random_signs
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.verification.entry_points import examined_functions
 
 Tree = Any
 
@@ -224,7 +225,10 @@ class KFACOperator(KroneckerOperator):
                 "KFACOperator: expected to be computed outside of torch.func transforms, got a call "
                 "inside; compute it before, by `update()`."
             )
-        with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
+        with (
+            examined_functions(type(self).__name__, first_order=True),
+            torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"),
+        ):  # fmt: skip
             factors = FactorSums()
             totals = self._pass(factors, self._add_factors)
             blocks = factors.blocks(self._sum.weight(totals))

@@ -153,20 +153,21 @@ def low_rank(
 
 def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Eigenvectors and eigenvalues of Y (S^T Y)^-1 Y^T, Y = A S, which is rounded to eps."""
-    # a shift keeps the small matrix positive definite in spite of rounding
-    shift = eps * Y.shape[0] ** 0.5 * torch.linalg.matrix_norm(Y, 2)
+    size = float(torch.linalg.matrix_norm(Y, 2))
+    # a shift keeps the small matrix positive definite in spite of the rounding here
+    shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * size
+    noise = eps * size  # of the products
     Y = Y + shift * S
     C = (S.T @ Y).double()
-    C = (C + C.T) / 2
-    lowest = float(torch.linalg.eigvalsh(C)[0])
-    if lowest < -10 * float(shift):
+    values, vectors = torch.linalg.eigh((C + C.T) / 2)
+    lowest = float(values[0])
+    if lowest < -10 * max(noise, shift):
         raise NotPositiveDefiniteError(
             "low_rank: expected a positive semi-definite matrix, got a direction of curvature "
             f"{lowest:.3g}; use method='randomized'."
         )
-    values, vectors = torch.linalg.eigh(C)
     # of directions that are rounding nothing is known
-    roots = torch.where(values > float(shift) / 10, values.clamp(min=0).rsqrt(), 0)
+    roots = torch.where(values > noise, values.clamp(min=0).rsqrt(), 0)
     B = Y @ (vectors * roots).to(Y)
     U, sizes, _ = torch.linalg.svd(B, full_matrices=False)
     return U, (sizes.square() - shift).clamp(min=0)

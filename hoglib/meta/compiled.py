@@ -180,7 +180,7 @@ def _count_operations(
     steps = program.loop.options.inner_steps
     few = [min(steps, count) for count in (1, 2)] if by_step else [steps]
     graphs = [
-        trace_graph(partial(_whole, program, mapped, True, steps=count), *given) for count in few
+        trace_graph(partial(_whole, program, mapped, True, steps=count), *given)[0] for count in few
     ]
     first, last = graphs[0], graphs[-1]
     return first.nodes + (steps - few[0]) * (last.nodes - first.nodes), by_step and not first.draws

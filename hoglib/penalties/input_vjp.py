@@ -85,7 +85,8 @@ def input_vjp(
         given = (*leaves, *(pytree.leaves(args) if args else ()))
         if any(t.is_inference() for t in given if isinstance(t, Tensor)):
             x, args = clone_inference_tensors((x, args))
-        stack.enter_context(rematerialized(options.remat, func))
+        if options.remat is not False:
+            stack.enter_context(rematerialized(options.remat, func))
         yield InputVJP(func, x, args, options, create_graph, per_sample, modules)
 
 

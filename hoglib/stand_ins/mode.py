@@ -12,10 +12,10 @@ torch's own kernels, scripted or compiled code) are not seen.
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar, Token
 from types import FunctionType
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -82,24 +82,45 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
         finally:
             _ON_WRONG.reset(decided)
         return
-    if active():
+    with _StandIns(wanted=True):
         yield
-        return
-    mode = _SecondOrder()
-    token = _ACTIVE.set(mode)
-    try:
-        with mode:
-            yield
-    finally:
-        _ACTIVE.reset(token)
 
 
-@contextmanager
-def stand_ins_if(wanted: bool) -> Iterator[None]:
+@final
+class _StandIns:
+    """Enters the mode, if wanted and not active, and with frozen=True freezes running statistics.
+
+    A class, because it stands around each evaluation of a model: generators of contextlib take several
+    times as long to enter and to leave.
+    """
+
+    def __init__(self, wanted: bool, frozen: bool = False) -> None:
+        self._wanted, self._frozen = wanted, frozen_running_statistics() if frozen else None
+        self._entered: tuple[_SecondOrder, Token[_SecondOrder | None]] | None = None
+
+    def __enter__(self) -> None:
+        if self._wanted and _ACTIVE.get() is None:
+            mode = _SecondOrder()
+            mode.__enter__()
+            self._entered = mode, _ACTIVE.set(mode)
+        if self._frozen is not None:
+            self._frozen.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            if self._frozen is not None:
+                self._frozen.__exit__(*raised)
+        finally:
+            if self._entered is not None:
+                (mode, token), self._entered = self._entered, None
+                mode.__exit__(*raised)
+                _ACTIVE.reset(token)
+
+
+def stand_ins_if(wanted: bool) -> AbstractContextManager[None]:
     """`second_order()`, if wanted, for a function that only computes a derivative: inside, running
     statistics are not updated."""
-    with second_order() if wanted else nullcontext(), frozen_running_statistics():
-        yield
+    return _StandIns(wanted, frozen=True)
 
 
 def active() -> bool:

@@ -85,12 +85,12 @@ class Univariate(Algebra):
                     continue
                 term = bilinear(x, y, lead, lead)
                 if lead and not self.leads[m - 1]:
-                    term = self._collapsed(term)
+                    term = self.collapsed(term)
                 total = add(total, term * comb(m, i))
             found.append(total)
         return found
 
-    def _collapsed(self, term: Tensor) -> Tensor:
+    def collapsed(self, term: Tensor) -> Tensor:
         if isinstance(self.weights, Tensor):
             term = term * self.weights.reshape(-1, *(1,) * (term.dim() - 1))
         own = compact(term, first=1)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib._core.torch_internals import decomposition
-from hoglib.taylor.rules import Refused, names_of
+from hoglib.taylor.call import Refused
+from hoglib.taylor.rules import names_of
 
 Composite = Callable[..., Any]
 
@@ -43,24 +44,31 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     return x - _logsumexp(x, [dim], True)
 
 
-def _normalized(x: Tensor, dims: list[int], eps: float) -> Tensor:
-    centred = x - x.mean(dims, keepdim=True)
-    return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+def _normalized(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalized tensor, the mean, and the inverse of the standard deviation."""
+    mean = x.mean(dims, keepdim=True)
+    centred = x - mean
+    inverse = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return centred * inverse, mean, inverse
 
 
 def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    found = _normalized(x, list(range(-len(shape), 0)), eps)
+    found, mean, inverse = _normalized(x, list(range(-len(shape), 0)), eps)
     found = found if weight is None else found * weight
-    return (found if bias is None else found + bias), None, None
+    return (found if bias is None else found + bias), mean, inverse
 
 
 def _group_norm(
     x: Tensor, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
 ) -> Any:
-    found = _normalized(x.reshape(N, group, -1), [2], eps).reshape(x.shape)
+    if not x.numel():
+        return x, x.new_zeros(N, group), x.new_zeros(N, group)
+    parts, mean, inverse = _normalized(x.reshape(N, group, -1), [2], eps)
+    found = parts.reshape(x.shape)
     shape = (1, C, *(1,) * (x.dim() - 2))
     found = found if weight is None else found * weight.reshape(shape)
-    return (found if bias is None else found + bias.reshape(shape)), None, None
+    found = found if bias is None else found + bias.reshape(shape)
+    return found, mean.reshape(N, group), inverse.reshape(N, group)
 
 
 def _batch_norm(
@@ -75,11 +83,13 @@ def _batch_norm(
 ) -> Any:
     shape = (1, -1, *(1,) * (x.dim() - 2))
     if training:
-        found = _normalized(x, [0, *range(2, x.dim())], eps)
+        found, mean, inverse = _normalized(x, [0, *range(2, x.dim())], eps)
     else:
-        found = (x - mean.reshape(shape)) * (var + eps).rsqrt().reshape(shape)
+        inverse = (var + eps).rsqrt()
+        found = (x - mean.reshape(shape)) * inverse.reshape(shape)
     found = found if weight is None else found * weight.reshape(shape)
-    return (found if bias is None else found + bias.reshape(shape)), None, None
+    found = found if bias is None else found + bias.reshape(shape)
+    return found, *((mean.flatten(), inverse.flatten()) if training else (None, None))
 
 
 def _batch_norm_in_eval(
@@ -118,13 +128,60 @@ def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
 def _product(
     x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Tensor:
-    if dim is None:
+    if dim is None or not x.dim():
         x, dim = x.reshape(-1), 0
+        keepdim = False
     while x.shape[dim] > 1:  # by halves, which divides by nothing
         half = x.shape[dim] // 2
         product = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
         x = torch.cat([product, x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)], dim)
     return x if keepdim else x.squeeze(dim)
+
+
+def _scanned(pair: Callable[[Tensor, Tensor], Tensor]) -> Composite:
+    """The cumulative results of an associative operation, by doubling: a product divides by nothing."""
+
+    def scan(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
+        step = 1
+        while x.dim() and step < x.shape[dim]:
+            rest = x.shape[dim] - step
+            both = pair(x.narrow(dim, step, rest), x.narrow(dim, 0, rest))
+            x = torch.cat([x.narrow(dim, 0, step), both], dim)
+            step *= 2
+        return x
+
+    return scan
+
+
+def _modulo(x: Any, y: Any, quotient: Tensor) -> Tensor:
+    return x - y * quotient
+
+
+def _copysign(x: Tensor, y: Any) -> Tensor:
+    return x * torch.where((x < 0) == torch.signbit(torch.as_tensor(y)), 1, -1) * (x != 0)
+
+
+def _magnitude(z: Tensor) -> Tensor:
+    if not z.is_complex():
+        return z * z.sgn()
+    return torch.linalg.vector_norm(torch.view_as_real(z.resolve_conj()), 2, [-1])
+
+
+def _angle(z: Tensor) -> Tensor:
+    if not z.is_complex():
+        return torch.where(z < 0, math.pi, 0.0).to(z.dtype) + 0 * z
+    real, imaginary = torch.view_as_real(z.resolve_conj()).unbind(-1)
+    return torch.atan2(imaginary, real)
+
+
+def _direction(z: Tensor) -> Tensor:
+    size = _magnitude(z)
+    return torch.where(z == 0, 0, z / torch.where(size == 0, 1, size))
+
+
+def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
+    parts = torch.broadcast_tensors(real, imaginary)
+    return torch.view_as_complex(torch.stack(parts, -1))
 
 
 def _mean_squares(a: Tensor, b: Tensor, reduction: int = 1) -> Tensor:
@@ -146,6 +203,10 @@ def _vector_norm(
     x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any
 ) -> Tensor:
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else dim
+    if x.is_complex() and ord == 2:
+        real = torch.view_as_real(x.resolve_conj())
+        found = torch.linalg.vector_norm(real, 2, [*(d % x.dim() for d in dims), x.dim()])
+        return found.reshape(x.square().sum(dims, keepdim).shape) if keepdim else found
     if ord == 1:
         return x.abs().sum(dims, keepdim)
     if ord == math.inf:
@@ -173,6 +234,34 @@ COMPOSITES: dict[str, Composite] = {
     "_native_batch_norm_legit": _batch_norm,
     "_native_batch_norm_legit_no_training": _batch_norm_in_eval,
     "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
+    "cumprod": _scanned(torch.mul),
+    "logcumsumexp": _scanned(torch.logaddexp),
+    "logit": lambda x, eps: x.clamp(eps, 1 - eps).logit(),
+    "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
+    "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
+    "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
+    "remainder.Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="floor")),
+    "remainder.Scalar_Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="floor")),
+    "fmod.Tensor": lambda x, y: _modulo(x, y, torch.div(x, y, rounding_mode="trunc")),
+    "copysign": _copysign,
+    "abs": _magnitude,
+    "angle": _angle,
+    "sgn": _direction,
+    "complex": _complex,
+    "polar": lambda size, angle: _complex(size * angle.cos(), size * angle.sin()),
+    "var_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
+        _variance(x, dim, correction=correction, keepdim=keepdim),
+        x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
+    ),
+    "std_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
+        _variance(x, dim, correction=correction, keepdim=keepdim).sqrt(),
+        x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
+    ),
+    "cholesky_solve": lambda B, L, upper=False: torch.linalg.solve_triangular(
+        L if upper else L.mH,
+        torch.linalg.solve_triangular(L.mH if upper else L, B, upper=False),
+        upper=True,
+    ),
     "var": _variance,
     "std": lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,

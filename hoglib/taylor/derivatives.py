@@ -62,9 +62,9 @@ def weighted(w: Tensor, r: Polynomial, x: Tensor, K: int) -> list[Derivative]:
     return found
 
 
-def power(x: Tensor, p: float, K: int) -> list[Derivative]:
+def power(x: Tensor, p: Any, K: int) -> list[Derivative]:
     found: list[Derivative] = []
-    factor = 1.0
+    factor: Any = 1.0
     for k in range(1, K + 1):
         factor *= p - k + 1
         exponent = p - k
@@ -181,7 +181,7 @@ def _clamp(x: Tensor, y: Tensor, K: int, low: Any = None, high: Any = None) -> l
 
 def power_of(x: Tensor, y: Tensor, K: int, p: Any) -> list[Derivative]:
     if not isinstance(p, Tensor):
-        return power(x, float(p), K)
+        return power(x, p, K)
     factor, found = torch.ones_like(p, dtype=y.dtype), []
     for k in range(1, K + 1):
         factor = factor * (p - k + 1)

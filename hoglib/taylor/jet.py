@@ -21,9 +21,9 @@ from hoglib.errors import (
 )
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.taylor.algebras import Algebra, Parts, Univariate
+from hoglib.taylor.call import Refused
 from hoglib.taylor.nested import nested
 from hoglib.taylor.propagation import Propagation
-from hoglib.taylor.rules import Refused
 from hoglib.verification.entry_points import examined_functions
 
 Leaves = list[Tensor]
@@ -50,8 +50,10 @@ def jet(
     func runs once, and each operation of torch propagates all K coefficients, by the rule of Faà di
     Bruno or Leibniz; nested derivatives cost exponentially more in K. What is constant for autograd
     (`.detach()`, `torch.no_grad`) is constant here, and a kink, as of a ReLU or of |x|, has torch's
-    first derivative and zeros as its higher ones. Where an operation has no rule, as a custom Function
-    of yours, the derivatives are nested in reverse mode instead, which is logged at the level DEBUG.
+    first derivative and zeros as its higher ones. An operation
+    without a rule is differentiated by itself, by torch's derivatives, which are compared once with
+    differences. Where that is not possible, as for a custom Function of yours, the whole function is
+    nested in reverse mode instead, which is logged at the level DEBUG.
 
     Args:
         func: The function ``func(*primals)``, or an `nn.Module`; it returns tensors in any containers.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hoglib.taylor.algebras import align
+from hoglib.taylor.call import Refused, to_dtype
 
 aten = torch.ops.aten
 Linear = Callable[..., Tensor]
@@ -28,8 +29,8 @@ def _same(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any)
     return part
 
 
-def _permuted(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[int]) -> Tensor:
-    return part.permute(*range(lead), *(d % x.dim() + lead for d in dims))
+def _permuted(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[int] = ()) -> Tensor:
+    return part.permute([*range(lead), *(d % x.dim() + lead for d in dims)])
 
 
 def by_dim(operation: Callable[..., Tensor], place: int = 0) -> Linear:
@@ -116,11 +117,28 @@ def _unfolded(part: Tensor, lead: int, x: Tensor, out: Tensor, dim: int, *args: 
 
 
 def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
-    return part.to(out.device, out.dtype)
+    return to_dtype(part, out.dtype).to(out.device)
 
 
-def _repeated(part: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int]) -> Tensor:
-    return align(part, bool(lead), len(repeats)).repeat(*(1,) * lead, *repeats)
+def _repeated(
+    part: Tensor, lead: int, x: Tensor, out: Tensor, repeats: Sequence[int] = ()
+) -> Tensor:
+    return align(part, bool(lead), len(repeats)).repeat([*(1,) * lead, *repeats])
+
+
+def _strided(
+    part: Tensor, lead: int, x: Tensor, out: Tensor, size: Sequence[int], stride: Sequence[int],
+    offset: int | None = None,
+) -> Tensor:  # fmt: skip
+    start = 0 if offset is None else offset - x.storage_offset()
+    last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    if not x.is_contiguous() or start < 0 or last >= x.numel():
+        raise Refused("torch.as_strided of a tensor that is not contiguous, or beyond it")
+    part = part.contiguous()
+    rows = tuple(part.shape[:lead])
+    return part.as_strided(
+        (*rows, *size), (*(x.numel(),) * lead, *stride), part.storage_offset() + start
+    )
 
 
 def _scaled_by(part: Tensor, lead: int, x: Tensor, out: Tensor, factor: Any) -> Tensor:
@@ -134,9 +152,15 @@ LINEAR: dict[str, Linear] = {
         _reshaped,
     ),
     **dict.fromkeys(("clone", "contiguous", "alias", "lift_fresh", "positive", "view_as"), _same),
+    **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda part, *_: part.conj()),
+    **dict.fromkeys(("resolve_conj", "resolve_neg"), _same),
+    "_neg_view": lambda part, *_: -part,
+    "view_as_real": lambda part, *_: torch.view_as_real(part.resolve_conj()),
+    **{name: by_dim(getattr(aten, name)) for name in ("_fft_r2c", "_fft_c2r", "_fft_c2c")},
+    **dict.fromkeys(("as_strided", "as_strided_copy"), _strided),
     "_to_copy": _cast,
     "expand": _expanded,
-    "permute": _permuted,
+    **dict.fromkeys(("permute", "permute_copy"), _permuted),
     "transpose": _transposed,
     "t": lambda part, lead, x, out: part.transpose(-1, -2) if x.dim() == 2 else part,
     "numpy_T": lambda part, lead, x, out: part.permute(
@@ -226,6 +250,8 @@ SELECTING = {
     "median.dim",
     "cummax",
     "cummin",
+    "nanmedian.dim",
+    "mode",
 }
 
 # Those whose outputs have the derivative zero.

@@ -30,6 +30,7 @@ def nested(
         return _by_func(path, like, variables, orders)
     t = like.new_zeros(variables, requires_grad=True)
     value = path(t)
+    views = [_as_real(y) for y in value]
     needed = False  # by something else than t
     for y in value:
         if y.requires_grad:
@@ -37,13 +38,22 @@ def nested(
             check_custom_functions(graph, caller)
             needed |= any(leaf is not t for leaf in graph.leaves.values())
     found: list[Leaves] = []
-    current = value
+    current = views
     for i in orders:
         current = [_slope(caller, y, t, i) for y in current]
-        found.append(current)
+        found.append([_as_given(y, of) for y, of in zip(current, value, strict=True)])
     if not needed:
         value, found = [y.detach() for y in value], [[y.detach() for y in ys] for ys in found]
     return value, found
+
+
+def _as_real(y: Tensor) -> Tensor:
+    """Real and imaginary parts, which are differentiated as two numbers."""
+    return torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
+
+
+def _as_given(y: Tensor, like: Tensor) -> Tensor:
+    return torch.view_as_complex(y.contiguous()) if like.is_complex() else y
 
 
 def _slope(caller: str, y: Tensor, t: Tensor, i: int) -> Tensor:
@@ -71,8 +81,8 @@ def _by_func(
         return of
 
     t = torch.zeros(variables, dtype=like.dtype, device=like.device)
-    value, found, h = path(t), [], path
+    value, found, h = path(t), [], lambda t: [_as_real(y) for y in path(t)]
     for i in orders:
         h = slope(h, i)
-        found.append(h(t))
+        found.append([_as_given(y, of) for y, of in zip(h(t), value, strict=True)])
     return value, found

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoglib._core import torch_internals
+from hoglib._core.logger import LOGGER
 from hoglib._core.torch_modes import plain_operations
 from hoglib.taylor.algebras import Algebra, Parts, align
+from hoglib.taylor.by_autograd import operation_rule
+from hoglib.taylor.call import Call, Refused, Rule, to_dtype
 from hoglib.taylor.composites import composite_of
 from hoglib.taylor.rules import (
-    Call,
-    Refused,
-    Rule,
     is_composite,
     is_constant,
     names_of,
@@ -112,14 +112,12 @@ class Propagation(TorchDispatchMode):
             return self._run_in_place(func, args, kwargs)
         out = func(*args, **kwargs)
         tensors = [y for y in _outputs(out) if isinstance(y, Tensor)]
-        if any(y.is_complex() for y in tensors):
-            raise Refused(f"torch.ops.{func}, whose values are complex")
-        if is_constant(func) or not any(y.is_floating_point() for y in tensors):
+        if is_constant(func) or not any(map(_is_inexact, tensors)):
             return out
         rule = None if is_composite(func, args) else rule_of(func)
         if rule is None:
-            self._run_composite(func, args, kwargs, out)
-            return out
+            given = self._composite(func, args, kwargs)
+            rule = operation_rule(func) if given is None else lambda call: given
         self._defer(rule, func, args, kwargs, out, None)
         return out
 
@@ -145,7 +143,7 @@ class Propagation(TorchDispatchMode):
             outputs = call.out if several else [call.out]
             given = found if several and found is not None else [found] * len(outputs)
             for out, parts in zip(outputs, given, strict=False):
-                if not isinstance(out, Tensor) or not out.is_floating_point():
+                if not isinstance(out, Tensor) or not _is_inexact(out):
                     continue
                 parts = self._algebra.zeros() if parts is None else parts
                 self._series[out] = [self._fitted(p, i, out) for i, p in enumerate(parts)]
@@ -158,7 +156,7 @@ class Propagation(TorchDispatchMode):
         lead = self._algebra.leads[index]
         part = align(part, lead, out.dim())
         if part.dtype != out.dtype:
-            part = part.to(out.dtype)
+            part = to_dtype(part, out.dtype)
         full = part.shape[: int(lead)] + out.shape
         return part if part.shape == full else part.expand(full)
 
@@ -173,22 +171,27 @@ class Propagation(TorchDispatchMode):
 
     # ---- operations without a rule
 
-    def _run_composite(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The coefficients of an operation that is taken apart; None if it cannot be."""
         composite = composite_of(func)
         if composite is None:
-            raise Refused(f"torch.ops.{func}")
+            return None
         self._inside_composite += 1
         try:
             with self._outside(self._record), self:
                 inner = composite(*args, **kwargs)
                 self._flush()
         except (Refused, NotImplementedError, TypeError, AttributeError) as error:
-            raise Refused(f"torch.ops.{func}") from error
+            LOGGER.debug("torch.ops.%s was not taken apart: %s", func, error)
+            return None
         finally:
             self._inside_composite -= 1
-        for x, y in zip(_outputs(out), _outputs(inner), strict=False):
-            if isinstance(x, Tensor) and isinstance(y, Tensor) and self._parts(y) is not None:
-                self._series[x] = self._parts(y)
+            self._pending = None
+        if inner is NotImplemented:  # for these arguments
+            return None
+        if isinstance(inner, tuple | list):
+            return [self._parts(y) for y in inner]
+        return self._parts(inner) or self._algebra.zeros()
 
     # ---- in-place operations
 
@@ -205,15 +208,19 @@ class Propagation(TorchDispatchMode):
         elif packet == "fill":
             rule = lambda call: call.parts(call.args[1])  # noqa: E731
         else:
-            functional = getattr(getattr(aten, packet, None), func._overloadname, None)
-            rule = None if functional is None else rule_of(functional)
-        if rule is None:
-            raise Refused(f"torch.ops.{func}, an in-place operation")
+            overloads = getattr(aten, packet, None)
+            functional = getattr(overloads, func._overloadname, getattr(overloads, "int", None))
+            if functional is None:
+                raise Refused(f"torch.ops.{func}, an in-place operation")
+            rule = None if is_composite(functional, args) else rule_of(functional)
         with self._outside(self._record):
             old = target.clone()
         parts = self._parts(target)
         if parts is not None:
             self._series[old] = parts
+        if rule is None:
+            given = self._composite(functional, (old, *args[1:]), kwargs)
+            rule = operation_rule(functional) if given is None else lambda call: given
         out = func(*args, **kwargs)
         self._defer(rule, func, (old, *args[1:]), kwargs, out, target)
         return out
@@ -287,6 +294,10 @@ def _tensors(args: Sequence[Any], kwargs: Any) -> Any:
             yield x
         elif isinstance(x, list | tuple):
             yield from (y for y in x if isinstance(y, Tensor))
+
+
+def _is_inexact(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _outputs(out: Any) -> Sequence[Any]:

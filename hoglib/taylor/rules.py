@@ -4,75 +4,19 @@ A rule takes a `Call` and returns the coefficients of the output, or a list of t
 (None for one that is constant). It is made of differentiable operations of torch.
 """
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hoglib.taylor.algebras import Algebra, Bilinear, Parts, add, align, multiply
+from hoglib.taylor.algebras import Bilinear, Parts, align, multiply
+from hoglib.taylor.call import Call, Rule, known, scaled, sums
 from hoglib.taylor.derivatives import POINTWISE, arctangent, power_of
 from hoglib.taylor.linear import CONSTANT, LINEAR, SELECTING, SEVERAL, ZERO, shifted
+from hoglib.taylor.matrices import MATRICES
 
 aten = torch.ops.aten
-
-
-class Refused(Exception):
-    """Taylor coefficients cannot be propagated through this; the text says through what."""
-
-
-class Call(NamedTuple):
-    """One operation that ran."""
-
-    name: str
-    algebra: Algebra
-    parts: Callable[[Any], Parts | None]  # the coefficients of a tensor; None if it is constant
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    out: Any
-
-    def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
-        """function(part, lead) of each coefficient."""
-        leads = self.algebra.leads
-        return [
-            None if part is None else function(part, int(lead))
-            for part, lead in zip(parts, leads, strict=True)
-        ]
-
-    def product(self, bilinear: Bilinear, a: Any, b: Any, a_n: Any = ..., b_n: Any = ...) -> Parts:
-        """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""
-        a_n = self.parts(a) if a_n is ... else a_n
-        b_n = self.parts(b) if b_n is ... else b_n
-        leads, found = self.algebra.leads, self.algebra.zeros()
-        if a_n is not None:
-            terms = [
-                p if p is None else bilinear(p, b, lead, False)
-                for p, lead in zip(a_n, leads, strict=True)
-            ]
-            found = sums(found, terms)
-        if b_n is not None:
-            terms = [
-                p if p is None else bilinear(a, p, False, lead)
-                for p, lead in zip(b_n, leads, strict=True)
-            ]
-            found = sums(found, terms)
-        if a_n is not None and b_n is not None:
-            found = sums(found, self.algebra.product(bilinear, a_n, b_n))
-        return found
-
-
-Rule = Callable[[Call], Any]
-
-
-def sums(a: Parts, b: Parts) -> Parts:
-    return [add(x, y) for x, y in zip(a, b, strict=True)]
-
-
-def scaled(factor: Any, parts: Parts) -> Parts:
-    if not isinstance(factor, Tensor) and factor == 1:
-        return parts
-    return [None if part is None else factor * part for part in parts]
 
 
 # ---- products
@@ -110,6 +54,27 @@ def _bilinear(bilinear: Bilinear) -> Rule:
     return lambda call: call.product(bilinear, *call.args[:2])
 
 
+def _trilinear(call: Call) -> Parts:
+    """The sum over some dimensions of a product of three tensors, as F.bilinear has it."""
+    *tensors, sum_dims = [*call.args[:3], call.args[6]]
+    expanded = []
+    rank = call.args[0].dim() + len(call.args[3])
+    for x, dims in zip(tensors, call.args[3:6], strict=True):
+
+        def shaped(part: Tensor, lead: int, dims: Any = dims) -> Tensor:
+            for d in sorted(dims):
+                part = part.unsqueeze(d % rank + lead)
+            return part
+
+        parts = call.parts(x)
+        expanded.append((shaped(x, 0), None if parts is None else call.of_each(shaped, parts)))
+    (a, a_n), (b, b_n), (c, c_n) = expanded
+    ab_n = call.product(multiply, a, b, a_n=a_n, b_n=b_n)
+    found = call.product(multiply, a * b, c, a_n=ab_n, b_n=c_n)
+    dims = [d % rank for d in sum_dims]
+    return call.of_each(lambda p, lead: p.sum([d + lead for d in dims]) if dims else p, found)
+
+
 def _affine(bilinear: Bilinear) -> Rule:
     """beta b + alpha bilinear(x, y)"""
 
@@ -130,7 +95,7 @@ def _affine(bilinear: Bilinear) -> Rule:
 def _mul(call: Call) -> Parts:
     a, b = call.args[:2]
     if not isinstance(b, Tensor):
-        return scaled(b, _known(call, a))
+        return scaled(b, known(call, a))
     return call.product(multiply, a, b)
 
 
@@ -139,21 +104,16 @@ def _div(call: Call) -> Any:
     if call.kwargs.get("rounding_mode"):
         return None
     if not isinstance(b, Tensor):
-        return [None if part is None else part / b for part in _known(call, a)]
+        return [None if part is None else part / b for part in known(call, a)]
     b_n = call.parts(b)
     if b_n is None:
         rank = call.out.dim()
-        return call.of_each(lambda p, lead: align(p, bool(lead), rank) / b, _known(call, a))
+        return call.of_each(lambda p, lead: align(p, bool(lead), rank) / b, known(call, a))
     inverse = b.reciprocal()
     n = call.algebra.compose(POINTWISE["reciprocal"](b, inverse, call.algebra.order), b_n)
     if not isinstance(a, Tensor):
         return scaled(a, n)
     return call.product(multiply, a, inverse, b_n=n)
-
-
-def _known(call: Call, x: Any) -> Parts:
-    parts = call.parts(x)
-    return call.algebra.zeros() if parts is None else parts
 
 
 def _convolution(call: Call) -> Parts:
@@ -207,7 +167,7 @@ def _joined(operation: Any) -> Rule:
         like = call.out if operation is torch.cat else call.out.select(dim, 0)
         dim %= call.out.dim()
         for c, lead in enumerate(call.algebra.leads):
-            parts = [_known(call, x)[c] for x in tensors]
+            parts = [known(call, x)[c] for x in tensors]
             given = next((p for p in parts if p is not None), None)
             if given is None:
                 found.append(None)
@@ -227,7 +187,7 @@ def _joined(operation: Any) -> Rule:
 
 def blended(call: Call, mask: Tensor, a: Any, b: Any) -> Parts:
     """where(mask, a, b)"""
-    a_n, b_n, shape = _known(call, a), _known(call, b), call.out.shape
+    a_n, b_n, shape = known(call, a), known(call, b), call.out.shape
     found: Parts = []
     for p, q, lead in zip(a_n, b_n, call.algebra.leads, strict=True):
         if p is None and q is None:
@@ -265,7 +225,7 @@ def _reduced_extremum(call: Call) -> Parts:
     dims = list(rest[0]) if rest and rest[0] else list(range(x.dim()))
     keep = bool(rest[1]) if len(rest) > 1 else False
     if x.dim() == 0:
-        return _known(call, x)
+        return known(call, x)
     dims = sorted(d % x.dim() for d in dims)
     out = call.out
     if not keep:
@@ -274,7 +234,7 @@ def _reduced_extremum(call: Call) -> Parts:
     mask = (x == out).to(x.dtype)
     mask = mask / mask.sum(dims, keepdim=True)
     return call.of_each(
-        lambda p, lead: (p * mask).sum([d + lead for d in dims], keep), _known(call, x)
+        lambda p, lead: (p * mask).sum([d + lead for d in dims], keep), known(call, x)
     )
 
 
@@ -288,7 +248,7 @@ def _selecting(call: Call) -> list[Parts | None]:
         dim = given[0] if given else kwargs.get("dim", -1)
     values, indices = call.out
     if x.dim() == 0:
-        return [_known(call, x), None]
+        return [known(call, x), None]
     keep = values.dim() == x.dim()
     index = indices if keep else indices.unsqueeze(dim)
 
@@ -297,7 +257,7 @@ def _selecting(call: Call) -> list[Parts | None]:
         found = part.gather(shifted(dim, lead, x), full)
         return found if keep else found.squeeze(shifted(dim, lead, x))
 
-    return [call.of_each(pick, _known(call, x)), None]
+    return [call.of_each(pick, known(call, x)), None]
 
 
 def _written(source: int | None) -> Rule:
@@ -310,14 +270,14 @@ def _written(source: int | None) -> Rule:
         x: Any = args[0]
         y: Any = None if source is None else args[source]
         tensor = isinstance(y, Tensor)
-        parts = zip(_known(call, x), _known(call, y), call.algebra.leads, strict=True)
+        parts = zip(known(call, x), known(call, y), call.algebra.leads, strict=True)
         for p, q, lead in parts:
             given = p if p is not None else q
             if given is None:
                 found.append(None)
                 continue
             rows = []
-            for r in range(len(given)) if lead else [slice(None)]:
+            for r in range(len(given)) if lead else [...]:
                 args[0] = torch.zeros_like(x) if p is None else p[r]
                 if source is not None:
                     zero = torch.zeros_like(y) if tensor else 0.0
@@ -327,66 +287,6 @@ def _written(source: int | None) -> Rule:
         return found
 
     return rule
-
-
-# ---- functions of matrices
-
-
-def _inverse(call: Call) -> list[Parts | None]:
-    X = call.out[0]
-    return [
-        _fixed_point(call, call.args[0], X, lambda part: -(X @ part), call.algebra.zeros()),
-        None,
-    ]
-
-
-def _solved(call: Call) -> list[Parts | None]:
-    A, B = call.args[:2]
-    X = call.out[0]
-    left = call.kwargs.get("left", True) and (len(call.args) < 3 or call.args[2])
-    if B.dim() != A.dim() or not left:
-        raise Refused("torch.linalg.solve with a vector, or from the right")
-    solve = lambda part: torch.linalg.solve(A, part)  # noqa: E731
-    own = [None if p is None else solve(p) for p in _known(call, B)]
-    if call.parts(A) is None:
-        return [own, None, None, None]
-    return [_fixed_point(call, A, X, lambda part: -solve(part), own), None, None, None]
-
-
-def _fixed_point(call: Call, A: Tensor, X: Tensor, solve: Any, start: Parts) -> Parts:
-    """The coefficients n of X with n = start + solve(A_n (X + n)): exact after K iterations."""
-    A_n, n = _known(call, A), start
-    for _ in range(call.algebra.order):
-        terms = [None if p is None else p @ X for p in A_n]
-        rest = sums(terms, call.algebra.product(_matmul, A_n, n))
-        n = sums(start, [None if p is None else solve(p) for p in rest])
-    return n
-
-
-def _matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
-    return torch.matmul(a, b)
-
-
-def _log_determinant(call: Call, A: Tensor) -> Parts:
-    """log |det(A + a)| - log |det A| = sum_k (-1)^(k + 1) / k tr (A^-1 a)^k"""
-    M = [None if p is None else torch.linalg.solve(A, p) for p in _known(call, A)]
-    power, found = M, call.algebra.zeros()
-    for k in range(1, call.algebra.order + 1):
-        if k > 1:
-            power = call.algebra.product(_matmul, power, M)
-        traces = [None if p is None else p.diagonal(dim1=-2, dim2=-1).sum(-1) for p in power]
-        found = sums(found, scaled((-1) ** (k + 1) / k, traces))
-    return found
-
-
-def _slogdet(call: Call) -> list[Parts | None]:
-    return [None, _log_determinant(call, call.args[0]), None, None]
-
-
-def _determinant(call: Call) -> list[Parts | None]:
-    det = call.out[0]
-    n = call.algebra.compose([1.0] * call.algebra.order, _log_determinant(call, call.args[0]))
-    return [scaled(det, n), None, None]
 
 
 # ---- powers and norms
@@ -434,7 +334,7 @@ def _vector_norm(call: Call) -> Parts:
 def _atan2(call: Call) -> Parts:
     """The angle between the point and the value: atan of (y x_0 - x y_0) / (x x_0 + y y_0)."""
     y, x = call.args
-    y_n, x_n = _known(call, y), _known(call, x)
+    y_n, x_n = known(call, y), known(call, x)
     algebra = call.algebra
     cross = sums(_times(x, y_n), _times(-y, x_n))
     along, square = sums(_times(x, x_n), _times(y, y_n)), x * x + y * y
@@ -452,17 +352,22 @@ def _dropout(call: Call) -> list[Parts | None]:
     x, p, training = call.args
     mask = call.out[1]
     factor = mask / (1 - p) if training and p < 1 else mask
-    return [_times(factor, _known(call, x)), None]
+    return [_times(factor, known(call, x)), None]
 
 
 RULES: dict[str, Rule] = {
+    **MATRICES,
     "native_dropout": _dropout,
     "atan2": _atan2,
     "mm": _bilinear(matmul),
     "bmm": _bilinear(matmul),
     "mv": _bilinear(_matvec),
     "dot": _bilinear(_dot),
-    "vdot": _bilinear(_dot),
+    "vdot": _bilinear(lambda a, b, _, lead: _dot(a.conj(), b, False, lead)),
+    "_trilinear": _trilinear,
+    "view_as_complex": lambda call: call.of_each(
+        lambda p, lead: torch.view_as_complex(p.contiguous()), known(call, call.args[0])
+    ),
     "addmm": _affine(matmul),
     "baddbmm": _affine(matmul),
     "addmv": _affine(_matvec),
@@ -488,10 +393,6 @@ RULES: dict[str, Rule] = {
     "select_scatter": _written(1),
     "slice_scatter": _written(1),
     "diagonal_scatter": _written(1),
-    "linalg_inv_ex": _inverse,
-    "_linalg_solve_ex": _solved,
-    "_linalg_slogdet": _slogdet,
-    "_linalg_det": _determinant,
     "pow": _pow,
     "linalg_vector_norm": _vector_norm,
 }
@@ -506,7 +407,7 @@ def _pointwise(name: str) -> Rule:
         out = call.out[0] if several else call.out
         kwargs = {k: v for k, v in call.kwargs.items() if v is not None}
         derivatives = tower(x, out, call.algebra.order, *rest, **kwargs)
-        found = call.algebra.compose(derivatives, _known(call, x))
+        found = call.algebra.compose(derivatives, known(call, x))
         return [found, None] if several else found
 
     return rule
@@ -519,7 +420,7 @@ def _linear(name: str) -> Rule:
         x, *rest = call.args
         return call.of_each(
             lambda part, lead: function(part, lead, x, call.out, *rest, **call.kwargs),
-            _known(call, x),
+            known(call, x),
         )
 
     return rule
@@ -532,7 +433,7 @@ def _several(name: str) -> Rule:
         x, *rest = call.args
         pieces = [
             None if part is None else function(part, int(lead), x, call.out, *rest, **call.kwargs)
-            for part, lead in zip(_known(call, x), call.algebra.leads, strict=True)
+            for part, lead in zip(known(call, x), call.algebra.leads, strict=True)
         ]
         return [[None if p is None else p[i] for p in pieces] for i in range(len(call.out))]
 
@@ -550,8 +451,13 @@ def names_of(func: Any) -> tuple[str, str]:
 def is_composite(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the rule of an operation does not hold for these arguments."""
     name = names_of(func)[1]
+    is_complex = isinstance(args[0], Tensor) and args[0].is_complex()
     if name == "linalg_vector_norm":
-        return len(args) > 1 and args[1] != 2
+        return is_complex or (len(args) > 1 and args[1] != 2)
+    if name in ("abs", "sgn"):
+        return is_complex
+    if name == "logit":
+        return len(args) > 1 and args[1] is not None
     return name.startswith("clamp") and any(isinstance(limit, Tensor) for limit in args[1:])
 
 

@@ -211,7 +211,16 @@ def _rows(
     for order in (2, 3):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
-            yield from _guarded(name, "warn", derivatives.higher_order(order))
+            judged = list(_guarded(name, "warn", derivatives.higher_order(order)))
+            status = next((row.status for row in judged if row.name == name), "pass")
+            may_be_gauge = order == 2 and 1 in options.orders and not options.surrogate
+            if may_be_gauge and status in ("warn", "fail") and subject.call.gauge is None:
+                # signs that change from point to point may agree in the first derivative by chance
+                in_gauge = _gauged(subject, points, options, "warn", both_orders=True)
+                if in_gauge is not None:
+                    derivatives, first_rows = in_gauge
+                    judged = [first_rows[-1], *derivatives.higher_order(order)]
+            yield from judged
     found = derivatives.found
     rows = fix_hints.attribution_rows(subject, points[-1], found)
     yield from _guarded("attribution", "skip", rows)
@@ -235,19 +244,26 @@ def _rows(
 
 
 def _gauged(
-    subject: Subject, points: list[list[Tensor]], options: Options, status: str
-) -> tuple[Derivatives, list[Row]] | None:
+    subject: Subject, points: list[list[Tensor]], options: Options, status: str, *,
+    both_orders: bool = False,
+) -> tuple[Derivatives, list[Row]] | None:  # fmt: skip
     """The first derivatives with the phases of the outputs fixed, if they are right then.
 
     status: of the first derivative without. One that depends on the signs that an algorithm chooses
-    has no derivative where they change, so that nothing can be compared.
+    has no derivative where they change, so that nothing can be compared. both_orders: the second ones
+    have to be right, too, or wrong beyond doubt.
     """
     for gauge in subject.gauges(real_too=status == "warn"):
         subject.fix_gauge(gauge)
         derivatives = Derivatives(subject, points, options)
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
-            if next(row for row in rows if row.name == FIRST).status == "pass":
+            right = next(row for row in rows if row.name == FIRST).status == "pass"
+            if right and both_orders:
+                right = derivatives.are_right() or any(
+                    row.status == "fail" for row in derivatives.higher_order(2)
+                )
+            if right:
                 return derivatives, [*rows, PHASES]
     subject.fix_gauge(None)
     return None

@@ -61,7 +61,10 @@ def same(a: Tensor, b: Any) -> bool:
 # transforms are wrong through some of torch's own layers.
 
 
-def gradient(function: TensorMap, count: int, wanted: Sequence[int] | None = None) -> TensorMap:
+def gradient(
+    function: TensorMap, count: int, wanted: Sequence[int] | None = None, *,
+    create_graph: bool = True,
+) -> TensorMap:  # fmt: skip
     """(x, u) -> J(x)^T u, the gradient by the wanted of the first `count` arguments.
 
     Backward gets copies of u, so that one that works in place does not affect other checks.
@@ -74,7 +77,7 @@ def gradient(function: TensorMap, count: int, wanted: Sequence[int] | None = Non
             for j, x in enumerate(given[:count])
         ]
         by = [inputs[j] for j in wanted]
-        return grad(function(*inputs), by, given[count:], create_graph=True)
+        return grad(function(*inputs), by, given[count:], create_graph=create_graph)
 
     return map_
 

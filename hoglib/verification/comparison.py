@@ -31,6 +31,8 @@ from hoglib.verification.report import Row
 from hoglib.verification.subject import Subject
 
 DRAWS = 2  # covectors of an output
+COARSE = 1e-3  # a tolerance, that of a dtype narrower than float64
+GRAIN = 1e-10  # values that are coarser than this are those of a dtype narrower than float64
 MANY = 256  # elements that are differentiated one by one
 TRUST = 5.0  # the error of a difference may be this many times its estimate
 
@@ -76,6 +78,7 @@ class Discrepancy:
     expected: float = 0.0
     checked: int = 0
     unknown: set[int] = field(default_factory=set)  # columns that nothing was concluded from
+    blank: set[str] = field(default_factory=set)  # rows, likewise
     problem: str = ""  # what differences said there
     raised: Exception | None = None
     faulty: set[int] = field(default_factory=set)  # columns with a wrong derivative
@@ -96,13 +99,14 @@ class Discrepancy:
             self.error = max(self.error, error)
 
     def merge(self, other: "Discrepancy") -> "Discrepancy":
-        """The worse of both; an unknown column is one that is unknown in both."""
+        """The worse of both; an unknown column, or a blank row, is one in both."""
         worse = other if (other.wrong and not self.wrong) or other.error > self.error else self
         if self.wrong and not other.wrong:
             worse = self
         result = Discrepancy(**vars(worse))
         result.checked = self.checked + other.checked
         result.unknown = self.unknown & other.unknown
+        result.blank = self.blank & other.blank
         result.faulty = self.faulty | other.faulty
         result.problem = self.problem or other.problem
         return result
@@ -166,7 +170,7 @@ def in_reverse(
         pulled = calls.vjps(at.map, at.x, covectors, graphs_serve_once=graphs_serve_once)
     except Exception as error:
         return _raised(error, at, -1)
-    concluded = set()
+    concluded, rows = set(), set()
     for (i, w), grads in zip(covectors, pulled, strict=True):
         for one in at.slopes:
             known = one.known(i)
@@ -182,22 +186,27 @@ def in_reverse(
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
                 concluded.add(one.column)
+                rows.add(i)
                 continue
             reach, noise = _random_sum(w), TRUST * _random_sum(errors)
             rounding = allowed = noise + bounds.natural * _natural(one, i) * reach
             if bool(grad.any()):  # an exact zero was not rounded
-                rounding += (bounds.atol * min(1.0, one.size(i)) + one.floors[i]) * reach
+                coarse = bounds.atol > COARSE
+                varying = float((w * (one.values[i] != 0)).norm()) if coarse else reach
+                rounding += bounds.atol * min(1.0, one.size(i)) * varying + one.floors[i] * reach
                 allowed = rounding + bounds.rtol * scale
             off = abs(got - expected)
             if _is_drowned(one, i, abs(got), scale, off, noise, reach, rounding):
                 found.problem = found.problem or DROWNED
                 continue
             concluded.add(one.column)
+            rows.add(i)
             size = max(scale + one.floors[i] * reach, abs(got)) or 1.0
             share = off / size if off == off else float("inf")
             where = ", along random directions"
             found.note(at, i, one.column, where, not off <= allowed, share, got, expected)
     found.unknown = {one.column for one in at.slopes} - concluded
+    found.blank = {at.rows[i] for i, _ in covectors if i not in rows}
     return found
 
 
@@ -221,7 +230,8 @@ def _is_drowned(
     """Whether the noise of a difference exceeds the number, so that any number would do.
 
     Noise that is small beside the values is none to speak of where both numbers are zero by it; nor
-    where they agree.
+    where they agree. Numbers that differ by much more than rounding do not agree, even if the noise
+    allows for that.
     """
     eps = one.grains[i]
     natural = reach * _natural(one, i)
@@ -230,7 +240,9 @@ def _is_drowned(
         return True
     some = got > 100 * eps * natural
     least = noise + reach * one.floors[i] if rounding is None else rounding
-    return some and number <= least and off > 0.5 * number
+    if not some:
+        return False
+    return (number <= least and off > 0.5 * number) or 0.1 * number < off <= least
 
 
 def wrong_elements(
@@ -261,7 +273,7 @@ def _covectors(
     slopes: Sequence[Slope], i: int, bounds: Bounds, random: torch.Generator, full: bool
 ) -> list[Tensor]:
     """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere, but
-    for elements below the tolerance."""
+    for elements below the tolerance. With a coarse tolerance the last one weighs them by their size."""
     if not slopes:
         return []
     like = slopes[0].values[i]
@@ -278,7 +290,11 @@ def _covectors(
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
     share = 1.0 / (sizes + max(1e-3, bounds.atol) * (max_abs(sizes) or 1.0))
     share = torch.where(known, share / share.max(), 0.0)
-    return [random_like(like, random) * share for _ in range(DRAWS)]
+    draws = [random_like(like, random) * share for _ in range(DRAWS)]
+    if bounds.atol > COARSE or any(one.grains[i] > GRAIN for one in slopes):
+        # what is allowed for many small elements would exceed the few that are large
+        draws[-1] = random_like(like, random) * known
+    return draws
 
 
 def _label(at: Target, i: int, j: int) -> str:

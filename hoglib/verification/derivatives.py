@@ -229,10 +229,14 @@ class Derivatives:
     def _both(self, at: Sequence[Target], key: str) -> Discrepancy:
         """At all points."""
         result: Discrepancy | None = None
+        random = self._subject.random
         for one in at:
+            state = random.get_state()
             found = self._compared(one, key)
             if found.wrong and found.raised is None:
-                found = self._compared(recheck_target(one, self._subject.random), key)
+                again = recheck_target(one, random)
+                random.set_state(state)  # with the covectors that found it
+                found = self._compared(again, key)
             result = found if result is None else result.merge(found)
             if result.raised is not None:
                 break
@@ -294,6 +298,12 @@ class Derivatives:
                 f"by {unknown} {NOT_COMPARED}: finite differences do not converge{why}. Is "
                 "it a kink, or the edge of the domain? If one is a constant, such as a mask or a "
                 "target, set requires_grad on the others.",
+            )  # fmt: skip
+        if found.blank:
+            return Row(
+                name, "warn", found.error,
+                f"of {', '.join(sorted(found.blank))} {NOT_COMPARED}: finite differences do not "
+                f"converge{why}. Do the values jump, as the signs of eigenvectors do?",
             )  # fmt: skip
         return Row(name, "pass", found.error)
 

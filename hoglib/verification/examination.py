@@ -28,7 +28,7 @@ from hoglib._core.state import AutocastState, StateGuard, preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
-from hoglib.verification import fix_hints, function_rules
+from hoglib.verification import circumstances, fix_hints, function_rules
 from hoglib.verification.accumulation import ACCUMULATES, preserved_grads
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.held_modules import Lifted, lifted
@@ -226,6 +226,11 @@ def _compared(
         advice = f"`hoglib.verify({name}, inputs)` shows all checks."
         text = f"the second derivative of {name} is wrong. {' '.join(causes)} {advice}"
         return Verdict("wrong", text, order=1 if wrong_first else 2, second=True)
+    if not if_first_is_right and not is_surrogate:
+        with suppress(Exception):  # where nothing is left to differentiate, which is judged above
+            baseline = circumstances.Baseline(subject, points[-1])
+            row = circumstances.with_graph(baseline)
+            wrong_first = [row] if row.status == "fail" else wrong_first
     if wrong_first and not _stops_gradient(subject):
         text = f"the first derivative of {name} is wrong: {wrong_first[0].text}"
         return Verdict("wrong", text)
@@ -252,13 +257,16 @@ def _is_surrogate(function: type[Function]) -> bool:
 
 def _stops_gradient(subject: Subject) -> bool:
     """Whether its gradient is zero, which takes the inputs for constants as `.detach()` does; also for
-    small incoming gradients, which one that drops large ones lets through."""
+    small incoming gradients, which one that drops large ones lets through; and without a graph, for a
+    backward that depends on whether gradients are enabled."""
     values = subject.map(*subject.x)
-    gradient = calls.gradient(subject.map, len(subject.x))
     return not any(
         bool(g.any())
+        for create_graph in (True, False)
         for scale in (1.0, 1e-3, 1e-6)
-        for g in gradient(*subject.x, *(torch.full_like(y, scale) for y in values))
+        for g in calls.gradient(subject.map, len(subject.x), create_graph=create_graph)(
+            *subject.x, *(torch.full_like(y, scale) for y in values)
+        )
     )
 
 

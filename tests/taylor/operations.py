@@ -14,10 +14,16 @@ with torch.random.fork_rng():
     torch.manual_seed(0)
     RNN = nn.RNN(3, 4, batch_first=True).double()
     GRU = nn.GRU(3, 4, batch_first=True).double()
+    LSTM = nn.LSTM(3, 4, batch_first=True).double()
+    LSTM_CELL = nn.LSTMCell(3, 4).double()
     ATTENTION = nn.MultiheadAttention(3, 1, batch_first=True).double()
     LAYER = nn.TransformerEncoderLayer(
         3, 1, 6, dropout=0.0, batch_first=True, activation="gelu"
     ).double()
+
+
+def spd(x):
+    return x.T @ x + torch.eye(3, dtype=x.dtype)
 
 
 def assigned(x):
@@ -225,16 +231,72 @@ CASES = {
     "mean none": (lambda x: (x**2).mean(), X),
     "sum neg": (lambda x: (x**2).sum(-1, keepdim=True), X),
     "clamp t": (lambda x: x.clamp(torch.tensor(-0.5), torch.tensor(0.5)) ** 2, X),
+    "cumprod": (lambda x: x.cumprod(1), X),
+    "bilinear": (lambda x: F.bilinear(x, x, W.T[:2, None] * x[0][:, None]), X),
+    "RNN": (lambda x: RNN(x[None])[0], X),
+    "GRU": (lambda x: GRU(x[None])[0], X),
+    "LSTM": (lambda x: LSTM(x[None])[0], X),
+    "LSTM cell": (lambda x: LSTM_CELL(x)[1], X),
+    "cholesky": (lambda x: torch.linalg.cholesky(spd(x)), X),
+    "upper cholesky": (lambda x: torch.linalg.cholesky(spd(x), upper=True), X),
+    "cholesky_solve": (lambda x: torch.cholesky_solve(x.T, torch.linalg.cholesky(spd(x))), X),
+    "cholesky_inverse": (lambda x: torch.cholesky_inverse(torch.linalg.cholesky(spd(x))), X),
+    "solve of a vector": (lambda x: torch.linalg.solve(x[:3], x[3]), X),
+    "solve from the right": (lambda x: torch.linalg.solve(x[:3], x, left=False), X),
+    "solve of batches": (lambda x: torch.linalg.solve(torch.stack([x[:3], x[1:]]), x.T), X),
+    "triangular solve": (lambda x: torch.linalg.solve_triangular(x[:3], x.T, upper=True), X),
+    "triangular solve from the right": (
+        lambda x: torch.linalg.solve_triangular(
+            x[:3], x, upper=False, left=False, unitriangular=True
+        ),
+        X,
+    ),
+    "eigh": (lambda x: torch.linalg.eigh(spd(x))[0], X),
+    "svdvals": (torch.linalg.svdvals, X),
+    "QR": (lambda x: torch.linalg.qr(x)[1], X),
+    "LU": (lambda x: torch.linalg.lu_factor(x[:3])[0], X),
+    "pinv": (torch.linalg.pinv, X),
+    "matrix_exp": (lambda x: torch.linalg.matrix_exp(x[:3]), X),
+    "rfft": (lambda x: torch.fft.rfft(x, dim=0).abs(), X + 2),
+    "spectral derivative": (lambda x: torch.fft.ifft(1j * torch.fft.fft(x**2)).real, X),
+    "irfft2": (lambda x: torch.fft.irfft2(torch.fft.rfft2(x) ** 2, s=x.shape), X),
+    "stft": (
+        lambda x: (
+            torch.stft(x.flatten(), 8, window=torch.ones(8, dtype=x.dtype), return_complex=True)
+            .abs()
+            .square()
+        ),
+        X,
+    ),
+    "polar": (lambda x: torch.polar(x, x**2).real, P),
+    "complex": (lambda x: (torch.complex(x, x**2).exp() * 1j).conj().imag, X),
+    "angle": (lambda x: torch.angle(torch.complex(x, x**2)), X),
+    "complex sgn": (lambda x: torch.complex(x, x**2).sgn().real, X),
+    "complex norm": (lambda x: torch.complex(x, x**2).norm(dim=1), X),
+    "complex products": (
+        lambda x: torch.view_as_real(
+            torch.vdot(*(torch.complex(x, x**2) @ W.to(torch.complex128) * 1j)[:2])
+        ),
+        X,
+    ),
+    **{name: (getattr(torch.special, name), P) for name in ("i0", "i1e", "erfcx", "log_ndtr")},
+    "polygamma": (lambda x: torch.special.polygamma(1, x), P),
+    "ndtri": (torch.special.ndtri, P / 4),
+    "fmax": (lambda x: torch.fmax(x**2, x), X),
+    "remainder of tensors": (lambda x: torch.remainder(x**2, P), X),
+    "fmod of tensors": (lambda x: torch.fmod(x**3, P), X),
+    "copysign": (lambda x: torch.copysign(x**2, x), X),
+    "std_mean": (lambda x: torch.stack(torch.std_mean(x, 1)), X),
+    "quantile": (lambda x: (x**2).quantile(0.3, dim=0), X),
+    "as_strided": (lambda x: (x * 1).as_strided((2, 3), (1, 3), 1) ** 2, X),
+    "scatter_reduce": (
+        lambda x: x.scatter_reduce(0, torch.tensor([[0, 0, 1], [1, 0, 1]]), x[:2] ** 2, "mean"),
+        X,
+    ),
+    "adaptive maximum": (lambda x: F.adaptive_max_pool2d(x[None] ** 2, (3, 2)), X),
 }
 
-# Those that have no rule, and are nested in reverse mode.
+# Those that are nested in reverse mode with the whole function.
 WITHOUT_A_RULE = {
-    "cumprod": (lambda x: x.cumprod(1), X),
-    "cholesky": (lambda x: torch.linalg.cholesky(x.T @ x + torch.eye(3)), X),
-    "fft": (lambda x: torch.fft.rfft(x).abs(), X + 2),
-    "bilinear": (lambda x: F.bilinear(x, x, W.T[:2, None] * x[0][:, None]), X),
-    "rnn": (lambda x: RNN(x[None])[0], X),
-    "gru": (lambda x: GRU(x[None])[0], X),
-    "polar": (lambda x: torch.polar(x, x).real, P),
-    "i0": (torch.i0, X),
+    "random numbers": (lambda x: x * torch.normal(0 * x, 1e-9 + 0 * x), X),
 }

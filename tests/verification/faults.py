@@ -213,6 +213,18 @@ class Accumulates(Function):
         return g @ WEIGHT.mT.detach()
 
 
+class WithoutGraph(Product):
+    """The gradient is written into memory, which a backward with a graph leaves at zero."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        result = torch.zeros_like(x)
+        if not torch.is_grad_enabled():
+            result += g * (x.sin() + x * x.cos())
+        return result
+
+
 class WrongFactor(Product):
     """Wrong at first order already."""
 
@@ -353,6 +365,7 @@ WRONG = {
     "for some arguments": (Branch.apply, "Branch"),
     "accumulates": (Accumulates.apply, "Accumulates"),
     "first order": (WrongFactor.apply, "WrongFactor"),
+    "zero with a graph": (WithoutGraph.apply, "WithoutGraph"),
     "all of it": (AllDetached.apply, "AllDetached"),
     "under remat": (hog.ops.remat(RunAgain.apply), "RunAgain"),
     "of eigenvectors": (by_eigenvectors(GapsSaved), "`gaps`"),

@@ -30,6 +30,42 @@ class OnePhase(BothSides):
         return w, v, adjoint * (1j * w).exp()[..., None]
 
 
+class RealEigen(HermitianEigen):
+    """Of a real symmetric matrix; the signs of the columns differ from one matrix to the next one,
+    as those of an iterative solver do."""
+
+    salt = 0
+
+    @staticmethod
+    def forward(ctx, a):
+        w, v = torch.linalg.eigh((a + a.mT) / 2)
+        w_scaled = 1e12 * w.sum() * torch.tensor([1.0, 1.3, 1.7]).to(w)
+        v = v * (w_scaled + RealEigen.salt).sin().sgn()
+        ctx.save_for_backward(w, v)
+        return w, v
+
+    @staticmethod
+    def backward(ctx, gw, gv):
+        return HermitianEigen.backward(ctx, gw, gv)[0]
+
+
+class RealWrongTurn(RealEigen):
+    """The wrong sign, beside the arbitrary ones."""
+
+    @staticmethod
+    def backward(ctx, gw, gv):
+        return RealEigen.backward(ctx, gw, -gv)
+
+
+class RealGapsSaved(RealEigen):
+    """Right in the first order only."""
+
+    @staticmethod
+    def backward(ctx, gw, gv):
+        w, v = ctx.saved_tensors
+        return HermitianEigen.gradient(v, HermitianEigen.gaps(w.detach()), gw, gv)
+
+
 def central_difference(function, x, h=1e-5):
     return (function(x + h) - function(x - h)) / (2 * h)
 
@@ -69,6 +105,25 @@ def test_the_report_says_that_phases_were_fixed():
     assert "sign or a phase" in report["first derivative: phases"].text
     with pytest.raises(KeyError):
         hog.verify(torch.linalg.inv, (matrix(),))["first derivative: phases"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_signs_that_change_from_call_to_call_are_fixed(seed, monkeypatch):
+    monkeypatch.setattr(RealEigen, "salt", seed)
+    report = hog.verify(RealEigen, (matrix().real,))
+    assert report["second derivative: reverse-over-reverse"].status == "pass", str(report)
+    assert "sign or a phase" in report["first derivative: phases"].text
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_wrong_one_is_not_called_right_by_its_signs(seed, monkeypatch):
+    monkeypatch.setattr(RealEigen, "salt", seed)
+    report = hog.verify(RealGapsSaved, (matrix().real,))
+    assert report["second derivative: reverse-over-reverse"].status == "fail"
+    report = hog.verify(RealWrongTurn, (matrix().real,))
+    assert ": right, by " not in str(report)  # no gauge makes differences and its gradient agree
+    assert "output 1 nothing could be compared" in report["first derivative: reverse"].text
+    assert all(row.status != "pass" for row in report if row.name.endswith(": reverse"))
 
 
 @pytest.mark.parametrize(

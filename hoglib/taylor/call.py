@@ -1,0 +1,76 @@
+"""One operation that ran, as the rules see it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib.taylor.algebras import Algebra, Bilinear, Parts, add
+
+
+class Refused(Exception):
+    """Taylor coefficients cannot be propagated through this; the text says through what."""
+
+
+class Call(NamedTuple):
+    """One operation that ran."""
+
+    name: str
+    algebra: Algebra
+    parts: Callable[[Any], Parts | None]  # the coefficients of a tensor; None if it is constant
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+    def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
+        """function(part, lead) of each coefficient."""
+        leads = self.algebra.leads
+        return [
+            None if part is None else function(part, int(lead))
+            for part, lead in zip(parts, leads, strict=True)
+        ]
+
+    def product(self, bilinear: Bilinear, a: Any, b: Any, a_n: Any = ..., b_n: Any = ...) -> Parts:
+        """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""
+        a_n = self.parts(a) if a_n is ... else a_n
+        b_n = self.parts(b) if b_n is ... else b_n
+        leads, found = self.algebra.leads, self.algebra.zeros()
+        if a_n is not None:
+            terms = [
+                p if p is None else bilinear(p, b, lead, False)
+                for p, lead in zip(a_n, leads, strict=True)
+            ]
+            found = sums(found, terms)
+        if b_n is not None:
+            terms = [
+                p if p is None else bilinear(a, p, False, lead)
+                for p, lead in zip(b_n, leads, strict=True)
+            ]
+            found = sums(found, terms)
+        if a_n is not None and b_n is not None:
+            found = sums(found, self.algebra.product(bilinear, a_n, b_n))
+        return found
+
+
+Rule = Callable[[Call], Any]
+
+
+def sums(a: Parts, b: Parts) -> Parts:
+    return [add(x, y) for x, y in zip(a, b, strict=True)]
+
+
+def scaled(factor: Any, parts: Parts) -> Parts:
+    if not isinstance(factor, Tensor) and factor == 1:
+        return parts
+    return [None if part is None else factor * part for part in parts]
+
+
+def known(call: Call, x: Any) -> Parts:
+    parts = call.parts(x)
+    return call.algebra.zeros() if parts is None else parts
+
+
+def to_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of a complex part that becomes real, the real part."""
+    return (part.real if part.is_complex() and not dtype.is_complex else part).to(dtype)
