@@ -216,7 +216,7 @@ def _rows(
             may_be_gauge = order == 2 and 1 in options.orders and not options.surrogate
             if may_be_gauge and status in ("warn", "fail") and subject.call.gauge is None:
                 # signs that change from point to point may agree in the first derivative by chance
-                in_gauge = _gauged(subject, points, options, "warn", both_orders=True)
+                in_gauge = _gauged(subject, points, options, "warn", second=status)
                 if in_gauge is not None:
                     derivatives, first_rows = in_gauge
                     judged = [first_rows[-1], *derivatives.higher_order(order)]
@@ -245,13 +245,13 @@ def _rows(
 
 def _gauged(
     subject: Subject, points: list[list[Tensor]], options: Options, status: str, *,
-    both_orders: bool = False,
+    second: str | None = None,
 ) -> tuple[Derivatives, list[Row]] | None:  # fmt: skip
     """The first derivatives with the phases of the outputs fixed, if they are right then.
 
     status: of the first derivative without. One that depends on the signs that an algorithm chooses
-    has no derivative where they change, so that nothing can be compared. both_orders: the second ones
-    have to be right, too, or wrong beyond doubt.
+    has no derivative where they change, so that nothing can be compared. second: that of the second
+    derivative without, which has to be right with them, or wrong beyond doubt where it was not judged.
     """
     for gauge in subject.gauges(real_too=status == "warn"):
         subject.fix_gauge(gauge)
@@ -259,9 +259,10 @@ def _gauged(
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
             right = next(row for row in rows if row.name == FIRST).status == "pass"
-            if right and both_orders:
-                right = derivatives.are_right() or any(
-                    row.status == "fail" for row in derivatives.higher_order(2)
+            if right and second is not None:
+                right = derivatives.are_right() or (
+                    second == "warn"
+                    and any(row.status == "fail" for row in derivatives.higher_order(2))
                 )
             if right:
                 return derivatives, [*rows, PHASES]
