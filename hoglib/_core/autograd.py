@@ -204,7 +204,7 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
         if not names:
             return f"{advice}."
         return (
-            f"{advice} and in the backward of {', '.join(names)}: one that changes its own intermediates "
+            f"{advice} and in the backward of {', '.join(names)}: one that changes its intermediates "
             f"cannot be differentiated. `hoglib.verify({names[0]}, inputs)` checks it."
         )
 
