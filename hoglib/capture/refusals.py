@@ -268,6 +268,13 @@ def translate_tracing_errors(what: str) -> Iterator[None]:
         if type(error).__name__ in _GUARDS or any(word in str(error) for word in _WORDS):
             how = str(getattr(error, "func", "")) or "a number or a truth value of a tensor"
             raise value_read_error(what, how, user_line(error.__traceback__)) from error
+        if "TorchScript interpreter" in str(error):
+            raise UnsupportedError(
+                f"{what}: expected a function that can be traced, got one with TorchScript code that "
+                f"failed{user_line(error.__traceback__)}. Where it reads values of tensors "
+                "(`if torch.all(x):`), it cannot be. Set PYTORCH_JIT=0 in the environment, which "
+                "leaves Python functions, to see which; or leave compile= out."
+            ) from error
         raise
 
 
