@@ -6,6 +6,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib._core.logger import LOGGER
 from hoglib.curvature import directions as of_operator
 from hoglib.curvature.directions import Directions
 from hoglib.curvature.input_derivatives import (
@@ -23,6 +25,13 @@ from hoglib.curvature.input_derivatives import (
     check_points,
     gradients,
     point_values,
+)
+from hoglib.curvature.laplacian_routes import (
+    COLLAPSED,
+    choose,
+    nested_instead,
+    uncounted,
+    without_choice,
 )
 from hoglib.errors import UnsupportedError
 from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
@@ -42,10 +51,11 @@ def laplacian(
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     return_gradient: bool = False,
+    return_route: bool = False,
     mode: str = "auto",
     create_graph: bool | None = None,
     stand_ins: bool = True,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     r"""The value of a function at many points, and its Laplacian by their coordinates.
 
         f_n = func(x, *args)_n        L_n = sum_i d^2 f_n / d x_{n,i}^2
@@ -53,10 +63,12 @@ def laplacian(
         with num_projections = k:     L_n ~ 1/k sum_v v^T (d^2 f_n / d x_n^2) a v,  v_i = -1 or 1
 
     The exact Laplacian runs func once, with the first derivatives by all D elements of a point and the
-    sum of the second ones beside each value: the collapsed route. Where an operation has no Taylor
-    rule, as a custom Function of yours, it is nested: a gradient with its graph and a backward pass for
-    each element; inside torch.func transforms forward-over-reverse. The logger "hoglib" tells at the
-    level DEBUG which route was taken.
+    sum of the second ones beside each value: the collapsed route, also called forward Laplacian. Where
+    an operation has no Taylor rule, as a custom Function of yours, it is nested: a gradient with its
+    graph and a backward pass for each element; inside torch.func transforms forward-over-reverse. It is
+    also nested for few elements, at most 5, where the operations of func and the sizes of their results
+    promise less time; to count them, func runs once more at the first call for a shape of x.
+    return_route tells which was taken, and why.
 
     The estimate takes k directions, or 2k with coefficients. Its mean is L, its variance
     2/k sum_{i != j} S_ij^2 with S the symmetric part of H a, so that for a diagonal S it is exact.
@@ -75,6 +87,7 @@ def laplacian(
         num_projections: k random vectors instead of all elements of a point; None is exact.
         generator: Of these vectors; None is torch's global generator.
         return_gradient: Return the gradient of each output by its point, too.
+        return_route: Return the route that was taken, a `hoglib.curvature.Route`, too.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again, by parameters, x or args. By
             default they can where gradients are enabled and something requires one; then all
@@ -82,7 +95,7 @@ def laplacian(
         stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
     Returns:
-        The pair (f, L), with return_gradient the triple (f, L, g).
+        The pair (f, L); behind it, with return_gradient, g, and with return_route the route.
     Raises:
         ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and
             where train-mode batch norm makes points depend on each other.
@@ -112,6 +125,7 @@ def laplacian(
     check_points(x)
     validation.one_of("mode", mode, MODES)
     validation.flag("return_gradient", return_gradient)
+    validation.flag("return_route", return_route)
     options = Options.of("laplacian", mode, create_graph, stand_ins)
     signs = None
     if num_projections is not None:
@@ -120,17 +134,27 @@ def laplacian(
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
 
+        @cache
         def chosen(batched: bool) -> Directions:
             return of_operator.directions(x, batched, coefficients, signs)
 
-        found = _collapsed(options, values, x, chosen, return_gradient)
+        def number(batched: bool) -> int:
+            return len(chosen(batched).vectors)
+
+        route = without_choice(options, x)
+        if route is None:
+            route = choose(func, values, x, number, options.keep, return_gradient)
+        found = None
+        if route.name == COLLAPSED:
+            found = _collapsed(options, values, x, chosen, return_gradient)
+            route = route if found is not None else nested_instead(route)
         if found is None:
             found = *_nested(options, values, x, lambda batched: chosen(batched).probes()), None
         value, total, gradient = found
-        if not return_gradient:
-            return value, total
-        gradient = gradients(values, x, options.keep) if gradient is None else gradient
-        return value, total, gradient
+        if return_gradient and gradient is None:
+            gradient = gradients(values, x, options.keep)
+        LOGGER.debug("laplacian: %s", route)
+        return value, total, *[gradient] * return_gradient, *[route] * return_route
 
 
 def _nested(options: Options, values: Function, x: Tensor, probes: Any) -> tuple[Tensor, Tensor]:
@@ -225,10 +249,11 @@ def bilaplacian(
     *args: Any,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
+    return_route: bool = False,
     mode: str = "auto",
     create_graph: bool | None = None,
     stand_ins: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, ...]:
     r"""The value of a function at many points, and its biharmonic by their coordinates.
 
         f_n = func(x, *args)_n        B_n = sum_ij d^4 f_n / d x_{n,i}^2 d x_{n,j}^2
@@ -252,7 +277,7 @@ def bilaplacian(
         create_graph: As for `laplacian`.
         stand_ins: As for `laplacian`.
     Returns:
-        The pair (f, B).
+        The pair (f, B), with return_route the triple of them and the route.
     Raises:
         ArgumentTypeError, ArgumentValueError, NoSecondDerivative: as for `laplacian`.
         UnsupportedError: where torch has no derivative of an operation, and for the exact biharmonic
@@ -272,6 +297,7 @@ def bilaplacian(
     validation.function("func", func)
     check_points(x)
     validation.one_of("mode", mode, MODES)
+    validation.flag("return_route", return_route)
     options = Options.of("bilaplacian", mode, create_graph, stand_ins)
     v = None
     if num_projections is not None:
@@ -286,19 +312,21 @@ def bilaplacian(
             e = of_operator.units(x, batched)
             return [(Biharmonic(len(e), x.device), [e, None, None, None])]
 
+        route = without_choice(options, x) or uncounted(COLLAPSED, None, "it costs less")
         found = at_points(options, values, x, pieces)
         if found is not None:
             ((value, parts),) = found[0]
-            return finished(options, value, parts[3])
+            return *finished(options, value, parts[3]), *[route] * return_route
+        route = nested_instead(route) if route.name == COLLAPSED else route
         if v is not None:
-            return finished(options, *_along(values, x, v))
+            return *finished(options, *_along(values, x, v)), *[route] * return_route
         if torch_internals.transforms_active():
             raise UnsupportedError(
                 "bilaplacian: expected a call outside of torch.func transforms, where its nested "
                 "derivatives can be taken; call it on all points at once instead of under vmap, pass "
                 "num_projections, or differentiate its result with torch.autograd.grad."
             )
-        return finished(options, *_twice(options, values, x))
+        return *finished(options, *_twice(options, values, x)), *[route] * return_route
 
 
 def _along(values: Function, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -144,18 +144,72 @@ def test_many_directions_without_a_graph_go_by_parts(monkeypatch):
     assert_close(found, tuple(part.detach() for part in expected))
 
 
+def tanh_net(inputs, width):
+    layers = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def test_the_route_is_chosen_by_what_it_costs():
+    """A few directions of small tensors are nested; the function is counted once for a shape."""
+    small, runs = tanh_net(2, 16), []
+    func = lambda x: runs.append(1) or small(x)  # noqa: E731
+    x = torch.rand(64, 2)
+    for expected in (2, 1):
+        runs.clear()
+        assert hog.laplacian(func, x, return_route=True)[2].name == "nested"
+        assert len(runs) == expected
+    route = hog.laplacian(small, x, return_gradient=True, return_route=True)[3]
+    assert route.multiplications == 64 * (2 * 16 + 16 * 16 + 16)
+    assert route.elements == 64 * (4 * 16 + 1) + 2 * 16 + 16 * 16 + 16  # weights are transposed
+    assert (route.directions, route.operations) == (2, 3 * 2 + 2)
+    for net, points in ((tanh_net(2, 64), (4096, 2)), (tanh_net(48, 16), (64, 48))):
+        assert hog.laplacian(net, torch.rand(points), return_route=True)[2].name == "collapsed"
+    # one point, whose number of directions is known from the value only
+    assert hog.laplacian(torch.sum, torch.rand(9), return_route=True)[2].directions == 9
+    estimate = hog.laplacian(
+        tanh_net(48, 16), torch.rand(64, 48), num_projections=1, return_route=True
+    )
+    assert estimate[2].directions == 1
+
+
+def test_counting_draws_no_random_numbers():
+    net, x = (
+        nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)),
+        torch.rand(4, 2),
+    )
+    results = []
+    for mode in ("auto", "nested"):
+        torch.manual_seed(0)
+        results.append(hog.laplacian(net, x, mode=mode))
+    assert_close(*results, rtol=0, atol=0)
+
+
 def test_the_route_is_told(caplog):
     logger = logging.getLogger("hoglib")
     logger.addHandler(caplog.handler)
+    unruly = lambda x: (x**2 + torch.normal(0 * x, 0 * x)).sum(1)  # noqa: E731
     with caplog.at_level("DEBUG", logger="hoglib"):
-        hog.laplacian(lambda x: x.square().sum(1), points(4, 2))
-        hog.laplacian(lambda x: (x**2 + torch.normal(0 * x, 0 * x)).sum(1), points(4, 2))
+        route = hog.laplacian(unruly, points(4, 9), return_route=True)[2]
     logger.removeHandler(caplog.handler)
     first, second = caplog.messages
-    assert first == "laplacian: Taylor coefficients to order 2"
-    assert second.startswith(
+    assert first.startswith(
         "laplacian: nested derivatives, for want of a rule for torch.ops.aten.normal"
     )
+    assert second == f"laplacian: {route}" == "laplacian: nested: an operation has no Taylor rule"
+    x = points(4, 2)
+    squares = lambda x: x.square().sum(1)  # noqa: E731
+    assert hog.laplacian(squares, x, mode="collapsed", return_route=True)[2].name == "collapsed"
+    assert hog.bilaplacian(squares, x, return_route=True)[2].name == "collapsed"
+    assert hog.bilaplacian(unruly, x, return_route=True)[2].name == "nested"
+    names = []
+
+    def of_point(x):
+        _, lap, route = hog.laplacian(squares, x[None], return_route=True)
+        names.append(route.name)
+        return lap
+
+    torch.func.vmap(of_point)(x)
+    assert names == ["forward-over-reverse"]
 
 
 def test_an_outer_derivative_of_a_laplacian():
