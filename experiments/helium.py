@@ -109,7 +109,11 @@ class Helium(Experiment):
         middle = E.median()
         spread = OUTLIERS * (E - middle).abs().mean()
         energy, error = mean_and_error(E)
-        values = {"train/energy": energy, "train/error": error, "train/variance": E.var()}
+        values: dict[str, Any] = {
+            "train/energy": energy,
+            "train/error": error,
+            "train/variance": E.var(),
+        }
         self.log_dict({**values, "accepted": accepted}, prog_bar=True, batch_size=len(x))
         return energy_loss(self.log_psi, x, E.clamp(middle - spread, middle + spread))
 

@@ -6,7 +6,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.logger import LOGGER
 from hoglib.curvature import directions as of_operator
+from hoglib.curvature.compiled import compiled_call
 from hoglib.curvature.directions import Directions
 from hoglib.curvature.input_derivatives import (
     Function,
@@ -28,6 +29,7 @@ from hoglib.curvature.input_derivatives import (
 )
 from hoglib.curvature.laplacian_routes import (
     COLLAPSED,
+    Route,
     choose,
     nested_instead,
     uncounted,
@@ -54,6 +56,7 @@ def laplacian(
     return_route: bool = False,
     mode: str = "auto",
     create_graph: bool | None = None,
+    compile: bool | str = False,
     stand_ins: bool = True,
 ) -> tuple[Any, ...]:
     r"""The value of a function at many points, and its Laplacian by their coordinates.
@@ -92,6 +95,8 @@ def laplacian(
         create_graph: Whether the results can be differentiated again, by parameters, x or args. By
             default they can where gradients are enabled and something requires one; then all
             directions stay in memory until backward. Inside torch.func transforms they always can.
+        compile: Capture the derivatives as a graph, which is kept with func, and compile it: True for
+            inductor, "eager" to run the captured graph by torch. It takes the collapsed route.
         stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
     Returns:
@@ -127,34 +132,54 @@ def laplacian(
     validation.flag("return_gradient", return_gradient)
     validation.flag("return_route", return_route)
     options = Options.of("laplacian", mode, create_graph, stand_ins)
+    backend = validation.backend("compile", compile)
     signs = None
     if num_projections is not None:
         signs = of_operator.draw(x, num_projections, generator, of_operator.signs)
+    of_x = coefficients if callable(coefficients) else None
+    run = partial(_laplacian, func, options, return_gradient, of_x)
+    inputs = (x, args, None if of_x else coefficients, signs)
+    if backend:
+        key = (options, return_gradient, of_x)
+        *found, route = compiled_call("laplacian", backend, func, run, key, *inputs)
+    else:
+        *found, route = run(*inputs)
+    return *found, *[route] * return_route
+
+
+def _laplacian(
+    func: Callable[..., Tensor], options: Options, with_gradient: bool, of_x: Any,
+    x: Tensor, args: Any, coefficients: Any, signs: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """f, L, the gradient if it is asked for, and the route.
+
+    of_x: the function that returns the coefficients, if one does.
+    """
     with options.entered():
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
 
         @cache
         def chosen(batched: bool) -> Directions:
-            return of_operator.directions(x, batched, coefficients, signs)
+            return of_operator.directions(x, batched, of_x or coefficients, signs)
 
         def number(batched: bool) -> int:
             return len(chosen(batched).vectors)
 
         route = without_choice(options, x)
         if route is None:
-            route = choose(func, values, x, number, options.keep, return_gradient)
+            route = choose(func, values, x, number, options.keep, with_gradient)
         found = None
         if route.name == COLLAPSED:
-            found = _collapsed(options, values, x, chosen, return_gradient)
+            found = _collapsed(options, values, x, chosen, with_gradient)
             route = route if found is not None else nested_instead(route)
         if found is None:
             found = *_nested(options, values, x, lambda batched: chosen(batched).probes()), None
         value, total, gradient = found
-        if return_gradient and gradient is None:
+        if with_gradient and gradient is None:
             gradient = gradients(values, x, options.keep)
         LOGGER.debug("laplacian: %s", route)
-        return value, total, *[gradient] * return_gradient, *[route] * return_route
+        return value, total, *[gradient] * with_gradient, route
 
 
 def _nested(options: Options, values: Function, x: Tensor, probes: Any) -> tuple[Tensor, Tensor]:
@@ -252,6 +277,7 @@ def bilaplacian(
     return_route: bool = False,
     mode: str = "auto",
     create_graph: bool | None = None,
+    compile: bool | str = False,
     stand_ins: bool = True,
 ) -> tuple[Any, ...]:
     r"""The value of a function at many points, and its biharmonic by their coordinates.
@@ -274,7 +300,7 @@ def bilaplacian(
         num_projections: k random vectors instead of the exact sum.
         generator: Of these vectors; None is torch's global generator.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
-        create_graph: As for `laplacian`.
+        create_graph, compile: As for `laplacian`.
         stand_ins: As for `laplacian`.
     Returns:
         The pair (f, B), with return_route the triple of them and the route.
@@ -299,9 +325,21 @@ def bilaplacian(
     validation.one_of("mode", mode, MODES)
     validation.flag("return_route", return_route)
     options = Options.of("bilaplacian", mode, create_graph, stand_ins)
+    backend = validation.backend("compile", compile)
     v = None
     if num_projections is not None:
         v = of_operator.draw(x, num_projections, generator, of_operator.normals)
+    run = partial(_bilaplacian, func, options)
+    if backend:
+        f, B, route = compiled_call("bilaplacian", backend, func, run, options, x, args, v)
+    else:
+        f, B, route = run(x, args, v)
+    return f, B, *[route] * return_route
+
+
+def _bilaplacian(
+    func: Callable[..., Tensor], options: Options, x: Tensor, args: Any, v: Tensor | None
+) -> tuple[Tensor, Tensor, Route]:
     with options.entered():
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
@@ -316,17 +354,17 @@ def bilaplacian(
         found = at_points(options, values, x, pieces)
         if found is not None:
             ((value, parts),) = found[0]
-            return *finished(options, value, parts[3]), *[route] * return_route
+            return *finished(options, value, parts[3]), route
         route = nested_instead(route) if route.name == COLLAPSED else route
         if v is not None:
-            return *finished(options, *_along(values, x, v)), *[route] * return_route
+            return *finished(options, *_along(values, x, v)), route
         if torch_internals.transforms_active():
             raise UnsupportedError(
                 "bilaplacian: expected a call outside of torch.func transforms, where its nested "
                 "derivatives can be taken; call it on all points at once instead of under vmap, pass "
                 "num_projections, or differentiate its result with torch.autograd.grad."
             )
-        return *finished(options, *_twice(options, values, x)), *[route] * return_route
+        return *finished(options, *_twice(options, values, x)), route
 
 
 def _along(values: Function, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

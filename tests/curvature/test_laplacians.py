@@ -212,6 +212,57 @@ def test_the_route_is_told(caplog):
     assert names == ["forward-over-reverse"]
 
 
+COMPILED = {
+    "laplacian": lambda net, x, **k: hog.laplacian(net, x, return_gradient=True, **k),
+    "with coefficients": lambda net, x, **k: hog.laplacian(net, x, coefficients=x.cos(), **k),
+    "with a function": lambda net, x, **k: hog.laplacian(net, x, coefficients=torch.cos, **k),
+    "estimate": lambda net, x, **k: hog.laplacian(net, x, num_projections=2, **k),
+    "biharmonic": hog.bilaplacian,
+    "its estimate": lambda net, x, **k: hog.bilaplacian(net, x, num_projections=2, **k),
+    "directional": lambda net, x, **k: hog.directional(net, x, x.cos(), 3, **k),
+    "partial": lambda net, x, **k: hog.partial_derivative(net, x, index=(0, 0, 1), **k),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name):
+    """As in eager mode, with its gradient; captured once, and for the parameters of each call."""
+    call, net, x, runs = COMPILED[name], smooth(), points(5, 3), []
+    net.register_forward_hook(lambda *_: runs.append(1))
+    params = list(net.parameters())
+    for step in range(2):
+        torch.manual_seed(step)
+        expected = call(net, x, mode="taylor" if name == "directional" else "collapsed")
+        runs.clear()
+        torch.manual_seed(step)
+        found = call(net, x, compile="eager")
+        assert bool(runs) == (step == 0)
+        losses = [sum(part.square().mean() for part in parts) for parts in (found, expected)]
+        assert_close(found, expected)
+        assert_close(
+            *(torch.autograd.grad(loss, params, materialize_grads=True) for loss in losses)
+        )
+        with torch.no_grad():
+            params[0].mul_(1.1)
+        assert not call(net, x, compile="eager", create_graph=False)[1].requires_grad
+
+
+@pytest.mark.full
+def test_compiled_by_inductor():
+    net, x = smooth().float(), points(5, 3).float()
+    found = hog.laplacian(net, x, compile=True, return_route=True)
+    assert_close(found[:2], hog.laplacian(net, x), rtol=1e-4, atol=1e-5)
+    assert str(found[2]) == "collapsed: captured as a graph"
+
+
+def test_an_operation_without_a_rule_is_nested_in_a_graph():
+    x = points(4, 2)
+    unruly = lambda x: Sine.apply(x).sum(1)  # noqa: E731
+    *found, route = hog.laplacian(unruly, x, compile="eager", return_route=True)
+    assert route.name == "nested"
+    assert_close(tuple(found), (x.sin().sum(1), -x.sin().sum(1)))
+
+
 def test_an_outer_derivative_of_a_laplacian():
     net, x = smooth(outputs=1), points(4, 3)
     params = hog.trainable_params(net)
@@ -408,6 +459,9 @@ ERRORS = {
     "coefficients as a list": (lambda: hog.laplacian(F, X, coefficients=[1.0, 1.0, 1.0]), TypeError, "coefficients: expected a torch"),
     "mode": (lambda: hog.laplacian(F, X, mode="forward"), ValueError, "mode: expected one of"),
     "return_gradient": (lambda: hog.laplacian(F, X, return_gradient=1), TypeError, "True or False"),
+    "compile": (lambda: hog.directional(F, X, X, 2, compile=1), TypeError, "compile: expected True or False"),
+    "a backend": (lambda: hog.laplacian(F, X, compile="triton"), ValueError, "compile: expected one of inductor, eager"),
+    "integers of a laplacian": (lambda: hog.laplacian(F, X.long()), TypeError, r"x\.float"),
     "no rule": (
         lambda: hog.laplacian(lambda x: Sine.apply(x).sum(1), X, mode="collapsed"), NotImplementedError, "laplacian: .*custom Function Sine",
     ),
