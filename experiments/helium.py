@@ -140,20 +140,20 @@ class Helium(Experiment):
         curves = logs.curves(folder)
         table = helium_table(energy, error, E.var().item(), E.numel(), accepted)
         picture = plot_helium(
-            folder / "helium.png", curves, E.mean(1).cpu(), (energy, error), self.conditional()
+            folder / "helium.png", curves, E.mean(1).cpu(), (energy, error), self.coulomb_hole()
         )
         runs.write_report(folder, table, picture)
 
     @torch.no_grad()
-    def conditional(self, size: int = 121, end: float = 1.5) -> Tensor:
-        """psi^2 of the second electron in a plane [size, size], by x and y and relative to its largest
-        value, with the first electron at (1/2, 0, 0)."""
+    def coulomb_hole(self, size: int = 121, end: float = 1.5) -> Tensor:
+        """psi^2 with the second electron at (x, y, 0), over that with it at (-x, -y, 0), the first one
+        at (1/2, 0, 0): 1 without correlation. [size, size], by x and y."""
         axis = torch.linspace(-end, end, size)
         plane = torch.cartesian_prod(axis, axis)
-        x = torch.zeros(len(plane), 6)
-        x[:, 0], x[:, 3:5] = 0.5, plane
-        log_psi = self.log_psi(x.to(self.walkers))
-        return (2 * (log_psi - log_psi.max())).exp().reshape(size, size).cpu()
+        x = torch.zeros(2, len(plane), 6)
+        x[..., 0], x[0, :, 3:5], x[1, :, 3:5] = 0.5, plane, -plane
+        there, mirrored = self.log_psi(x.flatten(0, 1).to(self.walkers)).unflatten(0, (2, -1))
+        return (2 * (there - mirrored)).exp().reshape(size, size).cpu()
 
 
 class Moves(pl.LightningDataModule):

@@ -13,15 +13,16 @@ SMOOTH = 25  # steps of the training in a mean
 
 @picture
 def plot_helium(
-    curves: dict[str, Points], means: Tensor, result: tuple[float, float], plane: Tensor
+    curves: dict[str, Points], means: Tensor, result: tuple[float, float], hole: Tensor
 ) -> Figure:
-    """Energy over the steps, the running mean afterwards, and psi^2 in a plane.
+    """Energy over the steps, the running mean afterwards, and the Coulomb hole in a plane.
 
     Args:
         curves: (step, value) of train/energy.
         means: Mean local energy of the walkers at each sample after the training [m].
         result: The energy and its standard error.
-        plane: psi^2 of one electron by x and y, with the other at (1/2, 0).
+        hole: psi^2 by the place of one electron, over that of the mirrored place, with the other at
+            (1/2, 0): [m, m], by x and y.
     Returns:
         The figure.
     """
@@ -45,11 +46,14 @@ def plot_helium(
     axes[0].axhline(HARTREE_FOCK, color="gray", linestyle="--", linewidth=1, label="Hartree-Fock")
     axes[0].legend()
     axes[1].legend()
-    axes[2].imshow(
-        plane.T.sqrt().numpy(), origin="lower", extent=(-1.5, 1.5, -1.5, 1.5), cmap="magma"
-    )
-    axes[2].plot([0.5], [0.0], "o", color="white", markersize=4)
+    image = axes[2].imshow(
+        hole.T.log2().numpy(), origin="lower", extent=(-1.5, 1.5, -1.5, 1.5), cmap="RdBu_r",
+        vmin=-2, vmax=2,
+    )  # fmt: skip
+    axes[2].plot([0.5], [0.0], "o", color="black", markersize=4)
     axes[2].plot([0.0], [0.0], "+", color="black", markersize=8)
     hide_frame(axes[2])
-    axes[2].set_title("|psi| of one electron, the other at the dot")
+    bar = figure.colorbar(image, ax=axes[2], shrink=0.85, ticks=[-2, -1, 0, 1, 2])
+    bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
+    axes[2].set_title("density here over the mirrored place,\none electron at the dot")
     return figure
