@@ -161,6 +161,7 @@ def test_public_names():
         "NewtonCG",
         "NewtonStep",
         "NoiseScale",
+        "Route",
         "Spectrum",
         "bilaplacian",
         "cg",

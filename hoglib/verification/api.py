@@ -82,7 +82,7 @@ def verify(
             the floating-point tensors anywhere in the inputs (only by those that require grad, if any
             does), and by the trainable parameters of a module.
         reference: The same function of plain torch operations. Values and derivatives must agree.
-        orders: The orders of derivatives to check, some of 1, 2, 3. Default: ``(1, 2)``.
+        orders: The orders of derivatives to check, some of 1, 2, 3, 4. Default: ``(1, 2)``.
         modes: Some of "rr", "fr", "rf", "ff", or their full names, such as "reverse-over-reverse". A
             mode that is asked for must be offered. Default: all modes that fn offers.
         surrogate: Whether the gradient differs from the derivative on purpose, as in a straight-through
@@ -208,7 +208,7 @@ def _rows(
         if in_gauge is not None:
             derivatives, known = in_gauge
         yield from known
-    for order in (2, 3):
+    for order in (2, 3, 4):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
             judged = list(_guarded(name, "warn", derivatives.higher_order(order)))

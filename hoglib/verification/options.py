@@ -75,9 +75,9 @@ def parse_orders(value: Any) -> tuple[int, ...]:
     given = (1, 2) if value is None else (value,) if isinstance(value, int) else value
     if not isinstance(given, list | tuple | range | set) or not given:
         raise ArgumentTypeError(
-            f"orders: expected some of 1, 2, 3, got {validation.describe(value)}."
+            f"orders: expected some of 1, 2, 3, 4, got {validation.describe(value)}."
         )
     for order in given:
         if isinstance(order, bool) or order not in ORDINALS:
-            raise ArgumentValueError(f"orders: expected some of 1, 2, 3, got {order!r}.")
+            raise ArgumentValueError(f"orders: expected some of 1, 2, 3, 4, got {order!r}.")
     return tuple(sorted(set(given)))

@@ -98,6 +98,27 @@ def test_a_third_derivative_can_be_wrong_alone():
     assert "third derivative: reverse-over-reverse" in names(report, "fail")
 
 
+def test_a_derivative_that_is_wrong_from_the_fourth_order_on():
+    class Power(Function):
+        @staticmethod
+        def forward(ctx, x, k):
+            ctx.save_for_backward(x)
+            ctx.k = k
+            return x**k
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            below = x.detach() ** 2 if ctx.k == 3 else Power.apply(x, ctx.k - 1)
+            return g * ctx.k * below, None
+
+    power = lambda x: Power.apply(x, 5)  # noqa: E731  # x^5: its slopes are right down to x^3
+    assert hog.verify(power, x, orders=(1, 2, 3), modes="rr").ok
+    report = hog.verify(power, x, orders=4, modes="rr")
+    assert names(report, "fail") == {"fourth derivative: reverse-over-reverse"}
+    assert hog.verify(lambda x: x.sin() * x.exp(), x, orders=(3, 4)).ok
+
+
 def test_a_mode_that_was_asked_for_must_be_there():
     assert hog.verify(Round, x, surrogate=True).ok
     report = hog.verify(Round, x, surrogate=True, modes="fr")
@@ -462,7 +483,12 @@ REFUSED = {
     "no elements": ((Cube, torch.randn(0)), {}, ValueError, "at least one element"),
     "an unknown mode": ((Cube, x), {"modes": "rx"}, ValueError, "modes: expected some of"),
     "modes that are none": ((Cube, x), {"modes": 3}, TypeError, "modes: expected some of"),
-    "an unknown order": ((Cube, x), {"orders": 4}, ValueError, "orders: expected some of 1, 2, 3"),
+    "an unknown order": (
+        (Cube, x),
+        {"orders": 5},
+        ValueError,
+        "orders: expected some of 1, 2, 3, 4",
+    ),
     "orders that are none": ((Cube, x), {"orders": "two"}, TypeError, "orders: expected some of"),
 }
 
