@@ -212,6 +212,14 @@ class Sharding:
         """The whole tensors, differentiable to any order by the shards; of deferred ones the shards."""
         return [x if i in self.deferred else self.gather_one(i, x) for i, x in enumerate(shards)]
 
+    def gather_named(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`gather` of some of the tensors, by their names in the module."""
+        index = {name: i for i, name in enumerate(self.names)}
+        return {
+            name: x if index[name] in self.deferred else self.gather_one(index[name], x)
+            for name, x in params.items()
+        }
+
     def gather_one(self, index: int, shard: Tensor) -> Tensor:
         """A whole tensor, differentiable to any order by its shard."""
         layout = self.layouts[index]
@@ -259,12 +267,15 @@ class Sharding:
 
         Returns whether something has changed in any of them.
         """
-        held = [i for i, x in enumerate(self.layouts) if x.copies() == x.mesh.size()]
-        numbers = [
-            len(self.layouts), columns,
-            *(checksum_of_tensors([x[i] for i in held]) for x in (vector, leaves)),
-        ]  # fmt: skip
+        numbers = [len(self.layouts), columns, *map(self.checksum_of_whole, (vector, leaves))]
         return bool(self.check_same(caller, AGREEMENT, numbers, leaves[0].device, float(changed)))
+
+    def checksum_of_whole(self, shards: Vector) -> float:
+        """A number that changes with the tensors that every process holds whole."""
+        held = [
+            x for x, at in zip(shards, self.layouts, strict=True) if at.copies() == at.mesh.size()
+        ]
+        return checksum_of_tensors(held)
 
     def check_same(
         self,
@@ -273,11 +284,23 @@ class Sharding:
         numbers: Sequence[float],
         device: torch.device,
         flag: float = 0.0,
+        error: Exception | None = None,
     ) -> float:
-        """Raise in all processes where a number differs between them; the largest flag of all."""
+        """Raise in all processes where a number differs between them; the largest flag of all.
+
+        error: of this process, which it raises then, and all others one that says so.
+        """
         local = torch.tensor(numbers, dtype=torch.float64, device=device)
-        extremes = self.reduce(torch.cat([local, -local, local.new_tensor([flag])]), "MAX")
-        most, least = extremes[: len(local)], -extremes[len(local) : -1]
+        flags = local.new_tensor([flag, error is not None])
+        extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
+        if error is not None:
+            raise error
+        if extremes[-1]:
+            raise DistributedError(
+                f"{caller}: expected the same call in all {self.mesh.size()} processes, got an error "
+                "in another one, which has to be fixed there: look at its own output."
+            )
+        most, least = extremes[: len(local)], -extremes[len(local) : -2]
         differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
         for wrong, name in zip(differs, what, strict=True):
             if wrong:
@@ -286,7 +309,7 @@ class Sharding:
                     "different ones. All processes have to make the same call; random numbers need a "
                     "generator with the same seed in each."
                 )
-        return float(extremes[-1])
+        return float(extremes[-2])
 
     def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         """<a, b> of shards, in float64, the same in all processes."""
