@@ -310,6 +310,7 @@ def refused(rank, world):
     seeds = {name: p + rank if name == "norm.bias" else p for name, p in vectors(own).items()}
     mean = hog.functional_loss(frozen, F.cross_entropy)
     maml = hog.MAML(net, F.cross_entropy, inner_lr=0.1, inner_steps=1)
+    critic = shard(Critic().double())
     calls = {
         "create_graph": lambda: hog.hvp(loss, params, v, batch, create_graph=True),
         "compile": lambda: hog.hvp(loss, params, v, batch, compile="eager"),
@@ -319,6 +320,14 @@ def refused(rank, world):
         "ggn": lambda: hog.ggn(loss, params, batch),
         "a dense matrix": lambda: hog.HessianOperator(loss, params, [batch]).to_dense(),
         "jvp": lambda: hog.jvp(lambda p: p, (params,), (v,)),
+        "per-example gradients": lambda: hog.per_example_gradients(loss, params, batch),
+        "their norms": lambda: hog.curvature.per_example_gradient_norms(loss, params, batch),
+        "their products": lambda: hog.curvature.per_example_gradient_products(loss, params, batch),
+        "noise scale": lambda: hog.curvature.gradient_noise_scale(loss, params, [batch]),
+        "influence": lambda: hog.influence(loss, params, batch, batch, damping=1.0),
+        "KFAC": lambda: hog.curvature.KFAC(loss, params).step(batch),
+        "a penalty of parameters": lambda: hog.penalties.parameter_gradient(loss, params, batch),
+        "a compiled penalty": lambda: hog.penalties.r1(critic, data()[0][rows], compile="eager"),
         "MAML": lambda: maml.adapt(batch),
         "audit": lambda: hog.audit(loss, params, batch),
         "the loss itself": lambda: loss(params, batch),
@@ -356,6 +365,23 @@ REFUSED = {
         "to_dense: expected params that each process holds whole",
     ),
     "jvp": ("UnsupportedError", "jvp: expected primals that each process holds whole"),
+    "per-example gradients": (
+        "UnsupportedError",
+        "per_example_gradients: expected params that each process holds whole",
+    ),
+    "their norms": ("UnsupportedError", "per_example_gradient_norms: expected params that each"),
+    "their products": ("UnsupportedError", "per_example_gradient_products: expected params that"),
+    "noise scale": ("UnsupportedError", "gradient_noise_scale: expected params that each process"),
+    "influence": ("UnsupportedError", "influence: expected params that each process holds whole"),
+    "KFAC": ("UnsupportedError", "KFACOperator: expected params that each process holds whole"),
+    "a penalty of parameters": (
+        "UnsupportedError",
+        "expected params that each process holds whole",
+    ),
+    "a compiled penalty": (
+        "UnsupportedError",
+        "r1 and its gradient: expected a module whose parameters this process holds whole",
+    ),
     "MAML": ("UnsupportedError", "expected params that each process holds whole"),
     "audit": ("UnsupportedError", "expected params that each process holds whole"),
     "the loss itself": ("UnsupportedError", "expected params that each process holds whole"),
