@@ -311,7 +311,28 @@ def refused(rank, world):
     mean = hog.functional_loss(frozen, F.cross_entropy)
     maml = hog.MAML(net, F.cross_entropy, inner_lr=0.1, inner_steps=1)
     critic = shard(Critic().double())
+
+    def wrong_label(outputs, targets):
+        if rank == 0:
+            raise ValueError("a wrong label")
+        return F.cross_entropy(outputs, targets)
+
+    def wrong_model(model, batch):
+        return model(batch[0][:, : 4 if rank == 0 else 5])  # torch raises
+
+    one = hog.functional_loss(net, wrong_label)
+    other_model = hog.functional_loss(
+        net, lambda y, b: F.cross_entropy(y, b[1]), forward=wrong_model
+    )
+    operator = hog.HessianOperator(one, params, [batch])
     calls = {
+        **{f"an error in {name}": partial(MODES[name], one, params, v, batch) for name in FAILING},
+        "an error in a model": lambda: hog.hvp(other_model, params, v, batch),
+        "an error in outputs": lambda: hog.ggn_vp(other_model, params, v, batch),
+        "an error with remat": lambda: hog.hvp(one, params, v, batch, remat=["block"]),
+        "an error in an operator": lambda: operator @ v,
+        "an error in value": operator.value,
+        "an error in tasks": lambda: hog.MAML(net, wrong_label).loss([(batch, batch)]),
         "create_graph": lambda: hog.hvp(loss, params, v, batch, create_graph=True),
         "compile": lambda: hog.hvp(loss, params, v, batch, compile="eager"),
         "whole vectors": lambda: hog.hvp(loss, params, gathered(v), batch),
@@ -339,11 +360,13 @@ def refused(rank, world):
         try:
             call()
             found[name] = "", "nothing was raised"
-        except HoglibError as error:
+        except (HoglibError, ValueError, RuntimeError) as error:
             found[name] = type(error).__name__, str(error)
     return found
 
 
+FAILING = ("hvp", "hvp, forward", "hvp, differences", "ggn_vp", "ggn_vp, reverse", "fisher_vp")
+IN_ONE = "got an error in one, which has to be fixed there"
 REFUSED = {
     "create_graph": (
         "UnsupportedError",
@@ -450,6 +473,10 @@ def one_process_ends(rank, world):
 def test_processes_equal_one(count, tmp_path):
     """One test of all cases: to start processes takes longer than what they do."""
     for rank, found in enumerate(found_by_each(products, tmp_path, count)):
+        for name, got in found["refused"].items():
+            if name.startswith("an error"):
+                assert ("a wrong label" in got[1] or "shapes" in got[1]) == (rank == 0), (name, got)
+                assert (IN_ONE in got[1]) == (rank > 0), (rank, name, got)
         for name, (kind, words) in REFUSED.items():
             got = found["refused"][name]
             assert got[0] == kind, (rank, name, got)

@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -159,6 +159,8 @@ class Sharding:
     weight: float
     names: tuple[str, ...] = ()  # of the tensors in a module, where they are its parameters
     deferred: frozenset[int] = frozenset()  # tensors that blocks gather, see `defer`
+    # of these the ones that blocks have gathered for the current loss
+    gathered: set[int] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Sharding | None":
@@ -226,6 +228,7 @@ class Sharding:
         # what a submesh averages over is 1 / copies of the whole mesh
         weight = self.weight * self.mesh.size() / layout.mesh.size()
         whole: Tensor = apply(_Gather, shard, layout, weight)
+        self.gathered.add(index)
         return whole
 
     def defer(self, model: Any, blocks: Sequence[Any]) -> "Sharding":
@@ -249,7 +252,7 @@ class Sharding:
                 if all(id(module) in parts for module, _ in places):
                     block.gathers.append((partial(self.gather_one, i), places))
                     deferred.add(i)
-        return replace(self, deferred=frozenset(deferred))
+        return replace(self, deferred=frozenset(deferred), gathered=self.gathered)
 
     def part(self, index: int) -> float:
         """What a shard of that tensor counts in a sum over processes: copies count once together."""
@@ -322,9 +325,22 @@ class Sharding:
     def norm(self, a: Sequence[Tensor]) -> Tensor:
         return self.dot(a, a).sqrt()
 
-    def mean(self, value: Tensor) -> Tensor:
-        """sum_r w_r value_r, without a graph."""
-        return self.sum(self.weight * value.detach())
+    def mean_of(self, compute: Callable[[], Tensor]) -> Tensor:
+        """sum_r w_r value_r of what each process computes, differentiable to any order.
+
+        Raises in all processes where one has an error; before it has gathered the parameters of all
+        blocks that do so when they run, the others wait for these, and only the error is raised.
+        """
+        self.gathered.clear()
+        try:
+            value = compute()
+        except Exception:
+            if self.deferred <= self.gathered:
+                device = self.mesh.device_type
+                self.sum(torch.tensor([0.0, 1.0], dtype=torch.float64, device=device))
+            raise
+        found: Tensor = apply(_Mean, value, self)
+        return found
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the processes, in place."""
@@ -381,6 +397,37 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, local: Tensor, *options: Any) -> Any:
         return apply(_Gather, local.movedim(in_dims[0], -1), *options), -1
+
+
+class _Mean(torch.autograd.Function):
+    """The average of a number, which all processes hold; its derivative is that of each process."""
+
+    @staticmethod
+    def forward(value: Tensor, sharding: Sharding) -> Tensor:
+        wide = sharding.weight * value.detach().reshape(-1).double()
+        sums = sharding.sum(torch.cat([wide, wide.new_zeros(1)]))
+        if sums[-1]:
+            raise DistributedError(
+                f"loss: expected one from each of {sharding.mesh.size()} processes, got an error in one, "
+                "which has to be fixed there: look at its own output."
+            )
+        return sums[:-1].view(value.shape).to(value.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.sharding = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Mean, tangent, ctx.sharding)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: Tensor, sharding: Any) -> Any:
+        return apply(_Mean, value, sharding), in_dims[0]
 
 
 class _Average(torch.autograd.Function):

@@ -269,8 +269,6 @@ class Learner(nn.Module, ABC):
                 self._recomputes = True
                 again = replace(self._loop(), sharding=loop.sharding)
                 found = self._run(again, start, tasks, wanted)
-            if sharding is not None:
-                found = sharded.average(sharding, found)
         check_finite(found)
         if not wanted:
             return found.value.mean()

@@ -212,7 +212,7 @@ class ModuleLoop:
         """The loss that an inner step decreases."""
         loss = self._at_step(self.inner_criterion_loss, step)
         with self._with_learned(start):
-            value = loss(self._whole({**start.model, **params}), support)
+            value = self._loss_at(loss, {**start.model, **params}, support)
         if self.strength:
             offset = {name: p - start.model[name] for name, p in params.items()}
             value = value + self.strength / 2 * pytree.dot(offset, offset).real
@@ -222,7 +222,7 @@ class ModuleLoop:
         """The loss of the query set at the parameters after so many steps."""
         loss = self._at_step(self.criterion_loss, step)
         with self._with_learned(start):
-            return loss(self._whole({**start.model, **params}), query)
+            return self._loss_at(loss, {**start.model, **params}, query)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output with the parameters that `adapt` gave."""
@@ -261,6 +261,13 @@ class ModuleLoop:
     def _whole(self, params: Params) -> Params:
         """The parameters that the model runs with, gathered where processes share them."""
         return params if self.sharding is None else self.sharding.gather_named(params)
+
+    def _loss_at(self, loss: FunctionalLoss, params: Params, batch: Any) -> Tensor:
+        """A loss; where processes share the parameters the mean of theirs."""
+        params = self._whole(params)
+        if self.sharding is None:
+            return loss(params, batch)
+        return self.sharding.mean_of(lambda: loss(params, batch))
 
     def _at_step(self, loss: FunctionalLoss, step: int) -> FunctionalLoss:
         """A loss whose batch norms follow the policy at the parameters after so many steps."""

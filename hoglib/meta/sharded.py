@@ -14,7 +14,7 @@ from hoglib._core.sharding import Sharding, refuse_sharded
 from hoglib._core.swap import Params
 from hoglib.errors import UnsupportedError
 from hoglib.meta.module_loop import MetaParams, ModuleLoop
-from hoglib.meta.tasks import TaskResult, check_tasks
+from hoglib.meta.tasks import check_tasks
 
 AGREEMENT = (
     "number of tasks", "number of inner steps", "parameters, where they are not sharded,",
@@ -80,10 +80,3 @@ def check_together(what: str, sharding: Sharding, start: Params, tasks: Any, ste
     numbers = [count, steps, sharding.checksum_of_whole(leaves)]
     sharding.check_same(what, AGREEMENT, numbers, leaves[0].device, error=error)
     return count
-
-
-def average(sharding: Sharding, found: TaskResult) -> TaskResult:
-    """The means of the losses over the processes, by one all-reduce."""
-    losses = torch.cat([found.value.detach()[:, None], found.inner_losses.detach()], dim=1)
-    losses = sharding.mean(losses)
-    return found._replace(value=losses[:, 0], inner_losses=losses[:, 1:])
