@@ -282,8 +282,6 @@ class DatasetSum:
                 if self._counts_labels:
                     labels.append((counted_labels(piece), weight))
                 value = add(piece, number, share)
-                if self.sharding is not None:
-                    value = self.sharding.mean(value)
                 self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
                 shares.append(share)
@@ -377,8 +375,12 @@ class DatasetSum:
     def _value(self, leaves: Vector, batch: Any) -> Tensor:
         if self.sharding is not None:
             leaves = self.sharding.gather(leaves)
-        value = self._loss(self._space.params_of(leaves), batch)
-        return validation.scalar("loss(params, batch)", value)
+        params = self._space.params_of(leaves)
+
+        def value() -> Tensor:
+            return validation.scalar("loss(params, batch)", self._loss(params, batch))
+
+        return value() if self.sharding is None else self.sharding.mean_of(value)
 
     def _check_split(
         self, whole: float, totals: PassTotals, dtype: torch.dtype, batch: Any

@@ -72,7 +72,7 @@ class MAML(Learner):
             batch.
         over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" chooses by the
             shapes of parameters and tasks, and loops, with a warning, where vmap cannot run the
-            model.
+            model. Parameters that are DTensors need the loop.
         compile: Run the meta-gradient as a graph (`hoglib.compile`). "inductor": compiled with all
             inner steps. "step": one inner step is compiled and used for all; the parameters after
             each step are kept, whatever memory says. "eager": captured, and its operations run one

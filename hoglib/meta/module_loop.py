@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.blocks import Remat, check_remat
+from hoglib._core.sharding import Sharding
 from hoglib._core.swap import Params, keep_swapped, swap_parameters
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import FunctionalLoss, trainable_params
@@ -104,6 +105,7 @@ class ModuleLoop:
     statistics: norms.PerStepStatistics | None
     batch_norms: norms.BatchNorms
     strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
+    sharding: Sharding | None = None  # of the parameters, where each process holds a part of them
 
     def meta_params(self) -> MetaParams:
         """All that is learned, as it is now."""
@@ -210,7 +212,7 @@ class ModuleLoop:
         """The loss that an inner step decreases."""
         loss = self._at_step(self.inner_criterion_loss, step)
         with self._with_learned(start):
-            value = loss({**start.model, **params}, support)
+            value = self._loss_at(loss, {**start.model, **params}, support)
         if self.strength:
             offset = {name: p - start.model[name] for name, p in params.items()}
             value = value + self.strength / 2 * pytree.dot(offset, offset).real
@@ -220,12 +222,12 @@ class ModuleLoop:
         """The loss of the query set at the parameters after so many steps."""
         loss = self._at_step(self.criterion_loss, step)
         with self._with_learned(start):
-            return loss({**start.model, **params}, query)
+            return self._loss_at(loss, {**start.model, **params}, query)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output with the parameters that `adapt` gave."""
         loss = self._at_step(self.criterion_loss, self.options.inner_steps)
-        return loss.call(params, *args, **kwargs)
+        return loss.call(self._whole(params), *args, **kwargs)
 
     def rule_at(self, i: int, start: MetaParams) -> GradientTransformation:
         """The update rule of step i, with the learned rates and the learned parameters of the rule."""
@@ -255,6 +257,17 @@ class ModuleLoop:
         """For a call of the model whose graph is used when other parameters are in the model."""
         wanted = torch.is_grad_enabled() and not torch_internals.transforms_active()
         return refuse_saved_tensor_hooks(wanted, message)
+
+    def _whole(self, params: Params) -> Params:
+        """The parameters that the model runs with, gathered where processes share them."""
+        return params if self.sharding is None else self.sharding.gather_named(params)
+
+    def _loss_at(self, loss: FunctionalLoss, params: Params, batch: Any) -> Tensor:
+        """A loss; where processes share the parameters the mean of theirs."""
+        params = self._whole(params)
+        if self.sharding is None:
+            return loss(params, batch)
+        return self.sharding.mean_of(lambda: loss(params, batch))
 
     def _at_step(self, loss: FunctionalLoss, step: int) -> FunctionalLoss:
         """A loss whose batch norms follow the policy at the parameters after so many steps."""

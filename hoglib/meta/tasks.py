@@ -18,7 +18,13 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
 from hoglib._core.source_location import warn_once
 from hoglib._core.swap import Params
-from hoglib.errors import ArgumentValueError, HoglibError, NoSecondDerivative, UnsupportedError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    HoglibError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
 from hoglib.stand_ins.mode import stand_ins_if
 
 Task = tuple[Any, Any]
@@ -35,7 +41,7 @@ class Shard(NamedTuple):
     weight: float  # of their loss
 
 
-def shard(tasks: Any) -> Shard:
+def shard(tasks: Any, *, mesh: Any = None) -> Shard:
     r"""Share out the tasks among the processes of torch.distributed.
 
         (weight maml.loss(mine)).backward(), averaged over the processes, is
@@ -47,13 +53,17 @@ def shard(tasks: Any) -> Shard:
     Args:
         tasks: The tasks of the whole meta-batch, the same in every process: a tuple (support,
             query) of stacks, or a list of tasks.
+        mesh: A one-dimensional `torch.distributed.device_mesh.DeviceMesh`, whose processes share the
+            tasks: ``mesh["tasks"]``, where ``mesh["parameters"]`` shares the parameters. Default: all
+            processes.
 
     Returns:
         A `Shard`, ``(tasks, weight)``: the tasks of this process, in the form of tasks, and the weight
         of their loss. Without torch.distributed: all tasks, and 1.
 
     Raises:
-        ArgumentValueError: for fewer tasks than processes.
+        ArgumentTypeError: for a mesh that is none.
+        ArgumentValueError: for fewer tasks than processes, and for a mesh of several dimensions.
 
     Example:
         >>> tasks = [((torch.ones(5, 2), torch.ones(5)), (torch.ones(5, 2), torch.ones(5)))] * 3
@@ -65,7 +75,7 @@ def shard(tasks: Any) -> Shard:
     count = check_tasks(tasks)
     if not (dist.is_available() and dist.is_initialized()):
         return Shard(tasks, 1.0)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = _place(mesh)
     if count < world:
         raise ArgumentValueError(
             f"tasks: expected at least one task for each of the {world} processes, got {count}; "
@@ -76,6 +86,24 @@ def shard(tasks: Any) -> Shard:
     else:
         mine = pytree.map_tensors(lambda x: x[rank::world], tasks)
     return Shard(mine, len(range(rank, count, world)) * world / count)
+
+
+def _place(mesh: Any) -> tuple[int, int]:
+    """The number of this process among those of a mesh, or of all, and how many there are."""
+    if mesh is None:
+        return dist.get_rank(), dist.get_world_size()
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"mesh: expected a torch DeviceMesh, such as mesh['tasks'], got "
+            f"{validation.describe(mesh)}."
+        )
+    if mesh.ndim != 1:
+        raise ArgumentValueError(
+            f"mesh: expected one dimension, such as mesh['tasks'], got {mesh.ndim} of them."
+        )
+    return mesh.get_local_rank(), mesh.size()
 
 
 class TaskResult(NamedTuple):
