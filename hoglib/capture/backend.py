@@ -79,7 +79,7 @@ def make_runner(
     name = options.name
     if callable(options.backend):
         began = perf_counter()
-        run = options.backend(graph, inputs)
+        run = options.backend(_copied(graph), inputs)  # which it may change
         if not callable(run):
             raise ArgumentTypeError(
                 f"backend: expected a function of (graph module, inputs) that returns a function, got "
