@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, fx
 
+from hoglib.capture.nodes import is_random
+
 DRAWS = 8
 _WIDER = {
     torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
@@ -38,15 +40,19 @@ class RunsNearby:
         self, compiled: Callable[[list[Tensor]], list[Tensor]], graph: fx.GraphModule,
         inputs: list[Tensor],
     ) -> None:  # fmt: skip
-        self._compiled, self._double, self._inputs = compiled, _InDouble(graph), inputs
+        self._compiled, self._graph, self._inputs = compiled, graph, inputs
         self._runs: list[Run] = []
+
+    def is_random(self) -> bool:
+        """Whether the operations draw random numbers, which are others in float64."""
+        return any(map(is_random, self._graph.graph.nodes))
 
     def __iter__(self) -> Iterator[Run]:
         for seed in range(DRAWS + 1):
             if seed == len(self._runs):
                 inputs = _last_places_changed(self._inputs, seed) if seed else self._inputs
                 with torch.no_grad():
-                    reference: list[Tensor] = self._double.run(*inputs)
+                    reference: list[Tensor] = _InDouble(self._graph).run(*inputs)
                 self._runs.append(Run(reference, self._compiled(inputs)))
             yield self._runs[seed]
 

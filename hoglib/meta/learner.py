@@ -188,7 +188,7 @@ class Learner(nn.Module, ABC):
             start = start._replace(model=params)
         what = type(self).__name__
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        blocks = rematerialized(self.remat, self.model)
+        blocks = rematerialized(self.remat, self.model, self._block_backend)
         with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks:
             adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         return {**start.model, **adapted}
@@ -228,7 +228,7 @@ class Learner(nn.Module, ABC):
         own = loop.meta_params()
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
         stacked = task_sets.stacks_in_errors(what, tasks, count)
-        blocks = rematerialized(self.remat, self.model)
+        blocks = rematerialized(self.remat, self.model, self._block_backend)
         with examined, outside_inference_mode(), stacked, blocks:
             start = pytree.map(Tensor.detach, own)
             tasks = clone_inference_tensors(tasks)
@@ -259,9 +259,15 @@ class Learner(nn.Module, ABC):
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         runner, what = self._runner(loop, start, wanted), type(self).__name__
         found, self._vmappable = run_tasks(
-            runner, tasks, what, start.model, self.over_tasks, self._vmappable
-        )
+            runner, tasks, what, start.model,
+            "loop" if self._block_backend else self.over_tasks, self._vmappable,
+        )  # fmt: skip
         return found
+
+    @property
+    def _block_backend(self) -> str:
+        """What compiles the blocks that are recomputed; "" for nothing."""
+        return ""
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
         """How tasks are run: operation by operation."""
