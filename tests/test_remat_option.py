@@ -492,6 +492,35 @@ def test_every_pair_of_memory_and_remat(memory, over_tasks, runs):
     assert more > fewer
 
 
+@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint", "disk", "disk, log"])
+def test_recomputed_layers_in_a_loop_that_is_stored_recomputed_or_on_disk(memory, tmp_path, runs):
+    """`adapt` on a model whose layers recompute: the same parameters and gradients as without."""
+    memory, *schedule = memory.split(", ")
+    options = {"memory": memory, **({"schedule": schedule[0]} if schedule else {})}
+    x, found = torch.randn(3, 4, dtype=DOUBLE), []
+    for remat in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+        model = nn.Sequential(*(map(hog.nn.Remat, layers) if remat else layers)).double()
+        if memory == "disk":
+            options["directory"] = tmp_path
+        loss = hog.functional_loss(model, F.mse_loss)
+        params, leaf = hog.trainable_params(model), x.clone().requires_grad_()
+        torch.manual_seed(2)
+        more = options if remat else {}
+        after = hog.meta.adapt(loss, params, (leaf, leaf.sin()), hog.meta.sgd(0.1), steps=5, **more)
+        value = flat(after).square().sum()
+        grads = torch.autograd.grad(value, [*params.values(), leaf])
+        found.append(torch.cat([value.detach().reshape(1), *(g.flatten() for g in grads)]))
+    assert runs
+    assert relative(found[1], found[0]) < 1e-11
+
+
+def test_a_learner_has_no_loop_on_disk():
+    with pytest.raises(ValueError, match=r"one for each task.*`hoglib.meta.adapt\(memory='disk'"):
+        hog.MAML(Transformer(), F.mse_loss, memory="disk")
+
+
 @pytest.mark.parametrize("learner", [hog.meta.Reptile, hog.meta.IMAML])
 def test_other_learners(learner, runs):
     grads = []

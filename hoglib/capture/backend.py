@@ -423,7 +423,8 @@ def _torch_cache_in(directory: Path) -> Iterator[None]:
 
 def _evict(directory: Path) -> None:
     """Removes the oldest files if the directory exceeds its limit."""
-    patterns = ("*.bin", "*.calls", "*.json", "torch/**/*")
+    # tmp*: what a process that was killed had not finished to write
+    patterns = ("*.bin", "*.calls", "*.json", "tmp*", "torch/**/*")
     found = [path for pattern in patterns for path in directory.glob(pattern)]
     sizes = {}
     for path in found:

@@ -196,8 +196,8 @@ class MAML(Learner):
             )
         if over_tasks == "vmap":
             raise ArgumentValueError(
-                "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in which "
-                "blocks are not compiled. Leave out one of the three."
+                "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
+                "which blocks are not compiled. Leave out one of the three."
             )
 
     @property
