@@ -362,9 +362,9 @@ def _check_memory(value: Any) -> str:
     if value == "disk":
         raise ArgumentValueError(
             "memory: expected 'store', 'remat' or 'checkpoint', got 'disk', whose files belong to one "
-            "inner loop, so that it goes on after an interruption; a learner runs one for each task, "
-            "from other parameters after each outer step. Use "
-            "`hoglib.meta.adapt(memory='disk', directory=...)` for one long loop, or memory='checkpoint'."
+            "inner loop, which they resume; a learner runs one for each task, from other parameters "
+            "after each outer step. Use `hoglib.meta.adapt(memory='disk', directory=...)` for one long "
+            "loop, or memory='checkpoint'."
         )
     return validation.one_of("memory", value, MEMORY)
 
