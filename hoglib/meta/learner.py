@@ -199,7 +199,7 @@ class Learner(nn.Module, ABC):
             sharded.refuse_graph(f"{what}.adapt")
             start = start._replace(model=sharded.shards_of(start.model, sharding))
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        blocks = rematerialized(self.remat, self.model)
+        blocks = rematerialized(self.remat, self.model, self._block_backend)
         with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks as found:
             if sharding is not None:
                 loop = replace(loop, sharding=sharding.defer(self.model, found))
@@ -247,7 +247,7 @@ class Learner(nn.Module, ABC):
             count = sharded.check_together(what, sharding, own.model, tasks, self.inner_steps)
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
         stacked = task_sets.stacks_in_errors(what, tasks, count)
-        blocks = rematerialized(self.remat, self.model)
+        blocks = rematerialized(self.remat, self.model, self._block_backend)
         communication: AbstractContextManager[None] = nullcontext()
         if sharding is not None:
             communication = translate_distributed_errors(what)
@@ -285,7 +285,8 @@ class Learner(nn.Module, ABC):
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         runner, what = self._runner(loop, start, wanted), type(self).__name__
-        how = self.over_tasks if loop.sharding is None else "loop"
+        shared = loop.sharding is not None or self._block_backend
+        how = "loop" if shared else self.over_tasks
         found, self._vmappable = run_tasks(runner, tasks, what, start.model, how, self._vmappable)
         return found
 
@@ -293,6 +294,11 @@ class Learner(nn.Module, ABC):
         """Raise for settings that parameters which processes share do not go with."""
         compiled = getattr(self, "compiled", False)
         sharded.refuse_settings(type(self).__name__, loop, start, self.over_tasks, compiled)
+
+    @property
+    def _block_backend(self) -> str:
+        """What compiles the blocks that are recomputed; "" for nothing."""
+        return ""
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
         """How tasks are run: operation by operation."""

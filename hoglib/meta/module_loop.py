@@ -66,7 +66,7 @@ class LoopOptions:
             "first_order": validation.flag("first_order", self.first_order),
             "truncate": check_truncate(self.truncate),
             "step_weights": _check_step_weights(self.step_weights),
-            "memory": validation.one_of("memory", self.memory, MEMORY),
+            "memory": _check_memory(self.memory),
             "stand_ins": validation.flag("stand_ins", self.stand_ins),
             "remat": check_remat(self.remat),
         }
@@ -369,6 +369,17 @@ def names_that_adapt(model: nn.Module, names: Iterable[str], chosen: InnerParams
             f"{', '.join(names)}; let the predicate be true for one."
         )
     return found
+
+
+def _check_memory(value: Any) -> str:
+    if value == "disk":
+        raise ArgumentValueError(
+            "memory: expected 'store', 'remat' or 'checkpoint', got 'disk', whose files belong to one "
+            "inner loop, which they resume; a learner runs one for each task, from other parameters "
+            "after each outer step. Use `hoglib.meta.adapt(memory='disk', directory=...)` for one long "
+            "loop, or memory='checkpoint'."
+        )
+    return validation.one_of("memory", value, MEMORY)
 
 
 def _check_inner_params(value: Any) -> Any:

@@ -54,7 +54,7 @@ def penalty(
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, rule, options)
     terms = Terms(func, rule, options._replace(batch=None))
-    if backend_of(options.compile) is not None:
+    if backend_of(options.one_graph) is not None:
         return _as_graph(terms, x, args, options.batch)
     value, outputs, point = terms.evaluate(x, args, options.batch)
     if point.create_graph:
@@ -107,7 +107,7 @@ def _as_graph(terms: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
     """The value by a compiled graph: of it and its gradients if it is a scalar that comes alone."""
     options = terms.options
     found = run_as_graph(
-        options.name, terms, (x, args, batch), backend_of(options.compile), options.generator,
+        options.name, terms, (x, args, batch), backend_of(options.one_graph), options.generator,
         with_gradients=options.reduction != "none" and not options.return_outputs,
     )  # fmt: skip
     value, *outputs = found if options.return_outputs else (found,)
@@ -233,7 +233,7 @@ def _in_micro_batches(
         piece = pytree.rows((detached, args), count, start, start + options.micro_batch)
         points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
                   zip(pytree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
-        if backend_of(options.compile) is None:
+        if backend_of(options.one_graph) is None:
             value, _, point = terms.evaluate(piece[0], piece[1], None)
             reached = point.trainable if point.create_graph else []
         else:
