@@ -38,7 +38,7 @@ EXPERIMENTS = {
         {"summary.json", "spectrum_over_training.png"}, 20, (17, 10),
         others=((("--model.lr", "0.05"), "trained with lr 0.05, as the config says, got"),),
     ),
-    "curvature/influence": Experiment({"influence.png"}, 50, (30, 20)),
+    "curvature/influence": Experiment({"influence.png"}, 50, (30, 30)),
     "curvature/lm": Experiment({"directions.png", "summary.json"}, 8, (6, 4)),
     "curvature/newton_cg": Experiment(
         {"race.png"}, 6, (3, 2), timed=True,
