@@ -3,6 +3,7 @@ there is no GPU."""
 
 import gc
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -21,6 +22,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason to skip, with the number of tests; a skip without a reason is an error."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    assert "unconditional skip" not in reasons
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"SKIPPED {count}: {reason}")
 
 
 def pytest_collection_finish() -> None:

@@ -14,22 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hoglib as hog
+from tests.test_site import PUBLIC
 
-PUBLIC = [
-    "hoglib",
-    "hoglib.capture",
-    "hoglib.curvature",
-    "hoglib.functional",
-    "hoglib.language_models",
-    "hoglib.lightning",
-    "hoglib.meta",
-    "hoglib.nn",
-    "hoglib.ops",
-    "hoglib.penalties",
-    "hoglib.stand_ins",
-    "hoglib.testing",
-    "hoglib.verification",
-]
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Shape", "References", "Example", "Attributes")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -1,6 +1,8 @@
 import contextlib
 import io
+import os
 import shutil
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,10 @@ def in_an_empty_folder(tmp_path, monkeypatch, request):
 
 
 @pytest.fixture(scope="session")
-def kept_runs():
-    return {}
+def kept_runs(tmp_path_factory):
+    """The folder of what `trained` has trained, which all workers of pytest-xdist share."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kept"
 
 
 @pytest.fixture
@@ -37,17 +41,22 @@ def trained(in_an_empty_folder, kept_runs, tmp_path_factory, request):
     def copied(config, *options, into="runs"):
         assert not list(Path().iterdir())
         drawn = "pictures" in request.fixturenames
-        keys = [(config, *options, True), (config, *options, drawn)]  # with pictures it is as well
-        found = next((kept_runs[key] for key in keys if key in kept_runs), None)
-        if found is None:
-            kept = tmp_path_factory.mktemp("kept") / "runs"
+        places = [  # with pictures it is as well
+            kept_runs / sha256(repr((str(config), options, pictures)).encode()).hexdigest()
+            for pictures in (True, drawn)
+        ]
+        found = next((place for place in places if place.exists()), places[-1])
+        if not found.exists():
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 assert run("fit", "--config", config, *options) == 0
-            shutil.copytree("runs", kept)
-            shutil.rmtree("runs")
-            found = kept_runs[keys[-1]] = kept, printed.getvalue()
-        shutil.copytree(found[0], into)
-        return found[1]
+            made = tmp_path_factory.mktemp("kept")
+            shutil.move("runs", made / "runs")
+            (made / "printed").write_text(printed.getvalue())
+            kept_runs.mkdir(exist_ok=True)
+            with contextlib.suppress(OSError):  # another worker was first
+                made.rename(found)
+        shutil.copytree(found / "runs", into)
+        return (found / "printed").read_text()
 
     return copied
 

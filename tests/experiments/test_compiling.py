@@ -1,7 +1,6 @@
 """`--model.compile`: which way a run takes, that it says so, and that all are the same run."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -40,18 +39,18 @@ def test_a_run_as_a_graph_is_the_run_without_to_the_bit(many, capsys):
     ways = {"false": (False, ""), "eager": ("eager", ""), "true": ("eager", "20 losses of ")}
     ways["null"] = ways["true"]
     for version, (given, (way, said)) in enumerate(ways.items()):
-        fit(SMOKE, "--model.compile", given)
+        fit("--model.compile", given)
         out, err = capsys.readouterr()
-        assert checkpoint(folder(version=version))["compiled"] == way
+        assert checkpoint(folder(version))["compiled"] == way
         assert err.count(said or "losses of") == bool(said)  # it says so in one line
         assert "compile: " not in out
-        assert_same_run(folder(version=version), folder())
-        table = (folder(version=version) / "table.txt").read_bytes()
+        assert_same_run(folder(version), folder())
+        table = (folder(version) / "table.txt").read_bytes()
         assert table == (folder() / "table.txt").read_bytes()
 
 
 def test_a_short_run_has_no_graph_and_says_so(capsys):
-    fit(SMOKE, "--test_after_fit", "false")
+    fit("--test_after_fit", "false")
     out, err = capsys.readouterr()
     assert "compile: False, for 20 losses are too few for a graph to pay\n" in out
     assert "losses of" not in err
@@ -61,11 +60,11 @@ def test_a_short_run_has_no_graph_and_says_so(capsys):
 @pytest.mark.parametrize("stopped_at", [10, 15])
 def test_a_resumed_run_goes_on_in_the_way_that_it_began_in(stopped_at, many, capsys):
     """Also where the steps that it was given at first were too few for a graph."""
-    fit(SMOKE, "--trainer.max_steps", stopped_at, "--test_after_fit", "false")
+    fit("--trainer.max_steps", stopped_at, "--test_after_fit", "false")
     began = checkpoint(folder())["compiled"]
     assert began == (False if stopped_at == 10 else "eager")
     capsys.readouterr()
-    fit(SMOKE, "--ckpt_path", "last")
+    fit("--ckpt_path", "last")
     out, err = capsys.readouterr()
     assert f"compile: {began!r}, as the run began\n" in out
     assert "losses of" not in err
@@ -73,11 +72,11 @@ def test_a_resumed_run_goes_on_in_the_way_that_it_began_in(stopped_at, many, cap
 
 
 def test_a_run_from_before_there_was_a_choice_goes_on_without_a_graph(many, capsys):
-    fit(SMOKE, "--trainer.max_steps", "10", "--test_after_fit", "false")
+    fit("--trainer.max_steps", "10", "--test_after_fit", "false")
     content = checkpoint(folder())
     del content["compiled"]
     torch.save(content, folder() / "last.ckpt")
-    fit(SMOKE, "--ckpt_path", "last", "--test_after_fit", "false")
+    fit("--ckpt_path", "last", "--test_after_fit", "false")
     assert "compile: False, as the run began\n" in capsys.readouterr().out
 
 
@@ -85,13 +84,13 @@ def test_a_run_from_before_there_was_a_choice_goes_on_without_a_graph(many, caps
 def test_a_compiled_run_that_is_resumed_is_the_same_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "compiled"))
     inductor = ["--model.compile", "inductor"]
-    fit(SMOKE, *inductor, "--trainer.logger.save_dir", "whole")
-    fit(SMOKE, *inductor, "--trainer.max_steps", "10", "--test_after_fit", "false")
-    fit(SMOKE, "--ckpt_path", "last")  # which leaves it open
+    fit(*inductor, "--trainer.logger.save_dir", "whole")
+    fit(*inductor, "--trainer.max_steps", "10", "--test_after_fit", "false")
+    fit("--ckpt_path", "last")  # which leaves it open
     assert "compile: 'inductor', as the run began\n" in capsys.readouterr().out
-    assert_same_run(folder(), Path("whole/smoke/maml/sinusoid/version_0"))
-    fit(SMOKE, "--model.compile", "false", "--test_after_fit", "false")
-    for ours, theirs in zip(metrics(folder())[:4], metrics(folder(version=1)), strict=False):
+    assert_same_run(folder(), folder(root="whole"))
+    fit("--model.compile", "false", "--test_after_fit", "false")
+    for ours, theirs in zip(metrics(folder())[:4], metrics(folder(1)), strict=False):
         if ours["train/loss"]:
             assert float(ours["train/loss"]) == pytest.approx(float(theirs["train/loss"]), rel=1e-4)
 
@@ -193,7 +192,7 @@ BAD = {
         "compile: expected True, False or one of eager, inductor, step; got 'fast'",
     ),
     "joint training": (
-        JOINT, ["--model.compile", "true"],
+        JOINT.config, ["--model.compile", "true"],
         "compile: expected null or false for joint training, which has no second derivatives",
     ),
     "Reptile": (

@@ -1,8 +1,5 @@
 """Potentials of clusters: invariances, forces, losses, table, runs end to end, resume, bad input."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -14,24 +11,13 @@ from experiments.tables.forces import Errors, forces_table
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,
-    ROOT,
-    assert_refused,
-    assert_same_run,
     checkpoint,
     metrics,
-    run,
+    smoke,
 )
 
-SMOKE = ROOT / "configs/smoke/penalty/forces.yaml"
+SMOKE, fit, folder = smoke("penalty/forces")
 pytestmark = COMMAND_LINE
-
-
-def fit(*args):
-    assert run("fit", "--config", SMOKE, *args) == 0
-
-
-def folder(version=0, root="runs"):
-    return Path(root) / "smoke/penalty/forces" / f"version_{version}"
 
 
 @pytest.fixture(scope="module")
@@ -158,14 +144,9 @@ def test_the_outermost_atom_is_moved_on_its_line():
 
 
 @DRAWN
-def test_a_fit_ends_with_table_picture_and_checkpoint(trained):
-    printed = trained(SMOKE)
-    assert {p.name for p in folder().iterdir()} == {
-        "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "forces.png",
-    }  # fmt: skip
+def test_the_table_and_the_curves_agree(trained):
+    trained(SMOKE)
     table = (folder() / "table.txt").read_text()
-    assert table in printed
-    assert checkpoint(folder())["global_step"] == 20
     rows = metrics(folder())
     assert [int(row["step"]) for row in rows if row["train/both"]] == [4, 9, 14, 19]
     assert len([row for row in rows if row["val/force/both"]]) == 2
@@ -187,73 +168,6 @@ def test_energies_are_learned_alike_with_and_without_the_other():
     for name in a:
         same = torch.equal(a[name], b[name])
         assert same == (not name.startswith("potentials.both.network")), name
-
-
-@DRAWN
-def test_resume_is_bit_for_bit_the_uninterrupted_run(trained):
-    trained(SMOKE, into="whole")
-    fit("--trainer.max_steps", "13", "--test_after_fit", "false")
-    assert checkpoint(folder())["global_step"] == 10
-    fit("--ckpt_path", "last")
-    assert not folder(1).exists()
-    assert_same_run(folder(), folder(root="whole"))
-    for name in ("table.txt", "forces.png"):
-        assert (folder() / name).read_bytes() == (folder(root="whole") / name).read_bytes()
-
-
-def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(trained, capsys):
-    trained(SMOKE)
-    table = (folder() / "table.txt").read_text()
-    (folder() / "table.txt").unlink()
-    config = folder() / "config.yaml"
-    assert run("test", "--config", config) == 0
-    assert (folder() / "table.txt").read_text() == table
-    assert run("validate", "--config", config) == 0
-    assert "val/force/both" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--model.weight", "2"), "trained with weight 2"),
-        (
-            ("--data.temperature", "0.4"),
-            "trained with data.temperature 0.4, .* data.temperature 0.3",
-        ),
-    ],
-    ids=["weight", "data"],
-)
-def test_a_checkpoint_of_another_run_is_refused(trained, args, message, capsys):
-    trained(SMOKE)
-    assert run("test", "--config", SMOKE, *args, "--ckpt_path", "last") == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-@DRAWN
-def test_the_spectrum_is_drawn(trained, capsys):
-    trained(SMOKE)
-    assert run("spectrum", "--config", SMOKE, "--k", "1", "--num_samples", "2", "--steps", "9") == 0
-    assert "largest" in capsys.readouterr().out
-
-
-BAD = {
-    "no weight": (["--model.weight", "0"], "weight: expected a finite number greater than 0"),
-    "no units": (["--model.hidden", "[0]"], "hidden: .*at least 1"),
-    "one feature": (["--model.features", "1"], "features: expected a whole number of at least 2"),
-    "no rate": (["--model.lr", "0"], "lr: expected a finite number greater than 0"),
-    "unknown activation": (["--model.act", "sine"], "act: expected one of"),
-    "one atom": (["--data.atoms", "1"], "atoms: expected a whole number of at least 2"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_paragraph(case, capsys):
-    assert_refused(SMOKE, *BAD[case], capsys)
-
-
-def test_a_rate_that_is_too_large_stops_the_run(capsys):
-    assert run("fit", "--config", SMOKE, "--model.lr", "1e30") == 2
-    assert "Lower lr" in capsys.readouterr().err
 
 
 def test_the_table():

@@ -1,7 +1,5 @@
 """Networks for differential equations: closed forms, borders, runs end to end, resume, bad input."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -16,24 +14,12 @@ from experiments.tables.pinn import pinn_table
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,
-    ROOT,
-    assert_refused,
-    checkpoint,
     metrics,
-    run,
+    smoke,
 )
 
 STEADY = ("poisson", "plate")
-SMOKE = {name: ROOT / f"configs/smoke/pinn/{name}.yaml" for name in EQUATIONS}
 pytestmark = COMMAND_LINE
-
-
-def fit(name, *args):
-    assert run("fit", "--config", SMOKE[name], *args) == 0
-
-
-def folder(name="poisson", version=0, root="runs"):
-    return Path(root) / "smoke/pinn" / name / f"version_{version}"
 
 
 def differences(u, p, eps):
@@ -150,15 +136,11 @@ def test_batches_are_numbered():
 
 @DRAWN
 @pytest.mark.parametrize("name", EQUATIONS)
-def test_a_fit_ends_with_table_picture_and_checkpoint(name, trained):
-    printed = trained(SMOKE[name])
-    assert {p.name for p in folder(name).iterdir()} == {
-        "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "pinn.png",
-    }  # fmt: skip
-    table = (folder(name) / "table.txt").read_text()
-    assert table in printed
-    assert checkpoint(folder(name))["global_step"] == 4
-    rows = [row for row in metrics(folder(name)) if row["train/adam"]]
+def test_both_errors_and_their_cost_are_told(name, trained):
+    config, _, folder = smoke(f"pinn/{name}")
+    trained(config)
+    table = (folder() / "table.txt").read_text()
+    rows = [row for row in metrics(folder()) if row["train/adam"]]
     assert float(rows[-1]["train/newton_cg"]) < float(rows[0]["train/newton_cg"])
     for key in ("newton_cg", "adam"):
         (line,) = [x for x in table.splitlines() if x.lower().startswith(key.replace("_", ""))]
@@ -167,30 +149,6 @@ def test_a_fit_ends_with_table_picture_and_checkpoint(name, trained):
     newton, adam = (float(rows[0][f"gradients/{key}"]) for key in ("newton_cg", "adam"))
     assert 0 <= adam - newton < 16 / 64
     assert newton > 20 * 16 / 64 + 1
-
-
-@DRAWN
-def test_resume_is_the_uninterrupted_run(trained):
-    trained(SMOKE["poisson"], into="whole")
-    fit("poisson", "--trainer.max_steps", "3", "--test_after_fit", "false")
-    assert checkpoint(folder())["global_step"] == 2
-    fit("poisson", "--ckpt_path", "last")
-    ours, theirs = (checkpoint(folder(root=root))["state_dict"] for root in ("runs", "whole"))
-    assert_close(ours, theirs, rtol=0, atol=0)
-
-
-BAD = {
-    "no units": (["--model.hidden", "[0]"], "hidden: .*at least 1"),
-    "no rate": (["--model.adam_lr", "0"], "adam_lr: expected a finite number greater than 0"),
-    "another equation": (["--data.equation", "wave"], "equation: expected one of"),
-    "another number of inputs": (["--model.inputs", "3"], "inputs: expected 2 for Poisson"),
-    "a negative warm-up": (["--model.warm_up", "-1"], "warm_up: expected a whole number"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_paragraph(case, capsys):
-    assert_refused(SMOKE["poisson"], *BAD[case], capsys)
 
 
 def test_the_table():

@@ -28,44 +28,32 @@ from tests.experiments.command import (
     checkpoint,
     metrics,
     run,
+    smoke,
 )
 
-SMOKE = ROOT / "configs/smoke/maml/sinusoid.yaml"
-JOINT = ROOT / "configs/smoke/maml/sinusoid_joint.yaml"
+SMOKE, fit, folder = smoke("maml/sinusoid")
+JOINT = smoke("maml/sinusoid_joint")
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 pytestmark = COMMAND_LINE
 
 
-def fit(config=SMOKE, *args):
-    assert run("fit", "--config", config, *args) == 0
-
-
-def folder(name="sinusoid", version=0):
-    return Path("runs/smoke/maml") / name / f"version_{version}"
-
-
 @DRAWN
-def test_a_fit_ends_with_table_pictures_and_checkpoint(trained):
-    printed = trained(SMOKE)
-    where = folder()
-    assert {p.name for p in where.iterdir()} == {
-        "config.yaml", "last.ckpt", "metrics.csv", "table.txt", "tasks.png", "training_curve.png",
-    }  # fmt: skip
-    assert (where / "table.txt").read_text() in printed
-    assert str(where / "tasks.png") in printed
-    assert checkpoint(where)["global_step"] == 20
-    rows = metrics(where)
+def test_the_curve_and_the_config_are_kept(trained):
+    trained(SMOKE)
+    rows = metrics(folder())
     assert [int(r["step"]) for r in rows if r["train/loss"]] == [4, 9, 14, 19]
     assert rows[-1]["test/mse_after_10"] != ""
-    assert yaml.safe_load((where / "config.yaml").read_text())["data"]["init_args"]["shots"] == 10
+    assert (
+        yaml.safe_load((folder() / "config.yaml").read_text())["data"]["init_args"]["shots"] == 10
+    )
 
 
 def test_the_table_has_the_baseline_beside_it(capsys):
-    fit(JOINT)
-    fit(SMOKE, "--model.baseline", "runs/smoke/maml/sinusoid_joint")
+    JOINT.fit()
+    fit("--model.baseline", "runs/smoke/maml/sinusoid_joint")
     table = (folder() / "table.txt").read_text()
-    alone = (folder("sinusoid_joint") / "table.txt").read_text()
+    alone = (JOINT.folder() / "table.txt").read_text()
     assert "MAML  diverged  joint training  diverged" in table
     # the baseline's column is what its own run printed
     for line in alone.splitlines()[4:8]:
@@ -80,29 +68,27 @@ def test_the_table_has_the_baseline_beside_it(capsys):
     ],
 )
 def test_the_folder_of_all_runs(options, expected):
-    fit(SMOKE, *options, "--trainer.max_steps", "1", "--test_after_fit", "false")
+    fit(*options, "--trainer.max_steps", "1", "--test_after_fit", "false")
     assert [path.name for path in Path().iterdir()] == [expected]
     assert Path(expected, "smoke/maml/sinusoid/version_0/config.yaml").exists()
 
 
-@pytest.mark.parametrize("stop", [10, 15], ids=["at a checkpoint", "after rows that are dropped"])
-def test_resume_is_bit_for_bit_the_uninterrupted_run(trained, stop):
+def test_a_run_goes_on_from_a_checkpoint_that_is_named(trained):
     trained(SMOKE, into="whole")
-    fit(SMOKE, "--trainer.max_steps", stop, "--test_after_fit", "false")
-    assert checkpoint(folder())["global_step"] == 10
-    fit(SMOKE, "--ckpt_path", "last" if stop == 10 else folder() / "last.ckpt")
-    assert not folder(version=1).exists()  # it went on in the same folder
-    assert_same_run(folder(), Path("whole/smoke/maml/sinusoid/version_0"))
+    fit("--trainer.max_steps", "10", "--test_after_fit", "false")
+    fit("--ckpt_path", folder() / "last.ckpt")
+    assert not folder(1).exists()
+    assert_same_run(folder(), folder(root="whole"))
 
 
 def test_the_same_seed_is_the_same_run_and_another_is_not():
     for version, seed in enumerate((0, 0, 1)):
-        fit(SMOKE, "--seed_everything", seed, "--test_after_fit", "false")
-        assert folder(version=version).exists()
-    assert_same_run(folder(), folder(version=1))
-    first, other = (checkpoint(folder(version=v))["state_dict"] for v in (0, 2))
+        fit("--seed_everything", seed, "--test_after_fit", "false")
+        assert folder(version).exists()
+    assert_same_run(folder(), folder(1))
+    first, other = (checkpoint(folder(v))["state_dict"] for v in (0, 2))
     assert any(not torch.equal(first[n], other[n]) for n in first)
-    assert metrics(folder())[0]["train/loss"] != metrics(folder(version=2))[0]["train/loss"]
+    assert metrics(folder())[0]["train/loss"] != metrics(folder(2))[0]["train/loss"]
 
 
 def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(trained, capsys):
@@ -117,7 +103,7 @@ def test_test_and_validate_judge_the_checkpoint_in_its_own_folder(trained, capsy
     assert "val/mse_after_10" in capsys.readouterr().out
     assert (folder() / "config.yaml").read_bytes() == config
     assert len([r for r in metrics(folder()) if r["train/loss"]]) == 4
-    assert not folder(version=1).exists()
+    assert not folder(1).exists()
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on():
@@ -141,10 +127,10 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on():
     assert f"--ckpt_path {folder() / 'last.ckpt'}" in printed
     end = min(stopped // 10 * 10 + 20, 200)
     some = [*long, "--checkpoint_every", "10", "--trainer.max_steps", end]
-    fit(SMOKE, *some, "--ckpt_path", "last")
-    fit(SMOKE, *some, "--trainer.logger.save_dir", "whole")
+    fit(*some, "--ckpt_path", "last")
+    fit(*some, "--trainer.logger.save_dir", "whole")
     assert checkpoint(folder())["global_step"] == end
-    assert_same_run(folder(), Path("whole/smoke/maml/sinusoid/version_0"))
+    assert_same_run(folder(), folder(root="whole"))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(capsys, monkeypatch):
@@ -234,7 +220,7 @@ def test_bad_commands(args, capsys):
 
 
 def test_a_baseline_of_another_size_is_refused_before_training(capsys):
-    fit(JOINT, "--model.hidden", "[3]")
+    JOINT.fit("--model.hidden", "[3]")
     assert run("fit", "--config", SMOKE, "--model.baseline", "runs/smoke/maml/sinusoid_joint") == 2
     assert "checkpoint of the same network" in capsys.readouterr().err
     assert not folder().joinpath("last.ckpt").exists()

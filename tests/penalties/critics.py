@@ -77,8 +77,8 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.out = nn.Linear(4, 1)
+        self.layer = nn.TransformerEncoderLayer(3, 1, 2, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.layer(x).mean(1))
@@ -119,7 +119,7 @@ CRITICS: dict[str, tuple[Any, Any, Any, tuple[Any, ...], dict[str, Any]]] = {
     ),
     "sequences": (Recurrent, draw(3, 4, 3), draw(3, 4, 3, seed=1), (), {}),
     "graphs": (Graphs, draw(7, 3), draw(7, 3, seed=1), (INDEX,), {"batch": INDEX}),
-    "attention": (Attention, draw(3, 2, 4), draw(3, 2, 4, seed=1), (), {}),
+    "attention": (Attention, draw(3, 2, 3), draw(3, 2, 3, seed=1), (), {}),
     "weight and spectral norm": (normed, draw(5, 3), draw(5, 3, seed=1), (), {}),
 }  # fmt: skip
 
