@@ -66,7 +66,7 @@ class GraphSummary(NamedTuple):
         """Whether a backward runs Python that may call a torch function which has a stand-in."""
         return any(getattr(entry.function, "runs_user_code", True) for entry in self.functions)
 
-    def backward_modes(self) -> AbstractContextManager[None]:
+    def backward_modes(self) -> AbstractContextManager[object]:
         """The context of a backward: without the stand-ins, unless it needs them. Each torch call,
         also for a shape or a dtype, takes a microsecond longer where they are on."""
         return nullcontext() if self.needs_stand_ins else without_stand_ins()
@@ -96,7 +96,7 @@ def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[tuple
     them alone.
     """
     pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
-    seen: set[Any] = {None, *(x.grad_fn for x in since)}
+    seen: set[Any] = {None, *[x.grad_fn for x in since]}
     while pending:
         node = pending.pop()
         if node in seen:

@@ -61,7 +61,8 @@ def whole(value: Any) -> Any:
 
 def refuse_sharded(caller: str, tensors: Sequence[Any], what: str = "params") -> None:
     """Raise for DTensors, in functions that need whole tensors."""
-    if any(map(is_sharded, tensors)):
+    library: Any = sys.modules.get("torch.distributed.tensor")
+    if library is not None and any(isinstance(x, library.DTensor) for x in tensors):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
             "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp` and operators "

@@ -246,7 +246,7 @@ class Basis:
         self.noise = 0.0  # the rounding error of a product
         self._draw = draw
         for v in start:
-            self._append(self._orthogonalize(v)[0])
+            self._append_outside(v)
 
     @property
     def rest(self) -> Tensor:
@@ -257,20 +257,20 @@ class Basis:
         """Take the products of `rest`, by which the basis grows until it spans the whole space."""
         first = self.m
         self.m = self.n
+        eps = torch.finfo(self.V.dtype).eps
         for j, product in enumerate(products, start=first):
-            outside, coefficients = self._orthogonalize(product, max(0, j - self._block))
-            length = self._space.norms(outside[None])
-            found = torch.cat([coefficients, length]).to("cpu", torch.float64)
-            eps = torch.finfo(self.V.dtype).eps
-            self.noise = max(self.noise, ROUNDING * eps * float(found.abs().max()))
-            self.T[: self.n, j] = found[:-1]
+            outside, coefficients, length = self._orthogonalize(product, max(0, j - self._block))
+            column = coefficients.to("cpu", torch.float64)
+            largest = max(length, float(column.abs().max()) if len(column) else 0.0)
+            self.noise = max(self.noise, ROUNDING * eps * largest)
+            self.T[: self.n, j] = column
             if self.n == self._size:
                 continue
-            if float(found[-1]) > self.noise:
-                self.T[self.n, j] = found[-1]
-                self._append(outside)
+            if length > self.noise:
+                self.T[self.n, j] = length
+                self._append(outside, length)
             else:  # the product lies in the span of V, which continues in a random direction
-                self._append(self._orthogonalize(self._draw(1)[0])[0])
+                self._append_outside(self._draw(1)[0])
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
@@ -302,28 +302,34 @@ class Basis:
         self.T[kept:n, :kept] = coupling
         self.m, self.n = kept, n
 
-    def _append(self, v: Tensor) -> None:
-        self.V[self.n] = v / self._space.norms(v[None])
+    def _append(self, v: Tensor, length: float) -> None:
+        torch.div(v, length, out=self.V[self.n])
         self.n += 1
 
-    def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, Tensor]:
-        """The component of v orthogonal to V, and the coefficients of the rest in V.
+    def _append_outside(self, v: Tensor) -> None:
+        """Append what of a vector is outside of V."""
+        outside, _, length = self._orthogonalize(v)
+        self._append(outside, length)
+
+    def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, Tensor, float]:
+        """The component of v orthogonal to V, the coefficients of the rest in V, and its length.
 
         In exact arithmetic the product of a vector lies in the span of few: it is first orthogonalised
         against V[neighbours:], at little cost, and then against all, again as long as that takes away
         more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
         """
-        total, before = v.new_zeros(self.n), float("inf")
+        v = v.clone()
+        total, before, after = v.new_zeros(self.n), float("inf"), 0.0
         for first in (neighbours, 0, 0, 0):
             V = self.V[first : self.n]
             coefficients = self._space.gram(V, v)
-            v = v - coefficients @ V
+            v.addmv_(V.T, coefficients, alpha=-1)  # a fifth of the time of coefficients @ V
             total[first:] += coefficients
             after = float(self._space.norms(v[None]))
             if first == 0 and after > KEPT * before:
                 break
             before = after
-        return v, total
+        return v, total, after
 
 
 def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:

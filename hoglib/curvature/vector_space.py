@@ -140,7 +140,9 @@ class Space:
 
     def norms(self, rows: Tensor) -> Tensor:
         """The length of each row."""
-        return rows.norm(dim=1) if self.sharding is None else self.dots((rows, rows))[0].sqrt()
+        if self.sharding is None:
+            return torch.linalg.vector_norm(rows, dim=1)
+        return self.dots((rows, rows))[0].sqrt()
 
     def reduced(self, value: Tensor) -> Tensor:
         """The sum over the processes that hold parts of the vectors."""

@@ -8,6 +8,7 @@ inner step.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,6 +19,7 @@ from hoglib._core.autograd import materialize_grads
 from hoglib._core.blocks import Remat, check_remat
 from hoglib._core.sharding import Sharding
 from hoglib._core.swap import Params, keep_swapped, swap_parameters
+from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import FunctionalLoss, trainable_params
 from hoglib.meta import norms
@@ -127,7 +129,8 @@ class ModuleLoop:
             grads, (_, result) = torch.func.grad_and_value(outer, has_aux=True)(start)
             return result._replace(grads=grads)
         leaves, structure = pytree.flatten(start)
-        own = [leaf.detach().requires_grad_() for leaf in leaves]
+        with without_stand_ins():
+            own = [leaf.detach().requires_grad_() for leaf in leaves]
         with keep_swapped():  # backward may recompute parts of the model
             start = pytree.unflatten(own, structure)
             result, _ = self.outer_loss(start, support, query, steps, weights)
@@ -174,14 +177,15 @@ class ModuleLoop:
                 value = self.outer_value(start, params, query, i + 1)
             return _weighted(weights[i], value)
 
-        fixed_rule = None if start.modules else self.rule_at(0, start)
+        fixed_rule = None if start.modules else self._fixed_rule
         inner = InnerSteps(
             loss,
             lambda i, constants: fixed_rule or self.rule_at(i, constants[0]),
             lambda i: self.is_constant(i, steps),
             None if weights is None else outer,
         )
-        params = {name: start.model[name].clone() for name in self.adapting}
+        with without_stand_ins():
+            params = {name: start.model[name].clone() for name in self.adapting}
         if options.memory == "store":
             return unroll(inner, steps, params, (start, support, query), "store")
         # A recomputation saves all its inputs: the initial values of what adapts are not needed.
@@ -231,9 +235,9 @@ class ModuleLoop:
 
     def rule_at(self, i: int, start: MetaParams) -> GradientTransformation:
         """The update rule of step i, with the learned rates and the learned parameters of the rule."""
-        lr, options = self.options.inner_lr, self.options.rule_options or {}
         if not start.modules:
-            return resolve_rule(self.rule, lr, options)
+            return self._fixed_rule
+        lr, options = self.options.inner_lr, self.options.rule_options or {}
         with self._with_learned(start):
             rates = lr if self.rates is None else self.rates(self.adapting, i)
             rule = resolve_rule(self.rule, rates, options)
@@ -248,6 +252,11 @@ class ModuleLoop:
             return run
 
         return GradientTransformation(with_learned(rule.init), with_learned(rule.update))
+
+    @cached_property
+    def _fixed_rule(self) -> GradientTransformation:
+        """The update rule where nothing of it is learned."""
+        return resolve_rule(self.rule, self.options.inner_lr, self.options.rule_options or {})
 
     def is_constant(self, i: int, steps: int) -> bool:
         """Whether the gradient of step i is a constant."""
