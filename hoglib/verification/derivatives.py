@@ -129,6 +129,8 @@ class Derivatives:
                     words.append(wrong_elements(*at_inputs, subject.random))
                 words.append(what_it_looks_like(subject, found.column) or DECLARE)
             row = row._replace(text=" ".join(filter(None, words)))
+        elif row.status == "warn":
+            row = row._replace(text=" ".join(filter(None, (row.text, self.what_it_looks_like()))))
         yield row
         if self._wants("f"):
             row = self._forward_row("first derivative: forward", at, "f")
@@ -137,6 +139,13 @@ class Derivatives:
                 text = f"the jvp of {', '.join(rules)} is wrong: {row.text}"
                 row = row._replace(text=text)
             yield row
+
+    def what_it_looks_like(self) -> str:
+        """Where no first derivative could be compared, whether fine steps are the reason."""
+        if self.found["first derivative: reverse"].checked:
+            return ""
+        columns = range(len(self._subject.x))
+        return next(filter(None, (what_it_looks_like(self._subject, j) for j in columns)), "")
 
     def higher_order(self, order: int) -> Iterator[Row]:
         """The second, third or fourth derivative in each mode."""

@@ -12,6 +12,9 @@ from hoglib.verification.report import MODES, ORDINALS, Mode
 
 # The least tolerance in a dtype other than float64: central differences are no more accurate there.
 NARROW = {torch.float32: 3e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
+# Of the gradient: an iterative solver leaves as much, and a second derivative that is less changes no
+# product with it.
+NATURAL = 1e-5
 
 
 class Bounds(NamedTuple):

@@ -417,6 +417,11 @@ def test_kinds_of_arguments_are_examined_one_by_one(monkeypatch):
         assert len(seen) == count
     hog.hvp(lambda p: New.apply(p).sum(), X.reshape(-1), X.reshape(-1))
     assert len(seen) == 3
+    for _ in range(2):  # another memory layout
+        hog.hvp(lambda p: New.apply(torch.cat([p, p], 1)[:, :3]).sum(), X, X)
+    assert len(seen) == 4
+    (x,) = seen[-1].app.args
+    assert x.stride() != X.stride()
 
 
 # What is not examined

@@ -14,6 +14,7 @@ import hoglib as hog
 from hoglib import verification
 from hoglib.verification.rounding import exact_products
 from tests.functions import Cube
+from tests.verification.faults import Branch
 
 x = torch.tensor([0.7, -1.3, 0.4])
 
@@ -36,11 +37,36 @@ class Round(Function):
         return g
 
 
+class Sqrt(Function):
+    """Right where it is defined, and NaN elsewhere."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.sqrt()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g / (2 * y)
+
+
 def names(report, status):
     return {row.name for row in report if row.status == status}
 
 
 # What is asked for.
+
+
+def test_a_cut_for_other_values_than_the_inputs_is_found():
+    report = hog.verify(Branch, x)
+    assert report["second derivative: reverse-over-reverse"].status == "pass"
+    row = report["second derivative: other values"]
+    assert row.status == "fail"
+    assert "leaves the graph by .detach()" in row.text
+    assert hog.verify(Cube, x)["second derivative: other values"].status == "pass"
+    assert hog.verify(Sqrt, x.abs())["second derivative: other values"].status != "fail"
 
 
 def test_every_mode_that_is_offered_is_checked():
