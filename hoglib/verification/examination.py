@@ -228,8 +228,11 @@ def _compared(
     if not if_first_is_right and not is_surrogate:
         with suppress(Exception):  # where nothing is left to differentiate, which is judged above
             baseline = circumstances.Baseline(subject, points[-1])
-            rows = (circumstances.with_graph(baseline), *variants.gradient_layouts(baseline))
-            differing = [row for row in rows if row.status == "fail" and row.error is not None]
+            circumstanced = (
+                circumstances.with_graph(baseline),
+                *variants.gradient_layouts(baseline),
+            )
+            differing = [r for r in circumstanced if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
     if first and not wrong_first and (kind := derivatives.what_it_looks_like()):
         wrong_first = [Row("first derivative", "fail", None, kind)]
