@@ -33,7 +33,8 @@ def powers(d: Tensor, p: float) -> Tensor:
 def root(s: Tensor, p: float = 2.0) -> Tensor:
     """s^(1/p), with derivatives 0 at s = 0."""
     zero = s == 0
-    positive = s.masked_fill(zero, 1.0)  # with a number `torch.where` makes a tensor of it each time
+    # torch.where would make a tensor of each number
+    positive = s.masked_fill(zero, 1.0)
     return (positive.sqrt() if p == 2 else positive ** (1 / p)).masked_fill(zero, 0.0)
 
 
