@@ -80,12 +80,12 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
     """The leaves and custom Functions in the graphs of tensors, up to those in `since`."""
     leaves, functions = {}, []
     for node, parents in walk([values] if isinstance(values, Tensor) else values, since):
-        if parents:
-            if hasattr(node, "_forward_cls"):
-                functions.append(FunctionNode(node, torch_internals.custom_function(node)))
-        elif hasattr(node, "variable"):
-            leaf = node.variable
-            leaves[id(leaf)] = leaf
+        if not parents:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+        elif hasattr(node, "_forward_cls"):
+            functions.append(FunctionNode(node, torch_internals.custom_function(node)))
     return GraphSummary(leaves, functions)
 
 
