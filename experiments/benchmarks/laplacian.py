@@ -166,7 +166,7 @@ def in_jax(net: nn.Module, x: Tensor) -> tuple[Callable[[], Any], Callable[[], A
             x = jnp.tanh(x @ weight + bias)
         return x @ params[-1][0] + params[-1][1]
 
-    def laplacian(params: Any) -> Any:
+    def laplacian(params: Any, points: Any, directions: Any) -> Any:
         def second(v: Any) -> Any:
             series = ((v, jnp.zeros_like(v)),)
             return jet.jet(partial(func, params), (points,), series)[1][1]
@@ -174,10 +174,11 @@ def in_jax(net: nn.Module, x: Tensor) -> tuple[Callable[[], Any], Callable[[], A
         return jax.vmap(second)(directions).sum(0)
 
     value = jax.jit(laplacian)
-    gradient = jax.jit(jax.grad(lambda params: (laplacian(params) ** 2).mean()))
+    gradient = jax.jit(jax.grad(lambda *args: (laplacian(*args) ** 2).mean()))
+    args = (params, points, directions)
     return (
-        lambda: torch.as_tensor(value(params).tolist()),
-        lambda: jax.block_until_ready(gradient(params)),
+        lambda: torch.as_tensor(value(*args).tolist()),
+        lambda: jax.block_until_ready(gradient(*args)),
     )
 
 
