@@ -1,15 +1,16 @@
 """The race of NewtonCG and Adam: what it counts, runs end to end, resume, bad input."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments.autoencoder import Race, reconstruction_error
+from experiments.autoencoder import LABELS, Race, cost_of_factors, reconstruction_error
 from experiments.tables.curvature import race_table
-from hoglib.curvature import NewtonCG
+from hoglib.curvature import KFAC, NewtonCG
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,
@@ -21,6 +22,7 @@ from tests.experiments.command import (
 )
 
 SMOKE = ROOT / "configs/smoke/curvature/newton_cg.yaml"
+ALL_FOUR = ROOT / "configs/smoke/curvature/kfac.yaml"
 pytestmark = COMMAND_LINE
 
 
@@ -72,6 +74,55 @@ def test_the_cost_is_that_of_the_steps(monkeypatch):
         assert 0 <= float(row["gradients/adam"]) - spent < 100 / 1297
     steps = checkpoint(folder())["optimizer_states"][1]["state"][0]["step"]
     assert float(rows[-1]["gradients/adam"]) == pytest.approx(float(steps) * 100 / 1297)
+
+
+@DRAWN
+def test_four_optimizers_at_the_same_cost_and_resumed(trained, monkeypatch):
+    infos = {NewtonCG: [], KFAC: []}
+    for kind, steps in infos.items():
+        own = kind.step
+
+        def recorded(self, *args, own=own, steps=steps, **kwargs):
+            value = own(self, *args, **kwargs)
+            steps.append((id(self), self.info))
+            return value
+
+        monkeypatch.setattr(kind, "step", recorded)
+    trained(ALL_FOUR, into="whole")
+    where = Path("whole/smoke/curvature/kfac/version_0")
+    assert {"table.txt", "race.png"} <= {p.name for p in where.iterdir()}
+    assert all(label in (where / "table.txt").read_text() for label in LABELS.values())
+    rows = [row for row in metrics(where) if row["train/adam"]]
+    last = {name: float(rows[-1][f"gradients/{name}"]) for name in LABELS}
+    assert all(cost >= last["newton_cg"] for cost in last.values())
+    for name in LABELS:
+        assert float(rows[-1][f"train/{name}"]) < 0.9 * float(rows[0][f"train/{name}"])
+    plain, preconditioned = dict.fromkeys(key for key, _ in infos[NewtonCG])
+    factors = cost_of_factors([64, 32, 8, 32, 64])
+    for key, name, more in ((plain, "newton_cg", 0), (preconditioned, "newton_kfac", factors)):
+        costs = [
+            1 + info.values / 3 + (info.products + more) * 256 / 1297
+            for each, info in infos[NewtonCG] if each == key
+        ]  # fmt: skip
+        assert last[name] == pytest.approx(sum(costs))
+    # a gradient, factors, products of d and of the last step, and each five steps a loss
+    count = len(infos[KFAC])
+    expected = count * (1 + factors) + 2 * count - 1 + -(-count // 5) / 3
+    assert last["kfac"] == pytest.approx(expected)
+    assert (
+        run("fit", "--config", ALL_FOUR, "--trainer.max_steps", "2", "--test_after_fit", "false")
+        == 0
+    )
+    assert run("fit", "--config", ALL_FOUR, "--ckpt_path", "last", "--test_after_fit", "false") == 0
+    here = Path("runs/smoke/curvature/kfac/version_0")
+    assert_close(checkpoint(here)["state_dict"], checkpoint(where)["state_dict"], rtol=0, atol=0)
+
+
+def test_the_cost_of_factors_is_that_of_their_multiplications():
+    widths = [64, 16, 4]
+    passes = sum(into * out for into, out in pairwise(widths))  # of each of three, an image
+    squares = 64**2 + 2 * 16**2 + 4**2
+    assert cost_of_factors(widths) == pytest.approx((2 * passes + squares) / (3 * passes))
 
 
 def test_newton_steps_lower_the_training_error_at_each():
@@ -151,6 +202,15 @@ BAD = {
     "no images": (("--model.curvature_batch", "0"), "curvature_batch: .*at least 1"),
     "no rate": (("--model.adam_lr", "0"), "adam_lr"),
     "an empty batch": (("--model.adam_batch", "0"), "adam_batch"),
+    "another optimizer": (
+        ("--model.optimizers", "[sgd]"),
+        "optimizers: expected some of newton_cg",
+    ),
+    "an optimizer twice": (("--model.optimizers", "[adam, adam]"), "optimizers: .*each once"),
+    "no such option": (
+        ("--model.optimizers", "[kfac]", "--model.kfac", "{rate: 1}"),
+        "KFAC: expected options of KFACOperator",
+    ),
     "no units": (("--model.hidden", "[0]"), "hidden"),
 }
 
