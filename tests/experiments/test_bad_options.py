@@ -32,6 +32,8 @@ REFUSED = {
         ("model.curvature_batch=0", "curvature_batch: .*at least 1"),
         ("model.adam_lr=0", "adam_lr"),
         ("model.adam_batch=0", "adam_batch"),
+        ("model.optimizers=[sgd]", "optimizers: expected some of newton_cg"),
+        ("model.optimizers=[adam, adam]", "optimizers: .*each once"),
         ("model.hidden=[0]", "hidden"),
     ],
     "flow/meanflow": [
@@ -117,6 +119,11 @@ REFUSED = {
         ("model.lr=0", "lr: expected a finite number greater than 0"),
         ("model.act=sine", "act: expected one of"),
     ],
+    "pinn/helium": [
+        ("model.walkers=1", "walkers: .*at least 2"),
+        ("model.moves=0", "moves: .*at least 1"),
+        ("model.lr=0", "lr: expected a finite number greater than 0"),
+    ],
     "pinn/poisson": [
         ("model.hidden=[0]", "hidden: .*at least 1"),
         ("model.adam_lr=0", "adam_lr: expected a finite number greater than 0"),
@@ -134,6 +141,7 @@ REFUSED_BY_THE_COMMAND = {
     "curvature/lm": [("data.length=1", "length: expected .*at least 2")],
     "curvature/newton_cg": [
         ("model.damping=0", "damping: expected a number greater than 0"),
+        ("model.optimizers=[kfac]", "model.kfac={rate: 1}", "KFAC: expected options of KFACOperator"),
         ("model.max_iter=0", "max_iter: expected a whole number of at least 1"),
     ],
     "flow/meanflow": [("model.heads=3", "width: expected a multiple of the 3 heads")],

@@ -39,6 +39,7 @@ EXPERIMENTS = {
         others=((("--model.lr", "0.05"), "trained with lr 0.05, as the config says, got"),),
     ),
     "curvature/influence": Experiment({"influence.png"}, 50, (30, 30)),
+    "curvature/kfac": Experiment({"race.png"}, 4, (2, 2), timed=True),
     "curvature/lm": Experiment({"directions.png", "summary.json"}, 8, (6, 4)),
     "curvature/newton_cg": Experiment(
         {"race.png"}, 6, (3, 2), timed=True,
@@ -95,6 +96,8 @@ EXPERIMENTS = {
             ),
         ),
     ),
+    "pinn/allen_cahn": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
+    "pinn/helium": Experiment({"helium.png"}, 6, (5, 4), timed=True),
     "pinn/plate": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
     "pinn/poisson": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
 }  # fmt: skip
@@ -124,7 +127,8 @@ GRAPHS = ("--model.compile", "eager")
 # lazy penalties and two grids, and before a row of metrics.csv that the interrupted run has written.
 RESUMED = [
     *((name, (), one.stop, ()) for name, one in EXPERIMENTS.items() if name not in (
-        "gan/mixture", "gan/mnist", "maml/glyphs_5w1s", "meta/data_values", "pinn/plate")),
+        "gan/mixture", "gan/mnist", "maml/glyphs_5w1s", "meta/data_values", "pinn/allen_cahn",
+        "pinn/plate")),
     ("flow/meanflow", GRAPHS, (13, 10), ()),
     ("gan/mixture", EVERY_9, (14, 10), FULL),
     ("gan/mixture", (*WGAN, "--model.penalty.weight", "1"), (9, 5), FULL),
