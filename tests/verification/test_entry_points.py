@@ -453,7 +453,10 @@ def test_kinds_of_arguments_are_examined_one_by_one(monkeypatch):
     assert len(seen) == 4
     (x,) = seen[-1].app.args
     assert x.stride() != X.stride()
-    for needed in (Product.apply, lambda a, b: Product.apply(a, b.detach())) * 2:  # which need gradients
+    for needed in (
+        Product.apply,
+        lambda a, b: Product.apply(a, b.detach()),
+    ) * 2:  # which need gradients
         hog.hvp(lambda p, needed=needed: needed(p, p + 1).sum(), X, X)
     assert len(seen) == 6
 
