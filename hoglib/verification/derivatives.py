@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from hoglib._core import element_differences
@@ -45,6 +46,10 @@ IN_PARTS = (
 DECLARE = (
     "If that is on purpose, as in a straight-through gradient, pass surrogate=True, or set "
     "`surrogate = True` on the class."
+)
+CONSTANT = (
+    "backward returns None for it. If the function takes it for a constant, pass it without "
+    "requires_grad, or detached."
 )
 JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom Function's own jvp."
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod."
@@ -127,7 +132,10 @@ class Derivatives:
                 at_inputs = (subject.map, subject.x, found.row, found.column)
                 with suppress(Exception):  # a description that fails must not hide the row
                     words.append(wrong_elements(*at_inputs, subject.random))
-                words.append(what_it_looks_like(subject, found.column) or DECLARE)
+                words.append(
+                    CONSTANT if self._is_none(found.column)
+                    else what_it_looks_like(subject, found.column) or DECLARE
+                )  # fmt: skip
             row = row._replace(text=" ".join(filter(None, words)))
         elif row.status == "warn":
             row = row._replace(text=" ".join(filter(None, (row.text, self.what_it_looks_like()))))
@@ -139,6 +147,15 @@ class Derivatives:
                 text = f"the jvp of {', '.join(rules)} is wrong: {row.text}"
                 row = row._replace(text=text)
             yield row
+
+    def _is_none(self, column: int) -> bool:
+        """Whether there is no gradient by an input at all."""
+        leaves = [x.detach().clone().requires_grad_() for x in self._points[-1]]
+        with suppress(Exception):
+            live = [y for y in self._subject.map(*leaves) if y.requires_grad]
+            ones = list(map(torch.ones_like, live))
+            return torch.autograd.grad(live, leaves, ones, allow_unused=True)[column] is None
+        return False
 
     def what_it_looks_like(self) -> str:
         """Where no first derivative could be compared, whether fine steps are the reason."""

@@ -429,6 +429,17 @@ def test_kinds_of_arguments_are_examined_one_by_one(monkeypatch):
     class New(Cube):
         pass
 
+    class Product(Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            return a * b
+
+        @staticmethod
+        def backward(ctx, g):
+            a, b = ctx.saved_tensors
+            return g * b, g * a
+
     seen = []
     examine = entry_points.examine
     monkeypatch.setattr(entry_points, "examine", lambda app: seen.append(app) or examine(app))
@@ -442,6 +453,12 @@ def test_kinds_of_arguments_are_examined_one_by_one(monkeypatch):
     assert len(seen) == 4
     (x,) = seen[-1].app.args
     assert x.stride() != X.stride()
+    for needed in (
+        Product.apply,
+        lambda a, b: Product.apply(a, b.detach()),
+    ) * 2:  # which need gradients
+        hog.hvp(lambda p, needed=needed: needed(p, p + 1).sum(), X, X)
+    assert len(seen) == 6
 
 
 # What is not examined

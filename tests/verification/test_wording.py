@@ -151,6 +151,23 @@ def test_every_wrong_input_is_named():
     wrong(Two, x, y, says=["inputs[0] (`a`)", "inputs[1] (`b`)", "Also wrong"])
 
 
+def test_an_input_without_a_gradient_may_be_a_constant():
+    class Scaled(Mul):
+        @staticmethod
+        def backward(ctx, g):
+            a, b = ctx.saved_tensors
+            return g * a.cos() * b, None
+
+    wrong(
+        Scaled,
+        x,
+        y,
+        says=["inputs[1] (`b`)", "returns None for it. If the function takes it for a constant"],
+    )
+    given = x.clone().requires_grad_()
+    assert hog.verify(Scaled, (given, y)).ok
+
+
 def test_nothing_is_returned():
     class Forgets(Mul):
         @staticmethod
