@@ -1,6 +1,8 @@
 """Operators on parameters that several processes share: every algorithm equals that of one process."""
 
 import gc
+import json
+import os
 import time
 from collections import Counter
 from functools import partial
@@ -190,7 +192,7 @@ def every(rank, folder, found):
     found["refused"] = refused(rank, world)
     found["sent"] = sent()
     found["held"] = held()
-    found["died"] = one_process_dies(rank, world)
+    found["died"] = one_process_dies(rank, folder, found)
 
 
 class Wire(TorchDispatchMode):
@@ -313,14 +315,17 @@ def alive():
     return sum(storages.values())
 
 
-def one_process_dies(rank, world):
-    """What the others say where one ends in the middle of a run, and after how many seconds."""
+def one_process_dies(rank, folder, found):
+    """What the others say where one dies in the middle of a run, and after how many seconds."""
+    world = dist.get_world_size()
     net, rows = fsdp(rank, world)
     loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
     H = hog.HessianOperator(loss, params, uneven(rows))
     H.trace(1, generator=seeded())
     if rank == world - 1:
-        return ["DistributedError", "expected all processes to make the same calls", 0.0]
+        found["died"] = ["DistributedError", "expected all processes to make the same calls", 0.0]
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        os._exit(0)  # as a kill does, without a word to the others
     start = time.monotonic()
     try:
         H.eigsh(2)
