@@ -408,8 +408,8 @@ class _Mean(torch.autograd.Function):
         sums = sharding.sum(torch.cat([wide, wide.new_zeros(1)]))
         if sums[-1]:
             raise DistributedError(
-                f"loss: expected one from each of {sharding.mesh.size()} processes, got an error in one, "
-                "which has to be fixed there: look at its own output."
+                f"loss: expected one from each of {sharding.mesh.size()} processes, got an error in "
+                "one, which has to be fixed there: look at its own output."
             )
         return sums[:-1].view(value.shape).to(value.dtype)
 
