@@ -1,6 +1,8 @@
 """Operators on parameters that several processes share: every algorithm equals that of one process."""
 
 import gc
+import json
+import os
 import time
 from collections import Counter
 from functools import partial
@@ -18,6 +20,7 @@ from hoglib._core import pytree, sharding
 from hoglib.errors import HoglibError
 from tests.long_tail import FULL
 from tests.several_processes import found_by_each
+from tests.test_docs import DOCS, blocks
 from tests.test_sharded_models import (
     data,
     fsdp,
@@ -189,7 +192,7 @@ def every(rank, folder, found):
     found["refused"] = refused(rank, world)
     found["sent"] = sent()
     found["held"] = held()
-    found["died"] = one_process_dies(rank, world)
+    found["died"] = one_process_dies(rank, folder, found)
 
 
 class Wire(TorchDispatchMode):
@@ -229,9 +232,17 @@ def even():
     return net, hog.trainable_params(net)
 
 
+def plan():
+    """The function of docs/distributed.md that says what a product sends."""
+    namespace = {}
+    (code,) = (block for block in blocks(DOCS / "distributed.md", "python") if "def plan" in block)
+    exec(code, namespace)
+    return namespace["plan"]
+
+
 def sent():
     """What a product, an iteration of conjugate gradients and a step of Lanczos send, beside what
-    docs/how-to/sharded-models.md says."""
+    docs/how-to/sharded-models.md and docs/distributed.md say."""
     net, params = even()
     x = torch.ones(2, 64, dtype=torch.float64)
     loss = hog.functional_loss(net, F.mse_loss)
@@ -243,7 +254,14 @@ def sent():
         R @ v
     found = {}
     A = H.damped(1e3)
+    whole = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).double()
+    D = hog.HessianOperator(
+        hog.functional_loss(whole, F.mse_loss), hog.trainable_params(whole), [(x, x)],
+        processes="sharded",
+    )  # fmt: skip
+    w = {name: torch.ones_like(p) for name, p in hog.trainable_params(whole).items()}
     for name, call in {
+        "data": lambda: D @ w,
         "product": lambda: H @ v,
         "product, remat": lambda: R @ v,
         "1 iteration": lambda: A.solve(v, max_iter=1, return_info=True),
@@ -297,14 +315,17 @@ def alive():
     return sum(storages.values())
 
 
-def one_process_dies(rank, world):
-    """What the others say where one ends in the middle of a run, and after how many seconds."""
+def one_process_dies(rank, folder, found):
+    """What the others say where one dies in the middle of a run, and after how many seconds."""
+    world = dist.get_world_size()
     net, rows = fsdp(rank, world)
     loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
     H = hog.HessianOperator(loss, params, uneven(rows))
     H.trace(1, generator=seeded())
     if rank == world - 1:
-        return ["DistributedError", "expected all processes to make the same calls", 0.0]
+        found["died"] = ["DistributedError", "expected all processes to make the same calls", 0.0]
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        os._exit(0)  # as a kill does, without a word to the others
     start = time.monotonic()
     try:
         H.eigsh(2)
@@ -434,8 +455,19 @@ def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
 
 
 def check_sent(found, count):
-    """The arithmetic of docs/how-to/sharded-models.md."""
+    """The arithmetic of docs/how-to/sharded-models.md, and that of docs/distributed.md."""
     params, size = 48, 8 * 24 * (64 * 64 + 64)
+    of = plan()
+    for name, remat in (("product", False), ("product, remat", True)):
+        messages, bytes_sent = found[name]
+        planned = of("parameters", size / 8, count, params, b=8, remat=remat)
+        assert messages["gathers"] + messages["averages"] == planned["messages"]
+        large = bytes_sent["gathers"] + bytes_sent["averages"]
+        assert large == pytest.approx(planned["sent"], rel=1e-12)
+    messages, bytes_sent = found["data"]
+    planned = of("data", 2 * 65 * 64, count, 4, b=8)
+    assert messages == {"sums": planned["messages"]}
+    assert 0 < bytes_sent["sums"] - planned["sent"] < 2 * 8 * (4 + 20 * count)  # checksums
     messages, bytes_sent = found["product"]
     assert messages == {"gathers": 2 * params, "averages": 2 * params, "sums": 5}
     repeated, _ = found["product, remat"]

@@ -246,9 +246,12 @@ def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
     caller, create_graph = composite.options.caller, composite.options.create_graph
     own = fresh_leaves(leaves, create_graph)
-    every, value = composite.with_value(lambda: (composite.outputs(own),))
-    depends, ys = _dependent(every)
-    _check_graph(ys, leaves, composite.options)
+
+    def run() -> Any:
+        every = composite.outputs(own)
+        return every, *_checked(every, leaves, composite.options)
+
+    every, depends, ys, value = composite.with_value(run)
     jacobian = TransposedJacobian(ys, own, caller)
     metric = composite.metric(every)
 
@@ -274,16 +277,17 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         own = fresh_leaves(leaves, create_graph)
+
+        def run() -> Any:
+            every, tangents = _outputs_and_tangents(composite, own, vector)
+            return every, tangents, *_checked(every, leaves, composite.options)
+
         try:
-            every, tangents, value = composite.with_value(
-                lambda: _outputs_and_tangents(composite, own, vector)
-            )
+            every, tangents, depends, ys, value = composite.with_value(run)
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(caller, "forward", error) from error
         if not create_graph:
             tangents = [t.detach() for t in tangents]
-        depends, ys = _dependent(every)
-        _check_graph(ys, leaves, composite.options)
         weighted = composite.metric(every)(tangents, False)
         us = [weighted[i] for i in depends]
         try:
@@ -340,9 +344,12 @@ def differences_of_outputs(composite: CompositeLoss, leaves: Vector) -> LinearMa
             composite.detached_outputs, leaves, vector, composite.sharding
         )
         own = fresh_leaves(leaves, False)
-        every, value = composite.with_value(lambda: (composite.outputs(own),))
-        depends, ys = _dependent(every)
-        _check_graph(ys, leaves, composite.options)
+
+        def run() -> Any:
+            every = composite.outputs(own)
+            return every, *_checked(every, leaves, composite.options)
+
+        every, depends, ys, value = composite.with_value(run)
         weighted = composite.metric([y.detach() for y in every])(tangents, False)
         us = [weighted[i] for i in depends]
         return value, _transposed_product(ys, own, us, composite.options, False)
@@ -366,19 +373,18 @@ def _transposed_product(
     return materialize_grads(list(parts), own)
 
 
-def _check_graph(ys: Vector, leaves: Vector, options: ProductOptions) -> None:
-    """Raises for outputs whose second derivative does not exist, or would lack a part."""
+def _checked(every: Vector, leaves: Vector, options: ProductOptions) -> tuple[list[int], Vector]:
+    """The places of the outputs that depend on the parameters, and these.
+
+    Raises for outputs whose second derivative does not exist, or would lack a part.
+    """
+    depends = [i for i, y in enumerate(every) if y.requires_grad]
+    ys = [every[i] for i in depends]
+    _check_depends(ys)
     graph = graph_summary(ys)
     check_custom_functions(graph, options.caller)
     if not options.create_graph:
         check_uses_given_params(graph, leaves, options.caller)
-
-
-def _dependent(every: Vector) -> tuple[list[int], Vector]:
-    """The outputs that depend on the parameters, and their places."""
-    depends = [i for i, y in enumerate(every) if y.requires_grad]
-    ys = [every[i] for i in depends]
-    _check_depends(ys)
     return depends, ys
 
 

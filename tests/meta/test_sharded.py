@@ -13,7 +13,8 @@ from hoglib._core import sharding
 from hoglib.errors import HoglibError
 from tests.long_tail import FULL
 from tests.several_processes import found_by_each
-from tests.test_sharded_models import LAYOUTS, fsdp, grid, model, part, plain_name, shard
+from tests.test_sharded_models import LAYOUTS, counted, fsdp, grid, model, part, plain_name, shard
+from tests.test_sharded_operators import plan
 
 OPTIONS = {
     "recomputed": {
@@ -114,6 +115,19 @@ class Learned(nn.Module):
         return self.scale * F.cross_entropy(outputs, targets)
 
 
+def messages(rank, world):
+    """How often the meta-gradient of a task gathers and averages each parameter, for some inner steps."""
+    net, rows = fsdp(rank, world)
+    found = []
+    for steps in (1, 3):
+        maml = hog.MAML(net, F.cross_entropy, inner_steps=steps)
+        maml.loss(tasks(rows, 1))  # which checks the derivatives of a model once
+        with counted() as counts:
+            maml.loss(tasks(rows, 1))
+        found.append(sum(counts.values()) / len(hog.trainable_params(net)))
+    return found
+
+
 def refused(rank, world):
     net, rows = fsdp(rank, world)
     params, mine = hog.trainable_params(net), tasks(rows)
@@ -197,6 +211,7 @@ def every(rank, folder, found):
     found["trained"] = trained(*fsdp(rank, world))
     if world == 4:
         found["two dimensions"] = on_two_dimensions()
+    found["messages"] = messages(rank, world)
     found["refused"] = refused(rank, world)
 
 
@@ -205,6 +220,8 @@ def test_processes_equal_one(count, tmp_path):
     """One test of all cases: to start processes takes longer than what they do."""
     for rank, found in enumerate(found_by_each(every, tmp_path, count)):
         raised = found.pop("refused")
+        planned = [plan()("tasks", 1, 2, 1, steps=steps)["messages"] for steps in (1, 3)]
+        assert found.pop("messages") == planned
         expected = (
             ("ArgumentValueError", EMPTY)
             if rank == 0
