@@ -4,7 +4,7 @@ Private torch API, as `torch_internals`.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -97,6 +97,19 @@ def tangent_of(x: Tensor) -> Tensor | None:
         return None
     tangent = forward_ad.unpack_dual(x).tangent
     return None if tangent is None or tangent._is_zerotensor() else tangent
+
+
+def keep_tangents(variables: Sequence[Tensor]) -> None:
+    """Has a backward inside `torch.func.jvp` return the tangents of the gradients by these variables in
+    the place of the gradients, whose values are freed as soon as each is computed."""
+
+    def tangent(grad: Tensor) -> Tensor:
+        with forward_ad._set_fwd_grad_enabled(True):
+            found = forward_ad.unpack_dual(grad).tangent
+        return torch.zeros_like(grad) if found is None else found
+
+    for variable in variables:
+        variable.register_hook(tangent)
 
 
 def primal(x: Tensor | None) -> Tensor | None:

@@ -86,40 +86,50 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
     """H v = d grad f(p + e v) / d e in forward mode; nothing is kept between products."""
 
     def checked(*own: Tensor) -> Tensor:
+        if alone:
+            torch_forward_mode.keep_tangents(own)
         value: Tensor = loss(*own)
         check_custom_functions(graph_summary(value), options.caller)
         return value
 
-    def gradient(with_graph: bool, *own: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def value_and_gradient(with_graph: bool, *own: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         value_and_vjp: Any = torch.func.vjp(checked, *own)
         value, pull = value_and_vjp
         one = torch.ones_like(value)
-        return pull(one, retain_graph=with_graph, create_graph=with_graph), value
+        return value, pull(one, retain_graph=with_graph, create_graph=with_graph)
 
     at = leaves if options.create_graph else [leaf.detach() for leaf in leaves]
     inside = torch_internals.transforms_active()
+    # Where the product has no graph, its gradient is not kept beside it.
+    alone = not (options.create_graph or inside or torch_internals.tracing())
 
-    def in_forward_mode(vector: Vector) -> Any:
-        if not (options.create_graph or inside or torch_internals.tracing()):
-            # The graph of the gradient is not needed, but torch has forward mode of some operations,
-            # such as the backward of silu, only where there is one.
-            before = RandomState()
-            try:
-                return torch.func.jvp(partial(gradient, False), tuple(at), tuple(vector))
-            except NotImplementedError:
-                before.restore()
-        return torch.func.jvp(partial(gradient, True), tuple(at), tuple(vector))
+    def in_forward_mode(with_graph: bool, vector: Vector) -> tuple[Tensor, Vector]:
+        function = partial(value_and_gradient, with_graph)
+        found: Any = torch.func.jvp(function, tuple(at), tuple(vector), has_aux=alone)
+        if alone:
+            value, _, product = found
+        else:
+            (value, _), (_, product) = found
+        return value, list(product)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         try:
             with torch_forward_mode.one_thread_in_forward_mode(options.caller):
-                output = in_forward_mode(vector)
+                # The graph of the gradient is not needed, but torch has forward mode of some
+                # operations, such as the backward of silu, only where there is one.
+                before = RandomState()
+                try:
+                    value, product = in_forward_mode(not alone, vector)
+                except NotImplementedError:
+                    if not alone:
+                        raise
+                    before.restore()
+                    value, product = in_forward_mode(True, vector)
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(options.caller, FORWARD, error) from error
-        (_, value), (product, _) = output
         if not (options.create_graph or inside):  # a graph is then of tensors from elsewhere
             check_uses_given_params(graph_summary(value), leaves, options.caller)
-        return value, list(product)
+        return value, product
 
     return LinearMap(apply)
 

@@ -56,7 +56,8 @@ class GradientPenalty(nn.Module):
         compile: Whether the penalty and its gradients are computed by one compiled graph; "eager"
             runs the graph without compiling it. Default: False.
         remat: Blocks of the critic whose intermediate values are recomputed in backward: True for the
-            blocks that it repeats, or their names or globs. Not with compile. Default: False.
+            blocks that it repeats, or their names or globs. With compile, they are compiled.
+            Default: False.
         options: Further options of the function and of :class:`Options`, such as {"target": 0.5} or
             {"num_projections": 3}.
     Raises:

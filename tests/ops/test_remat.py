@@ -216,6 +216,24 @@ def test_dropout_has_one_mask_in_forward_over_reverse() -> None:
     torch.testing.assert_close(got, expected)
 
 
+def test_forward_over_reverse_keeps_no_gradient_beside_the_product() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(16)))
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    v = {name: torch.randn_like(p) for name, p in params.items()}
+    x = torch.randn(1, 32)
+    products = []
+
+    def product() -> None:
+        found = hog.hvp(loss, params, v, (x, x), mode="forward-over-reverse", remat=True)
+        products.append(found[1])
+
+    peak = peak_bytes(product, torch.device("cpu"))
+    assert peak < 1.5 * sum(p.nbytes for p in params.values())  # 2 with the gradient
+    expected = hog.hvp(loss, params, v, (x, x))[1]
+    torch.testing.assert_close(products[0], expected)
+
+
 def test_forward_over_reverse_keeps_the_inputs_of_blocks() -> None:
     def product(depth: int, wrap: Callable[[nn.Module], Any]) -> int:
         torch.manual_seed(0)
