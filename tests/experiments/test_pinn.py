@@ -179,6 +179,15 @@ def test_resume_is_the_uninterrupted_run(trained):
     assert_close(ours, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.full
+def test_a_compiled_fit_is_the_same_to_rounding(trained):
+    trained(SMOKE["allen_cahn"], into="plain")
+    fit("allen_cahn", "--model.compile", "true", "--test_after_fit", "false")
+    ours, theirs = (metrics(folder("allen_cahn", root=root)) for root in ("runs", "plain"))
+    for key in ("val/newton_cg", "val/adam"):
+        assert float(ours[-1][key]) == pytest.approx(float(theirs[3][key]), rel=1e-2)
+
+
 BAD = {
     "no units": (["--model.hidden", "[0]"], "hidden: .*at least 1"),
     "no rate": (["--model.adam_lr", "0"], "adam_lr: expected a finite number greater than 0"),
