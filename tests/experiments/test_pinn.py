@@ -180,12 +180,13 @@ def test_resume_is_the_uninterrupted_run(trained):
 
 
 @pytest.mark.full
-def test_a_compiled_fit_is_the_same_to_rounding(trained):
+def test_the_first_step_of_a_compiled_fit_is_the_same_to_rounding(trained):
+    """Later ones differ more: conjugate gradients in float32 stop at other iterations."""
     trained(SMOKE["allen_cahn"], into="plain")
     fit("allen_cahn", "--model.compile", "true", "--test_after_fit", "false")
-    ours, theirs = (metrics(folder("allen_cahn", root=root)) for root in ("runs", "plain"))
-    for key in ("val/newton_cg", "val/adam"):
-        assert float(ours[-1][key]) == pytest.approx(float(theirs[3][key]), rel=1e-2)
+    (ours, *_), (theirs, *_) = (metrics(folder("allen_cahn", root=r)) for r in ("runs", "plain"))
+    for key in ("val/newton_cg", "val/adam", "gradients/newton_cg"):
+        assert float(ours[key]) == pytest.approx(float(theirs[key]), rel=1e-3), (ours, theirs)
 
 
 BAD = {
