@@ -53,6 +53,11 @@ class Residual(nn.Module):
         losses = total[0] / total[1].clamp(min=1)
         return (-self.equation.causality * (losses.cumsum(0) - losses)).exp()[slab]
 
+    def loss(self, p: Tensor) -> Tensor:
+        """The weighted mean of squared residuals, with weights that are constants."""
+        residuals = self(p)
+        return (self.causal_weights(p, residuals.detach()) * residuals.square()).mean()
+
     def weighted(self, p: Tensor) -> Weighted:
         """Points with their weights."""
         if not self.equation.causality:
@@ -71,7 +76,6 @@ class Pinn(Experiment):
     each, until both have cost the same, counted as for the autoencoders (`experiments.autoencoder`).
 
     Args:
-        inputs: Of the network: 2, and 11 for the Allen-Cahn equation.
         hidden: Widths of the hidden layers.
         warm_up: Steps of Adam that both begin with.
         damping: Initial damping of `hoglib.curvature.NewtonCG`.
@@ -79,6 +83,8 @@ class Pinn(Experiment):
         stagnation_tol: Its relative progress below which conjugate gradients stop.
         adam_batch: Points of a step of Adam.
         adam_lr: Learning rate of Adam, which falls linearly to zero after the warm-up.
+        inputs: Of the network: 2, and 11 for the Allen-Cahn equation.
+        compile: Compile the loss of Adam and the products of NewtonCG.
     References:
         Müller and Zeinhofer, Achieving High Accuracy with PINNs via Energy Natural Gradient Descent,
         2023.
@@ -99,6 +105,7 @@ class Pinn(Experiment):
         adam_batch: int = 512,
         adam_lr: float = 5e-3,
         inputs: int = 2,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -108,6 +115,7 @@ class Pinn(Experiment):
         self.adam_lr = learning_rate("adam_lr", adam_lr)
         self.newton: dict[str, Any] = {
             "damping": damping, "max_iter": max_iter, "stagnation_tol": stagnation_tol,
+            "compile": compile,
         }  # fmt: skip
         self.inputs = at_least("inputs", inputs, 1)
         start = mlp([inputs, *widths, 1], "tanh")
@@ -138,6 +146,8 @@ class Pinn(Experiment):
             name: self.residual(name) for name in self.networks
         }  # one Adam, one objective
         self.objective = weighted_loss(self.residuals[NEWTON])
+        adam_loss = self.residuals[ADAM].loss
+        self.adam_loss = hog.compiled_loss(adam_loss) if self.newton["compile"] else adam_loss
         adam = torch.optim.Adam(self.networks[ADAM].parameters(), lr=self.adam_lr)
         return [hog.curvature.NewtonCG(self.objective, **self.newton), adam]
 
@@ -183,9 +193,7 @@ class Pinn(Experiment):
         optimizer = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
         p = torch.rand(self.adam_batch, 2).to(self.device)
         optimizer.zero_grad()
-        residuals = self.residuals[ADAM](p)
-        weights = self.residuals[ADAM].causal_weights(p, residuals.detach())
-        (weights * residuals.square()).mean().backward()
+        self.adam_loss(p).backward()
         optimizer.step()
         self.evaluations[1] += self.adam_batch / of
 

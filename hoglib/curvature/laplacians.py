@@ -299,8 +299,10 @@ def bilaplacian(
         *args: Further arguments of func.
         num_projections: k random vectors instead of the exact sum.
         generator: Of these vectors; None is torch's global generator.
+        return_route: Return the route that was taken, too, as for `laplacian`.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
-        create_graph, compile: As for `laplacian`.
+        create_graph: As for `laplacian`.
+        compile: As for `laplacian`.
         stand_ins: As for `laplacian`.
     Returns:
         The pair (f, B), with return_route the triple of them and the route.

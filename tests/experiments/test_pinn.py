@@ -151,6 +151,17 @@ def test_both_errors_and_their_cost_are_told(name, trained):
     assert newton > 20 * 16 / 64 + 1
 
 
+@pytest.mark.full
+def test_the_first_step_of_a_compiled_fit_is_the_same_to_rounding(trained):
+    """Later ones differ more: conjugate gradients in float32 stop at other iterations."""
+    config, fit, folder = smoke("pinn/allen_cahn")
+    trained(config, into="plain")
+    fit("--model.compile", "true", "--test_after_fit", "false")
+    (ours, *_), (theirs, *_) = (metrics(folder(root=r)) for r in ("runs", "plain"))
+    for key in ("val/newton_cg", "val/adam", "gradients/newton_cg"):
+        assert float(ours[key]) == pytest.approx(float(theirs[key]), rel=1e-3), (ours, theirs)
+
+
 def test_the_table():
     curves = {"gradients/adam": [(1, 3.0), (2, 41.6)], "seconds/adam": [(1, 1.0), (2, 2.5)]}
     ends = {"adam": ("Adam", 0.0012, 0.02, 0.3), "newton_cg": ("NewtonCG", 1.0, 2.0, 3.0)}
