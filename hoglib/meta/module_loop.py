@@ -8,7 +8,6 @@ inner step.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import torch
@@ -177,7 +176,7 @@ class ModuleLoop:
                 value = self.outer_value(start, params, query, i + 1)
             return _weighted(weights[i], value)
 
-        fixed_rule = None if start.modules else self._fixed_rule
+        fixed_rule = None if start.modules else self.rule_at(0, start)
         inner = InnerSteps(
             loss,
             lambda i, constants: fixed_rule or self.rule_at(i, constants[0]),
@@ -235,9 +234,9 @@ class ModuleLoop:
 
     def rule_at(self, i: int, start: MetaParams) -> GradientTransformation:
         """The update rule of step i, with the learned rates and the learned parameters of the rule."""
-        if not start.modules:
-            return self._fixed_rule
         lr, options = self.options.inner_lr, self.options.rule_options or {}
+        if not start.modules:
+            return resolve_rule(self.rule, lr, options)
         with self._with_learned(start):
             rates = lr if self.rates is None else self.rates(self.adapting, i)
             rule = resolve_rule(self.rule, rates, options)
@@ -252,11 +251,6 @@ class ModuleLoop:
             return run
 
         return GradientTransformation(with_learned(rule.init), with_learned(rule.update))
-
-    @cached_property
-    def _fixed_rule(self) -> GradientTransformation:
-        """The update rule where nothing of it is learned."""
-        return resolve_rule(self.rule, self.options.inner_lr, self.options.rule_options or {})
 
     def is_constant(self, i: int, steps: int) -> bool:
         """Whether the gradient of step i is a constant."""
