@@ -42,6 +42,10 @@ REFUSED = {
     ],
     "gan/mixture": [
         ("model.penalty.kind=wgan-pg", "kind: expected one of .*wgan_gp"),
+        ("model.penalty.kind=jacobian", "penalty.kind: expected one of wgan_gp"),
+        ("model.penalty.kind=input_gradient", "penalty.kind: expected one of wgan_gp"),
+        ("model.penalty.kind=sobolev", "penalty.kind: expected one of wgan_gp"),
+        ("model.penalty.kind=parameter_gradient", "penalty.kind: expected one of wgan_gp"),
         ("model.penalty.weight=-1", "weight: expected a number of at least 0"),
         ("model.loss=hinge", "loss: expected one of relativistic, wasserstein"),
         ("model.critic_steps=0", "critic_steps: .*at least 1"),
