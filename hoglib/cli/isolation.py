@@ -103,7 +103,7 @@ def _ended(code: int | None) -> str:
 
 def _run(to: Connection, work: Work, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent tells of an interrupt
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
     with contextlib.redirect_stdout(io.StringIO()):
         targets = work.make(*work.arguments)
         for place, (name, checks) in enumerate(targets):
