@@ -1,6 +1,8 @@
-"""A deep autoencoder trained by Gauss-Newton steps, beside Adam with as many gradients."""
+"""A deep autoencoder trained by second-order optimizers and by Adam, with as many gradients."""
 
+from collections.abc import Sequence
 from copy import deepcopy
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -16,29 +18,36 @@ from experiments.plots.digits import plot_race
 from experiments.tables.curvature import race_table
 from experiments.training.experiment import Experiment
 from experiments.training.second_order import SecondOrderProblem
+from hoglib.errors import ArgumentValueError
 
-NEWTON, ADAM = "newton_cg", "adam"
-LABELS = {NEWTON: "NewtonCG", ADAM: "Adam"}
+NEWTON, PRECONDITIONED, KFAC, ADAM = "newton_cg", "newton_kfac", "kfac", "adam"
+LABELS = {NEWTON: "NewtonCG", PRECONDITIONED: "NewtonCG, KFAC", KFAC: "KFAC", ADAM: "Adam"}
 # The cost of a loss in gradients: one pass through the network of three, which are forward, backward to
 # the inputs, and backward to the weights.
 LOSS_COST = 1 / 3
 
 
 class Race(Experiment):
-    """Two autoencoders from the same start: one takes Newton steps, the other many steps of Adam.
+    """Autoencoders from the same start, each with an optimizer of its own.
 
-    A training step is one step of NewtonCG on the batch, and then steps of Adam, on adam_batch of its
-    images each, until both have cost the same. The cost is counted in gradients of the whole batch: a
-    loss counts a third, as it is one pass of three; a Gauss-Newton product one (J v takes one pass,
-    J^T w two), times the fraction of the images that it uses; a step of Adam adam_batch / batch.
+    A training step is one step of the first optimizer on the batch, and then steps of each of the others
+    until it has cost as much. The cost is counted in gradients of the whole batch: a loss counts a third,
+    as it is one pass of three; a Gauss-Newton product one (J v takes one pass, J^T w two), times the
+    fraction of the images that it uses; Kronecker factors two passes and the multiplications for A and
+    G; a step of Adam adam_batch / batch. Eigenvectors and inverses, which do not depend on the number of
+    images, are in the seconds only.
 
     Args:
         hidden: Widths of the hidden layers, from pixels to pixels.
         act: Their activation.
-        curvature_batch: Images that the matrix of a step is computed on; null for all.
+        optimizers: Which of newton_cg, newton_kfac (newton_cg with preconditioner="kfac"), kfac and adam.
+            Default: newton_cg and adam.
+        curvature_batch: Images that the matrix of a step of newton_cg is computed on; null for all.
         damping: Initial damping of `hoglib.curvature.NewtonCG`.
         max_iter: Its largest number of iterations of conjugate gradients.
         stagnation_tol: Its relative progress below which conjugate gradients stop.
+        preconditioned: Options of newton_kfac that differ from these.
+        kfac: Options of `hoglib.curvature.KFAC`, which takes all images in each step.
         adam_batch: Images of a step of Adam.
         adam_lr: Learning rate of Adam.
     """
@@ -49,10 +58,13 @@ class Race(Experiment):
         self,
         hidden: list[int] | None = None,
         act: str = "tanh",
+        optimizers: list[str] | None = None,
         curvature_batch: int | None = 256,
         damping: float = 0.1,
         max_iter: int = 100,
         stagnation_tol: float = 0.01,
+        preconditioned: dict[str, Any] | None = None,
+        kfac: dict[str, Any] | None = None,
         adam_batch: int = 128,
         adam_lr: float = 1e-3,
     ) -> None:
@@ -69,65 +81,91 @@ class Race(Experiment):
             "max_iter": max_iter,
             "stagnation_tol": stagnation_tol,
         }
+        self.preconditioned = {**self.newton, **(preconditioned or {}), "preconditioner": "kfac"}
+        self.kfac = dict(kfac or {})
+        self.names = _checked_names(optimizers)
         start = mlp([PIXELS, *widths, PIXELS], act)
-        self.networks = nn.ModuleDict({NEWTON: deepcopy(start), ADAM: start})
-        self.objective = hog.functional_loss(
-            self.networks[NEWTON], reconstruction_error, forward=lambda network, x: network(x)
-        )
+        self.networks = nn.ModuleDict({name: deepcopy(start) for name in self.names})
+        self.objectives = {
+            name: hog.functional_loss(
+                network, reconstruction_error, forward=lambda network, x: network(x)
+            )
+            for name, network in self.networks.items()
+        }
+        self.factor_cost = cost_of_factors([PIXELS, *widths, PIXELS])
         self.options = {
             "hidden": widths, "act": act, "curvature_batch": curvature_batch, **self.newton,
             "adam_batch": adam_batch, "adam_lr": adam_lr,
         }  # fmt: skip
-        # The cost of both so far, in gradients; and in seconds, which differ from run to run.
-        self.register_buffer("evaluations", torch.zeros(2, dtype=torch.float64))
-        self.seconds = [0.0, 0.0]
+        # checkpoints from before these options were there remain valid
+        if self.names != [NEWTON, ADAM]:
+            self.options |= {"optimizers": self.names, "preconditioned": self.preconditioned}
+            self.options |= {"kfac": self.kfac}
+        # The cost of each so far, in gradients; and in seconds, which differ from run to run.
+        self.register_buffer("evaluations", torch.zeros(len(self.names), dtype=torch.float64))
+        self.seconds = [0.0] * len(self.names)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.networks[NEWTON](x)
+        return self.networks[self.names[0]](x)
 
     def configure_optimizers(self) -> Any:
-        adam = torch.optim.Adam(self.networks[ADAM].parameters(), lr=self.adam_lr)
-        return [hog.curvature.NewtonCG(self.objective, **self.newton), adam]
+        def made(name: str) -> Any:
+            if name == ADAM:
+                return torch.optim.Adam(self.networks[ADAM].parameters(), lr=self.adam_lr)
+            if name == KFAC:
+                return hog.curvature.KFAC(self.objectives[name], **self.kfac)
+            options = self.newton if name == NEWTON else self.preconditioned
+            return hog.curvature.NewtonCG(self.objectives[name], **options)
+
+        return [made(name) for name in self.names]
 
     def training_step(self, batch: Images, batch_idx: int) -> None:
-        started = self._now()
-        self.evaluations[0] += self._newton_step(batch.x)
-        between = self._now()
-        while self.evaluations[1] < self.evaluations[0]:
-            self._adam_step(batch.x)
-        self.seconds[0] += between - started
-        self.seconds[1] += self._now() - between
+        first: Any = self.optimizers()  # a single one is no list
+        optimizers: Any = self.optimizers(use_pl_optimizer=False)
+        first, optimizers = (x if isinstance(x, list) else [x] for x in (first, optimizers))
+        for i, name in enumerate(self.names):
+            started = self._now()
+            if i == 0:  # Lightning's wrapper counts it as a step of the run
+                self.evaluations[0] += self._step(name, first[0], optimizers[0], batch.x)
+            while self.evaluations[i] < self.evaluations[0]:
+                self.evaluations[i] += self._step(name, optimizers[i], optimizers[i], batch.x)
+            self.seconds[i] += self._now() - started
         held_out = self.trainer.datamodule.held_out.x.to(batch.x)  # type: ignore[attr-defined]
         values: dict[str, Any] = {}
-        for i, name in enumerate(self.networks):
+        for i, name in enumerate(self.names):
             values[f"train/{name}"] = self.error(name, batch.x)
             values[f"val/{name}"] = self.error(name, held_out)
             values[f"gradients/{name}"] = self.evaluations[i].item()
             values[f"seconds/{name}"] = self.seconds[i]
-        for name in self.networks:
+        for name in self.names:
             finite(f"loss of {name}", values[f"train/{name}"], "Lower adam_lr, or raise damping.")
         for key, value in values.items():
             self.log(key, value, prog_bar=key.startswith("val/"), batch_size=len(batch.x))
 
-    def _newton_step(self, x: Tensor) -> float:
-        """Take a step of NewtonCG; returns its cost, in gradients of the whole batch."""
+    def _step(self, name: str, optimizer: Any, inner: Any, x: Tensor) -> float:
+        """Take a step; returns its cost, in gradients of the whole batch. inner: without a wrapper."""
+        if name == ADAM:
+            count = min(self.adam_batch, len(x))
+            part = random_part(x, count)
+            optimizer.zero_grad()
+            reconstruction_error(self.networks[ADAM](part), part).backward()
+            optimizer.step()
+            return count / len(x)
+        if name == KFAC:
+            optimizer.step(lambda: x)
+            info = inner.info
+            self.log(f"damping/{name}", info.damping, batch_size=len(x))
+            return (
+                1 + LOSS_COST * info.values + info.products + self.factor_cost * info.factor_batches
+            )
         count = len(x) if self.curvature_batch is None else min(self.curvature_batch, len(x))
         part = x if count == len(x) else random_part(x, count)
-        optimizer: Any = self.optimizers()[0]  # type: ignore[index]
         optimizer.step(lambda: x, curvature=part)
-        info = optimizer.optimizer.info
-        self.log("damping", info.damping, batch_size=len(x))
-        return 1 + LOSS_COST * info.values + info.products * count / len(x)
-
-    def _adam_step(self, x: Tensor) -> None:
-        count = min(self.adam_batch, len(x))
-        part = random_part(x, count)
-        # not Lightning's wrapper, which would count it as a step of the run
-        optimizer = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
-        optimizer.zero_grad()
-        reconstruction_error(self.networks[ADAM](part), part).backward()
-        optimizer.step()
-        self.evaluations[1] += count / len(x)
+        info = inner.info
+        label = "damping" if name == NEWTON else f"damping/{name}"
+        self.log(label, info.damping, batch_size=len(x))
+        factors = self.factor_cost if name == PRECONDITIONED else 0
+        return 1 + LOSS_COST * info.values + (info.products + factors) * count / len(x)
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -146,8 +184,9 @@ class Race(Experiment):
         self.seconds = list(checkpoint["seconds"])
 
     def second_order_problem(self, batch: Images) -> SecondOrderProblem:
-        """The reconstruction error, by the parameters of the network that Newton steps train."""
-        return self.objective, hog.trainable_params(self.networks[NEWTON]), batch.x
+        """The reconstruction error, by the parameters of the first network."""
+        first = self.names[0]
+        return self.objectives[first], hog.trainable_params(self.networks[first]), batch.x
 
     def validation_step(self, batch: Images, batch_idx: int) -> None:
         """Held-out errors, for the command `validate`; in a fit every step logs them."""
@@ -163,12 +202,30 @@ class Race(Experiment):
         images = {"digits": batch.x}
         with torch.no_grad():
             images |= {LABELS[name]: self.networks[name](batch.x) for name in errors}
-        picture = plot_race(folder / "race.png", curves, LABELS, images)
+        labels = {name: LABELS[name] for name in errors}
+        picture = plot_race(folder / "race.png", curves, labels, images)
         runs.write_report(folder, table, picture)
 
     @torch.no_grad()
     def error(self, name: str, x: Tensor) -> Tensor:
         return reconstruction_error(self.networks[name](x), x)
+
+
+def cost_of_factors(widths: Sequence[int]) -> float:
+    """The cost of Kronecker factors in gradients: a pass forward, one backward to the inputs of layers,
+    and A and G, which take into^2 + out^2 multiplications where the gradient takes into * out."""
+    pairs = list(pairwise(widths))
+    squares = sum(into**2 + out**2 for into, out in pairs)
+    return LOSS_COST * (2 + squares / sum(into * out for into, out in pairs))
+
+
+def _checked_names(optimizers: list[str] | None) -> list[str]:
+    names = [NEWTON, ADAM] if optimizers is None else list(optimizers)
+    if not names or len({*names}) < len(names) or {*names} - LABELS.keys():
+        raise ArgumentValueError(
+            f"optimizers: expected some of {', '.join(LABELS)}, each once, got {names}."
+        )
+    return names
 
 
 def reconstruction_error(outputs: Tensor, images: Tensor) -> Tensor:

@@ -17,38 +17,61 @@ from experiments.plots.pinn import plot_pinn
 from experiments.tables.pinn import pinn_table
 from experiments.training.experiment import Experiment
 from experiments.training.second_order import SecondOrderProblem
+from hoglib.errors import ArgumentValueError
+
+Weighted = tuple[Tensor, Tensor]  # points [n, 2], and the weights of their squared residuals [n]
+
+SLABS = 16  # of time, for causal weights
 
 
 class Residual(nn.Module):
-    """The residual of an equation at points, (L u - f) / scale, of u = border * network.
+    """The residual of an equation at points, (L u - f) / scale, of u = ansatz(network).
 
     Args:
-        network: The network, a function of points [n, 2].
-        equation: The equation, whose boundary conditions u has by construction.
+        network: The network.
+        equation: The equation, whose boundary and initial conditions u has by construction.
     """
 
     def __init__(self, network: nn.Module, equation: Equation) -> None:
         super().__init__()
         self.network, self.equation = network, equation
-        self.scale = float(equation.source(grid()).square().mean().sqrt())
+        self.scale = float(equation.source(grid()).square().mean().sqrt()) or 1.0
 
     def solution(self, p: Tensor) -> Tensor:
-        return self.equation.border(p) * self.network(2 * p - 1).squeeze(-1)
+        return self.equation.ansatz(self.network, p)
 
     def forward(self, p: Tensor) -> Tensor:
         applied = self.equation.operator(self.solution, p)[1]
         return (applied - self.equation.source(p)) / self.scale
 
+    def causal_weights(self, p: Tensor, residuals: Tensor) -> Tensor:
+        """exp(-epsilon sum_(k < i) loss_k) for the points in slab i of time: what comes later counts
+        once what comes before is solved. Ones without causality."""
+        slab = (p[:, 1] * SLABS).long().clamp(max=SLABS - 1)
+        total = p.new_zeros(2, SLABS)
+        total.index_add_(1, slab, torch.stack([residuals.square(), torch.ones_like(residuals)]))
+        losses = total[0] / total[1].clamp(min=1)
+        return (-self.equation.causality * (losses.cumsum(0) - losses)).exp()[slab]
+
+    def weighted(self, p: Tensor) -> Weighted:
+        """Points with their weights."""
+        if not self.equation.causality:
+            return p, torch.ones_like(p[:, 0])
+        with torch.no_grad():
+            return p, self.causal_weights(p, self(p))
+
 
 class Pinn(Experiment):
     """Two networks for one equation: after the same steps of Adam one takes steps of NewtonCG.
 
-        loss = mean over points of ((L u - f) / scale)^2        scale^2 = mean f^2
+        loss = mean over points of w ((L u - f) / scale)^2        scale^2 = mean f^2, or 1 if f is 0
 
+    The weights w are 1, or, for an equation with a time, causal ones of the same points.
     A training step is one step of NewtonCG on the batch, and then steps of Adam, on adam_batch points
     each, until both have cost the same, counted as for the autoencoders (`experiments.autoencoder`).
 
     Args:
+        inputs: Of the network: 2, and 11 for the Allen-Cahn equation.
         hidden: Widths of the hidden layers.
         warm_up: Steps of Adam that both begin with.
         damping: Initial damping of `hoglib.curvature.NewtonCG`.
@@ -59,6 +82,8 @@ class Pinn(Experiment):
     References:
         Müller and Zeinhofer, Achieving High Accuracy with PINNs via Energy Natural Gradient Descent,
         2023.
+        Wang, Sankaran and Perdikaris, Respecting Causality Is All You Need for Training
+        Physics-informed Neural Networks, 2022.
     """
 
     evaluations: Tensor
@@ -73,6 +98,7 @@ class Pinn(Experiment):
         stagnation_tol: float = 1e-3,
         adam_batch: int = 512,
         adam_lr: float = 5e-3,
+        inputs: int = 2,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -83,11 +109,12 @@ class Pinn(Experiment):
         self.newton: dict[str, Any] = {
             "damping": damping, "max_iter": max_iter, "stagnation_tol": stagnation_tol,
         }  # fmt: skip
-        start = mlp([2, *widths, 1], "tanh")
+        self.inputs = at_least("inputs", inputs, 1)
+        start = mlp([inputs, *widths, 1], "tanh")
         self.networks = nn.ModuleDict({NEWTON: deepcopy(start), ADAM: start})
         self.options = {
             "hidden": widths, "warm_up": warm_up, **self.newton, "adam_batch": adam_batch,
-            "adam_lr": adam_lr,
+            "adam_lr": adam_lr, "inputs": inputs,
         }  # fmt: skip
         self.register_buffer("evaluations", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("warm", torch.zeros((), dtype=torch.bool))
@@ -99,13 +126,18 @@ class Pinn(Experiment):
     def residual(self, name: str) -> Residual:
         return Residual(self.networks[name], self.trainer.datamodule.equation)  # type: ignore[attr-defined]
 
+    def setup(self, stage: str) -> None:
+        equation = self.trainer.datamodule.equation  # type: ignore[attr-defined]
+        if self.inputs != equation.inputs:
+            raise ArgumentValueError(
+                f"inputs: expected {equation.inputs} for {equation.title}, got {self.inputs}."
+            )
+
     def configure_optimizers(self) -> Any:
         self.residuals = {
             name: self.residual(name) for name in self.networks
         }  # one Adam, one objective
-        self.objective = hog.functional_loss(
-            self.residuals[NEWTON], mean_square, forward=lambda model, p: model(p)
-        )
+        self.objective = weighted_loss(self.residuals[NEWTON])
         adam = torch.optim.Adam(self.networks[ADAM].parameters(), lr=self.adam_lr)
         return [hog.curvature.NewtonCG(self.objective, **self.newton), adam]
 
@@ -128,7 +160,7 @@ class Pinn(Experiment):
         self.seconds[1] += perf_counter() - between
         values: dict[str, Any] = {}
         for i, name in enumerate(self.networks):
-            loss = mean_square(self.residuals[name](batch), batch)
+            loss = self.residuals[name](batch).square().mean()
             finite(f"loss of {name}", loss, "Lower adam_lr, or raise damping.")
             values[f"train/{name}"] = loss.detach()
             values[f"val/{name}"] = self.error(name)
@@ -140,7 +172,8 @@ class Pinn(Experiment):
     def _newton_step(self, batch: Tensor) -> float:
         """A step of NewtonCG; returns its cost, in gradients of the whole batch."""
         optimizer: Any = self.optimizers()[0]  # type: ignore[index]
-        optimizer.step(lambda: batch)
+        weighted = self.residuals[NEWTON].weighted(batch)
+        optimizer.step(lambda: weighted)
         info = optimizer.optimizer.info
         self.log("damping", info.damping, batch_size=len(batch))
         return 1 + LOSS_COST * info.values + info.products
@@ -150,7 +183,9 @@ class Pinn(Experiment):
         optimizer = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
         p = torch.rand(self.adam_batch, 2).to(self.device)
         optimizer.zero_grad()
-        mean_square(self.residuals[ADAM](p), p).backward()
+        residuals = self.residuals[ADAM](p)
+        weights = self.residuals[ADAM].causal_weights(p, residuals.detach())
+        (weights * residuals.square()).mean().backward()
         optimizer.step()
         self.evaluations[1] += self.adam_batch / of
 
@@ -164,8 +199,8 @@ class Pinn(Experiment):
 
     def second_order_problem(self, batch: Tensor) -> SecondOrderProblem:
         """The mean squared residual, by the parameters of the network that Newton steps train."""
-        loss = hog.functional_loss(self.residual(NEWTON), mean_square, forward=lambda m, p: m(p))
-        return loss, hog.trainable_params(self.residual(NEWTON)), batch
+        residual = self.residual(NEWTON)
+        return weighted_loss(residual), hog.trainable_params(residual), residual.weighted(batch)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Errors on the grid, for the command `validate`; in a fit every step logs them."""
@@ -204,5 +239,13 @@ class Pinn(Experiment):
         self.seconds = list(checkpoint["seconds"])
 
 
-def mean_square(residuals: Tensor, _: Any) -> Tensor:
-    return residuals.square().mean()
+def weighted_loss(residual: Residual) -> Any:
+    """The weighted mean of squared residuals, a function of parameters and weighted points."""
+
+    def forward(model: nn.Module, batch: Weighted) -> Tensor:
+        residuals: Tensor = model(batch[0])
+        return batch[1].sqrt() * residuals
+
+    return hog.functional_loss(
+        residual, lambda residuals, _: residuals.square().mean(), forward=forward
+    )

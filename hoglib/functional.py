@@ -1,15 +1,15 @@
 """The loss of a module as a function of parameters and a batch of any kind."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import copy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from numbers import Number
 from types import TracebackType
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -492,32 +492,39 @@ def _is_sequence(batch: Any) -> bool:
     return True
 
 
-@contextmanager
-def _translate_call_errors(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-    explain: Callable[[str], str],
-) -> Iterator[None]:
+@final
+class _translate_call_errors:  # noqa: N801 a context manager
     """Inside, an error about the arguments of a function or module becomes one that says what to do.
 
     Such errors are a TypeError if the arguments do not bind and the function was never entered, and one
     about an argument that is no tensor and is used as one. Other errors are the function's own.
     """
-    try:
-        yield
-    except (TypeError, AttributeError) as error:
-        if isinstance(error, HoglibError):
-            raise
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+        explain: Callable[[str], str],
+    ) -> None:
+        self._function, self._args, self._keywords = function, args, keywords
+        self._explain = explain
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, TypeError | AttributeError) or isinstance(error, HoglibError):
+            return
+        function = self._function
         target = function.forward if isinstance(function, nn.Module) else function
-        reason = _misuse(error, args)
+        reason = _misuse(error, self._args)
         if reason is None and isinstance(error, TypeError):
-            reason = _binding_error(target, args, keywords)
+            reason = _binding_error(target, self._args, self._keywords)
             if _was_entered(target, error.__traceback__):
-                raise
-        if reason is None:
-            raise
-        raise ArgumentTypeError(explain(reason)) from error
+                return
+        if reason is not None:
+            raise ArgumentTypeError(self._explain(reason)) from error
 
 
 def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
@@ -617,19 +624,27 @@ def _forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: Any
     return f"lambda model, batch: model({call})"
 
 
-@contextmanager
-def translate_device_errors(batch: Any, reference: Any) -> Iterator[None]:
+@final
+class translate_device_errors:  # noqa: N801 a context manager
     """Inside, torch's error about devices names the tensor of the batch that is on another device than
     the tensors of `reference`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, HoglibError) or not _is_device_error(str(error)):
-            raise
-        devices = {tensor.device for _, tensor in tensors_in("", reference)}
-        away = [(name, t) for name, t in tensors_in("batch", batch) if t.device not in devices]
+
+    def __init__(self, batch: Any, reference: Any) -> None:
+        self._batch, self._reference = batch, reference
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
+            return
+        if not _is_device_error(str(error)):
+            return
+        devices = {tensor.device for _, tensor in tensors_in("", self._reference)}
+        found = tensors_in("batch", self._batch)
+        away = [(name, tensor) for name, tensor in found if tensor.device not in devices]
         if not devices or not away:
-            raise
+            return
         name, tensor = away[0]
         expected = " and ".join(sorted(map(str, devices)))
         raise ArgumentValueError(

@@ -174,6 +174,18 @@ def runs(monkeypatch):
     return counted
 
 
+@pytest.fixture
+def levels(monkeypatch):
+    """The graphs of blocks."""
+    monkeypatch.setattr(recomputed, "_TEMPLATES", type(recomputed._TEMPLATES)())
+
+    def found():
+        templates = {id(x): x for x in recomputed._TEMPLATES.values()}.values()
+        return [one for x in templates for level in x.levels.values() for one in level.signatures]
+
+    return found
+
+
 def flat(tree):
     return torch.cat([x.reshape(-1) for x in tree.values()])
 
@@ -370,7 +382,7 @@ def test_operators_keep_the_inputs_of_blocks(kind):
 # Penalties
 
 
-def critic_of(remat_by):
+def critic_of(**_):
     torch.manual_seed(0)
     critic = ResNet().double().train()
     for norm in [m for m in critic.modules() if isinstance(m, nn.BatchNorm2d)]:
@@ -385,26 +397,31 @@ PENALTIES = {
     ),
     "in pieces": lambda critic, x, **o: hog.penalties.r1(critic, x, micro_batch=2, **o),
     "jacobian": lambda critic, x, **o: hog.penalties.jacobian(critic, x, num_projections=None, **o),
-    "module": lambda critic, x, remat=False: hog.GradientPenalty("r1", remat=remat)(critic, x),
+    "module": lambda critic, x, **o: hog.GradientPenalty("r1", **o)(critic, x),
 }
 
 
-@pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_are_the_same(name, runs):
+@pytest.mark.parametrize(
+    ("name", "compile"),
+    [*((name, False) for name in PENALTIES), ("in pieces", "eager"), ("module", "eager")],
+)
+def test_penalties_are_the_same(name, compile, runs, levels):
     x, _ = images()
     results = []
-    for remat in (False, True):
-        critic, model = critic_of(remat)
+    for options in ({}, {"remat": True, "compile": compile}):
+        critic, model = critic_of(**options)
         torch.manual_seed(1)
-        value = PENALTIES[name](critic, x, remat=remat)
+        value = PENALTIES[name](critic, x, **options)
         value.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         results.append((value.detach(), flat(grads), model.state_dict()))
-        assert bool(runs) is remat
+        assert bool(runs) is bool(options and not compile)
     (value, grad, state), (same_value, same_grad, same_state) = results
     torch.testing.assert_close(same_value, value)
     assert relative(same_grad, grad) < 1e-11
     torch.testing.assert_close(same_state, state, rtol=0, atol=0)
+    # forward, vjp, and the vjp of that, of blocks with and without a projection
+    assert len(levels()) == (9 if compile else 0)
 
 
 class WithSpectralNorm(nn.Module):
@@ -433,17 +450,19 @@ def test_spectral_norm_is_updated_by_no_penalty():
     torch.testing.assert_close(*grads)
 
 
-def test_the_gradient_by_parameters():
+def test_the_gradient_by_parameters(levels):
     loss, params, _, batch = problem("transformer", train=False)
     grads = [
         torch.autograd.grad(
-            hog.penalties.parameter_gradient(loss, params, batch, remat=remat),
+            hog.penalties.parameter_gradient(loss, params, batch, **options),
             list(params.values()),
             allow_unused=True,
         )
-        for remat in (False, True)
+        for options in ({}, {"remat": True}, {"remat": True, "compile": "eager"})
     ]
     torch.testing.assert_close(grads[1], grads[0])
+    torch.testing.assert_close(grads[2], grads[0])
+    assert levels()
 
 
 # Meta-learning
@@ -473,6 +492,35 @@ def test_every_pair_of_memory_and_remat(memory, over_tasks, runs):
     assert more > fewer
 
 
+@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint", "disk", "disk, log"])
+def test_recomputed_layers_in_a_loop_that_is_stored_recomputed_or_on_disk(memory, tmp_path, runs):
+    """`adapt` on a model whose layers recompute: the same parameters and gradients as without."""
+    memory, *schedule = memory.split(", ")
+    options = {"memory": memory, **({"schedule": schedule[0]} if schedule else {})}
+    x, found = torch.randn(3, 4, dtype=DOUBLE), []
+    for remat in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+        model = nn.Sequential(*(map(hog.nn.Remat, layers) if remat else layers)).double()
+        if memory == "disk":
+            options["directory"] = tmp_path
+        loss = hog.functional_loss(model, F.mse_loss)
+        params, leaf = hog.trainable_params(model), x.clone().requires_grad_()
+        torch.manual_seed(2)
+        more = options if remat else {}
+        after = hog.meta.adapt(loss, params, (leaf, leaf.sin()), hog.meta.sgd(0.1), steps=5, **more)
+        value = flat(after).square().sum()
+        grads = torch.autograd.grad(value, [*params.values(), leaf])
+        found.append(torch.cat([value.detach().reshape(1), *(g.flatten() for g in grads)]))
+    assert runs
+    assert relative(found[1], found[0]) < 1e-11
+
+
+def test_a_learner_has_no_loop_on_disk():
+    with pytest.raises(ValueError, match=r"one for each task.*`hoglib.meta.adapt\(memory='disk'"):
+        hog.MAML(Transformer(), F.mse_loss, memory="disk")
+
+
 @pytest.mark.parametrize("learner", [hog.meta.Reptile, hog.meta.IMAML])
 def test_other_learners(learner, runs):
     grads = []
@@ -487,6 +535,29 @@ def test_other_learners(learner, runs):
 
 
 # Compiled blocks
+
+
+@pytest.mark.parametrize("memory", ["store", "remat", "checkpoint"])
+def test_meta_gradients_by_compiled_blocks(memory, levels):
+    """Also through dropout, and with the same three graphs for each memory."""
+    grads = []
+    for options in ({}, {"remat": True, "compile": "eager"}):
+        torch.manual_seed(0)
+        model = Transformer().double().train()
+        maml = hog.MAML(
+            model, F.mse_loss, inner_lr=0.1, inner_steps=2, memory=memory,
+            over_tasks="auto" if options else "loop", **options,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        maml.loss(tasks()).backward()
+        grads.append(flat({n: p.grad for n, p in model.named_parameters()}))
+    assert relative(grads[1], grads[0]) < 1e-10
+    assert len(levels()) == 3
+    with pytest.raises(ValueError, match="got 'step'"):
+        maml.compiled = "step"
+    maml.over_tasks = "vmap"
+    with pytest.raises(ValueError, match="got 'vmap'"):
+        maml.loss(tasks())
 
 
 def deep(layers):
@@ -538,8 +609,10 @@ def test_what_is_not_compiled_together():
     loss, params, v, batch = deep(2)
     with pytest.raises(ValueError, match="expected a mode of backward passes"):
         hog.hvp(loss, params, v, batch, mode="forward-over-reverse", remat=True, compile="eager")
-    with pytest.raises(ValueError, match="expected remat= or compile=, got both"):
-        hog.MAML(loss.model, F.mse_loss, remat=True, compile=True)
+    with pytest.raises(ValueError, match="got 'step'"):
+        hog.MAML(loss.model, F.mse_loss, remat=True, compile="step")
+    with pytest.raises(ValueError, match="got 'vmap'"):
+        hog.MAML(loss.model, F.mse_loss, remat=True, compile=True, over_tasks="vmap")
     loss.model.layers[0].scale = torch.ones(1)
     with pytest.raises(hog.errors.UnsupportedError, match="in an attribute"):
         hog.hvp(loss, params, v, batch, remat=True, compile="eager")

@@ -310,7 +310,29 @@ def refused(rank, world):
     seeds = {name: p + rank if name == "norm.bias" else p for name, p in vectors(own).items()}
     mean = hog.functional_loss(frozen, F.cross_entropy)
     maml = hog.MAML(net, F.cross_entropy, inner_lr=0.1, inner_steps=1)
+    critic = shard(Critic().double())
+
+    def wrong_label(outputs, targets):
+        if rank == 0:
+            raise ValueError("a wrong label")
+        return F.cross_entropy(outputs, targets)
+
+    def wrong_model(model, batch):
+        return model(batch[0][:, : 4 if rank == 0 else 5])  # torch raises
+
+    one = hog.functional_loss(net, wrong_label)
+    other_model = hog.functional_loss(
+        net, lambda y, b: F.cross_entropy(y, b[1]), forward=wrong_model
+    )
+    operator = hog.HessianOperator(one, params, [batch])
     calls = {
+        **{f"an error in {name}": partial(MODES[name], one, params, v, batch) for name in FAILING},
+        "an error in a model": lambda: hog.hvp(other_model, params, v, batch),
+        "an error in outputs": lambda: hog.ggn_vp(other_model, params, v, batch),
+        "an error with remat": lambda: hog.hvp(one, params, v, batch, remat=["block"]),
+        "an error in an operator": lambda: operator @ v,
+        "an error in value": operator.value,
+        "an error in tasks": lambda: hog.MAML(net, wrong_label).loss([(batch, batch)]),
         "create_graph": lambda: hog.hvp(loss, params, v, batch, create_graph=True),
         "compile": lambda: hog.hvp(loss, params, v, batch, compile="eager"),
         "whole vectors": lambda: hog.hvp(loss, params, gathered(v), batch),
@@ -319,6 +341,14 @@ def refused(rank, world):
         "ggn": lambda: hog.ggn(loss, params, batch),
         "a dense matrix": lambda: hog.HessianOperator(loss, params, [batch]).to_dense(),
         "jvp": lambda: hog.jvp(lambda p: p, (params,), (v,)),
+        "per-example gradients": lambda: hog.per_example_gradients(loss, params, batch),
+        "their norms": lambda: hog.curvature.per_example_gradient_norms(loss, params, batch),
+        "their products": lambda: hog.curvature.per_example_gradient_products(loss, params, batch),
+        "noise scale": lambda: hog.curvature.gradient_noise_scale(loss, params, [batch]),
+        "influence": lambda: hog.influence(loss, params, batch, batch, damping=1.0),
+        "KFAC": lambda: hog.curvature.KFAC(loss, params).step(batch),
+        "a penalty of parameters": lambda: hog.penalties.parameter_gradient(loss, params, batch),
+        "a compiled penalty": lambda: hog.penalties.r1(critic, data()[0][rows], compile="eager"),
         "MAML": lambda: maml.adapt(batch),
         "audit": lambda: hog.audit(loss, params, batch),
         "the loss itself": lambda: loss(params, batch),
@@ -330,11 +360,13 @@ def refused(rank, world):
         try:
             call()
             found[name] = "", "nothing was raised"
-        except HoglibError as error:
+        except (HoglibError, ValueError, RuntimeError) as error:
             found[name] = type(error).__name__, str(error)
     return found
 
 
+FAILING = ("hvp", "hvp, forward", "hvp, differences", "ggn_vp", "ggn_vp, reverse", "fisher_vp")
+IN_ONE = "got an error in one, which has to be fixed there"
 REFUSED = {
     "create_graph": (
         "UnsupportedError",
@@ -356,6 +388,23 @@ REFUSED = {
         "to_dense: expected params that each process holds whole",
     ),
     "jvp": ("UnsupportedError", "jvp: expected primals that each process holds whole"),
+    "per-example gradients": (
+        "UnsupportedError",
+        "per_example_gradients: expected params that each process holds whole",
+    ),
+    "their norms": ("UnsupportedError", "per_example_gradient_norms: expected params that each"),
+    "their products": ("UnsupportedError", "per_example_gradient_products: expected params that"),
+    "noise scale": ("UnsupportedError", "gradient_noise_scale: expected params that each process"),
+    "influence": ("UnsupportedError", "influence: expected params that each process holds whole"),
+    "KFAC": ("UnsupportedError", "KFACOperator: expected params that each process holds whole"),
+    "a penalty of parameters": (
+        "UnsupportedError",
+        "expected params that each process holds whole",
+    ),
+    "a compiled penalty": (
+        "UnsupportedError",
+        "r1 and its gradient: expected a module whose parameters this process holds whole",
+    ),
     "MAML": ("UnsupportedError", "expected params that each process holds whole"),
     "audit": ("UnsupportedError", "expected params that each process holds whole"),
     "the loss itself": ("UnsupportedError", "expected params that each process holds whole"),
@@ -424,6 +473,10 @@ def one_process_ends(rank, world):
 def test_processes_equal_one(count, tmp_path):
     """One test of all cases: to start processes takes longer than what they do."""
     for rank, found in enumerate(found_by_each(products, tmp_path, count)):
+        for name, got in found["refused"].items():
+            if name.startswith("an error"):
+                assert ("a wrong label" in got[1] or "shapes" in got[1]) == (rank == 0), (name, got)
+                assert (IN_ONE in got[1]) == (rank > 0), (rank, name, got)
         for name, (kind, words) in REFUSED.items():
             got = found["refused"][name]
             assert got[0] == kind, (rank, name, got)

@@ -2,7 +2,14 @@
 
 from functools import partial
 
-from experiments.benchmarks import by_hand_compiled, with_hoglib, with_jax, with_peers, with_torch
+from experiments.benchmarks import (
+    by_hand_compiled,
+    kronecker,
+    with_hoglib,
+    with_jax,
+    with_peers,
+    with_torch,
+)
 from experiments.benchmarks.problems import problem
 from experiments.benchmarks.workload import Method, Unit, Workload
 
@@ -27,6 +34,12 @@ ggn = partial(Method, truth="gauss-newton")
 empirical = partial(Method, truth="empirical fisher")
 sampled = partial(Method, truth="sampled fisher")
 top = partial(Method, truth="eigenvalues")
+
+KRONECKER = {
+    "hoglib.KFACOperator": kronecker.hoglib,
+    "hooks by hand": kronecker.by_hand,
+    "curvlinops": kronecker.curvlinops,
+}
 
 WORKLOADS: dict[str, Workload] = {
     "hvp": on(
@@ -180,6 +193,31 @@ WORKLOADS: dict[str, Workload] = {
             "curvlinops, sampled": sampled(with_peers.curvlinops_product("FisherMCLinearOperator")),
         },
         by_hand="jvp and vjp by hand, empirical",
+    ),
+    "kfac": on(
+        "Kronecker factors and one product with them",
+        ALL,
+        {
+            f"{name}, {kind}": Method(
+                partial(make, kind={"sampled": "mc"}.get(kind, kind)),
+                ours=make is kronecker.hoglib,
+                truth="kronecker" if kind == "exact" else f"{kind} kronecker",
+            )
+            for kind in ("exact", "sampled", "empirical")
+            for name, make in KRONECKER.items()
+        },
+        by_hand="hooks by hand, exact",
+    ),
+    "kfac products": on(
+        "one product, once Kronecker factors are there",
+        ALL,
+        {
+            name: Method(
+                partial(make, once=False), ours=make is kronecker.hoglib, truth="kronecker"
+            )
+            for name, make in KRONECKER.items()
+        },
+        by_hand="hooks by hand",
     ),
     "eigenvalues": on(
         "five largest eigenvalues of the Hessian",

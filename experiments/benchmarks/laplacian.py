@@ -7,6 +7,7 @@ with peak memory and compiled, and the biharmonic beside two nested Laplacians.
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.timing import interleaved, machine, smoke
+from experiments.benchmarks.with_jax import to_jax
+from experiments.benchmarks.workload import Missing, peer
 
 Network = Callable[[Tensor], Tensor]
 
@@ -79,6 +82,7 @@ def collapsed_by_hand(net: nn.Module, x: Tensor, keep: bool) -> Tensor:
     return total
 
 
+JAX = "JAX's jet, jitted"
 WAYS = {
     "ours": ours,
     "double grad": double_grad,
@@ -149,6 +153,35 @@ def compiled(net: nn.Module, x: Tensor) -> Callable[[], Any]:
     return step
 
 
+def in_jax(net: nn.Module, x: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """The Laplacian by JAX's jet along all coordinates, and the gradient of its mean square; jitted."""
+    jax, jnp, jet = peer("jax"), peer("jax.numpy"), peer("jax.experimental.jet")
+    linear = [layer for layer in net.children() if isinstance(layer, nn.Linear)]
+    params = [(to_jax(layer.weight.T), to_jax(layer.bias)) for layer in linear]
+    points = to_jax(x)
+    directions = jnp.broadcast_to(jnp.eye(x.shape[1])[:, None], (x.shape[1], *x.shape))
+
+    def func(params: Any, x: Any) -> Any:
+        for weight, bias in params[:-1]:
+            x = jnp.tanh(x @ weight + bias)
+        return x @ params[-1][0] + params[-1][1]
+
+    def laplacian(params: Any, points: Any, directions: Any) -> Any:
+        def second(v: Any) -> Any:
+            series = ((v, jnp.zeros_like(v)),)
+            return jet.jet(partial(func, params), (points,), series)[1][1]
+
+        return jax.vmap(second)(directions).sum(0)
+
+    value = jax.jit(laplacian)
+    gradient = jax.jit(jax.grad(lambda *args: (laplacian(*args) ** 2).mean()))
+    args = (params, points, directions)
+    return (
+        lambda: torch.as_tensor(value(*args).tolist()),
+        lambda: jax.block_until_ready(gradient(*args)),
+    )
+
+
 def biharmonic(net: Network, x: Tensor, keep: bool) -> Tensor:
     return hog.bilaplacian(net, x, create_graph=keep)[1]
 
@@ -187,15 +220,19 @@ def higher_rows(small: bool) -> list[str]:
             }
             if what == "Laplacian" and not small:
                 steps["ours, compiled"] = compiled(net, x)
+            if what == "Laplacian":
+                with suppress(Missing):
+                    value, steps[JAX] = in_jax(net, x)
+                    assert (value() - expected).norm() < 1e-3 * expected.norm(), "in JAX"
             seconds = interleaved(steps, 1 if small else repeats)
             base_time = seconds["nested by hand"]
             base_memory = peak_allocated(steps["nested by hand"])
             for name, step in steps.items():
-                mib = peak_allocated(step)
+                mib = peak_allocated(step)  # of torch's tensors
+                memory = "" if name == JAX else f"{mib / 2**20:.1f} ({mib / base_memory:.2f})"
                 lines.append(
                     f"| {what}, {'-'.join(map(str, widths))}, N = {points} | {name} | "
-                    f"{seconds[name] * 1e3:.1f} ({seconds[name] / base_time:.2f}) | "
-                    f"{mib / 2**20:.1f} ({mib / base_memory:.2f}) |"
+                    f"{seconds[name] * 1e3:.1f} ({seconds[name] / base_time:.2f}) | {memory} |"
                 )
     return lines
 

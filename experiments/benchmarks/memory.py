@@ -80,17 +80,21 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # A storage from before does not count.
-        self.known.update(
-            id(leaf.untyped_storage())
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and id(leaf.untyped_storage()) not in self.alive
-        )
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._note_known(leaf.untyped_storage())
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
         return output
+
+    def _note_known(self, storage: torch.UntypedStorage) -> None:
+        """A storage from before does not count; a later one with its id, once it is gone, does."""
+        key = id(storage)
+        if key not in self.alive and key not in self.known:
+            self.known.add(key)
+            weakref.finalize(storage, self.known.discard, key)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.benchmarks import critic_steps
+from experiments.benchmarks import critic_steps, kronecker
 from experiments.benchmarks.meta.tasks import Learner
 from experiments.benchmarks.meta.with_torch import checkpointed_by_hand
 from experiments.benchmarks.problems import Problem, plain_attention
@@ -121,6 +121,13 @@ TRUTHS = {
         lambda problem: quadratic_form(problem, gauss_newton(problem)),
         sampling_error,
         quadratic_form,
+    ),
+    "kronecker": Truth(kronecker.truth),
+    "empirical kronecker": Truth(partial(kronecker.truth, kind="empirical")),
+    "sampled kronecker": Truth(
+        lambda problem: kronecker.quadratic_form(problem, kronecker.truth(problem)),
+        sampling_error,
+        kronecker.quadratic_form,
     ),
     "eigenvalues": Truth(eigenvalues, lambda _: 1e-3),
     "eigenvalues by magnitude": Truth(partial(eigenvalues, which="LM"), lambda _: 1e-3),

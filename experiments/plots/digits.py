@@ -13,7 +13,6 @@ from experiments.data.noisy_digits import Examples
 from experiments.logs import Points
 from experiments.plots.style import (
     BLUE,
-    ORANGE,
     SERIES,
     VERMILLION,
     decimal_ticks,
@@ -163,11 +162,11 @@ def plot_race(
     axes = above.subplots(1, 2, sharey=True)
     costs = {"seconds": "seconds", "gradients": "gradients of the whole training set"}
     for axis, (cost, xlabel) in zip(axes, costs.items(), strict=True):
-        for (name, label), colour in zip(labels.items(), (BLUE, ORANGE), strict=False):
+        for (name, label), look in zip(labels.items(), SERIES, strict=False):
             spent = [value for _, value in curves.get(f"{cost}/{name}", [])]
             for part, what, dashes in (("val", "held out", "-"), ("train", "training", ":")):
                 errors = [value for _, value in curves.get(f"{part}/{name}", [])]
-                axis.plot(spent, errors, dashes, color=colour, label=f"{label}, {what}")
+                axis.plot(spent, errors, dashes, color=look.colour, label=f"{label}, {what}")
         axis.set(xlabel=xlabel, yscale="log")
         axis.set_xlim(left=0)
         decimal_ticks(axis.yaxis)

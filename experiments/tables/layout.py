@@ -27,6 +27,11 @@ def mean_and_interval(values: Tensor) -> tuple[float, float]:
     return values.mean().item(), 1.96 * values.std().item() / sqrt(len(values))
 
 
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """The mean of independent values [n], and its standard error s / sqrt(n)."""
+    return values.mean().item(), values.std().item() / sqrt(len(values))
+
+
 def number(values: Tensor) -> str:
     """The mean of values [n] with its 95% interval, as text."""
     mean, half = mean_and_interval(values.double())

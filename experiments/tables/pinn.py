@@ -32,7 +32,7 @@ def pinn_table(
             *align(rows, left=1),
             "",
             "error: |u - exact| / |exact|; largest: of |u - exact|; residual: root mean square of\n"
-            "L u - f, in units of that of f; gradients: the cost, in gradients of a batch; seconds:\n"
-            "after the warm-up.",
+            "L u - f, in units of that of f if it is not 0; gradients: the cost, in gradients of a\n"
+            "batch; seconds: after the warm-up.",
         ]
     )

@@ -91,10 +91,12 @@ def vjp(
     what: str,
     retain_graph: bool = False,
     create_graph: bool = False,
+    graph: GraphSummary | None = None,
 ) -> list[Tensor | None]:
     """The vector-Jacobian product d <outputs, cotangents> / d inputs; None where there is none.
 
-    Outputs that are None or have no graph are constants.
+    Outputs that are None or have no graph are constants. graph: of the value whose gradient the outputs
+    are; an error names its custom Functions.
     """
     pairs = [
         (y, u)
@@ -103,7 +105,7 @@ def vjp(
     ]
     if not pairs:
         return [None] * len(inputs)
-    with translate_errors(what):
+    with translate_errors(what, graph):
         return list(
             torch.autograd.grad(
                 [y for y, _ in pairs],
@@ -171,12 +173,22 @@ class translate_hook_errors:  # noqa: N801 a context manager
 @final
 class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
     """Raises UnsupportedError for torch's error about an operation that it cannot differentiate, and
-    for hooks that fail (see :class:`translate_hook_errors`)."""
+    for hooks that fail (see :class:`translate_hook_errors`); NoSecondDerivative where a tensor that a
+    derivative needs was changed in place, with the custom Functions of the graph."""
+
+    def __init__(self, what: str, graph: GraphSummary | None = None) -> None:
+        super().__init__(what)
+        self._graph = graph
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
         if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
             return
+        if "modified by an inplace operation" in str(error):
+            raise NoSecondDerivative(
+                f"{self._what}: expected tensors that keep the values which derivatives need, got "
+                f"torch's error: {str(error).split(' Hint:')[0]} {self._advice_in_place()}"
+            ) from error
         if not any(word in str(error) for word in NOT_DIFFERENTIABLE):
             return
         raise UnsupportedError(
@@ -184,6 +196,17 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
             f"cannot: {str(error).splitlines()[0]}. Write it by other operations; `hoglib env` lists "
             "those that have a stand-in, which is used with stand_ins=True."
         ) from error
+
+    def _advice_in_place(self) -> str:
+        found = [] if self._graph is None else self._graph.user_functions
+        names = sorted({entry.function.__qualname__ for entry in found if entry.function})
+        advice = "Look for in-place operations (`x += y`, `x[i] = y`, `x.add_(y)`) in func"
+        if not names:
+            return f"{advice}."
+        return (
+            f"{advice} and in the backward of {', '.join(names)}: one that changes its intermediates "
+            f"cannot be differentiated. `hoglib.verify({names[0]}, inputs)` checks it."
+        )
 
 
 @contextmanager

@@ -47,15 +47,6 @@ def check_remat(remat: Any) -> Remat:
     return tuple(patterns)
 
 
-def refuse_compiled(caller: str, remat: Remat, compile: Any) -> None:
-    """Raise where a graph is captured, in which nothing is recomputed."""
-    if compile and remat is not False:
-        raise ArgumentValueError(
-            f"{caller}: expected remat= or compile=, got both; in a compiled graph the compiler "
-            "decides what is kept. Leave out one of the two."
-        )
-
-
 @contextmanager
 def rematerialized(remat: Remat, func: Any, backend: str = "") -> Iterator[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward, by

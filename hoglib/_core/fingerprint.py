@@ -32,13 +32,13 @@ class StateFingerprint:
         self._tensors = [x for x in reached if isinstance(x, Tensor)]
         self._roots = [x for x in reached if isinstance(x, nn.Module)]
 
-    def now(self, values: bool = True) -> list[Any]:
-        """Settings of modules and autocast, pointers, versions, and if asked for sums and norms of all
-        tensors."""
+    def now(self, values: bool = True, modules: bool = True) -> list[Any]:
+        """Autocast, pointers and versions; if asked for settings of modules and their tensors, and sums
+        and norms of all tensors."""
         tensors = [*self._leaves(), *(t for _, t in tensors_in("", self._data())), *self._tensors]
-        modules = [module for root in self._roots for module in root.modules()]
+        parts = [part for root in self._roots for part in root.modules()] if modules else []
         settings: list[Any] = []
-        for module in modules:
+        for module in parts:
             tensors += [t for t in module._parameters.values() if t is not None]
             tensors += [t for t in module._buffers.values() if t is not None]
             settings.append(id(module))

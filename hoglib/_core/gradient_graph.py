@@ -66,7 +66,7 @@ class GraphSummary(NamedTuple):
         """Whether a backward runs Python that may call a torch function which has a stand-in."""
         return any(getattr(entry.function, "runs_user_code", True) for entry in self.functions)
 
-    def backward_modes(self) -> AbstractContextManager[None]:
+    def backward_modes(self) -> AbstractContextManager[object]:
         """The context of a backward: without the stand-ins, unless it needs them. Each torch call,
         also for a shape or a dtype, takes a microsecond longer where they are on."""
         return nullcontext() if self.needs_stand_ins else without_stand_ins()
@@ -80,12 +80,12 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
     """The leaves and custom Functions in the graphs of tensors, up to those in `since`."""
     leaves, functions = {}, []
     for node, parents in walk([values] if isinstance(values, Tensor) else values, since):
-        if parents:
-            if hasattr(node, "_forward_cls"):
-                functions.append(FunctionNode(node, torch_internals.custom_function(node)))
-        elif hasattr(node, "variable"):
-            leaf = node.variable
-            leaves[id(leaf)] = leaf
+        if not parents:
+            leaf = getattr(node, "variable", None)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+        elif hasattr(node, "_forward_cls"):
+            functions.append(FunctionNode(node, torch_internals.custom_function(node)))
     return GraphSummary(leaves, functions)
 
 
@@ -96,7 +96,7 @@ def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[tuple
     them alone.
     """
     pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
-    seen: set[Any] = {None, *(x.grad_fn for x in since)}
+    seen: set[Any] = {None, *[x.grad_fn for x in since]}
     while pending:
         node = pending.pop()
         if node in seen:

@@ -33,8 +33,9 @@ def powers(d: Tensor, p: float) -> Tensor:
 def root(s: Tensor, p: float = 2.0) -> Tensor:
     """s^(1/p), with derivatives 0 at s = 0."""
     zero = s == 0
-    positive = torch.where(zero, 1.0, s)
-    return torch.where(zero, 0.0, positive.sqrt() if p == 2 else positive ** (1 / p))
+    # torch.where would make a tensor of each number
+    positive = s.masked_fill(zero, 1.0)
+    return (positive.sqrt() if p == 2 else positive ** (1 / p)).masked_fill(zero, 0.0)
 
 
 def largest(a: Tensor) -> Tensor:

@@ -138,6 +138,9 @@ def _flatten(tree: Tree, found: list[Any]) -> Any:
         found.append(tree)
         return None
     if kind is dict:
+        if {type(leaf) for leaf in tree.values()} <= _PLAIN:
+            found += tree.values()
+            return dict, tuple(tree), (None,) * len(tree)
         return dict, tuple(tree), tuple([_flatten(part, found) for part in tree.values()])
     if kind is tuple or kind is list:
         return kind, None, tuple([_flatten(part, found) for part in tree])
@@ -155,6 +158,11 @@ def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
         count = structure.num_leaves
         return _pytree.tree_unflatten([next(left) for _ in range(count)], structure)
     kind, keys, parts = structure
+    if kind is dict and parts.count(None) == len(parts):
+        tree = dict(zip(keys, left, strict=False))
+        if len(tree) < len(keys):
+            raise StopIteration
+        return tree
     values = [_unflatten(part, left) for part in parts]
     if kind is dict:
         return dict(zip(keys, values, strict=True))

@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -61,7 +61,8 @@ def whole(value: Any) -> Any:
 
 def refuse_sharded(caller: str, tensors: Sequence[Any], what: str = "params") -> None:
     """Raise for DTensors, in functions that need whole tensors."""
-    if any(map(is_sharded, tensors)):
+    library: Any = sys.modules.get("torch.distributed.tensor")
+    if library is not None and any(isinstance(x, library.DTensor) for x in tensors):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
             "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp` and operators "
@@ -159,6 +160,8 @@ class Sharding:
     weight: float
     names: tuple[str, ...] = ()  # of the tensors in a module, where they are its parameters
     deferred: frozenset[int] = frozenset()  # tensors that blocks gather, see `defer`
+    # of these the ones that blocks have gathered for the current loss
+    gathered: set[int] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Sharding | None":
@@ -212,12 +215,21 @@ class Sharding:
         """The whole tensors, differentiable to any order by the shards; of deferred ones the shards."""
         return [x if i in self.deferred else self.gather_one(i, x) for i, x in enumerate(shards)]
 
+    def gather_named(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`gather` of some of the tensors, by their names in the module."""
+        index = {name: i for i, name in enumerate(self.names)}
+        return {
+            name: x if index[name] in self.deferred else self.gather_one(index[name], x)
+            for name, x in params.items()
+        }
+
     def gather_one(self, index: int, shard: Tensor) -> Tensor:
         """A whole tensor, differentiable to any order by its shard."""
         layout = self.layouts[index]
         # what a submesh averages over is 1 / copies of the whole mesh
         weight = self.weight * self.mesh.size() / layout.mesh.size()
         whole: Tensor = apply(_Gather, shard, layout, weight)
+        self.gathered.add(index)
         return whole
 
     def defer(self, model: Any, blocks: Sequence[Any]) -> "Sharding":
@@ -241,7 +253,7 @@ class Sharding:
                 if all(id(module) in parts for module, _ in places):
                     block.gathers.append((partial(self.gather_one, i), places))
                     deferred.add(i)
-        return replace(self, deferred=frozenset(deferred))
+        return replace(self, deferred=frozenset(deferred), gathered=self.gathered)
 
     def part(self, index: int) -> float:
         """What a shard of that tensor counts in a sum over processes: copies count once together."""
@@ -259,12 +271,15 @@ class Sharding:
 
         Returns whether something has changed in any of them.
         """
-        held = [i for i, x in enumerate(self.layouts) if x.copies() == x.mesh.size()]
-        numbers = [
-            len(self.layouts), columns,
-            *(checksum_of_tensors([x[i] for i in held]) for x in (vector, leaves)),
-        ]  # fmt: skip
+        numbers = [len(self.layouts), columns, *map(self.checksum_of_whole, (vector, leaves))]
         return bool(self.check_same(caller, AGREEMENT, numbers, leaves[0].device, float(changed)))
+
+    def checksum_of_whole(self, shards: Vector) -> float:
+        """A number that changes with the tensors that every process holds whole."""
+        held = [
+            x for x, at in zip(shards, self.layouts, strict=True) if at.copies() == at.mesh.size()
+        ]
+        return checksum_of_tensors(held)
 
     def check_same(
         self,
@@ -273,11 +288,23 @@ class Sharding:
         numbers: Sequence[float],
         device: torch.device,
         flag: float = 0.0,
+        error: Exception | None = None,
     ) -> float:
-        """Raise in all processes where a number differs between them; the largest flag of all."""
+        """Raise in all processes where a number differs between them; the largest flag of all.
+
+        error: of this process, which it raises then, and all others one that says so.
+        """
         local = torch.tensor(numbers, dtype=torch.float64, device=device)
-        extremes = self.reduce(torch.cat([local, -local, local.new_tensor([flag])]), "MAX")
-        most, least = extremes[: len(local)], -extremes[len(local) : -1]
+        flags = local.new_tensor([flag, error is not None])
+        extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
+        if error is not None:
+            raise error
+        if extremes[-1]:
+            raise DistributedError(
+                f"{caller}: expected the same call in all {self.mesh.size()} processes, got an error "
+                "in another one, which has to be fixed there: look at its own output."
+            )
+        most, least = extremes[: len(local)], -extremes[len(local) : -2]
         differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
         for wrong, name in zip(differs, what, strict=True):
             if wrong:
@@ -286,7 +313,7 @@ class Sharding:
                     "different ones. All processes have to make the same call; random numbers need a "
                     "generator with the same seed in each."
                 )
-        return float(extremes[-1])
+        return float(extremes[-2])
 
     def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
         """<a, b> of shards, in float64, the same in all processes."""
@@ -299,9 +326,22 @@ class Sharding:
     def norm(self, a: Sequence[Tensor]) -> Tensor:
         return self.dot(a, a).sqrt()
 
-    def mean(self, value: Tensor) -> Tensor:
-        """sum_r w_r value_r, without a graph."""
-        return self.sum(self.weight * value.detach())
+    def mean_of(self, compute: Callable[[], Tensor]) -> Tensor:
+        """sum_r w_r value_r of what each process computes, differentiable to any order.
+
+        Raises in all processes where one has an error; before it has gathered the parameters of all
+        blocks that do so when they run, the others wait for these, and only the error is raised.
+        """
+        self.gathered.clear()
+        try:
+            value = compute()
+        except Exception:
+            if self.deferred <= self.gathered:
+                device = self.mesh.device_type
+                self.sum(torch.tensor([0.0, 1.0], dtype=torch.float64, device=device))
+            raise
+        found: Tensor = apply(_Mean, value, self)
+        return found
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the processes, in place."""
@@ -358,6 +398,37 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, local: Tensor, *options: Any) -> Any:
         return apply(_Gather, local.movedim(in_dims[0], -1), *options), -1
+
+
+class _Mean(torch.autograd.Function):
+    """The average of a number, which all processes hold; its derivative is that of each process."""
+
+    @staticmethod
+    def forward(value: Tensor, sharding: Sharding) -> Tensor:
+        wide = sharding.weight * value.detach().reshape(-1).double()
+        sums = sharding.sum(torch.cat([wide, wide.new_zeros(1)]))
+        if sums[-1]:
+            raise DistributedError(
+                f"loss: expected one from each of {sharding.mesh.size()} processes, got an error in "
+                "one, which has to be fixed there: look at its own output."
+            )
+        return sums[:-1].view(value.shape).to(value.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.sharding = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Mean, tangent, ctx.sharding)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: Tensor, sharding: Any) -> Any:
+        return apply(_Mean, value, sharding), in_dims[0]
 
 
 class _Average(torch.autograd.Function):

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -46,20 +46,16 @@ def use_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
             patch.put(layer, name, value)
 
 
-@contextmanager
-def swap_parameters(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    dtype: torch.dtype | None = None,
-    norm_policy: NormPolicy = train_mode_batch_statistics,
-) -> Iterator[None]:
+@final
+class swap_parameters:  # noqa: N801 a context manager
     """Inside, the model has these parameters instead of its own.
 
     The model is left as it was: buffers that a forward changes are copies, and train-mode normalization
     layers use the statistics of the batch without updating their running averages, which torch could
     not do under functional transforms anyway. Inside :func:`keep_swapped` the parameters stay until
     others are swapped into the model; but those of a swap inside another one of the same model end with
-    their block, so that the outer one goes on with its own.
+    their block, so that the outer one goes on with its own. A class, as it stands around each
+    evaluation of a model: generators of contextlib take several times as long to enter and to leave.
 
     Args:
         model: Called inside, by anything.
@@ -68,19 +64,41 @@ def swap_parameters(
             dtype). Default: unchanged.
         norm_policy: Called with the patch and each module; may put other values into the module.
     """
-    kept = _KEPT.get()
-    if kept is not None and not kept.in_use(model):
-        kept.restore(model)
-        with kept.using(model):
-            _patch_model(kept, model, params, dtype, norm_policy)
-            yield
-        return
-    patch = ModulePatch()
-    try:
-        _patch_model(patch, model, params, dtype, norm_policy)
-        yield
-    finally:
-        patch.restore()
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
+        norm_policy: NormPolicy = train_mode_batch_statistics,
+    ) -> None:
+        self._given = model, params, dtype, norm_policy
+        self._patch: ModulePatch | None = None  # what the exit restores
+        self._kept: ModulePatch | None = None  # what keeps the parameters
+
+    def __enter__(self) -> None:
+        model, kept = self._given[0], _KEPT.get()
+        if kept is not None and not kept.in_use(model):
+            kept.start_using(model)
+            try:
+                kept.swap(*self._given)
+            except BaseException:
+                kept.end_using()
+                raise
+            self._kept = kept
+            return
+        self._patch = ModulePatch()
+        try:
+            _patch_model(self._patch, *self._given)
+        except BaseException:
+            self._patch.restore()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        if self._kept is not None:
+            self._kept.end_using()
+        elif self._patch is not None:
+            self._patch.restore()
 
 
 def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> Any:
@@ -105,20 +123,23 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 _KEPT: ContextVar["ModulePatch | None"] = ContextVar("keep_swapped", default=None)
 
 
-@contextmanager
-def keep_swapped() -> Iterator["ModulePatch"]:
+@final
+class keep_swapped:  # noqa: N801 a context manager
     """Inside, a model keeps its swapped parameters until the next swap, or the end of the block."""
-    outer = _KEPT.get()
-    if outer is not None:
-        yield outer
-        return
-    patch = ModulePatch()
-    token = _KEPT.set(patch)
-    try:
-        yield patch
-    finally:
-        _KEPT.reset(token)
-        patch.restore()
+
+    def __enter__(self) -> "ModulePatch":
+        outer = _KEPT.get()
+        self._own = None if outer is not None else ModulePatch()
+        if self._own is None:
+            assert outer is not None
+            return outer
+        self._token = _KEPT.set(self._own)
+        return self._own
+
+    def __exit__(self, *raised: object) -> None:
+        if self._own is not None:
+            _KEPT.reset(self._token)
+            self._own.restore()
 
 
 @contextmanager
@@ -134,6 +155,34 @@ def reapply(patches: PatchState) -> Iterator[None]:
             store[name] = value
 
 
+# The parts of each module by name, and whether it has buffers; by its id.
+Structure = dict[int, tuple[tuple[tuple[str, nn.Module | None], ...], bool]]
+
+
+class _LastSwap(NamedTuple):
+    """A swap that replaced parameters alone, each by one that was given: no buffers, no attributes."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+    structure: Structure
+    places: list[tuple[dict[str, Any], str, str]]  # (dict of a module, name in it, qualified name)
+
+
+def _structure(module: nn.Module, found: Structure) -> Structure:
+    """That of a module: equal ones have the same modules under the same names."""
+    parts = tuple(module._modules.items())
+    found[id(module)] = parts, _has_buffers(module)
+    for _, part in parts:
+        if part is not None and id(part) not in found:
+            _structure(part, found)
+    return found
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    buffers = module._buffers
+    return bool(buffers) and any(buffer is not None for buffer in buffers.values())
+
+
 @final
 class ModulePatch:
     """Values that were replaced in modules, so that they can be restored."""
@@ -141,6 +190,7 @@ class ModulePatch:
     def __init__(self) -> None:
         self._originals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._busy: list[nn.Module] = []
+        self._last: _LastSwap | None = None
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
         """Replaces a parameter, a buffer or an attribute of a module."""
@@ -153,8 +203,38 @@ class ModulePatch:
                 return
         raise AttributeError(f"{type(module).__name__} has no {name}")
 
+    def swap(
+        self,
+        model: nn.Module,
+        params: Mapping[str, Tensor],
+        dtype: torch.dtype | None,
+        norm_policy: NormPolicy,
+    ) -> None:
+        """Replaces the parameters that the model has here, its own or those of the last swap.
+
+        In an inner loop the same parameters of the same modules are replaced at each step; then their
+        places are known.
+        """
+        last, plain = self._last, dtype is None and norm_policy is train_mode_batch_statistics
+        if (
+            plain
+            and last is not None
+            and last.model is model
+            and last.names == tuple(params)
+            and last.structure == _structure(model, {})
+        ):
+            refuse_sharded(type(model).__name__, list(params.values()))
+            for store, own_name, name in last.places:
+                store[own_name] = params[name]
+            return
+        self.restore(model)
+        places = _patch_model(self, model, params, dtype, norm_policy)
+        if plain and places is not None:
+            self._last = _LastSwap(model, tuple(params), _structure(model, {}), places)
+
     def restore(self, model: nn.Module | None = None) -> None:
         """Restores the values of one model, or all."""
+        self._last = None
         own = {
             id(store)
             for module in (() if model is None else model.modules())
@@ -177,14 +257,12 @@ class ModulePatch:
         own = {id(module) for module in model.modules()}
         return any(id(module) in own for busy in self._busy for module in busy.modules())
 
-    @contextmanager
-    def using(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model counts as running."""
+    def start_using(self, model: nn.Module) -> None:
+        """From here to `end_using`, the model counts as running."""
         self._busy.append(model)
-        try:
-            yield
-        finally:
-            self._busy.pop()
+
+    def end_using(self) -> None:
+        self._busy.pop()
 
 
 @contextmanager
@@ -286,18 +364,24 @@ def _patch_model(
     params: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     norm_policy: NormPolicy,
-) -> None:
+) -> list[tuple[dict[str, Any], str, str]] | None:
     """Replaces parameters, and buffers by copies, in every module that holds them.
 
     A tensor that several modules share gets one replacement, except in an embedding with max_norm,
     which changes its weight in place and so gets a copy.
+
+    Returns the places of the parameters, unless a later swap has more to do than to fill these.
     """
     refuse_sharded(type(model).__name__, list(params.values()))
     replacements: dict[int, Tensor] = {}
+    names: dict[int, str] = {}
     for name, value in params.items():
         path, _, own_name = name.rpartition(".")
-        replacements[id(getattr(model.get_submodule(path), own_name))] = value
+        own_id = id(getattr(model.get_submodule(path), own_name))
+        replacements[own_id], names[own_id] = value, name
     given = list(replacements.items())
+    places: list[tuple[dict[str, Any], str, str]] = []
+    parameters_alone = len(names) == len(params)
     computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
     for prefix, module in model.named_modules():  # each module once, under its first name
         if isinstance(module, DistributedDataParallel) and not _reached(given):
@@ -316,6 +400,14 @@ def _patch_model(
                 "derivatives. Use the module that was scripted, or mode='reverse-over-reverse'."
             )
         renormalized = getattr(module, "max_norm", None) is not None
+        parameters_alone = parameters_alone and not (
+            renormalized
+            or _has_buffers(module)
+            or isinstance(module, DistributedDataParallel | nn.RNNBase | torch.jit.ScriptModule)
+            or (isinstance(module, _NormBase) and module.track_running_stats)
+            or module._forward_pre_hooks
+            or module._forward_hooks  # those that share parameters
+        )
         for name, own in list(module._parameters.items()):
             if own is None:
                 continue
@@ -326,6 +418,9 @@ def _patch_model(
                 value = value.to(computed_in[id(own)])
             if value is not own or renormalized:
                 patch.put(module, name, value.clone() if renormalized else value)
+            if id(own) in names:
+                places.append((module._parameters, name, names[id(own)]))
+                parameters_alone = parameters_alone and value is not own
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
                 continue
@@ -338,6 +433,7 @@ def _patch_model(
                 if name in vars(module):
                     patch.put(module, name, vars(module)[name])
         norm_policy(patch, module)
+    return places if parameters_alone and not computed_in else None
 
 
 def _reached(given: Sequence[tuple[int, Tensor]]) -> bool:

@@ -394,13 +394,18 @@ class SuspendedMode:
     def __init__(self, kind: type[TorchFunctionMode]) -> None:
         self._kind = kind
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "SuspendedMode":
         mode = overrides._get_current_function_mode()
         self._mode = overrides._pop_mode() if isinstance(mode, self._kind) else None
+        return self
 
     def __exit__(self, *error: Any) -> None:
         if self._mode is not None:
             overrides._push_mode(self._mode)
+
+    def resumed(self) -> AbstractContextManager[object]:
+        """Inside of it, the mode is there again."""
+        return nullcontext() if self._mode is None else self._mode
 
 
 def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:

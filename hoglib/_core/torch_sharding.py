@@ -6,6 +6,7 @@ Private torch API, as `torch_internals`.
 
 import sys
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,14 @@ def fsdp_state(module: nn.Module) -> Any:
         return None
     found: Any = module
     return found._get_fsdp_state()
+
+
+def fsdp_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that fully_shard (FSDP2) was called on."""
+    library: Any = sys.modules.get("torch.distributed.fsdp")
+    if library is None:
+        return []
+    return [module for module in modules if isinstance(module, library.FSDPModule)]
 
 
 def fsdp_groups(module: nn.Module) -> list[Any]:

@@ -79,7 +79,7 @@ def make_runner(
     name = options.name
     if callable(options.backend):
         began = perf_counter()
-        run = options.backend(graph, inputs)
+        run = options.backend(_copied(graph), inputs)  # which it may change
         if not callable(run):
             raise ArgumentTypeError(
                 f"backend: expected a function of (graph module, inputs) that returns a function, got "
@@ -423,7 +423,8 @@ def _torch_cache_in(directory: Path) -> Iterator[None]:
 
 def _evict(directory: Path) -> None:
     """Removes the oldest files if the directory exceeds its limit."""
-    patterns = ("*.bin", "*.calls", "*.json", "torch/**/*")
+    # tmp*: what a process that was killed had not finished to write
+    patterns = ("*.bin", "*.calls", "*.json", "tmp*", "torch/**/*")
     found = [path for pattern in patterns for path in directory.glob(pattern)]
     sizes = {}
     for path in found:

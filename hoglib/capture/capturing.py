@@ -273,7 +273,6 @@ def capture(
         seconds = perf_counter() - began
         own = [i for i in range(len(tensors)) if i not in dict(shared)]
         reached = Guards(root, traced.lifted, traced.modules)
-        # The backend may change the graph, so it is described first.
         nodes = sum(node.op == "call_function" for node in traced.graph.graph.nodes)
         code, draws = traced.graph.code, any(map(is_random, traced.graph.graph.nodes))
         inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
@@ -310,7 +309,7 @@ def capture(
             run=runner.run, reached=reached,
         )  # fmt: skip
         if function.check and backend != "eager":
-            comparison.check(entry, traced.lifted, OF_BACKEND)
+            comparison.check(entry, traced.lifted, OF_BACKEND, traced.graph)
     return entry, traced.lifted
 
 

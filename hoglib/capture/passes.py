@@ -263,7 +263,7 @@ def _prune_gradients(node: fx.Node) -> None:
 
 
 def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
-    x, g, bias, stride, padding, dilation, transposed, output_padding, groups = node.args
+    x, g, bias, stride, padding, dilation, transposed, _, groups = node.args
     if (
         bias is not None
         or transposed
@@ -276,14 +276,15 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
     symbols = not all(isinstance(n, int) for n in (*found, *images, *outputs))
     if symbols or found[2:].numel() >= outputs[2:].numel() or not node.users:
         return
-    sizes = zip(images[2:], padding, stride, found[2:], dilation, strict=True)  # type: ignore[arg-type]
+    sizes = list(zip(images[2:], padding, stride, found[2:], dilation, strict=True))  # type: ignore[arg-type]
     if [(n + 2 * p - s * (k - 1) - 1) // d + 1 for n, p, s, k, d in sizes] != list(outputs[2:]):
         return
     weight = (found[1], found[0], *found[2:])
     with graph.inserting_before(node):
         shape = new_node(graph, aten.new_empty.default, (g, weight))
+        none = [0] * len(sizes)  # it is not transposed; torch gives it the padding of one that is
         gradients: tuple[Any, ...] = (
-            g, x, shape, [0], dilation, padding, stride, False, output_padding, 1, [False, True, False],
+            g, x, shape, [0], dilation, padding, stride, False, none, 1, [False, True, False],
         )  # fmt: skip
         both = graph.call_function(aten.convolution_backward.default, gradients)
         values = [fake_value(y) if isinstance(y, fx.Node) else y for y in gradients]

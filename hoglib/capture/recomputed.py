@@ -20,7 +20,7 @@ from hoglib._core import recomputation
 from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.references import is_plain
-from hoglib._core.torch_modes import value_checks_off
+from hoglib._core.torch_modes import value_checks_off, without_stand_ins
 from hoglib.capture.api import Compiled, trace_graph
 from hoglib.capture.capturing import Place
 from hoglib.errors import UnsupportedError
@@ -39,12 +39,15 @@ def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None
         call.template = _template_of(call, _inputs_of(run, tensors))
     level = call.template.level(run)
     given = [None if x is None else x.detach().contiguous() for x in tensors]
-    if run is call.first:
-        outputs = level(given)
-        call.adopt_outputs(call.template.call)
-        return tuple(outputs)
-    with call.run_state.restored():
-        return tuple(level(given))
+    # The function runs with stand-ins where its call did; a backward after the call would need graphs
+    # of its own if they were also on around it.
+    with without_stand_ins():
+        if run is call.first:
+            outputs = level(given)
+            call.adopt_outputs(call.template.call)
+            return tuple(outputs)
+        with call.run_state.restored():
+            return tuple(level(given))
 
 
 @final

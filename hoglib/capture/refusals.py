@@ -35,6 +35,8 @@ _WORDS = (
     "trying to get value out of a tracing tensor", ".numpy() is not supported", "data_ptr",
     "Cannot access data pointer", "Not available for 'meta'",
 )  # fmt: skip
+# of the operations by which fully_shard gathers parameters
+_OF_PROCESSES = ("fsdp", "c10d", "_c10d_functional")
 _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
 
 
@@ -210,6 +212,12 @@ class OperationChecks(TorchDispatchMode):
         )
 
     def _changes(self, func: Any) -> Exception:
+        if func.namespace in _OF_PROCESSES:
+            return UnsupportedError(
+                f"{self._what}: expected a module whose parameters this process holds whole, got one "
+                f"that gathers them, as fully_shard (FSDP2) does ({func}{user_line()}): a graph does "
+                "not contain that. Leave compile out."
+            )
         return UnsupportedError(
             f"{self._what}: expected a function that does not change its arguments, parameters and "
             f"buffers, got one that changes one in place ({func}{user_line()}). Change a clone() "
@@ -268,6 +276,13 @@ def translate_tracing_errors(what: str) -> Iterator[None]:
         if type(error).__name__ in _GUARDS or any(word in str(error) for word in _WORDS):
             how = str(getattr(error, "func", "")) or "a number or a truth value of a tensor"
             raise value_read_error(what, how, user_line(error.__traceback__)) from error
+        if "TorchScript interpreter" in str(error):
+            raise UnsupportedError(
+                f"{what}: expected a function that can be traced, got one with TorchScript code that "
+                f"failed{user_line(error.__traceback__)}. Where it reads values of tensors "
+                "(`if torch.all(x):`), it cannot be. Set PYTORCH_JIT=0 in the environment, which "
+                "leaves Python functions, to see which; or leave compile= out."
+            ) from error
         raise
 
 

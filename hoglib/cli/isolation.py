@@ -5,12 +5,13 @@ long, is reported, and another child goes on behind it.
 """
 
 import contextlib
-import io
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from threading import Thread
 from typing import Any, NamedTuple, final
 
 import torch
@@ -104,26 +105,34 @@ def _ended(code: int | None) -> str:
 def _run(to: Connection, work: Work, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
-    with contextlib.redirect_stdout(io.StringIO()):
-        targets = work.make(*work.arguments)
-        for place, (name, checks) in enumerate(targets):
-            if place < start:
-                continue
-            to.send(Found(place, name))
-            torch.manual_seed(work.seed)
-            try:
-                for label, check in checks():
-                    to.send(Found(place, label))
-                    torch.manual_seed(work.seed)
-                    to.send(_checked(place, label, check))
-            except (Exception, SystemExit) as error:
-                why = f"its inputs could not be made: {error_text(error)}"
-                to.send(Found(place, name, why=why))
+    Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the user's code runs some hundred times
+    for place, (name, checks) in enumerate(work.make(*work.arguments)):
+        if place < start:
+            continue
+        to.send(Found(place, name))
+        torch.manual_seed(work.seed)
+        try:
+            for label, check in checks():
+                to.send(Found(place, label))
+                torch.manual_seed(work.seed)
+                to.send(_checked(place, label, check))
+        except BaseException as error:
+            why = f"its inputs could not be made: {error_text(error)}"
+            to.send(Found(place, name, why=why))
     to.send(None)
 
 
 def _checked(place: int, label: str, check: Callable[[], Report]) -> Found:
     try:
         return Found(place, label, check())
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also KeyboardInterrupt, which only the user's code raises here
         return Found(place, label, why=error_text(error))
+
+
+def _end_with_parent() -> None:
+    """What does not return would go on when the command is killed, which cannot end it then."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -39,7 +39,9 @@ class Outcomes:
             # the user's code runs, and would print, some hundred times
             with contextlib.redirect_stdout(io.StringIO()):
                 report = check()
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             _show_progress("")
             self.fail(label, error_text(error))
             return

@@ -1,14 +1,15 @@
-"""Products with a curvature matrix as compiled graphs, which are found again from call to call.
+"""Derivatives as compiled graphs, which are found again from call to call.
 
-The product with one vector is captured as it runs in eager mode. Where several vectors are multiplied
-at one point, the graph is evaluated partially: what does not depend on the vector runs once,
+The product of a curvature matrix with one vector is captured as it runs in eager mode. Where several
+vectors are multiplied at one point, the graph is evaluated partially: what does not depend on the
+vector runs once,
 
     (v, point) -> (value, M v)    becomes    point -> (value, residuals), (v, point, residuals) -> M v
 
 as the graph of a gradient is kept between products in eager mode.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,21 @@ def compiled_linear_map(
         return value, product
 
     return LinearMap(apply, residuals.bytes, lambda: unused)
+
+
+def compiled_call(
+    caller: str, backend: str, func: Any, run: Run, key: Hashable, *inputs: Any
+) -> Any:
+    """run(*inputs), a function of tensors that derives from func, as a graph that is kept with func.
+
+    key: the options of run.
+    """
+    owner, own_key = Place.of(func)
+    compiled = Compiled(
+        run, backend=backend, name=f"{caller} of {function_name(func)}",
+        place=Place(owner, (own_key, caller, key)), before=run,
+    )  # fmt: skip
+    return compiled(*inputs)
 
 
 def _product(

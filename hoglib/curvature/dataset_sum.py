@@ -52,6 +52,7 @@ from hoglib.stand_ins.mode import stand_ins_if
 
 Tree = Any
 MEMORY_LIMIT = 2 * 2**30
+CHECKED_EVERY = 8  # products of an algorithm: a kept graph does not run the modules
 # (batch, number, share): adds share times what is summed; returns the loss of the batch
 AddBatch = Callable[[Any, int, float], Tensor]
 
@@ -125,6 +126,8 @@ class DatasetSum:
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
+        self._tensor_state: list[Any] = []  # that of parameters and data, without modules
+        self._unchecked = 0  # products since the modules were compared
         self.backend = ""  # that compiles the blocks which are recomputed
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
@@ -282,8 +285,6 @@ class DatasetSum:
                 if self._counts_labels:
                     labels.append((counted_labels(piece), weight))
                 value = add(piece, number, share)
-                if self.sharding is not None:
-                    value = self.sharding.mean(value)
                 self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
                 shares.append(share)
@@ -377,8 +378,12 @@ class DatasetSum:
     def _value(self, leaves: Vector, batch: Any) -> Tensor:
         if self.sharding is not None:
             leaves = self.sharding.gather(leaves)
-        value = self._loss(self._space.params_of(leaves), batch)
-        return validation.scalar("loss(params, batch)", value)
+        params = self._space.params_of(leaves)
+
+        def value() -> Tensor:
+            return validation.scalar("loss(params, batch)", self._loss(params, batch))
+
+        return value() if self.sharding is None else self.sharding.mean_of(value)
 
     def _check_split(
         self, whole: float, totals: PassTotals, dtype: torch.dtype, batch: Any
@@ -437,6 +442,12 @@ class DatasetSum:
         """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
         first = self._cheap_state is None
         if self._algorithm:
+            tensors = self._fingerprint.now(values=False, modules=False)
+            self._unchecked += 1
+            alike = tensors == self._tensor_state and not first
+            if self.kept is not None and alike and self._unchecked < CHECKED_EVERY:
+                return False
+            self._unchecked, self._tensor_state = 0, tensors
             cheap = self._fingerprint.now(values=False)
             if cheap == self._cheap_state:
                 return False

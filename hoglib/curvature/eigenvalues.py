@@ -11,7 +11,12 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib.curvature.random_rows import normals
 from hoglib.curvature.vector_space import Space, SymmetricMatrix
-from hoglib.errors import ArgumentValueError, ConvergenceError, MissingDependencyError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    ConvergenceError,
+    MissingDependencyError,
+)
 
 CACHED = 2**22  # bytes of a basis that cost little beside a product
 LARGEST = 2**24  # bytes of a basis that is enlarged
@@ -73,6 +78,8 @@ def eigsh(
     max_iter: int | None = None,
     block: int = 1,
     generator: torch.Generator | None = None,
+    basis_dtype: torch.dtype | None = None,
+    basis_device: torch.device | str | None = None,
 ) -> Eigenpairs:
     r"""k eigenvalues and eigenvectors of an operator, by thick-restart Lanczos.
 
@@ -92,9 +99,15 @@ def eigsh(
         block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
             found as often, where a single vector may miss some.
         generator: Of the starting vectors; None is the same ones every time.
+        basis_dtype: torch.float32 or torch.float64. float32 halves the basis of an operator in float64;
+            residuals are then up to 1e-6 |A|, and tol is 1e-5 by default. Default: that of the
+            operator, at least float32.
+        basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the memory of a
+            GPU, which then holds the vectors of one product. Default: the operator's device.
     Returns:
         `Eigenpairs`, which unpack as (values, vectors): values ascending.
     Raises:
+        ArgumentTypeError, ArgumentValueError: for another dtype or device of the basis.
         ConvergenceError: where it did not converge, with the eigenvalues that were found.
     References:
         Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
@@ -112,7 +125,8 @@ def eigsh(
     validation.one_of("which", which, ENDS)
     validation.at_least("block", block, 1)
     limit = 10 * size if max_iter is None else validation.at_least("max_iter", max_iter, 1)
-    default = TOL.get(operator.space.precision, 1e-2)
+    wide, device = _basis_options(operator, basis_dtype, basis_device)
+    default = max(TOL.get(operator.space.precision, 1e-2), TOL[wide])
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
     before = operator.count
@@ -123,19 +137,42 @@ def eigsh(
         chosen = _chosen(every.cpu(), k, which).to(A.device)
         values, rows = every[chosen], columns[:, chosen].T
     else:
-        wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
 
         def draw(count: int) -> Tensor:
-            return normals(space, count, random, wide)
+            return normals(space, count, random, wide).to(device)
+
+        def apply(rows: Tensor) -> Tensor:
+            return operator.apply(rows.to(operator.device, operator.dtype)).to(device, wide)
 
         values, rows = lanczos(
-            lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
-            draw, block, k, partial(_chosen, which=which), tol, limit, space,
+            apply, draw, block, k, partial(_chosen, which=which), tol, limit, space,
         )  # fmt: skip
     values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
     products = operator.count - before
     residuals = space.norms(operator.apply(rows) - values[:, None] * rows)
     return Eigenpairs(values, rows.T, residuals, products)
+
+
+def _basis_options(
+    operator: SymmetricMatrix, dtype: Any, device: Any
+) -> tuple[torch.dtype, torch.device]:
+    """The dtype and the device of the basis."""
+    if dtype is None:
+        dtype = torch.promote_types(operator.dtype, torch.float32)
+    elif dtype not in TOL:
+        raise ArgumentValueError(
+            "basis_dtype: expected torch.float32 or torch.float64, in which a basis stays orthogonal, "
+            f"got {validation.describe(dtype)}."
+        )
+    if device is None:
+        return dtype, operator.device
+    try:
+        return dtype, torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentTypeError(
+            f"basis_device: expected a torch.device or its name, such as 'cpu', got "
+            f"{validation.describe(device)}."
+        ) from error
 
 
 def _chosen(values: Tensor, k: int, which: str) -> Tensor:
@@ -209,7 +246,7 @@ class Basis:
         self.noise = 0.0  # the rounding error of a product
         self._draw = draw
         for v in start:
-            self._append(self._orthogonalize(v)[0])
+            self._append_outside(v)
 
     @property
     def rest(self) -> Tensor:
@@ -220,20 +257,20 @@ class Basis:
         """Take the products of `rest`, by which the basis grows until it spans the whole space."""
         first = self.m
         self.m = self.n
+        eps = torch.finfo(self.V.dtype).eps
         for j, product in enumerate(products, start=first):
-            outside, coefficients = self._orthogonalize(product, max(0, j - self._block))
-            length = self._space.norms(outside[None])
-            found = torch.cat([coefficients, length]).to("cpu", torch.float64)
-            eps = torch.finfo(self.V.dtype).eps
-            self.noise = max(self.noise, ROUNDING * eps * float(found.abs().max()))
-            self.T[: self.n, j] = found[:-1]
+            outside, coefficients, length = self._orthogonalize(product, max(0, j - self._block))
+            column = coefficients.to("cpu", torch.float64)
+            largest = max(length, float(column.abs().max()) if len(column) else 0.0)
+            self.noise = max(self.noise, ROUNDING * eps * largest)
+            self.T[: self.n, j] = column
             if self.n == self._size:
                 continue
-            if float(found[-1]) > self.noise:
-                self.T[self.n, j] = found[-1]
-                self._append(outside)
+            if length > self.noise:
+                self.T[self.n, j] = length
+                self._append(outside, length)
             else:  # the product lies in the span of V, which continues in a random direction
-                self._append(self._orthogonalize(self._draw(1)[0])[0])
+                self._append_outside(self._draw(1)[0])
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
@@ -265,28 +302,34 @@ class Basis:
         self.T[kept:n, :kept] = coupling
         self.m, self.n = kept, n
 
-    def _append(self, v: Tensor) -> None:
-        self.V[self.n] = v / self._space.norms(v[None])
+    def _append(self, v: Tensor, length: float) -> None:
+        torch.div(v, length, out=self.V[self.n])
         self.n += 1
 
-    def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, Tensor]:
-        """The component of v orthogonal to V, and the coefficients of the rest in V.
+    def _append_outside(self, v: Tensor) -> None:
+        """Append what of a vector is outside of V."""
+        outside, _, length = self._orthogonalize(v)
+        self._append(outside, length)
+
+    def _orthogonalize(self, v: Tensor, neighbours: int = 0) -> tuple[Tensor, Tensor, float]:
+        """The component of v orthogonal to V, the coefficients of the rest in V, and its length.
 
         In exact arithmetic the product of a vector lies in the span of few: it is first orthogonalised
         against V[neighbours:], at little cost, and then against all, again as long as that takes away
         more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
         """
-        total, before = v.new_zeros(self.n), float("inf")
+        v = v.clone()
+        total, before, after = v.new_zeros(self.n), float("inf"), 0.0
         for first in (neighbours, 0, 0, 0):
             V = self.V[first : self.n]
             coefficients = self._space.gram(V, v)
-            v = v - coefficients @ V
+            v.addmv_(V.T, coefficients, alpha=-1)  # a fifth of the time of coefficients @ V
             total[first:] += coefficients
             after = float(self._space.norms(v[None]))
             if first == 0 and after > KEPT * before:
                 break
             before = after
-        return v, total
+        return v, total, after
 
 
 def to_scipy(operator: SymmetricMatrix, dtype: Any = None) -> Any:

@@ -15,6 +15,7 @@ from hoglib._core.autograd import (
     materialize_grads,
     translate_errors,
 )
+from hoglib._core.sharding import refuse_sharded
 from hoglib._core.swap import keep_swapped
 from hoglib.errors import (
     ArgumentTypeError,
@@ -65,6 +66,7 @@ def per_example_gradients(
     """  # fmt: skip
     validation.loss_function("loss", loss)
     validation.parameters(params)
+    refuse_sharded("per_example_gradients", pytree.leaves(params))
     if chunk_size is not None:
         validation.at_least("chunk_size", chunk_size, 1)
     check_norms(loss)

@@ -223,10 +223,20 @@ class CompositeLoss:
         value = self.loss.criterion(outputs, self.batch)
         return validation.scalar("criterion(outputs, targets)", value)
 
-    def value(self, outputs: Vector) -> Tensor:
-        if self.options.create_graph:
-            return self.criterion(*outputs)
-        return without_graph(lambda: self.criterion(*outputs))
+    def with_value(self, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What a function returns, of which the first are outputs, and their loss, the mean over the
+        processes that share the parameters."""
+        found: tuple[Any, ...] = ()
+
+        def value() -> Tensor:
+            nonlocal found
+            found = run()
+            if self.options.create_graph:
+                return self.criterion(*found[0])
+            return without_graph(lambda: self.criterion(*found[0]))
+
+        of_all = value() if self.sharding is None else self.sharding.mean_of(value)
+        return (*found, of_all)
 
     def metric(self, outputs: Vector) -> MetricProduct:
         return self._metric.at(self, outputs, self._mode, self.options)
@@ -236,11 +246,11 @@ def double_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
     caller, create_graph = composite.options.caller, composite.options.create_graph
     own = fresh_leaves(leaves, create_graph)
-    every = composite.outputs(own)
+    every, value = composite.with_value(lambda: (composite.outputs(own),))
     depends, ys = _dependent(every)
     _check_graph(ys, leaves, composite.options)
     jacobian = TransposedJacobian(ys, own, caller)
-    metric, value = composite.metric(every), composite.value(every)
+    metric = composite.metric(every)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         along = jacobian.derivative(vector, keep_graph, create_graph)
@@ -265,7 +275,9 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         own = fresh_leaves(leaves, create_graph)
         try:
-            every, tangents = _outputs_and_tangents(composite, own, vector)
+            every, tangents, value = composite.with_value(
+                lambda: _outputs_and_tangents(composite, own, vector)
+            )
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(caller, "forward", error) from error
         if not create_graph:
@@ -288,7 +300,7 @@ def forward_then_reverse(composite: CompositeLoss, leaves: Vector) -> LinearMap:
                 "torch's gradient is by convention not the derivative (padding_idx). Use "
                 "mode='reverse'."
             )
-        return composite.value(every), product
+        return value, product
 
     return LinearMap(apply)
 
@@ -328,12 +340,12 @@ def differences_of_outputs(composite: CompositeLoss, leaves: Vector) -> LinearMa
             composite.detached_outputs, leaves, vector, composite.sharding
         )
         own = fresh_leaves(leaves, False)
-        every = composite.outputs(own)
+        every, value = composite.with_value(lambda: (composite.outputs(own),))
         depends, ys = _dependent(every)
         _check_graph(ys, leaves, composite.options)
         weighted = composite.metric([y.detach() for y in every])(tangents, False)
         us = [weighted[i] for i in depends]
-        return composite.value(every), _transposed_product(ys, own, us, composite.options, False)
+        return value, _transposed_product(ys, own, us, composite.options, False)
 
     return LinearMap(apply)
 

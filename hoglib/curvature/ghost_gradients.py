@@ -117,6 +117,7 @@ def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor 
     """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
     validation.loss_function("loss", loss)
     space = Space(params)
+    space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
     check_norms(loss)
     own = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
     count = number_of_examples(own)

@@ -65,7 +65,7 @@ def reverse_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         with graph.backward_modes():
-            product = vjp(gradient, own, vector, caller, keep_graph, create_graph)
+            product = vjp(gradient, own, vector, caller, keep_graph, create_graph, graph)
             if options.strict is not None:
                 _check_strict(caller, options.strict, product)
             return value, materialize_grads(product, own)

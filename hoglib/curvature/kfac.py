@@ -39,6 +39,9 @@ class KFACStep(NamedTuple):
         length: |v|, of the change of the parameters.
         damping: After the step.
         ratio: Of the decrease to that of the quadratic model; nan where it was not computed.
+        products: Of the Gauss-Newton matrix with a vector.
+        values: Evaluations of the loss without a gradient; the gradient was computed once.
+        factor_batches: Batches whose factors were computed, 1 or 0.
     """
 
     loss: float
@@ -46,6 +49,9 @@ class KFACStep(NamedTuple):
     length: float
     damping: float
     ratio: float
+    products: int
+    values: int
+    factor_batches: int
 
 
 @final
@@ -163,24 +169,28 @@ class KFAC(BatchOptimizer):
         value, gradient = K.gradient()
         with torch.no_grad():
             g = K.ravel(gradient)
-            if group["steps"] % group["factors_every"] == 0:
+            new_factors = group["steps"] % group["factors_every"] == 0
+            if new_factors:
                 self._average(K)
             # layouts are there from the first step on
             layouts = [layout_of(one, list(self._params)) for one in group["layouts"]]
             if group["steps"] % group["inverse_every"] == 0:
                 self._invert(K, layouts)
             inverse = KroneckerMatrix(K.space, [self._inverse(layout) for layout in layouts])
-            step, slope, expected = self._move(K, batch, inverse, value, g)
+            step, slope, expected, products = self._move(K, batch, inverse, value, g)
             for name, part in K.unravel(step).items():
                 self.state[self._params[name]]["direction"] = part.clone()
                 self._params[name].add_(part)
-        ratio = nan
-        if group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0:
+        ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
+        if adapts:
             ratio = (finite_or_infinite(K.value) - float(value)) / expected
             self._adapt(ratio)
         self._checked, self._orders = K.checked, K.orders
         group["steps"] += 1
-        self.info = KFACStep(float(value), slope, float(step.norm()), group["damping"], ratio)
+        self.info = KFACStep(
+            float(value), slope, float(step.norm()), group["damping"], ratio,
+            products, int(adapts), int(new_factors),
+        )  # fmt: skip
         return value
 
     def _adapt(self, ratio: float) -> None:
@@ -251,8 +261,8 @@ class KFAC(BatchOptimizer):
 
     def _move(
         self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, value: Tensor, g: Tensor
-    ) -> tuple[Tensor, float, float]:
-        """The change of the parameters, the slope along d, and what the quadratic model expects."""
+    ) -> tuple[Tensor, float, float, int]:
+        """The change of the parameters, the slope along d, what the quadratic model expects, products."""
         group = self.param_groups[0]
         if group["weight_decay"]:
             g = g + group["weight_decay"] * K.ravel(self._params)
@@ -263,12 +273,12 @@ class KFAC(BatchOptimizer):
         if group["rescale"]:
             V = d[:, None] if before is None else torch.stack([d, before], 1)
             step, expected = self._minimizer(batch, V, g)
-            return group["lr"] * step, slope, expected
+            return group["lr"] * step, slope, expected, V.shape[1]
         if group["kl_clip"] is not None and slope:
             d = d * min(1.0, sqrt(group["kl_clip"] / (group["lr"] ** 2 * abs(slope))))
         if before is not None:
             d = d + group["momentum"] * before / group["lr"]
-        return group["lr"] * d, slope, nan
+        return group["lr"] * d, slope, nan, 0
 
     def _minimizer(self, batch: Any, V: Tensor, g: Tensor) -> tuple[Tensor, float]:
         """The minimizer of g^T s + s^T (G + damping I) s / 2 over the columns of V, and the minimum."""

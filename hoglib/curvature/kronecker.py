@@ -198,7 +198,7 @@ class KroneckerOperator(LinearOperator):
         blocks = self.blocks()
         dtype = blocks[0].G.dtype
         given = leaves_of(self.space, rows.to(dtype))
-        total = rows.new_zeros(rows.shape, dtype=dtype)
+        total = rows.new_empty(rows.shape, dtype=dtype)  # blocks cover it
         found = leaves_of(self.space, total)
         for block in blocks:
             block.layout.scatter(block.apply(block.layout.gather(given)), found)

@@ -16,6 +16,7 @@ References:
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, final
 
 import torch
@@ -36,6 +37,7 @@ from hoglib.curvature.layer_rows import (
 from hoglib.curvature.model_run import ModelRun
 
 AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
+PARTS, LARGE = 4, 256  # of the columns of a square, and from how many on
 
 
 class BlockSums:
@@ -124,21 +126,42 @@ class FactorSums(BlockSums):
         """The blocks of sums over all of the data, whose shares sum to divisor."""
         found = []
         for layout, sums in self.sums.items():
+            _mirror(sums["A"])
             if layout.role.matrix == "diagonal":
                 one = sums["A"].new_ones(1, 1, 1)
-                found.append(KroneckerBlock(layout, sums["A"] / divisor, one))
+                found.append(KroneckerBlock(layout, sums["A"].div_(divisor), one))
             else:
-                A = sums["A"] / sums["count"].clamp(min=torch.finfo(sums["A"].dtype).tiny)
-                found.append(KroneckerBlock(layout, A, sums["G"] / divisor))
+                _mirror(sums["G"])
+                count = sums["count"].clamp(min=torch.finfo(sums["A"].dtype).tiny)
+                A, G = sums["A"].div_(count), sums["G"].div_(divisor)
+                found.append(KroneckerBlock(layout, A, G))
         return sorted(found, key=lambda b: b.layout.weight or b.layout.bias or Region(0, 0, 0))
 
 
 def _add_square(total: Tensor, rows: Tensor, factor: float) -> None:
-    """total += factor rows^T rows, for each group."""
-    if len(total) == 1:  # faster than a batch of one
-        total[0].addmm_(rows[0].T, rows[0], alpha=factor)
-    else:
+    """total += factor rows^T rows, for each group; of large matrices on and above the diagonal only."""
+    if len(total) > 1:
         total.baddbmm_(rows.mT, rows, alpha=factor)
+        return
+    one, rows = total[0], rows[0]
+    for at, end in _parts(total):
+        # torch has no product of a matrix with itself that leaves out the half below the diagonal
+        one[at:end, at:].addmm_(rows[:, at:end].T, rows[:, at:], alpha=factor)
+
+
+def _mirror(total: Tensor) -> None:
+    """Write what `_add_square` left out."""
+    if len(total) == 1 and total.dim() == 3:
+        for at, end in _parts(total):
+            total[0, end:, at:end] = total[0, at:end, end:].T
+
+
+def _parts(total: Tensor) -> list[tuple[int, int]]:
+    """Ranges of the columns of a square. On a GPU one large product is faster than parts of it."""
+    size = total.shape[-1]
+    count = PARTS if size >= LARGE and total.device.type == "cpu" else 1
+    ends = [round(i * size / count) for i in range(count + 1)]
+    return list(pairwise(ends))
 
 
 def _shapes(layout: BlockLayout) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from hoglib._core import torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
+from hoglib._core.logger import LOGGER
 from hoglib.curvature import directions as of_operator
+from hoglib.curvature.compiled import compiled_call
 from hoglib.curvature.directions import Directions
 from hoglib.curvature.input_derivatives import (
     Function,
@@ -23,6 +26,14 @@ from hoglib.curvature.input_derivatives import (
     check_points,
     gradients,
     point_values,
+)
+from hoglib.curvature.laplacian_routes import (
+    COLLAPSED,
+    Route,
+    choose,
+    nested_instead,
+    uncounted,
+    without_choice,
 )
 from hoglib.errors import UnsupportedError
 from hoglib.taylor.algebras import Algebra, Biharmonic, Parts, Univariate, add
@@ -42,10 +53,12 @@ def laplacian(
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     return_gradient: bool = False,
+    return_route: bool = False,
     mode: str = "auto",
     create_graph: bool | None = None,
+    compile: bool | str = False,
     stand_ins: bool = True,
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     r"""The value of a function at many points, and its Laplacian by their coordinates.
 
         f_n = func(x, *args)_n        L_n = sum_i d^2 f_n / d x_{n,i}^2
@@ -53,10 +66,12 @@ def laplacian(
         with num_projections = k:     L_n ~ 1/k sum_v v^T (d^2 f_n / d x_n^2) a v,  v_i = -1 or 1
 
     The exact Laplacian runs func once, with the first derivatives by all D elements of a point and the
-    sum of the second ones beside each value: the collapsed route. Where an operation has no Taylor
-    rule, as a custom Function of yours, it is nested: a gradient with its graph and a backward pass for
-    each element; inside torch.func transforms forward-over-reverse. The logger "hoglib" tells at the
-    level DEBUG which route was taken.
+    sum of the second ones beside each value: the collapsed route, also called forward Laplacian. Where
+    an operation has no Taylor rule, as a custom Function of yours, it is nested: a gradient with its
+    graph and a backward pass for each element; inside torch.func transforms forward-over-reverse. It is
+    also nested for few elements, at most 5, where the operations of func and the sizes of their results
+    promise less time; to count them, func runs once more at the first call for a shape of x.
+    return_route tells which was taken, and why.
 
     The estimate takes k directions, or 2k with coefficients. Its mean is L, its variance
     2/k sum_{i != j} S_ij^2 with S the symmetric part of H a, so that for a diagonal S it is exact.
@@ -75,14 +90,17 @@ def laplacian(
         num_projections: k random vectors instead of all elements of a point; None is exact.
         generator: Of these vectors; None is torch's global generator.
         return_gradient: Return the gradient of each output by its point, too.
+        return_route: Return the route that was taken, a `hoglib.curvature.Route`, too.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again, by parameters, x or args. By
             default they can where gradients are enabled and something requires one; then all
             directions stay in memory until backward. Inside torch.func transforms they always can.
+        compile: Capture the derivatives as a graph, which is kept with func, and compile it: True for
+            inductor, "eager" to run the captured graph by torch. It takes the collapsed route.
         stand_ins: Run func inside `hoglib.second_order()`, which replaces torch calls that have no
             second derivative, or a wrong one.
     Returns:
-        The pair (f, L), with return_gradient the triple (f, L, g).
+        The pair (f, L); behind it, with return_gradient, g, and with return_route the route.
     Raises:
         ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and
             where train-mode batch norm makes points depend on each other.
@@ -112,25 +130,56 @@ def laplacian(
     check_points(x)
     validation.one_of("mode", mode, MODES)
     validation.flag("return_gradient", return_gradient)
+    validation.flag("return_route", return_route)
     options = Options.of("laplacian", mode, create_graph, stand_ins)
+    backend = validation.backend("compile", compile)
     signs = None
     if num_projections is not None:
         signs = of_operator.draw(x, num_projections, generator, of_operator.signs)
+    of_x = coefficients if callable(coefficients) else None
+    run = partial(_laplacian, func, options, return_gradient, of_x)
+    inputs = (x, args, None if of_x else coefficients, signs)
+    if backend:
+        key = (options, return_gradient, of_x)
+        *found, route = compiled_call("laplacian", backend, func, run, key, *inputs)
+    else:
+        *found, route = run(*inputs)
+    return *found, *[route] * return_route
+
+
+def _laplacian(
+    func: Callable[..., Tensor], options: Options, with_gradient: bool, of_x: Any,
+    x: Tensor, args: Any, coefficients: Any, signs: Tensor | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """f, L, the gradient if it is asked for, and the route.
+
+    of_x: the function that returns the coefficients, if one does.
+    """
     with options.entered():
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
 
+        @cache
         def chosen(batched: bool) -> Directions:
-            return of_operator.directions(x, batched, coefficients, signs)
+            return of_operator.directions(x, batched, of_x or coefficients, signs)
 
-        found = _collapsed(options, values, x, chosen, return_gradient)
+        def number(batched: bool) -> int:
+            return len(chosen(batched).vectors)
+
+        route = without_choice(options, x)
+        if route is None:
+            route = choose(func, values, x, number, options.keep, with_gradient)
+        found = None
+        if route.name == COLLAPSED:
+            found = _collapsed(options, values, x, chosen, with_gradient)
+            route = route if found is not None else nested_instead(route)
         if found is None:
             found = *_nested(options, values, x, lambda batched: chosen(batched).probes()), None
         value, total, gradient = found
-        if not return_gradient:
-            return value, total
-        gradient = gradients(values, x, options.keep) if gradient is None else gradient
-        return value, total, gradient
+        if with_gradient and gradient is None:
+            gradient = gradients(values, x, options.keep)
+        LOGGER.debug("laplacian: %s", route)
+        return value, total, *[gradient] * with_gradient, route
 
 
 def _nested(options: Options, values: Function, x: Tensor, probes: Any) -> tuple[Tensor, Tensor]:
@@ -225,10 +274,12 @@ def bilaplacian(
     *args: Any,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
+    return_route: bool = False,
     mode: str = "auto",
     create_graph: bool | None = None,
+    compile: bool | str = False,
     stand_ins: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Any, ...]:
     r"""The value of a function at many points, and its biharmonic by their coordinates.
 
         f_n = func(x, *args)_n        B_n = sum_ij d^4 f_n / d x_{n,i}^2 d x_{n,j}^2
@@ -249,10 +300,10 @@ def bilaplacian(
         num_projections: k random vectors instead of the exact sum.
         generator: Of these vectors; None is torch's global generator.
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
-        create_graph: As for `laplacian`.
+        create_graph, compile: As for `laplacian`.
         stand_ins: As for `laplacian`.
     Returns:
-        The pair (f, B).
+        The pair (f, B), with return_route the triple of them and the route.
     Raises:
         ArgumentTypeError, ArgumentValueError, NoSecondDerivative: as for `laplacian`.
         UnsupportedError: where torch has no derivative of an operation, and for the exact biharmonic
@@ -272,10 +323,23 @@ def bilaplacian(
     validation.function("func", func)
     check_points(x)
     validation.one_of("mode", mode, MODES)
+    validation.flag("return_route", return_route)
     options = Options.of("bilaplacian", mode, create_graph, stand_ins)
+    backend = validation.backend("compile", compile)
     v = None
     if num_projections is not None:
         v = of_operator.draw(x, num_projections, generator, of_operator.normals)
+    run = partial(_bilaplacian, func, options)
+    if backend:
+        f, B, route = compiled_call("bilaplacian", backend, func, run, options, x, args, v)
+    else:
+        f, B, route = run(x, args, v)
+    return f, B, *[route] * return_route
+
+
+def _bilaplacian(
+    func: Callable[..., Tensor], options: Options, x: Tensor, args: Any, v: Tensor | None
+) -> tuple[Tensor, Tensor, Route]:
     with options.entered():
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)
@@ -286,19 +350,21 @@ def bilaplacian(
             e = of_operator.units(x, batched)
             return [(Biharmonic(len(e), x.device), [e, None, None, None])]
 
+        route = without_choice(options, x) or uncounted(COLLAPSED, None, "it costs less")
         found = at_points(options, values, x, pieces)
         if found is not None:
             ((value, parts),) = found[0]
-            return finished(options, value, parts[3])
+            return *finished(options, value, parts[3]), route
+        route = nested_instead(route) if route.name == COLLAPSED else route
         if v is not None:
-            return finished(options, *_along(values, x, v))
+            return *finished(options, *_along(values, x, v)), route
         if torch_internals.transforms_active():
             raise UnsupportedError(
                 "bilaplacian: expected a call outside of torch.func transforms, where its nested "
                 "derivatives can be taken; call it on all points at once instead of under vmap, pass "
                 "num_projections, or differentiate its result with torch.autograd.grad."
             )
-        return finished(options, *_twice(options, values, x))
+        return *finished(options, *_twice(options, values, x)), route
 
 
 def _along(values: Function, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,8 +47,12 @@ class BoundLoss:
     sharding: Sharding | None = None  # of the leaves, where each process holds a part of them
 
     def __call__(self, *leaves: Tensor) -> Tensor:
-        value = self.func(self.params_of(leaves), *self.args)
-        return validation.scalar("func(params, *args)", value)
+        params = self.params_of(leaves)
+
+        def value() -> Tensor:
+            return validation.scalar("func(params, *args)", self.func(params, *self.args))
+
+        return value() if self.sharding is None else self.sharding.mean_of(value)
 
     def params_of(self, leaves: Sequence[Tensor]) -> Any:
         """The parameters, made of their leaves; whole ones of shards."""

@@ -252,6 +252,8 @@ class LinearOperator(ABC):
         max_iter: int | None = None,
         block: int = 1,
         generator: torch.Generator | None = None,
+        basis_dtype: torch.dtype | None = None,
+        basis_device: torch.device | str | None = None,
     ) -> eigenvalues.Eigenpairs:
         """k eigenvalues and eigenvectors, with residuals, as `hoglib.curvature.eigsh`.
 
@@ -264,13 +266,16 @@ class LinearOperator(ABC):
             max_iter: How often the basis is filled. Default: 10 P.
             block: Vectors that are multiplied at once.
             generator: Of the starting vectors; None is the same ones every time.
+            basis_dtype: torch.float32 or torch.float64. Default: the operator's, at least float32.
+            basis_device: Where the basis is held, such as "cpu". Default: the operator's device.
         Returns:
             `Eigenpairs`, which unpack as (values, vectors).
         """
         with self._algorithm("eigsh"):
             return eigenvalues.eigsh(
-                self, k, which=which, tol=tol, max_iter=max_iter, block=block, generator=generator
-            )
+                self, k, which=which, tol=tol, max_iter=max_iter, block=block, generator=generator,
+                basis_dtype=basis_dtype, basis_device=basis_device,
+            )  # fmt: skip
 
     def spectral_density(
         self,

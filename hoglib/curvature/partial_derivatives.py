@@ -1,6 +1,7 @@
 """Derivatives of chosen orders by the inputs: along a direction, and mixed partial derivatives."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from hoglib._core import validation
 from hoglib._core.autograd import clone_inference_tensors
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib.curvature import directions as of_operator
+from hoglib.curvature.compiled import compiled_call
 from hoglib.curvature.input_derivatives import check_points, point_values
 from hoglib.curvature.laplacians import MODES as _MODES
 from hoglib.curvature.laplacians import at_points
@@ -27,6 +29,7 @@ def directional(
     *args: Any,
     mode: str = "auto",
     create_graph: bool | None = None,
+    compile: bool | str = False,
     stand_ins: bool = True,
 ) -> tuple[Tensor, Tensor]:
     r"""The value of a function, and its derivative of any order along a direction.
@@ -45,6 +48,7 @@ def directional(
         mode: "taylor", "nested" or "auto", as for `jet`.
         create_graph: Whether the results can be differentiated again. Default: where gradients are
             enabled.
+        compile: As for `laplacian`.
         stand_ins: Run func inside `hoglib.second_order()`.
     Returns:
         The pair (f, d); d has a leading dimension R for several directions.
@@ -74,6 +78,21 @@ def directional(
             f"dimension, got {validation.describe(v)} on {v.device}."
         )
     options = Options.of("directional", mode, create_graph, stand_ins)
+    backend = validation.backend("compile", compile)
+    run = partial(_directional, func, options, order)
+    if backend:
+        key = (options, order)
+        found = compiled_call("directional", backend, func, run, key, x, v, args)
+    else:
+        found = run(x, v, args)
+    f, d = found
+    return f, d
+
+
+def _directional(
+    func: Callable[..., Tensor], options: Options, order: int, x: Tensor, v: Tensor, args: Any
+) -> tuple[Tensor, Tensor]:
+    several = v.dim() == x.dim() + 1
     with options.entered():
         x, v, inputs = clone_inference_tensors((x, v, args))
 
@@ -109,6 +128,7 @@ def partial_derivative(
     index: Sequence[int],
     mode: str = "auto",
     create_graph: bool | None = None,
+    compile: bool | str = False,
     stand_ins: bool = True,
 ) -> tuple[Tensor, Tensor]:
     r"""The value of a function at many points, and a mixed partial derivative by their coordinates.
@@ -127,6 +147,7 @@ def partial_derivative(
         mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again. Default: where gradients are
             enabled.
+        compile: As for `laplacian`.
         stand_ins: Run func inside `hoglib.second_order()`.
     Returns:
         The pair (f, d).
@@ -151,6 +172,20 @@ def partial_derivative(
             f"the first coordinate and the first by the second one, got {validation.describe(index)}."
         )
     options = Options.of("partial_derivative", mode, create_graph, stand_ins)
+    backend = validation.backend("compile", compile)
+    run = partial(_partial_derivative, func, options, tuple(index))
+    if backend:
+        key = (options, tuple(index))
+        found = compiled_call("partial_derivative", backend, func, run, key, x, args)
+    else:
+        found = run(x, args)
+    f, d = found
+    return f, d
+
+
+def _partial_derivative(
+    func: Callable[..., Tensor], options: Options, index: tuple[int, ...], x: Tensor, args: Any
+) -> tuple[Tensor, Tensor]:
     with options.entered():
         x, inputs = clone_inference_tensors((x, args))
         values = point_values(func, inputs)

@@ -323,7 +323,7 @@ def _sharded(
         columns = vector[0].shape[-1] if block else 1
         sharding.check_agreement(options.caller, columns, shards, leaves)
         value, product = _computed(kind, loss, leaves, shards, block, options)
-        return sharding.mean(value), sharding.wrap(product)
+        return value, sharding.wrap(product)
 
 
 def _applied(

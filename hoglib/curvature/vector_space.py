@@ -129,22 +129,26 @@ class Space:
 
     def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
-        products = (a * b if self._whole else a * b * self._parts for a, b in pairs)
+        products = (a * b if self._whole else a * b * self._parts_like(a) for a, b in pairs)
         found = [product.sum(1, dtype=dtype) for product in products]
         return self.reduced(torch.stack(found))
 
     def gram(self, rows: Tensor, v: Tensor) -> Tensor:
         """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
-        v = v if self._whole else v * self._parts
+        v = v if self._whole else v * self._parts_like(v)
         return self.reduced(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
 
     def norms(self, rows: Tensor) -> Tensor:
         """The length of each row."""
-        return rows.norm(dim=1) if self.sharding is None else self.dots((rows, rows))[0].sqrt()
+        if self.sharding is None:
+            return torch.linalg.vector_norm(rows, dim=1)
+        return self.dots((rows, rows))[0].sqrt()
 
     def reduced(self, value: Tensor) -> Tensor:
         """The sum over the processes that hold parts of the vectors."""
-        return value if self.sharding is None else self.sharding.sum(value)
+        if self.sharding is None:
+            return value
+        return self.sharding.sum(value.to(self.device)).to(value.device)  # NCCL sums on GPUs only
 
     def everywhere(self, holds: bool) -> bool:
         """Whether it holds in all processes that hold parts of the vectors."""
@@ -159,6 +163,9 @@ class Space:
     @property
     def _whole(self) -> bool:
         return isinstance(self._parts, float) and self._parts == 1
+
+    def _parts_like(self, rows: Tensor) -> Tensor | float:
+        return self._parts if isinstance(self._parts, float) else self._parts.to(rows)
 
     def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
 from hoglib._core import pytree, validation
+from hoglib._core.sharding import is_sharded
 from hoglib._core.swap import restore_buffers
 from hoglib.curvature import Spectrum, hessian_spectrum
 from hoglib.curvature.density import SpectralDensity
@@ -69,9 +70,10 @@ class CurvatureMonitor(pl.Callback):
 
     The fit is the one without the callback: random numbers, parameters, buffers, gradients and modes
         are left unchanged. A resumed fit has the history of an uninterrupted one. In distributed
-        training H is that of the mean loss over the batches of all processes. Autocast is off. A
-        measurement takes ``num_samples * steps`` products with H, and some 20 or more for the extreme
-        eigenvalues, of about two gradients each.
+        training, also under ``ModelParallelStrategy``, whose parameters are DTensors, H is that of the
+        mean loss over the batches of all processes. Autocast is off. A measurement takes
+        ``num_samples * steps`` products with H, and some 20 or more for the extreme eigenvalues, of
+        about two gradients each.
 
     Args:
         every: Training batches between measurements. Default: 100.
@@ -214,11 +216,12 @@ class CurvatureMonitor(pl.Callback):
         own = f"{type(module).__name__}.{METHOD}"
         generator = torch.Generator()
         seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one
-        processes = "sharded" if _world() > 1 else None
         found = []
         with isolate_rng(), restore_buffers(), torch.enable_grad(), _explain_errors(own, done):
             batch = self._batch if self.fixed_batch else batch
             for name, loss, params, given in second_order_problems(module, batch):
+                shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
+                processes = "sharded" if _world() > 1 and not shared else None
                 spectrum = hessian_spectrum(
                     loss, params, given, k=self.k, num_samples=self.num_samples, steps=self.steps,
                     stand_ins=self.stand_ins, generator=generator.manual_seed(seed),

@@ -20,7 +20,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.logger import LOGGER
 from hoglib.capture.api import Compiled, trace_graph
 from hoglib.capture.capturing import Place
-from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.errors import UnsupportedError
 from hoglib.meta.module_loop import MetaParams, ModuleLoop
 from hoglib.meta.tasks import TaskResult, TaskRunner, loop_tasks, map_tasks
 from hoglib.stand_ins.mode import stand_ins_if
@@ -48,11 +48,7 @@ class CompileOptions:
     compile_for: int | None = None  # losses that will be computed
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compiled, bool) and self.compiled not in tuple(CHOICE_MESSAGES):
-            raise ArgumentValueError(
-                f"compile: expected True, False or one of {', '.join(CHOICE_MESSAGES)}; got "
-                f"{self.compiled!r}."
-            )
+        validation.backend("compile", self.compiled, more=["step"])
         if self.compile_for is not None:
             validation.at_least("compile_for", self.compile_for, 1)
 

@@ -154,13 +154,14 @@ class Leaves:
     for it than a step of gradient descent.
     """
 
-    __slots__ = ("_flat", "original", "params", "real")
+    __slots__ = ("_complex", "_flat", "original", "params", "real")
 
     def __init__(self, params: Tree) -> None:
         self.params: Final = params
         self._flat = type(params) is dict and all(isinstance(p, Tensor) for p in params.values())
         self.original: list[Tensor] = list(params.values()) if self._flat else pytree.leaves(params)
-        self.real = [as_real(p) for p in self.original]
+        self._complex = any(map(torch.is_complex, self.original))
+        self.real = [as_real(p) for p in self.original] if self._complex else self.original
 
     def matching(self, what: str, tree: Tree) -> list[Any]:
         """The leaves of a tree with the structure of params, in the order of those of params."""
@@ -182,7 +183,7 @@ class Leaves:
                     f"{self.named(what, i)}: expected a tensor of shape {tuple(p.shape)} as in params, "
                     f"got {validation.describe(leaf)}; pass `torch.zeros_like(p)` where there is none."
                 )
-        return [as_real(leaf) for leaf in found]
+        return [as_real(leaf) for leaf in found] if any(map(torch.is_complex, found)) else found
 
     def named(self, what: str, index: int) -> str:
         """The name of a leaf of such a tree in a message."""
@@ -191,10 +192,12 @@ class Leaves:
 
     def tree(self, leaves: list[Tensor]) -> Tree:
         """The tree of params with other leaves, which are complex where those of params are."""
-        made = [
-            torch.view_as_complex(leaf) if p.is_complex() else leaf
-            for leaf, p in zip(leaves, self.original, strict=True)
-        ]
+        made = leaves
+        if self._complex:
+            made = [
+                torch.view_as_complex(leaf) if p.is_complex() else leaf
+                for leaf, p in zip(leaves, self.original, strict=True)
+            ]
         if self._flat:
             return dict(zip(self.params, made, strict=True))
         return pytree.unflatten(made, pytree.flatten(self.params)[1])

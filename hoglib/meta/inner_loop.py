@@ -178,21 +178,23 @@ def gradient(
         return _gradient_by_transform(loss, params, constant, check)
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = pytree.flatten(params)
-    with without_stand_ins():
-        own = fresh_leaves(leaves, create_graph)
     hooks = refuse_saved_tensor_hooks(create_graph and not alone)
-    with torch.enable_grad(), keep_swapped(), hooks:
-        value, notes = loss(pytree.unflatten(own, structure))
-        if not value.requires_grad:
-            raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-        with without_stand_ins():
+    with without_stand_ins() as stand_ins:  # what is not the loss itself needs none
+        own = fresh_leaves(leaves, create_graph)
+        with torch.enable_grad(), keep_swapped(), hooks:
+            with stand_ins.resumed():
+                value, notes = loss(pytree.unflatten(own, structure))
+            if not value.requires_grad:
+                raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
             graph = graph_summary(value, since=own)
-        if check and create_graph:
-            check_custom_functions(graph, "the inner step")
-        with graph.backward_modes():
-            found = torch.autograd.grad(value, own, create_graph=create_graph, allow_unused=True)
+            if check and create_graph:
+                check_custom_functions(graph, "the inner step")
+            with stand_ins.resumed() if graph.needs_stand_ins else nullcontext():
+                found = torch.autograd.grad(
+                    value, own, create_graph=create_graph, allow_unused=True
+                )
             grads = materialize_grads(list(found), own)
-    return pytree.unflatten(grads, structure), (value.detach(), notes)
+        return pytree.unflatten(grads, structure), (value.detach(), notes)
 
 
 def _gradient_by_transform(

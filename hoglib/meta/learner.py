@@ -1,6 +1,7 @@
 """What all learners share: the loss over tasks of an inner loop, and the options that may change."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar, final
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
 from hoglib._core.blocks import Remat, find_blocks, rematerialized
+from hoglib._core.sharding import translate_distributed_errors
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -21,7 +23,7 @@ from hoglib.functional import (
     functional_loss,
     trainable_params,
 )
-from hoglib.meta import norms
+from hoglib.meta import norms, sharded
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.checks import check_derivatives, check_finite
 from hoglib.meta.inner_loop import RECOMPUTES
@@ -161,6 +163,10 @@ class Learner(nn.Module, ABC):
         if params is None:
             return self.model(*args, **kwargs)
         loop = self._loop()
+        sharding = sharded.sharding_of(params)
+        if sharding is not None:
+            sharded.refuse_graph(f"{type(self).__name__}(params=...)")
+            loop, params = replace(loop, sharding=sharding), sharded.shards_of(params, sharding)
         with loop.keeps_graph(RECOMPUTES_LATER):
             return loop.call(params, *args, **kwargs)
 
@@ -187,11 +193,19 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         what = type(self).__name__
+        sharding = sharded.sharding_of(start.model)
+        if sharding is not None:
+            self._refuse_settings(loop, start)
+            sharded.refuse_graph(f"{what}.adapt")
+            start = start._replace(model=sharded.shards_of(start.model, sharding))
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
-        blocks = rematerialized(self.remat, self.model)
-        with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks:
+        blocks = rematerialized(self.remat, self.model, self._block_backend)
+        with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks as found:
+            if sharding is not None:
+                loop = replace(loop, sharding=sharding.defer(self.model, found))
             adapted = loop.unroll(start, clone_inference_tensors(support), count).params
-        return {**start.model, **adapted}
+        params = {**start.model, **adapted}
+        return params if sharding is None else sharded.wrapped(params, sharding)
 
     def loss(self, tasks: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
@@ -222,15 +236,26 @@ class Learner(nn.Module, ABC):
                 "`maml.adapt(support)` and `maml(x, params=adapted)`, which run inside of any."
             )
         tasks = task_sets.unpack(tasks)
-        count = task_sets.check_tasks(tasks)
         wanted = torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
+        sharding = sharded.sharding_of(own.model)
+        if sharding is None:
+            count = task_sets.check_tasks(tasks)
+        else:
+            self._refuse_settings(loop, own)
+            count = sharded.check_together(what, sharding, own.model, tasks, self.inner_steps)
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
         stacked = task_sets.stacks_in_errors(what, tasks, count)
-        blocks = rematerialized(self.remat, self.model)
-        with examined, outside_inference_mode(), stacked, blocks:
+        blocks = rematerialized(self.remat, self.model, self._block_backend)
+        communication: AbstractContextManager[None] = nullcontext()
+        if sharding is not None:
+            communication = translate_distributed_errors(what)
+        with examined, outside_inference_mode(), stacked, blocks as parts, communication:
             start = pytree.map(Tensor.detach, own)
+            if sharding is not None:
+                start = start._replace(model=sharded.shards_of(own.model, sharding))
+                loop = replace(loop, sharding=sharding.defer(self.model, parts))
             tasks = clone_inference_tensors(tasks)
             if wanted and self._checked_model != id(self.model):
                 learned: Params = dict(self.named_parameters())
@@ -242,12 +267,14 @@ class Learner(nn.Module, ABC):
                 if self._recomputes or RECOMPUTES not in str(error):
                     raise
                 self._recomputes = True
-                found = self._run(self._loop(), start, tasks, wanted)
+                again = replace(self._loop(), sharding=loop.sharding)
+                found = self._run(again, start, tasks, wanted)
         check_finite(found)
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
+        grads = grads if sharding is None else sharding.wrap(grads)
         tensors = [*own.model.values(), *own.modules.values()]
         return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
 
@@ -258,10 +285,20 @@ class Learner(nn.Module, ABC):
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         runner, what = self._runner(loop, start, wanted), type(self).__name__
-        found, self._vmappable = run_tasks(
-            runner, tasks, what, start.model, self.over_tasks, self._vmappable
-        )
+        shared = loop.sharding is not None or self._block_backend
+        how = "loop" if shared else self.over_tasks
+        found, self._vmappable = run_tasks(runner, tasks, what, start.model, how, self._vmappable)
         return found
+
+    def _refuse_settings(self, loop: ModuleLoop, start: MetaParams) -> None:
+        """Raise for settings that parameters which processes share do not go with."""
+        compiled = getattr(self, "compiled", False)
+        sharded.refuse_settings(type(self).__name__, loop, start, self.over_tasks, compiled)
+
+    @property
+    def _block_backend(self) -> str:
+        """What compiles the blocks that are recomputed; "" for nothing."""
+        return ""
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
         """How tasks are run: operation by operation."""

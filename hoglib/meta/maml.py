@@ -6,7 +6,7 @@ from typing import Any, final
 from torch import nn
 
 from hoglib._core import validation
-from hoglib._core.blocks import refuse_compiled
+from hoglib._core.blocks import Remat
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, Forward, trainable_params
 from hoglib.meta.compiled import CompileOptions, MetaCompiler
@@ -72,7 +72,7 @@ class MAML(Learner):
             batch.
         over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" chooses by the
             shapes of parameters and tasks, and loops, with a warning, where vmap cannot run the
-            model.
+            model. Parameters that are DTensors need the loop.
         compile: Run the meta-gradient as a graph (`hoglib.compile`). "inductor": compiled with all
             inner steps. "step": one inner step is compiled and used for all; the parameters after
             each step are kept, whatever memory says. "eager": captured, and its operations run one
@@ -84,7 +84,8 @@ class MAML(Learner):
         remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
             by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
             "layers.*". It is about layers, as `memory` is about steps, and may be combined with
-            each of its values; not with compile.
+            each of its values. With compile, the passes of a block are compiled instead of the
+            meta-gradient, once for all equal blocks, and tasks run one after the other.
 
     Raises:
         ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
@@ -156,8 +157,8 @@ class MAML(Learner):
             rule=rule, inner_loss=inner_loss, forward=forward, over_tasks=over_tasks,
         )  # fmt: skip
         self._compile_options = CompileOptions(compile, compile_for)
-        refuse_compiled("MAML", options.remat, compile)
         self._compiler = MetaCompiler()
+        self._check_blocks(self.remat, self.compiled, self.over_tasks)
         self.rates = self._learned_rates(learn_lr, validation.flag("lr_per_step", lr_per_step))
 
     def _learned_rates(self, granularity: str | None, per_step: bool) -> LearnedRates | None:
@@ -179,6 +180,33 @@ class MAML(Learner):
         adapting = {name: params[name] for name in names}
         return LearnedRates(adapting, self.inner_lr, granularity=granularity, steps=steps)
 
+    def _check_change(self, name: str, value: Any) -> None:
+        super()._check_change(name, value)
+        given = {"remat": self.remat, "compiled": self.compiled} | {name: value}
+        self._check_blocks(given["remat"], given["compiled"], self.over_tasks)
+
+    def _check_blocks(self, remat: Remat, compiled: bool | str, over_tasks: str) -> None:
+        """Raise for options that do not go with compiled blocks."""
+        if remat is False or not compiled:
+            return
+        if compiled == "step":
+            raise ArgumentValueError(
+                "MAML: expected compile=True, 'inductor' or 'eager' with remat=, which compile each "
+                "block, got 'step', whose graphs are of whole inner steps. Leave out one of the two."
+            )
+        if over_tasks == "vmap":
+            raise ArgumentValueError(
+                "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
+                "which blocks are not compiled. Leave out one of the three."
+            )
+
+    @property
+    def _block_backend(self) -> str:
+        if self.remat is False or not self.compiled:
+            return ""
+        self._check_blocks(self.remat, self.compiled, self.over_tasks)  # vmap may be set later
+        return "eager" if self.compiled == "eager" else "inductor"
+
     @property
     def compile_mode(self) -> bool | str:
         """How the meta-gradient is run: False or a mode; True until the first loss chooses one."""
@@ -186,7 +214,7 @@ class MAML(Learner):
         return self.compiled if chosen is None else chosen
 
     def _runner(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskRunner:
-        if not self.compiled:
+        if not self.compiled or self._block_backend:
             return super()._runner(loop, start, wanted)
         return self._compiler.runner(
             self._compile_options, loop, start, wanted, type(self).__name__

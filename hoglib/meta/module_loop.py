@@ -8,6 +8,7 @@ inner step.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import materialize_grads
 from hoglib._core.blocks import Remat, check_remat
+from hoglib._core.sharding import Sharding
 from hoglib._core.swap import Params, keep_swapped, swap_parameters
+from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import FunctionalLoss, trainable_params
 from hoglib.meta import norms
@@ -65,7 +68,7 @@ class LoopOptions:
             "first_order": validation.flag("first_order", self.first_order),
             "truncate": check_truncate(self.truncate),
             "step_weights": _check_step_weights(self.step_weights),
-            "memory": validation.one_of("memory", self.memory, MEMORY),
+            "memory": _check_memory(self.memory),
             "stand_ins": validation.flag("stand_ins", self.stand_ins),
             "remat": check_remat(self.remat),
         }
@@ -104,6 +107,7 @@ class ModuleLoop:
     statistics: norms.PerStepStatistics | None
     batch_norms: norms.BatchNorms
     strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
+    sharding: Sharding | None = None  # of the parameters, where each process holds a part of them
 
     def meta_params(self) -> MetaParams:
         """All that is learned, as it is now."""
@@ -125,7 +129,8 @@ class ModuleLoop:
             grads, (_, result) = torch.func.grad_and_value(outer, has_aux=True)(start)
             return result._replace(grads=grads)
         leaves, structure = pytree.flatten(start)
-        own = [leaf.detach().requires_grad_() for leaf in leaves]
+        with without_stand_ins():
+            own = [leaf.detach().requires_grad_() for leaf in leaves]
         with keep_swapped():  # backward may recompute parts of the model
             start = pytree.unflatten(own, structure)
             result, _ = self.outer_loss(start, support, query, steps, weights)
@@ -172,14 +177,15 @@ class ModuleLoop:
                 value = self.outer_value(start, params, query, i + 1)
             return _weighted(weights[i], value)
 
-        fixed_rule = None if start.modules else self.rule_at(0, start)
+        fixed_rule = None if start.modules else self._fixed_rule
         inner = InnerSteps(
             loss,
             lambda i, constants: fixed_rule or self.rule_at(i, constants[0]),
             lambda i: self.is_constant(i, steps),
             None if weights is None else outer,
         )
-        params = {name: start.model[name].clone() for name in self.adapting}
+        with without_stand_ins():
+            params = {name: start.model[name].clone() for name in self.adapting}
         if options.memory == "store":
             return unroll(inner, steps, params, (start, support, query), "store")
         # A recomputation saves all its inputs: the initial values of what adapts are not needed.
@@ -210,7 +216,7 @@ class ModuleLoop:
         """The loss that an inner step decreases."""
         loss = self._at_step(self.inner_criterion_loss, step)
         with self._with_learned(start):
-            value = loss({**start.model, **params}, support)
+            value = self._loss_at(loss, {**start.model, **params}, support)
         if self.strength:
             offset = {name: p - start.model[name] for name, p in params.items()}
             value = value + self.strength / 2 * pytree.dot(offset, offset).real
@@ -220,18 +226,18 @@ class ModuleLoop:
         """The loss of the query set at the parameters after so many steps."""
         loss = self._at_step(self.criterion_loss, step)
         with self._with_learned(start):
-            return loss({**start.model, **params}, query)
+            return self._loss_at(loss, {**start.model, **params}, query)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """The model's output with the parameters that `adapt` gave."""
         loss = self._at_step(self.criterion_loss, self.options.inner_steps)
-        return loss.call(params, *args, **kwargs)
+        return loss.call(self._whole(params), *args, **kwargs)
 
     def rule_at(self, i: int, start: MetaParams) -> GradientTransformation:
         """The update rule of step i, with the learned rates and the learned parameters of the rule."""
-        lr, options = self.options.inner_lr, self.options.rule_options or {}
         if not start.modules:
-            return resolve_rule(self.rule, lr, options)
+            return self._fixed_rule
+        lr, options = self.options.inner_lr, self.options.rule_options or {}
         with self._with_learned(start):
             rates = lr if self.rates is None else self.rates(self.adapting, i)
             rule = resolve_rule(self.rule, rates, options)
@@ -247,6 +253,11 @@ class ModuleLoop:
 
         return GradientTransformation(with_learned(rule.init), with_learned(rule.update))
 
+    @cached_property
+    def _fixed_rule(self) -> GradientTransformation:
+        """The update rule where nothing of it is learned."""
+        return resolve_rule(self.rule, self.options.inner_lr, self.options.rule_options or {})
+
     def is_constant(self, i: int, steps: int) -> bool:
         """Whether the gradient of step i is a constant."""
         return self.options.first_order or is_truncated(i, steps, self.options.truncate)
@@ -255,6 +266,17 @@ class ModuleLoop:
         """For a call of the model whose graph is used when other parameters are in the model."""
         wanted = torch.is_grad_enabled() and not torch_internals.transforms_active()
         return refuse_saved_tensor_hooks(wanted, message)
+
+    def _whole(self, params: Params) -> Params:
+        """The parameters that the model runs with, gathered where processes share them."""
+        return params if self.sharding is None else self.sharding.gather_named(params)
+
+    def _loss_at(self, loss: FunctionalLoss, params: Params, batch: Any) -> Tensor:
+        """A loss; where processes share the parameters the mean of theirs."""
+        params = self._whole(params)
+        if self.sharding is None:
+            return loss(params, batch)
+        return self.sharding.mean_of(lambda: loss(params, batch))
 
     def _at_step(self, loss: FunctionalLoss, step: int) -> FunctionalLoss:
         """A loss whose batch norms follow the policy at the parameters after so many steps."""
@@ -356,6 +378,17 @@ def names_that_adapt(model: nn.Module, names: Iterable[str], chosen: InnerParams
             f"{', '.join(names)}; let the predicate be true for one."
         )
     return found
+
+
+def _check_memory(value: Any) -> str:
+    if value == "disk":
+        raise ArgumentValueError(
+            "memory: expected 'store', 'remat' or 'checkpoint', got 'disk', whose files belong to one "
+            "inner loop, which they resume; a learner runs one for each task, from other parameters "
+            "after each outer step. Use `hoglib.meta.adapt(memory='disk', directory=...)` for one long "
+            "loop, or memory='checkpoint'."
+        )
+    return validation.one_of("memory", value, MEMORY)
 
 
 def _check_inner_params(value: Any) -> Any:

@@ -371,7 +371,6 @@ def describe_call(
 
 def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Tensor]) -> list[Any]:
     """The pullback of outputs; None for those that are no tensors, or have no graph or cotangent."""
-    """The pullback of outputs; None for those that are no tensors, or have no graph or cotangent."""
     pairs = [
         (y, u)
         for y, u in zip(outputs, cotangents, strict=True)
@@ -384,7 +383,6 @@ def vjp(outputs: list[Any], cotangents: Sequence[Tensor | None], inputs: list[Te
 
 
 def add(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The sums of two lists of gradients, in which None is zero."""
     """The sums of two lists of gradients, in which None is zero."""
     return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
 

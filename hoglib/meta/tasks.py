@@ -17,15 +17,21 @@ from torch import Tensor
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import translate_errors
 from hoglib._core.source_location import warn_once
-from hoglib._core.swap import Params
-from hoglib.errors import ArgumentValueError, HoglibError, NoSecondDerivative, UnsupportedError
+from hoglib._core.swap import Params, keep_swapped
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    HoglibError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
 from hoglib.stand_ins.mode import stand_ins_if
 
 Task = tuple[Any, Any]
 OVER_TASKS = ("auto", "vmap", "loop")
-# Multiplications for one task. Measured on perceptrons, transformers and convolutions: below it vmap
-# takes 0.2 to 1.1 of the loop's time, from four times as much on 0.9 to 1.6.
-VMAP_WORK = 3e7
+# Multiplications for one task, for each tensor of parameters. Measured on perceptrons, transformers and
+# convolutions: below it vmap takes 0.2 to 0.9 of the loop's time, above it 1.0 to 1.6.
+VMAP_WORK = 6e5
 
 
 class Shard(NamedTuple):
@@ -35,7 +41,7 @@ class Shard(NamedTuple):
     weight: float  # of their loss
 
 
-def shard(tasks: Any) -> Shard:
+def shard(tasks: Any, *, mesh: Any = None) -> Shard:
     r"""Share out the tasks among the processes of torch.distributed.
 
         (weight maml.loss(mine)).backward(), averaged over the processes, is
@@ -47,13 +53,17 @@ def shard(tasks: Any) -> Shard:
     Args:
         tasks: The tasks of the whole meta-batch, the same in every process: a tuple (support,
             query) of stacks, or a list of tasks.
+        mesh: A one-dimensional `torch.distributed.device_mesh.DeviceMesh`, whose processes share the
+            tasks: ``mesh["tasks"]``, where ``mesh["parameters"]`` shares the parameters. Default: all
+            processes.
 
     Returns:
         A `Shard`, ``(tasks, weight)``: the tasks of this process, in the form of tasks, and the weight
         of their loss. Without torch.distributed: all tasks, and 1.
 
     Raises:
-        ArgumentValueError: for fewer tasks than processes.
+        ArgumentTypeError: for a mesh that is none.
+        ArgumentValueError: for fewer tasks than processes, and for a mesh of several dimensions.
 
     Example:
         >>> tasks = [((torch.ones(5, 2), torch.ones(5)), (torch.ones(5, 2), torch.ones(5)))] * 3
@@ -65,7 +75,7 @@ def shard(tasks: Any) -> Shard:
     count = check_tasks(tasks)
     if not (dist.is_available() and dist.is_initialized()):
         return Shard(tasks, 1.0)
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = _place(mesh)
     if count < world:
         raise ArgumentValueError(
             f"tasks: expected at least one task for each of the {world} processes, got {count}; "
@@ -76,6 +86,24 @@ def shard(tasks: Any) -> Shard:
     else:
         mine = pytree.map_tensors(lambda x: x[rank::world], tasks)
     return Shard(mine, len(range(rank, count, world)) * world / count)
+
+
+def _place(mesh: Any) -> tuple[int, int]:
+    """The number of this process among those of a mesh, or of all, and how many there are."""
+    if mesh is None:
+        return dist.get_rank(), dist.get_world_size()
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            f"mesh: expected a torch DeviceMesh, such as mesh['tasks'], got "
+            f"{validation.describe(mesh)}."
+        )
+    if mesh.ndim != 1:
+        raise ArgumentValueError(
+            f"mesh: expected one dimension, such as mesh['tasks'], got {mesh.ndim} of them."
+        )
+    return mesh.get_local_rank(), mesh.size()
 
 
 class TaskResult(NamedTuple):
@@ -105,9 +133,13 @@ def eager_runner(function: TaskFunction, stand_ins: bool) -> TaskRunner:
         with stand_ins_if(stand_ins):
             return map_tasks(function, stack)
 
-    def run_each(tasks: Sequence[Task]) -> TaskResult:
+    def run_one(support: Any, query: Any) -> TaskResult:
         with stand_ins_if(stand_ins):
-            return loop_tasks(function, tasks)
+            return function(support, query)
+
+    def run_each(tasks: Sequence[Task]) -> TaskResult:
+        with keep_swapped():  # of all tasks, which replace the same parameters
+            return loop_tasks(run_one, tasks)
 
     return TaskRunner(run_stack, run_each)
 
@@ -162,10 +194,10 @@ def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool
 def vmap_pays(params: Params, tasks: Any) -> bool:
     """Whether all tasks at once are likely to be faster than one after the other, by shapes alone.
 
-    vmap saves the fixed overhead of each operation. On a CPU it costs slower kernels (grouped
-    convolutions, batches of matrix products), in proportion to the work: about as many
-    multiplications as there are parameters times rows that they are applied to. On other devices
-    one launch for all tasks is faster.
+    vmap saves the fixed overhead of each operation, of which there are about as many as tensors of
+    parameters. On a CPU it costs slower kernels (grouped convolutions, batches of matrix products), in
+    proportion to the work: about as many multiplications as there are parameters times rows that they
+    are applied to. On other devices one launch for all tasks is faster.
     """
     if any(p.device.type != "cpu" for p in params.values()):
         return True
@@ -176,7 +208,7 @@ def vmap_pays(params: Params, tasks: Any) -> bool:
     rows = max(
         (shape.numel() // (shape[1] if len(shape) > 1 else 1) for shape in shapes), default=1
     )
-    return rows * pytree.size(params) <= VMAP_WORK
+    return rows * pytree.size(params) <= VMAP_WORK * len(params)
 
 
 def map_tasks(function: TaskFunction, tasks: Any) -> TaskResult:
@@ -197,13 +229,19 @@ def map_tasks(function: TaskFunction, tasks: Any) -> TaskResult:
 def loop_tasks(function: TaskFunction, tasks: Sequence[Task]) -> TaskResult:
     """A function of one task over a sequence of tasks."""
     results: list[TaskResult] = []
-    total: Any = None
-    for support, query in tasks:
+    total: list[Tensor] = []
+    structure: Any = None
+    for i, (support, query) in enumerate(tasks):
         found = function(support, query)
-        total = found.grads if total is None else pytree.add(total, found.grads)
+        grads, structure = pytree.flatten(found.grads)
+        if i < 2:  # gradients of one task may share memory; their sums do not
+            total = [x + y for x, y in zip(total, grads, strict=True)] if total else grads
+        else:
+            total = [x.add_(y) for x, y in zip(total, grads, strict=True)]
         results.append(found._replace(grads=()))
-    mean = pytree.scale(total, 1 / len(tasks))
-    return pytree.map(lambda *parts: torch.stack(parts), *results)._replace(grads=mean)
+    mean = [x.div_(len(tasks)) for x in total] if len(tasks) > 1 else total
+    means = pytree.unflatten(mean, structure)
+    return pytree.map(lambda *parts: torch.stack(parts), *results)._replace(grads=means)
 
 
 def unpack(tasks: Any) -> Any:

@@ -73,7 +73,7 @@ def forces(
     validation.flag("hessian", hessian)
     checked = check_options("forces", _without_penalty_options(options))
     function = Forces(energy, hessian, checked._replace(batch=None))
-    backend = backend_of(checked.compile)
+    backend = backend_of(checked.one_graph)
     if backend is None:
         return function(positions, args, checked.batch)
     found = run_as_graph(

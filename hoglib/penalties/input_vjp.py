@@ -86,7 +86,7 @@ def input_vjp(
         if any(t.is_inference() for t in given if isinstance(t, Tensor)):
             x, args = clone_inference_tensors((x, args))
         if options.remat is not False:
-            stack.enter_context(rematerialized(options.remat, func))
+            stack.enter_context(rematerialized(options.remat, func, options.compile))
         yield InputVJP(func, x, args, options, create_graph, per_sample, modules)
 
 

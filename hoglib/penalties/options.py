@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from hoglib._core import validation
-from hoglib._core.blocks import Remat, check_remat, refuse_compiled
+from hoglib._core.blocks import Remat, check_remat
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
         stand_ins: Whether the function runs inside :func:`hoglib.second_order`. Default: True.
         remat: Blocks of the function's module whose intermediate values are recomputed in backward
             instead of kept, by :func:`hoglib.ops.remat`: True for the blocks that it repeats, or
-            their names or globs, as "layers.*". Not with compile. Default: False.
+            their names or globs, as "layers.*". Default: False.
         return_outputs: Whether to return (penalty, outputs of the function at the same points),
             from one forward pass. Default: False.
         compile: With True, the penalty and its gradients are computed by one graph, which is
@@ -45,7 +45,8 @@ class Options(TypedDict, total=False):
             the graph without compiling it. Functions that are created anew for each call share a
             graph if their code and the numbers and objects they hold are the same. Where no
             gradient is needed (under no_grad, or with frozen parameters) and inside torch.func
-            transforms nothing is compiled. Default: False.
+            transforms nothing is compiled. With remat, the passes of blocks are compiled instead,
+            once for all equal ones. Default: False.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -84,6 +85,11 @@ class CheckedOptions(NamedTuple):
     return_outputs: bool = False
     compile: Any = False
 
+    @property
+    def one_graph(self) -> Any:
+        """The backend that runs the penalty as one graph; with remat it runs the blocks instead."""
+        return self.compile if self.remat is False else ""
+
 
 def check_options(
     name: str, options: Mapping[str, Any], generator: torch.Generator | None = None
@@ -99,7 +105,6 @@ def check_options(
     checked = CheckedOptions(name, validation.generator(generator), **options)
     remat, backend = check_remat(checked.remat), check_backend(checked.compile)
     checked = checked._replace(remat=remat, compile=backend)
-    refuse_compiled(name, remat, backend)
     validation.one_of("reduction", checked.reduction, REDUCTIONS)
     for key in ("autocast", "stand_ins", "return_outputs"):
         validation.flag(key, getattr(checked, key))

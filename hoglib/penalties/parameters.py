@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled, gradient_with_graph
-from hoglib._core.blocks import Remat, check_remat, refuse_compiled, rematerialized
+from hoglib._core.blocks import Remat, check_remat, rematerialized
 from hoglib._core.mixed_precision import upcast_half
 from hoglib._core.norms import root
 from hoglib._core.swap import keep_swapped
@@ -61,7 +61,8 @@ def parameter_gradient(
         remat: Blocks of func's module whose intermediate values are recomputed in backward, as in
             :class:`Options`. Default: False.
         compile: With True, the penalty and its gradient are computed by one compiled graph;
-            "eager" runs the graph without compiling it. Default: False.
+            "eager" runs the graph without compiling it. With remat, the passes of blocks are compiled
+            instead. Default: False.
     Returns:
         The norm, a scalar; with ``return_outputs=True``, :class:`PenaltyWithOutputs` (norm, f).
     Raises:
@@ -85,9 +86,9 @@ def parameter_gradient(
     validation.flag("autocast", autocast)
     validation.flag("return_outputs", return_outputs)
     remat, backend = check_remat(remat), check_backend(compile)
-    refuse_compiled(NAME, remat, backend)
-    norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs, remat)
-    backend = backend_of(backend)
+    blocks = "" if remat is False else backend
+    norm = GradientNorm(func, squared, autocast, stand_ins, return_outputs, remat, blocks)
+    backend = backend_of("" if blocks else backend)
     if backend is None:
         return norm(params, args)
     found = run_as_graph(
@@ -105,10 +106,11 @@ class GradientNorm:
 
     def __init__(
         self, func: Func, squared: bool, autocast: bool, stand_ins: bool, return_outputs: bool,
-        remat: Remat = False,
+        remat: Remat = False, backend_of_blocks: Any = "",
     ) -> None:  # fmt: skip
         self.func, self.squared, self.autocast = func, squared, autocast
-        self.stand_ins, self.return_outputs, self.remat = stand_ins, return_outputs, remat
+        self.stand_ins, self.return_outputs = stand_ins, return_outputs
+        self.remat, self.backend_of_blocks = remat, backend_of_blocks
 
     def __call__(self, params: Any, args: tuple[Any, ...], draws: Any = None) -> Any:
         """The norm, and f where it is returned; no random numbers are drawn."""
@@ -127,7 +129,8 @@ class GradientNorm:
                 args = cast_like_parameters(leaves, args)
             for context in (
                 examined_functions(NAME), grad_enabled(), keep_swapped(),
-                stand_ins_if(self.stand_ins), rematerialized(self.remat, self.func),
+                stand_ins_if(self.stand_ins),
+                rematerialized(self.remat, self.func, self.backend_of_blocks),
             ):  # fmt: skip
                 stack.enter_context(context)
             leaves, args = clone_inference_tensors((leaves, args))

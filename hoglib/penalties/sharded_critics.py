@@ -29,8 +29,8 @@ class GatheredParameters:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules: list[Any] = [
             module
-            for module in modules
-            if torch_sharding.reshards_after_backward(module) or (_HELD and module in _HELD)
+            for module in torch_sharding.fsdp_modules(modules)
+            if torch_sharding.reshards_after_backward(module) or module in _HELD
         ]
         for module in self._modules:
             _HELD[module] = _HELD.get(module, 0) + 1

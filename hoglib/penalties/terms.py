@@ -54,7 +54,7 @@ def penalty(
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, rule, options)
     terms = Terms(func, rule, options._replace(batch=None))
-    if backend_of(options.compile) is not None:
+    if backend_of(options.one_graph) is not None:
         return _as_graph(terms, x, args, options.batch)
     value, outputs, point = terms.evaluate(x, args, options.batch)
     if point.create_graph:
@@ -107,7 +107,7 @@ def _as_graph(terms: Terms, x: Any, args: tuple[Any, ...], batch: Any) -> Any:
     """The value by a compiled graph: of it and its gradients if it is a scalar that comes alone."""
     options = terms.options
     found = run_as_graph(
-        options.name, terms, (x, args, batch), backend_of(options.compile), options.generator,
+        options.name, terms, (x, args, batch), backend_of(options.one_graph), options.generator,
         with_gradients=options.reduction != "none" and not options.return_outputs,
     )  # fmt: skip
     value, *outputs = found if options.return_outputs else (found,)
@@ -136,7 +136,11 @@ _FOUND_DEPENDENT: Any = WeakIdKeyDictionary()
 def check_batch_dependence(point: InputVJP) -> None:
     """Warns of layers that normalise by the batch, and of any other dependence of one sample's score on
     the other samples, which is looked for once for each function."""
-    layers = [name for module in point.modules if (name := _batch_norm_name(module, point.func))]
+    layers = [
+        name
+        for module in point.modules
+        if isinstance(module, _BatchNorm) and (name := _batch_norm_name(module, point.func))
+    ]
     if not layers and not _found_dependent(point):
         return
     how = f", through {', '.join(layers)}, which normalises by the whole batch" if layers else ""
@@ -174,10 +178,8 @@ def is_batch_dependent(point: InputVJP) -> bool | None:
     return None if not own and not others else others > TOLERANCE * own
 
 
-def _batch_norm_name(module: nn.Module, func: Any) -> str:
-    """The name of a layer that normalises by the batch; empty for another layer."""
-    if not isinstance(module, _BatchNorm):
-        return ""
+def _batch_norm_name(module: _BatchNorm, func: Any) -> str:
+    """The name of a layer that normalises by the batch; empty for one that does not."""
     if not module.training and module.running_mean is not None:
         return ""
     owner = owner_of(func)
@@ -188,7 +190,7 @@ def _batch_norm_name(module: nn.Module, func: Any) -> str:
 
 def _found_dependent(point: InputVJP) -> bool:
     """`is_batch_dependent`, remembered."""
-    modes = tuple(module.training for module in point.modules)
+    modes = tuple([module.training for module in point.modules])
     # by the type: isinstance asks the metaclass of Parameter, which takes its time
     parameter = next((t for t in point.trainable if type(t) is nn.Parameter), point.trainable[0])
     key = id(owner_of(point.func)), getattr(point.func, "__name__", ""), modes
@@ -233,7 +235,7 @@ def _in_micro_batches(
         piece = pytree.rows((detached, args), count, start, start + options.micro_batch)
         points = [leaf.requires_grad_(old.requires_grad) for leaf, old in
                   zip(pytree.leaves(piece[0]), leaves, strict=True)]  # fmt: skip
-        if backend_of(options.compile) is None:
+        if backend_of(options.one_graph) is None:
             value, _, point = terms.evaluate(piece[0], piece[1], None)
             reached = point.trainable if point.create_graph else []
         else:

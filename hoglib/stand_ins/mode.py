@@ -172,7 +172,7 @@ class _SecondOrder(StandInMode):
         if replacement is not None:
             _recompute_inside()
             return replacement(*args, **kwargs)
-        if isinstance(func, FunctionType):
+        if type(func) is FunctionType:
             copy = without_override_check(func)
             if copy is not None:
                 with self:

@@ -20,8 +20,14 @@ Composite = Callable[..., Any]
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    e = (x - _finite(x.detach().amax(dim, keepdim=True))).exp()
+    e = _below_largest(x, dim).exp()
     return e / e.sum(dim, keepdim=True)
+
+
+def _below_largest(x: Tensor, dim: int) -> Tensor:
+    """x less its largest element. A softmax does not see it; its derivatives are subtracted, too, so
+    that nothing large cancels where one element has all the weight."""
+    return x - _finite(x.max(dim, keepdim=True).values)
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
@@ -41,7 +47,8 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
-    return x - _logsumexp(x, [dim], True)
+    below = _below_largest(x, dim)
+    return below - below.exp().sum(dim, keepdim=True).log()
 
 
 def _normalized(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:

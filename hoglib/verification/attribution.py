@@ -28,6 +28,7 @@ from hoglib._core.torch_internals import backward_rule, is_once_differentiable, 
 from hoglib.verification import function_rules
 from hoglib.verification.call import same, seed_all
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
+from hoglib.verification.layouts import laid_out_as
 from hoglib.verification.subject import Application, application
 
 LOST = {torch.float64: 1e-5}  # of the whole term: less is rounding
@@ -94,7 +95,7 @@ class _Attribution:
         seed_all()
         args = self._app.fresh()
         for i, v in self._v.items():
-            args[i] = args[i] + h * v
+            args[i] = laid_out_as(args[i], args[i] + h * v)
         return self._app.run(args)
 
     def _incoming(self, run: Run) -> list[Tensor | None]:

@@ -20,13 +20,14 @@ from hoglib._core.pytree import is_float
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import engine_gradients, transforms_active
 from hoglib.verification.gauges import Gauge
+from hoglib.verification.layouts import Layout, copied, laid_out, layout_of
 
 
 def fresh(value: Any) -> Any:
     """A copy of what a run may change: a tensor's values, the state of a random generator, the items of
     a container."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return copied(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
     return pytree.map(fresh, value) if isinstance(value, list | tuple | dict) else value
@@ -222,13 +223,15 @@ class Call:
     come from the inputs. positions: their positions among the leaves of the inputs and the module's
     state. reseed: whether each call draws the same random numbers. clone: whether fn gets copies,
     because it changes its inputs and declares that. projections: of the variables whose structure is
-    kept (a symmetric matrix stays symmetric), each applied before fn gets the variable. gauge: fixes
-    the signs or phases of the outputs that a map is to, if these are arbitrary.
+    kept (a symmetric matrix stays symmetric), each applied before fn gets the variable. layouts: of the
+    variables that fn gets in other memory layouts than contiguous ones. gauge: fixes the signs or
+    phases of the outputs that a map is to, if these are arbitrary.
     """
 
     reseed = False
     clone = False
     projections: Mapping[int, Arrange] = MappingProxyType({})
+    layouts: Mapping[int, Layout] = MappingProxyType({})
     gauge: Gauge | None = None
 
     def __init__(
@@ -265,8 +268,19 @@ class Call:
 
     def with_settings_of(self, other: "Call") -> "Call":
         self.reseed, self.clone, self.projections = other.reseed, other.clone, other.projections
-        self.gauge = other.gauge
+        self.layouts, self.gauge = other.layouts, other.gauge
         return self
+
+    def keep_layouts(self, inputs: Sequence[Any]) -> None:
+        """fn gets tensors of the layouts that these inputs have."""
+        leaves = pytree.leaves(tuple(inputs))
+        found = {
+            i: layout for i, x in enumerate(leaves)
+            if is_float(x) and (layout := layout_of(x)) is not None
+        }  # fmt: skip
+        self.layouts = {j: found[i] for j, i in enumerate(self.positions) if i in found}
+        for i in found.keys() - set(self.positions):
+            self._values[i] = laid_out(self._values[i], found[i])
 
     def leaves(self, *variables: Tensor, before: Arrange | None = None) -> list[Any]:
         """All leaves of what fn returns for these variables, rearranged by `before`."""
@@ -277,7 +291,10 @@ class Call:
         for j, (slot, x, parts) in enumerate(variables_in):
             value = torch.complex(*x.unbind(-1)) if parts else x
             value = self.projections[j](value) if j in self.projections else value
-            value = value if before is None else before(value)
+            if before is not None:
+                value = before(value)
+            elif j in self.layouts:
+                value = laid_out(value, self.layouts[j])
             if not (value.requires_grad or transforms_active()):
                 value = value.view_as(value)  # fn may take a gradient itself
             values[slot] = value.clone() if self.clone else value

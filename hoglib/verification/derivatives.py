@@ -1,4 +1,4 @@
-"""Derivatives of orders one to three, in every mode that is offered: a row each.
+"""Derivatives of orders one to four, in every mode that is offered: a row each.
 
 A derivative of order k is a derivative, in reverse or in forward mode, of the map that gives those of
 order k - 1. It is compared with differences of that very map, so each order rests on the one below,
@@ -65,7 +65,7 @@ def stage(
 ) -> Stage:  # fmt: skip
     """The map of order - 1 in a mode, whose derivative is of that order.
 
-    Reverse inside: the gradient, of arguments (x, u); for the third order the gradient of that again.
+    Reverse inside: the gradient, of arguments (x, u); for each order beyond the gradient of that again.
     Forward inside: the tangent, of arguments (x, t). That of torch.func is taken with by_torch_func,
     and for a jvp inside a jvp, which only torch.func can do.
     """
@@ -80,16 +80,18 @@ def stage(
         f, x = make(first.map, count), [*x, *like(x)]
         columns = [*columns, *(f"the tangent of {name}" for name in columns)]
         rows = [f"the tangent of {row}" for row in rows]
-    if order < 3:
-        return Stage(f, x, rows, columns)
-    second = Stage(f, x, rows, columns)
-    if mode.key == "ff":
-        f, x = calls.func_tangent(second.map, len(x)), [*x, *like(x)]
-        columns = [*columns, *(f"the second tangent of {name}" for name in columns)]
-        return Stage(f, x, [f"the derivative of {row}" for row in rows], columns)
-    f, x = calls.gradient(second.map, len(x)), [*x, *like(second.map(*x))]
-    columns = [*columns, *(f"the gradient of {row}" for row in rows)]
-    return Stage(f, x, [f"the second derivative by {name}" for name in second.columns], columns)
+    at = Stage(f, x, rows, columns)
+    for k in range(2, order):
+        which = ORDINALS[k]
+        if mode.key == "ff":
+            f, x = calls.func_tangent(at.map, len(at.x)), [*at.x, *like(at.x)]
+            columns = [*at.columns, *(f"the {which} tangent of {name}" for name in at.columns)]
+            at = Stage(f, x, [f"the derivative of {row}" for row in at.rows], columns)
+        else:
+            f, x = calls.gradient(at.map, len(at.x)), [*at.x, *like(at.map(*at.x))]
+            columns = [*at.columns, *(f"the gradient of {row}" for row in at.rows)]
+            at = Stage(f, x, [f"the {which} derivative by {name}" for name in at.columns], columns)
+    return at
 
 
 @final
@@ -127,6 +129,8 @@ class Derivatives:
                     words.append(wrong_elements(*at_inputs, subject.random))
                 words.append(what_it_looks_like(subject, found.column) or DECLARE)
             row = row._replace(text=" ".join(filter(None, words)))
+        elif row.status == "warn":
+            row = row._replace(text=" ".join(filter(None, (row.text, self.what_it_looks_like()))))
         yield row
         if self._wants("f"):
             row = self._forward_row("first derivative: forward", at, "f")
@@ -136,8 +140,15 @@ class Derivatives:
                 row = row._replace(text=text)
             yield row
 
+    def what_it_looks_like(self) -> str:
+        """Where no first derivative could be compared, whether fine steps are the reason."""
+        if self.found["first derivative: reverse"].checked:
+            return ""
+        columns = range(len(self._subject.x))
+        return next(filter(None, (what_it_looks_like(self._subject, j) for j in columns)), "")
+
     def higher_order(self, order: int) -> Iterator[Row]:
-        """The second or third derivative in each mode."""
+        """The second, third or fourth derivative in each mode."""
         for mode in MODES.values():
             name = f"{ORDINALS[order]} derivative: {mode.title}"
             asked = self._options.modes is not None and mode in self._options.modes

@@ -28,6 +28,7 @@ from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification.examination import Applied, Verdict, applied, examine
+from hoglib.verification.layouts import layout_of
 from hoglib.verification.subject import is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
@@ -205,7 +206,7 @@ def _forward_mode() -> str:
 def _kind(x: Any, needs_grad: bool) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
-        return x.dtype, x.layout, x.device.type, x.dim(), needs_grad
+        return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
     return x if x is None or isinstance(x, bool | str) else type(x)
 
 

@@ -21,18 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.closures import STATE, ClosureWalker
-from hoglib._core.element_differences import random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.state import AutocastState, StateGuard, preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
-from hoglib.verification import circumstances, fix_hints, function_rules
+from hoglib.verification import circumstances, fix_hints, function_rules, variants
 from hoglib.verification.accumulation import ACCUMULATES, preserved_grads
 from hoglib.verification.derivatives import Derivatives
+from hoglib.verification.elsewhere import is_unseen, other_points
 from hoglib.verification.held_modules import Lifted, lifted
-from hoglib.verification.options import Bounds, Options
+from hoglib.verification.layouts import copied
+from hoglib.verification.options import NATURAL, Bounds, Options
 from hoglib.verification.report import MODES, Row
 from hoglib.verification.rounding import exact_products
 from hoglib.verification.subject import Application, Subject, parameters, structures
@@ -40,9 +41,6 @@ from hoglib.verification.subject import Application, Subject, parameters, struct
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
-# Of the gradient: an iterative solver leaves as much, and a second derivative that is less changes no
-# product with it.
-NATURAL = 1e-5
 FIRST, SECOND = "first derivative", "second derivative"
 
 
@@ -86,7 +84,7 @@ def applied(
 ) -> Applied:
     """An application with copies of its tensors, which may be changed before it is examined."""
     with torch_internals.without_transforms(), torch.no_grad():
-        copies = pytree.map_tensors(lambda x: x.detach().clone(), args)
+        copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     app = Application(function, copies, wanted, parameters(function, len(args)))
     tensors = [x for x in pytree.leaves(args) if isinstance(x, Tensor)]
@@ -160,7 +158,7 @@ def _judged(given: Applied) -> Verdict:
         found = RIGHT
     if found.status != "right" or not several:
         return found
-    for x in _other_points(subject):  # values that may take another branch of backward
+    for x in other_points(subject):  # values that may take another branch of backward
         elsewhere = _compared(function, subject, [x], jvp, if_first_is_right=True)
         if elsewhere.status == "wrong":
             return elsewhere
@@ -193,7 +191,8 @@ def _subject(app: Application) -> tuple[Subject, bool]:
     inputs = [
         x.requires_grad_(i in app.by) if is_float(x) else x for i, x in enumerate(app.fresh())
     ]
-    return Subject(app.function, inputs, in_own_dtype=not plain), seconds <= SECONDS
+    subject = Subject(app.function, inputs, in_own_dtype=not plain, keep_layouts=True)
+    return subject, seconds <= SECONDS
 
 
 def _compared(
@@ -220,8 +219,8 @@ def _compared(
     if wrong:
         rows = fix_hints.attribution_rows(subject, points[-1], derivatives.found)
         found = [row for row in rows if row.status == "fail"]
-        if if_first_is_right and all(row.name.endswith(fix_hints.UNSEEN) for row in found):
-            return Verdict("unknown")  # what backward calls may have no derivative there
+        if if_first_is_right and is_unseen(found):
+            return Verdict("unknown")
         causes = [row.text for row in found][:2] or [wrong[0].text]
         advice = f"`hoglib.verify({name}, inputs)` shows all checks."
         text = f"the second derivative of {name} is wrong. {' '.join(causes)} {advice}"
@@ -229,10 +228,18 @@ def _compared(
     if not if_first_is_right and not is_surrogate:
         with suppress(Exception):  # where nothing is left to differentiate, which is judged above
             baseline = circumstances.Baseline(subject, points[-1])
-            row = circumstances.with_graph(baseline)
-            wrong_first = [row] if row.status == "fail" else wrong_first
+            circumstanced = (
+                circumstances.with_graph(baseline),
+                *variants.gradient_layouts(baseline),
+            )
+            differing = [r for r in circumstanced if r.status == "fail" and r.error is not None]
+            wrong_first = differing[:1] or wrong_first
+    if first and not wrong_first and (kind := derivatives.what_it_looks_like()):
+        wrong_first = [Row("first derivative", "fail", None, kind)]
     if wrong_first and not _stops_gradient(subject):
-        text = f"the first derivative of {name} is wrong: {wrong_first[0].text}"
+        row = wrong_first[0]
+        which = row.name.removeprefix("layout: ") if row.name.startswith("layout") else ""
+        text = f"the first derivative of {name} is wrong{which and f' for {which}'}: {row.text}"
         return Verdict("wrong", text)
     unclear = [row.text.split(". ")[0] for row in second if row.status == "warn"]
     if unclear and not if_first_is_right:
@@ -281,19 +288,6 @@ def _silent_failures(
     if torch_internals.is_once_differentiable(function):
         return failed
     return [row for row in failed if derivatives.found[row.name].raised is None]
-
-
-def _other_points(subject: Subject) -> Iterator[list[Tensor]]:
-    """Points with other signs and sizes at which the function and its gradient are finite."""
-    signed = [torch.where(x == 0, 1.0, random_like(x, subject.random)) for x in subject.x]
-    for size in (30.0, 0.03):
-        point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
-        with suppress(Exception):  # it may refuse them
-            values = subject.map(*point)
-            ones = list(map(torch.ones_like, values))
-            results = [*values, *calls.gradient(subject.map, len(point))(*point, *ones)]
-            if all(bool(y.isfinite().all()) for y in results):
-                yield point
 
 
 def _trial(app: Application) -> tuple[bool, float]:

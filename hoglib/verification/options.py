@@ -12,6 +12,9 @@ from hoglib.verification.report import MODES, ORDINALS, Mode
 
 # The least tolerance in a dtype other than float64: central differences are no more accurate there.
 NARROW = {torch.float32: 3e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
+# Of the gradient: an iterative solver leaves as much, and a second derivative that is less changes no
+# product with it.
+NATURAL = 1e-5
 
 
 class Bounds(NamedTuple):
@@ -75,9 +78,9 @@ def parse_orders(value: Any) -> tuple[int, ...]:
     given = (1, 2) if value is None else (value,) if isinstance(value, int) else value
     if not isinstance(given, list | tuple | range | set) or not given:
         raise ArgumentTypeError(
-            f"orders: expected some of 1, 2, 3, got {validation.describe(value)}."
+            f"orders: expected some of 1, 2, 3, 4, got {validation.describe(value)}."
         )
     for order in given:
         if isinstance(order, bool) or order not in ORDINALS:
-            raise ArgumentValueError(f"orders: expected some of 1, 2, 3, got {order!r}.")
+            raise ArgumentValueError(f"orders: expected some of 1, 2, 3, 4, got {order!r}.")
     return tuple(sorted(set(given)))

@@ -262,4 +262,4 @@ MODES = {
     }.items()
 }
 
-ORDINALS = {1: "first", 2: "second", 3: "third"}
+ORDINALS = {1: "first", 2: "second", 3: "third", 4: "fourth"}

@@ -229,7 +229,10 @@ class Subject:
     graphs_serve_once = False
     told: Sequence[Row] = ()
 
-    def __init__(self, fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> None:
+    def __init__(
+        self, fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False,
+        keep_layouts: bool = False,
+    ) -> None:  # fmt: skip
         self.fn, self.inputs = fn, list(inputs)
         self.call, self.refused, self.computes_narrow = call_for(
             fn, inputs, in_own_dtype=in_own_dtype
@@ -245,6 +248,8 @@ class Subject:
             clone = self.call.clone
             self.call = Call(fn, self.inputs, self.call.dtype)
             self.call.clone = clone
+        if keep_layouts:
+            self.call.keep_layouts(self.inputs)
         named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
         self.call.projections = one_triangle(self.call)
         self.names = [named.get(name, name) for name in self.call.names]

@@ -15,8 +15,8 @@ from hoglib.verification.options import Options
 from hoglib.verification.report import Row
 
 LAYOUT = (
-    "Assume nothing about strides: use reshape instead of view, and call .contiguous() before code "
-    "that reads memory directly."
+    "Assume nothing about strides: use reshape instead of view, call .contiguous() before code that "
+    "reads memory directly, and save the inputs themselves: a contiguous copy of one has no graph."
 )
 MEMORY = (
     "{} handles the memory of tensors itself (storage, resize_, set_), which may end the process with "
@@ -34,10 +34,15 @@ def layouts(base: Baseline) -> Iterator[Row]:
     else:
         yield _with_layout(base, "layout: non-contiguous inputs", strided, None)
         yield _stride_zero_inputs(base)
-    yield _with_layout(base, "layout: non-contiguous gradients", None, strided)
-    yield _stride_zero_gradients(base)
+    yield from gradient_layouts(base)
     yield _zero_size(base)
     yield _no_dimensions(base)
+
+
+def gradient_layouts(base: Baseline) -> Iterator[Row]:
+    """The same numbers where the incoming gradients have another memory layout."""
+    yield _with_layout(base, "layout: non-contiguous gradients", None, strided)
+    yield _stride_zero_gradients(base)
 
 
 def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arrange | None) -> Row:

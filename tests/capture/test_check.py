@@ -165,6 +165,43 @@ def test_the_comparison_is_by_the_precision_inside():
         of_float32(draw(3).float())
 
 
+class AddedBackwards(torch.fx.Interpreter):
+    """Adds in another order, as compiled code may; and multiplies a derivative by a number."""
+
+    factor = 1.0
+
+    def call_function(self, target, args, kwargs):
+        if target is torch.ops.aten.sum.default:
+            args = (args[0].flip(0), *args[1:])
+        if target is torch.ops.aten.threshold_backward.default:
+            return super().call_function(target, args, kwargs) * self.factor
+        return super().call_function(target, args, kwargs)
+
+
+# 1 + 1e8 = 1e8 in float32, so that the sum is 0 or 1 by the order, and the derivative of its ReLU too.
+KINKS = {"the function's": [1.0, 1e8, -1e8], "the compiled": [-1e8, 1e8, 1.0]}
+
+
+def slope_of_relu(w, x):
+    return torch.autograd.grad(torch.relu((w * x).sum()), w, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("numbers", KINKS.values(), ids=KINKS)
+def test_a_kink_between_two_roundings_is_told_from_a_wrong_graph(numbers):
+    w, x = torch.ones(3, requires_grad=True), torch.tensor(numbers)
+    fast = hog.compile(slope_of_relu, backend=lambda graph, _: AddedBackwards(graph).run)
+    slopes = {fast(w, x).norm().item() > 0, slope_of_relu(w, x).norm().item() > 0}
+    assert slopes == {True, False}  # on the two sides
+
+    class Wrong(AddedBackwards):
+        factor = 1.01
+
+    for values in (numbers, [1.0, 2.0, 3.0], [1e4, 1.0, -9999.0]):
+        wrong = hog.compile(slope_of_relu, backend=lambda graph, _: Wrong(graph).run)
+        with pytest.raises(hog.errors.NoSecondDerivative, match="what compiled them is wrong"):
+            wrong(w, torch.tensor(values))
+
+
 def test_the_comparison_comes_before_the_compiler():
     compiled = []
     fast = hog.compile(Counting(), backend=lambda graph, inputs: compiled.append(1))

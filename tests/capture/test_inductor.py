@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -296,6 +297,18 @@ def test_what_an_interrupted_compilation_left_is_compiled_anew(tmp_path, monkeyp
     assert compact
     assert not one_by_one
     assert len(list((tmp_path / "ours").glob("*.bin"))) == 1
+
+
+def test_an_interruption_while_code_is_written_leaves_no_file(tmp_path, monkeypatch):
+    class Half:
+        def save(self, path):
+            Path(path).write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        backends._save(Half(), "key")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_error_of_the_compiler_leaves_no_graph(tmp_path, monkeypatch):

@@ -152,6 +152,27 @@ def test_layers_of_other_dropout_draw_as_the_function(compiled):
     assert len(compiled) > 1
 
 
+def test_an_interruption_while_parts_are_compiled_leaves_no_graph(compiled, monkeypatch, tmp_path):
+    """Ctrl-C in the second part: no graph is kept, and the next call compiles the parts that are left."""
+    complete = backends._compile_whole
+
+    def interrupted(*args):
+        if len(compiled) == 1:
+            raise KeyboardInterrupt
+        return complete(*args)
+
+    product, fast, given = product_of(network(6))
+    monkeypatch.setattr(backends, "_compile_whole", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fast(*given)
+    assert len(compiled) == 1
+    assert fast.signatures == []
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(backends, "_compile_whole", complete)
+    assert_close(fast(*given), product(*given), rtol=1e-12, atol=1e-12)
+    assert len({graph.code for graph in compiled}) == len(compiled) > 2
+
+
 def test_the_gradient_of_a_product_in_parts(compiled):
     product, fast, (params, v, batch) = product_of(network(5), create_graph=True)
     leaf = {name: x.clone().requires_grad_() for name, x in v.items()}

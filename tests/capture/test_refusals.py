@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -228,6 +229,20 @@ def in_place_of_a_generator(x):
     return torch.empty_like(x).normal_(generator=GENERATOR) + x  # here
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch.jit.script is deprecated, and in use
+
+    @torch.jit.script
+    def _scripted(x: torch.Tensor) -> torch.Tensor:
+        if bool(torch.all(x > 0)):
+            return x
+        return -x
+
+
+def by_torchscript(x):
+    return _scripted(x)  # here
+
+
 def calling_backward(x):
     (x * WEIGHT).sum().backward()  # here
     return x
@@ -242,6 +257,7 @@ CASES = {
         [of_a_generator, in_place_of_a_generator],
         "expected a function without a torch.Generator",
     ),
+    by_torchscript: "expected a function that can be traced, got one with TorchScript code",
     calling_backward: "expected a function that returns its gradients",
 }
 

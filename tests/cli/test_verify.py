@@ -288,7 +288,16 @@ def test_a_full_disk():
     assert "Traceback" not in done.stderr
 
 
-KILLS = """
+HOSTILE = """
+import os
+import sys
+
+
+class Exits(Good):
+    @staticmethod
+    def forward(ctx, x):
+        os._exit(3)
+
 
 class Kills(Good):
     @staticmethod
@@ -306,28 +315,68 @@ class Sleeps(Good):
         time.sleep(1000)
 
 
-class Last(Good):
-    pass
+class Recurses(Good):
+    @staticmethod
+    def backward(ctx, g):
+        return Recurses.backward(ctx, g)
+
+
+class Interrupts(Good):
+    @staticmethod
+    def backward(ctx, g):
+        raise KeyboardInterrupt
+
+
+class Ends(Good):
+    @staticmethod
+    def backward(ctx, g):
+        raise BaseException("the end")
+
+
+class Shouts(Good):
+    @staticmethod
+    def forward(ctx, x):
+        print("loud" * 100_000)
+        os.write(1, b"loud" * 100_000)
+        return Good.forward(ctx, x)
 """
 
 
-def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capsys):
-    path = write(GOOD, KILLS)
+def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capfd):
+    path = write(GOOD, HOSTILE)
     status = main(["verify", path, "--time-limit", "8"])
-    out, err = capsys.readouterr()
-    assert status == 2
+    out, err = capfd.readouterr()
+    assert status == 1
+    assert "Exits: it ended the process with exit status 3" in err
     assert "Kills: it ended the process by SIG" in err
     assert "Sleeps: it did not return within 8 seconds" in err
-    assert out.rstrip().endswith("2 right, 2 not run (Kills, Sleeps)")
+    assert "Recurses.backward raised RecursionError" in out
+    assert "Interrupts: KeyboardInterrupt" in err
+    assert "Ends: BaseException: the end" in err
+    assert "Traceback" not in err
+    assert "loud" not in out
+    assert "Shouts: right" in out
+    assert out.rstrip().endswith(
+        "2 right, 1 WRONG (Recurses), 5 not run (Exits, Kills, Sleeps, Interrupts, Ends)"
+    )
 
 
-def test_an_interrupt_ends_both_processes(write, tmp_path):
+def test_a_base_exception_is_reported_without_a_child(write, capsys):
+    status, _, err = run(capsys, f"{write(GOOD, HOSTILE)}:Ends")
+    assert status == 2
+    assert "Ends: BaseException: the end" in err
+
+
+@pytest.mark.parametrize(
+    ("by", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
     begun = tmp_path / "pid"
     marked = (
         f'__import__("pathlib").Path({str(begun)!r}).write_text(str(__import__("os").getpid()))'
     )
     path = Path(
-        write(GOOD, KILLS.replace("time.sleep(1000)", f"{marked}\n        time.sleep(1000)"))
+        write(GOOD, HOSTILE.replace("time.sleep(1000)", f"{marked}\n        time.sleep(1000)"))
     )
     command = [sys.executable, "-m", "hoglib", "verify", f"{path.resolve()}:Sleeps"]
     parent = subprocess.Popen(
@@ -338,9 +387,20 @@ def test_an_interrupt_ends_both_processes(write, tmp_path):
     while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
     child = int(begun.read_text())
-    os.kill(parent.pid, signal.SIGINT)
+    os.kill(parent.pid, by)
     _, err = parent.communicate(timeout=30)
-    assert parent.returncode == 130
+    assert parent.returncode == status
     assert b"Traceback" not in err
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+    while (
+        is_running(child) and time.monotonic() < deadline
+    ):  # the child of a killed one sees its end
+        time.sleep(0.1)
+    assert not is_running(child)
+
+
+def is_running(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()  # not reaped yet

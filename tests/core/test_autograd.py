@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import hoglib as hog
 from hoglib._core import autograd
 from hoglib.errors import NoSecondDerivative, UnsupportedError
 
@@ -107,3 +108,48 @@ def test_gradients_are_given_away_and_computed_again():
     assert not calls
     (second,) = torch.autograd.grad(value, x)
     assert (first.tolist(), second.tolist(), len(calls)) == ([6.0, 6.0], [2.0, 2.0], 1)
+
+
+class _ChangesItsGraph(torch.autograd.Function):
+    """A square whose backward overwrites what its own graph has saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        g = g * x
+        result = g * x
+        g.mul_(2)
+        return 2 * result / x
+
+
+def _changed_in_a_hook(x):
+    def hook(g):
+        result = g * g
+        g.mul_(2)
+        return result
+
+    y = x.square()
+    y.register_hook(hook)
+    return y.square()
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (
+            _ChangesItsGraph.apply,
+            r"backward of _ChangesItsGraph: .*verify\(_ChangesItsGraph, inputs\)",
+        ),
+        (_changed_in_a_hook, r"in func\.$"),
+    ],
+    ids=["Function", "hook"],
+)
+def test_a_tensor_changed_in_place_is_told_with_the_custom_functions(function, advice):
+    x = torch.tensor([1.0, 2.0])
+    with pytest.raises(NoSecondDerivative, match=f"hvp: .*modified by an inplace.*{advice}"):
+        hog.hvp(lambda p: function(p).sum(), x, x)

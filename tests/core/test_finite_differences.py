@@ -62,6 +62,17 @@ def test_differences_know_their_error():
         assert bool((error < 1e-4 * right.abs().max()).all())
 
 
+def test_differences_of_what_rounds_to_float32_know_their_error():
+    """Its values move in steps: the slopes at short steps are zero, agree with one another, and are wrong."""
+    at = torch.linspace(-1.0, 2.0, 50, dtype=torch.float64)
+    slope = element_differences.slope(
+        lambda t: [(t.float() + 1e3).sin().double()], [at], 0, torch.ones_like(at)
+    )
+    off = (slope.values[0] - (at + 1e3).cos()).abs()
+    assert bool((off <= 5 * slope.errors[0]).all())
+    assert float(off.max()) < 0.1
+
+
 def test_differences_see_kinks():
     at = torch.zeros(2, dtype=torch.float64)
     slope = element_differences.slope(lambda t: [t.abs(), t.sin()], [at], 0, torch.ones_like(at))

@@ -1,6 +1,7 @@
 """The walk of a gradient's graph, and its custom Functions: which are refused, and which are warned of."""
 
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -102,6 +103,13 @@ def test_a_summary_of_a_value_without_a_graph_is_empty():
     assert not graph.functions
 
 
+@cache
+def learner(function):
+    """Checks its model in the first loss."""
+    model = Net(function).double()
+    return hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=2, over_tasks="loop")
+
+
 # what is differentiated -> how many graphs its derivatives have, each of which is walked
 WALKS = {
     "hvp": (lambda loss, params, v, batch: hog.hvp(loss, params, v, batch), 1),
@@ -110,6 +118,7 @@ WALKS = {
     "laplacian": (lambda loss, params, v, batch: hog.laplacian(lambda x: Cube.apply(x).sum(1), batch[0]), 1),
     "ggn_vp, of outputs and criterion": (lambda loss, params, v, batch: hog.ggn_vp(loss, params, v, batch), 2),
     "a penalty, of outputs and gradient norms": (lambda loss, params, v, batch: hog.penalties.r1(Net(Cube.apply).double(), batch[0]), 2),
+    "MAML, of two inner steps": (lambda loss, params, v, batch: learner(Cube.apply).loss([(batch, batch)]), 2),
 }  # fmt: skip
 
 
@@ -130,15 +139,21 @@ def test_each_graph_is_walked_once(name, monkeypatch):
     assert len(walks) == graphs
 
 
-@pytest.mark.parametrize("name", ["hvp", "r1", "wgan_gp"])
-def test_the_mode_is_entered_once_and_sent_the_calls_of_the_function_alone(name, monkeypatch):
+@pytest.mark.parametrize("name", ["hvp", "r1", "wgan_gp", "MAML"])
+def test_how_often_the_mode_is_entered_and_that_it_is_sent_the_calls_of_the_function_alone(
+    name, monkeypatch
+):
     """Each torch call takes a microsecond longer where the mode sees it, also one for a shape."""
     loss, params, v, batch = problem(torch.tanh)
     critic, x = Net(torch.tanh).double(), batch[0]
-    function, derivative = {
-        "hvp": (lambda: loss(params, batch), lambda: hog.hvp(loss, params, v, batch)),
-        "r1": (lambda: critic(x), lambda: hog.penalties.r1(critic, x)),
-        "wgan_gp": (lambda: critic(x), lambda: hog.penalties.wgan_gp(critic, x, -x)),
+    tasks = [(batch, batch)]
+    function, derivative, evaluations, entries = {
+        "hvp": (lambda: loss(params, batch), lambda: hog.hvp(loss, params, v, batch), 1, 1),
+        "r1": (lambda: critic(x), lambda: hog.penalties.r1(critic, x), 1, 1),
+        "wgan_gp": (lambda: critic(x), lambda: hog.penalties.wgan_gp(critic, x, -x), 1, 1),
+        # losses of two inner steps and of the query set; it is entered for the task, again for each
+        # inner step, and for the backward pass of all
+        "MAML": (lambda: loss(params, batch), lambda: learner(torch.tanh).loss(tasks), 3, 4),
     }[name]
     derivative()  # a critic is examined once for samples that depend on one another
     entered, seen = [], []
@@ -155,8 +170,9 @@ def test_the_mode_is_entered_once_and_sent_the_calls_of_the_function_alone(name,
     seen.clear()
     monkeypatch.setattr(_SecondOrder, "__enter__", lambda s: [entered.append(s), enter(s)][1])
     derivative()
-    assert len(entered) == 1
-    assert len(alone) <= len(seen) <= len(alone) + 4  # of the value: shape, dtype, requires_grad
+    assert len(entered) == entries
+    calls = evaluations * len(alone)
+    assert calls <= len(seen) <= calls + 4 * entries  # of the value: shape, dtype, requires_grad
 
 
 def test_once_differentiable_raises_by_name():

@@ -147,9 +147,9 @@ def test_convolutions_by_inductor(tmp_path, monkeypatch):
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(2, 3, 2, stride=2, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 2), nn.Tanh(),
-        nn.Flatten(), nn.LazyLinear(3),
+        nn.ConvTranspose2d(2, 2, 3, stride=2, padding=1, output_padding=1), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3),
     ).double()  # fmt: skip
-    batch = draw(3, 2, 8, 8), torch.arange(3)
+    batch = draw(3, 2, 14, 14), torch.arange(3)
     model(batch[0])
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
     v = like(params)

@@ -175,6 +175,40 @@ def test_too_few_fillings_of_the_basis():
         operator.eigsh(5, block=0)
 
 
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")], ids=str)
+def test_a_basis_in_another_dtype_holds_as_many_bytes(device, monkeypatch):
+    """Half of those of the operator's dtype, with residuals of rounding in the basis."""
+    made = []
+
+    def basis(*args):
+        made.append(Basis(*args))
+        return made[-1]
+
+    monkeypatch.setattr(eigenvalues, "Basis", basis)
+    monkeypatch.setattr(eigenvalues, "CACHED", 0)  # 21 vectors are multiplied, in either dtype
+    A = MATRICES["random"]
+    true = at(torch.linalg.eigvalsh(A), 3, "LM")
+    for dtype, tolerance in ((None, 1e-10), (torch.float64, 1e-10), (torch.float32, 1e-5)):
+        pairs = Given(A).eigsh(3, basis_dtype=dtype, basis_device=device)
+        assert made[-1].V.nbytes == 22 * len(A) * (8 if dtype is not torch.float32 else 4)
+        assert pairs.values.dtype == pairs.vectors.dtype == F64
+        assert_close(pairs.values, true, rtol=tolerance, atol=0)
+        assert float((pairs.residuals / pairs.values.abs()).max()) < 2 * tolerance
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"basis_dtype": torch.bfloat16}, ValueError), ({"basis_dtype": "float32"}, ValueError),
+        ({"basis_device": "disk"}, TypeError), ({"basis_device": 1.5}, TypeError),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_options_of_the_basis(option, error):
+    with pytest.raises(error, match=next(iter(option))):
+        Given(MATRICES["random"]).eigsh(3, **option)
+
+
 @pytest.mark.gpu
 def test_vectors_stay_on_the_device():
     A = MATRICES["random"]
@@ -183,3 +217,6 @@ def test_vectors_stay_on_the_device():
     pairs = operator.eigsh(3)
     assert pairs.values.device.type == pairs.vectors.device.type == "cuda"
     assert_close(pairs.values.cpu(), at(torch.linalg.eigvalsh(A), 3, "LM"))
+    hosted = operator.eigsh(3, basis_device="cpu")
+    assert hosted.values.device.type == hosted.vectors.device.type == "cuda"
+    assert_close(hosted.values, pairs.values)

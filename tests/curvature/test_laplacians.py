@@ -144,18 +144,123 @@ def test_many_directions_without_a_graph_go_by_parts(monkeypatch):
     assert_close(found, tuple(part.detach() for part in expected))
 
 
+def tanh_net(inputs, width):
+    layers = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def test_the_route_is_chosen_by_what_it_costs():
+    """A few directions of small tensors are nested; the function is counted once for a shape."""
+    small, runs = tanh_net(2, 16), []
+    func = lambda x: runs.append(1) or small(x)  # noqa: E731
+    x = torch.rand(64, 2)
+    for expected in (2, 1):
+        runs.clear()
+        assert hog.laplacian(func, x, return_route=True)[2].name == "nested"
+        assert len(runs) == expected
+    route = hog.laplacian(small, x, return_gradient=True, return_route=True)[3]
+    assert route.multiplications == 64 * (2 * 16 + 16 * 16 + 16)
+    assert route.elements == 64 * (4 * 16 + 1) + 2 * 16 + 16 * 16 + 16  # weights are transposed
+    assert (route.directions, route.operations) == (2, 3 * 2 + 2)
+    for net, points in ((tanh_net(2, 64), (4096, 2)), (tanh_net(48, 16), (64, 48))):
+        assert hog.laplacian(net, torch.rand(points), return_route=True)[2].name == "collapsed"
+    # one point, whose number of directions is known from the value only
+    assert hog.laplacian(torch.sum, torch.rand(9), return_route=True)[2].directions == 9
+    estimate = hog.laplacian(
+        tanh_net(48, 16), torch.rand(64, 48), num_projections=1, return_route=True
+    )
+    assert estimate[2].directions == 1
+
+
+def test_counting_draws_no_random_numbers():
+    net, x = (
+        nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)),
+        torch.rand(4, 2),
+    )
+    results = []
+    for mode in ("auto", "nested"):
+        torch.manual_seed(0)
+        results.append(hog.laplacian(net, x, mode=mode))
+    assert_close(*results, rtol=0, atol=0)
+
+
 def test_the_route_is_told(caplog):
     logger = logging.getLogger("hoglib")
     logger.addHandler(caplog.handler)
+    unruly = lambda x: (x**2 + torch.normal(0 * x, 0 * x)).sum(1)  # noqa: E731
     with caplog.at_level("DEBUG", logger="hoglib"):
-        hog.laplacian(lambda x: x.square().sum(1), points(4, 2))
-        hog.laplacian(lambda x: (x**2 + torch.normal(0 * x, 0 * x)).sum(1), points(4, 2))
+        route = hog.laplacian(unruly, points(4, 9), return_route=True)[2]
     logger.removeHandler(caplog.handler)
     first, second = caplog.messages
-    assert first == "laplacian: Taylor coefficients to order 2"
-    assert second.startswith(
+    assert first.startswith(
         "laplacian: nested derivatives, for want of a rule for torch.ops.aten.normal"
     )
+    assert second == f"laplacian: {route}" == "laplacian: nested: an operation has no Taylor rule"
+    x = points(4, 2)
+    squares = lambda x: x.square().sum(1)  # noqa: E731
+    assert hog.laplacian(squares, x, mode="collapsed", return_route=True)[2].name == "collapsed"
+    assert hog.bilaplacian(squares, x, return_route=True)[2].name == "collapsed"
+    assert hog.bilaplacian(unruly, x, return_route=True)[2].name == "nested"
+    names = []
+
+    def of_point(x):
+        _, lap, route = hog.laplacian(squares, x[None], return_route=True)
+        names.append(route.name)
+        return lap
+
+    torch.func.vmap(of_point)(x)
+    assert names == ["forward-over-reverse"]
+
+
+COMPILED = {
+    "laplacian": lambda net, x, **k: hog.laplacian(net, x, return_gradient=True, **k),
+    "with coefficients": lambda net, x, **k: hog.laplacian(net, x, coefficients=x.cos(), **k),
+    "with a function": lambda net, x, **k: hog.laplacian(net, x, coefficients=torch.cos, **k),
+    "estimate": lambda net, x, **k: hog.laplacian(net, x, num_projections=2, **k),
+    "biharmonic": hog.bilaplacian,
+    "its estimate": lambda net, x, **k: hog.bilaplacian(net, x, num_projections=2, **k),
+    "directional": lambda net, x, **k: hog.directional(net, x, x.cos(), 3, **k),
+    "partial": lambda net, x, **k: hog.partial_derivative(net, x, index=(0, 0, 1), **k),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name):
+    """As in eager mode, with its gradient; captured once, and for the parameters of each call."""
+    call, net, x, runs = COMPILED[name], smooth(), points(5, 3), []
+    net.register_forward_hook(lambda *_: runs.append(1))
+    params = list(net.parameters())
+    for step in range(2):
+        torch.manual_seed(step)
+        expected = call(net, x, mode="taylor" if name == "directional" else "collapsed")
+        runs.clear()
+        torch.manual_seed(step)
+        found = call(net, x, compile="eager")
+        assert bool(runs) == (step == 0)
+        losses = [sum(part.square().mean() for part in parts) for parts in (found, expected)]
+        assert_close(found, expected)
+        assert_close(
+            *(torch.autograd.grad(loss, params, materialize_grads=True) for loss in losses)
+        )
+        with torch.no_grad():
+            params[0].mul_(1.1)
+        assert not call(net, x, compile="eager", create_graph=False)[1].requires_grad
+
+
+@pytest.mark.full
+def test_compiled_by_inductor():
+    net, x = smooth().float(), points(5, 3).float()
+    found = hog.laplacian(net, x, compile=True, return_route=True)
+    assert_close(found[:2], hog.laplacian(net, x), rtol=1e-4, atol=1e-5)
+    assert str(found[2]) == "collapsed: captured as a graph"
+
+
+def test_an_operation_without_a_rule_is_nested_in_a_graph():
+    x = points(4, 2)
+    unruly = lambda x: Sine.apply(x).sum(1)  # noqa: E731
+    *found, route = hog.laplacian(unruly, x, compile="eager", return_route=True)
+    assert route.name == "nested"
+    assert_close(tuple(found), (x.sin().sum(1), -x.sin().sum(1)))
 
 
 def test_an_outer_derivative_of_a_laplacian():
@@ -354,6 +459,9 @@ ERRORS = {
     "coefficients as a list": (lambda: hog.laplacian(F, X, coefficients=[1.0, 1.0, 1.0]), TypeError, "coefficients: expected a torch"),
     "mode": (lambda: hog.laplacian(F, X, mode="forward"), ValueError, "mode: expected one of"),
     "return_gradient": (lambda: hog.laplacian(F, X, return_gradient=1), TypeError, "True or False"),
+    "compile": (lambda: hog.directional(F, X, X, 2, compile=1), TypeError, "compile: expected True or False"),
+    "a backend": (lambda: hog.laplacian(F, X, compile="triton"), ValueError, "compile: expected one of inductor, eager"),
+    "integers of a laplacian": (lambda: hog.laplacian(F, X.long()), TypeError, r"x\.float"),
     "no rule": (
         lambda: hog.laplacian(lambda x: Sine.apply(x).sum(1), X, mode="collapsed"), NotImplementedError, "laplacian: .*custom Function Sine",
     ),

@@ -48,3 +48,15 @@ def test_peak_memory_counts_views_once_and_inputs_not_at_all():
     x = torch.ones(1000, dtype=torch.float64)
     assert peak_bytes(lambda: x.view(10, 100).add_(1).sum(), CPU) == 8
     assert peak_bytes(lambda: (x + 1).view(10, 100).t().unbind(), CPU) == 8000
+
+
+def test_peak_memory_counts_what_has_the_id_of_an_earlier_tensor():
+    def hundred_beside_others_that_come_and_go() -> None:
+        kept = []
+        for _ in range(100):
+            other = torch.frombuffer(bytearray(8), dtype=torch.float64)  # by no operation
+            other.view_as(other)
+            del other
+            kept.append(torch.ones(1000, dtype=torch.float64))
+
+    assert peak_bytes(hundred_beside_others_that_come_and_go, CPU) == 800000

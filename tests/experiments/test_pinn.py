@@ -1,9 +1,12 @@
 """Networks for differential equations: closed forms, borders, runs end to end, resume, bad input."""
 
+import numpy as np
 import pytest
 import torch
+from scipy.integrate import solve_ivp
 from torch.testing import assert_close
 
+from experiments.data.allen_cahn import allen_cahn_reference
 from experiments.data.squares import EQUATIONS, SquarePoints
 from experiments.models.networks import mlp
 from experiments.pinn import Residual
@@ -15,6 +18,7 @@ from tests.experiments.command import (
     smoke,
 )
 
+STEADY = ("poisson", "plate")
 pytestmark = COMMAND_LINE
 
 
@@ -24,7 +28,7 @@ def differences(u, p, eps):
     return sum(u(p + s) + u(p - s) - 2 * u(p) for s in steps) / eps**2
 
 
-@pytest.mark.parametrize("name", EQUATIONS)
+@pytest.mark.parametrize("name", STEADY)
 def test_the_source_belongs_to_the_solution(name):
     equation = EQUATIONS[name]()
     p = 0.05 + 0.9 * torch.rand(50, 2, dtype=torch.float64)
@@ -35,7 +39,7 @@ def test_the_source_belongs_to_the_solution(name):
     assert_close(equation.operator(equation.solution, p)[1], source, rtol=1e-9, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", EQUATIONS)
+@pytest.mark.parametrize("name", STEADY)
 def test_the_border_conditions_hold_for_any_network(name):
     torch.manual_seed(0)
     residual = Residual(mlp([2, 8, 1], "tanh").double(), EQUATIONS[name]())
@@ -52,7 +56,8 @@ def test_the_border_conditions_hold_for_any_network(name):
 
 def test_the_residual_of_the_solution_is_zero():
     equation = EQUATIONS["plate"]()
-    exact = lambda q: (equation.solution((q + 1) / 2) / equation.border((q + 1) / 2))[:, None]  # noqa: E731
+    bubble = lambda p: (4 * p * (1 - p)).prod(-1).square()  # noqa: E731
+    exact = lambda q: (equation.solution((q + 1) / 2) / bubble((q + 1) / 2))[:, None]  # noqa: E731
     residual = Residual(torch.nn.Module(), equation)
     residual.network.forward = exact
     p = 0.1 + 0.8 * torch.rand(20, 2, dtype=torch.float64)
@@ -60,6 +65,63 @@ def test_the_residual_of_the_solution_is_zero():
     assert residual.scale == pytest.approx(
         float(equation.source(torch.rand(10**5, 2)).square().mean().sqrt()), rel=0.05
     )
+
+
+def test_the_spectral_reference_by_a_solver_of_scipy():
+    """The same modes, integrated in time by Runge-Kutta steps of adaptive size."""
+    modes = 128
+    z = -1 + 2 * np.arange(modes) / modes
+    square = (np.pi * np.fft.fftfreq(modes, 1 / modes)) ** 2
+
+    def slope(t, u):
+        return 5 * u - 5 * u**3 - 1e-4 * np.fft.ifft(square * np.fft.fft(u)).real
+
+    start = z**2 * np.cos(np.pi * z)
+    end = solve_ivp(slope, (0, 1), start, rtol=1e-9, atol=1e-9).y[:, -1]
+    found = allen_cahn_reference(modes + 1, modes, 2)
+    assert np.abs(found[:-1, 0] - start).max() < 1e-12
+    assert np.abs(found[:-1, -1] - end).max() < 1e-6
+    assert np.abs(found[0] - found[-1]).max() < 1e-12
+    on_grid = EQUATIONS["allen_cahn"]().solution(
+        torch.tensor([[0.5, 0.0], [1.0, 0.0], [0.25, 0.0]])
+    )
+    assert_close(on_grid, torch.tensor([0.0, -1.0, 0.0]), rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="points of the grid"):
+        EQUATIONS["allen_cahn"]().solution(torch.tensor([[0.123, 0.5]]))
+
+
+def test_the_equation_of_allen_and_cahn():
+    equation = EQUATIONS["allen_cahn"]()
+    u = lambda p: (3 * p[:, 0] + p[:, 1]).sin() + p[:, 0] * p[:, 1] ** 2  # noqa: E731
+    p = torch.rand(20, 2, dtype=torch.float64)
+    x, t = p.unbind(1)
+    u_t = (3 * x + t).cos() + 2 * x * t
+    u_zz = -9 * (3 * x + t).sin() / 4  # z = 2 x - 1
+    expected = u_t - 1e-4 * u_zz - 5 * u(p) + 5 * u(p) ** 3
+    assert_close(equation.operator(u, p)[1], expected)
+
+
+def test_the_initial_condition_and_the_period_hold_for_any_network():
+    torch.manual_seed(0)
+    residual = Residual(mlp([11, 8, 1], "tanh").double(), EQUATIONS["allen_cahn"]())
+    z = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    start = residual.solution(torch.stack([(z + 1) / 2, 0 * z], 1))
+    assert_close(start, z**2 * (torch.pi * z).cos())
+    ends = torch.tensor([[0.0, 0.7], [1.0, 0.7]]).double()
+    left, right = residual.solution(ends)
+    assert abs(left + 1) > 0.01  # the network counts: u(-1, 0) = -1
+    assert_close(left, right)
+
+
+def test_causal_weights_in_closed_form():
+    residual = Residual(mlp([11, 4, 1], "tanh"), EQUATIONS["allen_cahn"]())
+    t = (torch.arange(16) + 0.5) / 16
+    p = torch.stack([torch.rand(32), t.repeat(2)], 1)
+    r = torch.tensor([1.0, 3.0]).repeat_interleave(16)  # the mean of the squares is 5 in each slab
+    expected = (-2.0 * 5 * torch.arange(16)).exp().repeat(2)
+    assert_close(residual.causal_weights(p, r), expected)
+    steady = Residual(mlp([2, 4, 1], "tanh"), EQUATIONS["poisson"]())
+    assert_close(steady.weighted(p)[1], torch.ones(32))
 
 
 def test_batches_are_numbered():

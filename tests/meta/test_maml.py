@@ -213,6 +213,9 @@ def test_vmap_or_loop_is_chosen_by_shape():
     assert pays(nn.Conv1d(4, 16, 3), 5, 4, 20)
     assert not pays(nn.Conv2d(32, 64, 3), 25, 32, 28, 28)
     assert not pays(nn.Linear(1024, 1024), 100, 1024)
+    narrow = [layer for _ in range(6) for layer in (nn.Linear(160, 160), nn.ReLU())]
+    assert pays(nn.Sequential(*narrow), 25, 160)  # as much work as the next, in six times the calls
+    assert not pays(nn.Linear(392, 392), 25, 392)
 
 
 class Branches(nn.Linear):

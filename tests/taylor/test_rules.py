@@ -1,5 +1,7 @@
 """The rule of each operation, against nested reverse mode, which shares no code with it."""
 
+import math
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -77,6 +79,16 @@ def test_the_statistics_of_a_norm_have_derivatives():
     formula = lambda x: (x.mean(1, True), (x.var(1, correction=0, keepdim=True) + 1e-5).rsqrt())  # noqa: E731
     found = hog.jet(statistics, x, [v, None], mode="taylor")
     assert_close(found, hog.jet(formula, x, [v, None], mode="nested"))
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_a_softmax_in_which_one_element_has_all_the_weight(log):
+    """softmax_0 = 1 - e^-(60 + 2000 t) and its logarithm to that accuracy, though v^3 is 1e9."""
+    x, v = torch.tensor([0.0, -60.0]).double(), torch.tensor([1e3, -1e3]).double()
+    func = lambda x: (x.log_softmax(0) if log else x.softmax(0))[0]  # noqa: E731
+    series = hog.jet(func, x, [v, None, None], mode="taylor")[1]
+    expected = [-((-2000.0) ** k) * math.exp(-60) for k in (1, 2, 3)]
+    assert_close(torch.stack(series), torch.tensor(expected, dtype=x.dtype), rtol=1e-10, atol=0)
 
 
 def test_logcumsumexp_of_numbers_that_lie_far_apart():

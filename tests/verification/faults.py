@@ -318,6 +318,51 @@ class GapsSaved(HermitianEigen):
         return HermitianEigen.gradient(v, gaps, gw, gv)
 
 
+class Packs(Product):
+    """The derivative is right, and the second one for contiguous inputs only: of others a copy is saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        packed = x.contiguous()
+        ctx.save_for_backward(packed)
+        return packed * packed.sin()
+
+
+class PacksInBackward(Product):
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return Product.backward(ctx, g.contiguous()) * torch.ones_like(x.contiguous())
+
+
+class MemoryOrder(Product):
+    """Reads the gradient in the order of its memory, as a kernel does that takes it for contiguous."""
+
+    @staticmethod
+    def backward(ctx, g):
+        order = sorted(range(g.dim()), key=lambda d: -g.stride(d))
+        return Product.backward(ctx, g.permute(order).reshape(g.shape))
+
+
+class FineSteps(Function):
+    """8 bits a row, in float32; the gradient goes straight through. Differences do not converge."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = x.float()
+        steps = 127 / rows.abs().amax(-1, keepdim=True)
+        return ((rows * steps).round() / steps).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+def by_columns(function):
+    """The function of a part of a tensor, whose rows have gaps."""
+    return lambda x: function.apply(torch.cat([x, x], 1)[:, :3])
+
+
 class InSingle(Product):
     """Right, but for the digits that float32 has not."""
 
@@ -369,6 +414,9 @@ WRONG = {
     "all of it": (AllDetached.apply, "AllDetached"),
     "under remat": (hog.ops.remat(RunAgain.apply), "RunAgain"),
     "of eigenvectors": (by_eigenvectors(GapsSaved), "`gaps`"),
+    "a contiguous copy": (by_columns(Packs), "`packed`"),
+    "the gradient as it is stored": (MemoryOrder.apply, "wrong for non-contiguous gradients"),
+    "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }
 RIGHT = {
     "new style": functions.Cube.apply,
@@ -384,4 +432,6 @@ RIGHT = {
     "under remat": hog.ops.remat(Product.apply),
     "eigenvectors": by_eigenvectors(HermitianEigen),
     "a gradient in float32": InSingle.apply,
+    "a contiguous input": Packs.apply,
+    "contiguous in backward": by_columns(PacksInBackward),
 }

@@ -316,6 +316,26 @@ def test_it_is_told_once_for_a_function_and_an_entry_point():
     assert told(ENTRY_POINTS["hessian"], function)[0].startswith("hessian: ")
 
 
+class AlmostLinear(Function):
+    """y = x - 3e-6 cos x, whose second derivative is lost."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.sin())
+        return x - 3e-6 * x.cos()
+
+    @staticmethod
+    def backward(ctx, g):
+        (s,) = ctx.saved_tensors
+        return g * (1 + 3e-6 * s)
+
+
+def test_what_changes_no_product_is_not_told():
+    """An iterative solver leaves as much of its saved result; `verify` is asked for the last digit."""
+    assert told(hvp, AlmostLinear.apply) == []
+    assert hog.verify(AlmostLinear, X)["second derivative: reverse-over-reverse"].status == "fail"
+
+
 def test_a_backward_that_is_another_one_with_a_graph_is_told_as_that():
     (text,) = told(hvp, WRONG["zero with a graph"][0])
     assert text.startswith("hvp: the first derivative of WithoutGraph is wrong")
@@ -417,6 +437,11 @@ def test_kinds_of_arguments_are_examined_one_by_one(monkeypatch):
         assert len(seen) == count
     hog.hvp(lambda p: New.apply(p).sum(), X.reshape(-1), X.reshape(-1))
     assert len(seen) == 3
+    for _ in range(2):  # another memory layout
+        hog.hvp(lambda p: New.apply(torch.cat([p, p], 1)[:, :3]).sum(), X, X)
+    assert len(seen) == 4
+    (x,) = seen[-1].app.args
+    assert x.stride() != X.stride()
 
 
 # What is not examined

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib.verification.gauges import gauges
-from tests.verification.faults import GapsSaved
+from tests.verification.faults import GapsSaved, SavesExp
 from tests.zoo.right import BothSides, HermitianEigen, hermitian
 
 F64 = torch.float64
@@ -124,6 +124,12 @@ def test_a_wrong_one_is_not_called_right_by_its_signs(seed, monkeypatch):
     assert ": right, by " not in str(report)  # no gauge makes differences and its gradient agree
     assert "output 1 nothing could be compared" in report["first derivative: reverse"].text
     assert all(row.status != "pass" for row in report if row.name.endswith(": reverse"))
+
+
+def test_a_wrong_second_derivative_is_not_laid_to_signs():
+    report = hog.verify(SavesExp, (matrix().real,))
+    assert report["second derivative: reverse-over-reverse"].status == "fail"
+    assert "first derivative: phases" not in [row.name for row in report]
 
 
 @pytest.mark.parametrize(

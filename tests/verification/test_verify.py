@@ -14,6 +14,7 @@ import hoglib as hog
 from hoglib import verification
 from hoglib.verification.rounding import exact_products
 from tests.functions import Cube
+from tests.verification.faults import Branch
 
 x = torch.tensor([0.7, -1.3, 0.4])
 
@@ -36,11 +37,36 @@ class Round(Function):
         return g
 
 
+class Sqrt(Function):
+    """Right where it is defined, and NaN elsewhere."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.sqrt()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g / (2 * y)
+
+
 def names(report, status):
     return {row.name for row in report if row.status == status}
 
 
 # What is asked for.
+
+
+def test_a_cut_for_other_values_than_the_inputs_is_found():
+    report = hog.verify(Branch, x)
+    assert report["second derivative: reverse-over-reverse"].status == "pass"
+    row = report["second derivative: other values"]
+    assert row.status == "fail"
+    assert "leaves the graph by .detach()" in row.text
+    assert hog.verify(Cube, x)["second derivative: other values"].status == "pass"
+    assert hog.verify(Sqrt, x.abs())["second derivative: other values"].status != "fail"
 
 
 def test_every_mode_that_is_offered_is_checked():
@@ -96,6 +122,27 @@ def test_a_third_derivative_can_be_wrong_alone():
     assert hog.verify(Quartic, x).ok
     report = hog.verify(Quartic, x, orders=(1, 2, 3))
     assert "third derivative: reverse-over-reverse" in names(report, "fail")
+
+
+def test_a_derivative_that_is_wrong_from_the_fourth_order_on():
+    class Power(Function):
+        @staticmethod
+        def forward(ctx, x, k):
+            ctx.save_for_backward(x)
+            ctx.k = k
+            return x**k
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            below = x.detach() ** 2 if ctx.k == 3 else Power.apply(x, ctx.k - 1)
+            return g * ctx.k * below, None
+
+    power = lambda x: Power.apply(x, 5)  # noqa: E731  # x^5: its slopes are right down to x^3
+    assert hog.verify(power, x, orders=(1, 2, 3), modes="rr").ok
+    report = hog.verify(power, x, orders=4, modes="rr")
+    assert names(report, "fail") == {"fourth derivative: reverse-over-reverse"}
+    assert hog.verify(lambda x: x.sin() * x.exp(), x, orders=(3, 4)).ok
 
 
 def test_a_mode_that_was_asked_for_must_be_there():
@@ -462,7 +509,12 @@ REFUSED = {
     "no elements": ((Cube, torch.randn(0)), {}, ValueError, "at least one element"),
     "an unknown mode": ((Cube, x), {"modes": "rx"}, ValueError, "modes: expected some of"),
     "modes that are none": ((Cube, x), {"modes": 3}, TypeError, "modes: expected some of"),
-    "an unknown order": ((Cube, x), {"orders": 4}, ValueError, "orders: expected some of 1, 2, 3"),
+    "an unknown order": (
+        (Cube, x),
+        {"orders": 5},
+        ValueError,
+        "orders: expected some of 1, 2, 3, 4",
+    ),
     "orders that are none": ((Cube, x), {"orders": "two"}, TypeError, "orders: expected some of"),
 }
 
