@@ -121,6 +121,10 @@ REFUSED = {
         ("model.lr=0", "lr: expected a finite number greater than 0"),
         ("model.act=sine", "act: expected one of"),
     ],
+    "pinn/helium": [
+        ("model.moves=0", "moves: .*at least 1"),
+        ("model.lr=0", "lr: expected a finite number greater than 0"),
+    ],
     "pinn/poisson": [
         ("model.hidden=[0]", "hidden: .*at least 1"),
         ("model.adam_lr=0", "adam_lr: expected a finite number greater than 0"),
@@ -149,6 +153,7 @@ REFUSED_BY_THE_COMMAND = {
     "meta/reweight_digits": [("model.lrr=1", "no option 'lrr'.*Did you mean 'lr'")],
     "penalty/digits_robust": [("data.val=0", "val: expected images to choose a weight by")],
     "penalty/forces": [("data.atoms=1", "atoms: expected a whole number of at least 2")],
+    "pinn/helium": [("model.walkers=1", "walkers: .*at least 2")],
     "pinn/poisson": [("data.equation=wave", "equation: expected one of")],
 }
 # fmt: on

@@ -8,6 +8,7 @@ import pytest
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,
+    ROOT,
     assert_same_run,
     checkpoint,
     run,
@@ -39,6 +40,7 @@ EXPERIMENTS = {
         others=((("--model.lr", "0.05"), "trained with lr 0.05, as the config says, got"),),
     ),
     "curvature/influence": Experiment({"influence.png"}, 50, (30, 30)),
+    "curvature/kfac": Experiment({"race.png"}, 4, (3, 2), timed=True),
     "curvature/lm": Experiment({"directions.png", "summary.json"}, 8, (6, 4)),
     "curvature/newton_cg": Experiment(
         {"race.png"}, 6, (3, 2), timed=True,
@@ -95,9 +97,17 @@ EXPERIMENTS = {
             ),
         ),
     ),
+    "pinn/allen_cahn": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
+    "pinn/helium": Experiment({"helium.png"}, 6, (5, 4)),
     "pinn/plate": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
     "pinn/poisson": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
 }  # fmt: skip
+
+
+def test_every_smoke_config_has_its_row():
+    folder = ROOT / "configs/smoke"
+    names = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")}
+    assert names - {"maml/glyphs_20w5s", "maml/sinusoid_joint"} == EXPERIMENTS.keys()  # as others
 
 
 @DRAWN
@@ -124,7 +134,8 @@ GRAPHS = ("--model.compile", "eager")
 # lazy penalties and two grids, and before a row of metrics.csv that the interrupted run has written.
 RESUMED = [
     *((name, (), one.stop, ()) for name, one in EXPERIMENTS.items() if name not in (
-        "gan/mixture", "gan/mnist", "maml/glyphs_5w1s", "meta/data_values", "pinn/plate")),
+        "gan/mixture", "gan/mnist", "maml/glyphs_5w1s", "meta/data_values", "pinn/allen_cahn",
+        "pinn/plate")),
     ("flow/meanflow", GRAPHS, (13, 10), ()),
     ("gan/mixture", EVERY_9, (14, 10), FULL),
     ("gan/mixture", (*WGAN, "--model.penalty.weight", "1"), (9, 5), FULL),
