@@ -30,18 +30,18 @@ LOSS_COST = 1 / 3
 class Race(Experiment):
     """Autoencoders from the same start, each with an optimizer of its own.
 
-    A training step is one step of the first optimizer on the batch, and then steps of each of the others
-    until it has cost as much. The cost is counted in gradients of the whole batch: a loss counts a third,
-    as it is one pass of three; a Gauss-Newton product one (J v takes one pass, J^T w two), times the
-    fraction of the images that it uses; Kronecker factors two passes and the multiplications for A and
-    G; a step of Adam adam_batch / batch. Eigenvectors and inverses, which do not depend on the number of
-    images, are in the seconds only.
+    A training step is one step of the first optimizer on the batch, and then steps of each of the
+    others until it has cost as much. The cost is counted in gradients of the whole batch: a loss counts
+    a third, as it is one pass of three; a Gauss-Newton product one (J v takes one pass, J^T w two),
+    times the fraction of the images that it uses; Kronecker factors two passes and the multiplications
+    for A and G; a step of Adam adam_batch / batch. Eigenvectors and inverses, whose cost does not
+    depend on the number of images, are in the seconds only.
 
     Args:
         hidden: Widths of the hidden layers, from pixels to pixels.
         act: Their activation.
-        optimizers: Which of newton_cg, newton_kfac (newton_cg with preconditioner="kfac"), kfac and adam.
-            Default: newton_cg and adam.
+        optimizers: Some of newton_cg, newton_kfac (with preconditioner="kfac"), kfac and adam. Default:
+            newton_cg and adam.
         curvature_batch: Images that the matrix of a step of newton_cg is computed on; null for all.
         damping: Initial damping of `hoglib.curvature.NewtonCG`.
         max_iter: Its largest number of iterations of conjugate gradients.

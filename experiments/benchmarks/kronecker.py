@@ -2,8 +2,8 @@
 
     K = blocks G ⊗ A,  A = mean of a a^T over rows,  G = sum over columns s of M of g g^T / N
 
-The layers are those that curvlinops finds: modules that are called. The projections of torch's attention
-are not, and are left out on every side.
+The layers are those that curvlinops finds: modules that are called. The projections of torch's
+attention are not, and are left out on every side.
 """
 
 from collections.abc import Callable
@@ -151,7 +151,10 @@ def hoglib(problem: Problem, kind: str = "exact", once: bool = True) -> Call:
 
 @with_plain_attention
 def curvlinops(problem: Problem, kind: str = "exact", once: bool = True) -> Call:
-    operator, params = peer("curvlinops").KFACLinearOperator, list(params_of_layers(problem).values())
+    operator, params = (
+        peer("curvlinops").KFACLinearOperator,
+        list(params_of_layers(problem).values()),
+    )
     v = vector_of(problem)
 
     def make() -> Any:

@@ -16,9 +16,9 @@ Call = Callable[[], Any]
 Params = dict[str, Tensor]
 
 
-def with_plain_attention(make: Callable[[Problem], Call]) -> Callable[[Problem], Call]:
-    def made(problem: Problem) -> Call:
-        call = make(problem)
+def with_plain_attention(make: Callable[..., Call]) -> Callable[..., Call]:
+    def made(problem: Problem, **options: Any) -> Call:
+        call = make(problem, **options)
 
         def run() -> Any:
             with plain_attention():

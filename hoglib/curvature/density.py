@@ -9,7 +9,7 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib.curvature.eigenvalues import ROUNDING
 from hoglib.curvature.traces import Estimate, mean_of, random_signs
-from hoglib.curvature.vector_space import Space, SymmetricMatrix
+from hoglib.curvature.vector_space import Space, SymmetricMatrix, check_operator
 from hoglib.errors import ArgumentValueError
 
 MOST_POINTS = 100_000
@@ -92,6 +92,7 @@ def spectral_density(
         >>> hog.curvature.spectral_density(A, 3, width=0.1).average(lambda t: t**2).value
         tensor(4., dtype=torch.float64)
     """
+    check_operator(operator)
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
     steps = min(validation.at_least("steps", steps, 1), size)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.curvature.random_rows import normals
-from hoglib.curvature.vector_space import Space, SymmetricMatrix
+from hoglib.curvature.vector_space import Space, SymmetricMatrix, check_operator
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -117,6 +117,7 @@ def eigsh(
         >>> values
         tensor([2., 4.])
     """
+    check_operator(operator)
     size = operator.shape[0]
     if validation.at_least("k", k, 1) > size:
         raise ArgumentValueError(

@@ -262,7 +262,7 @@ class KFAC(BatchOptimizer):
     def _move(
         self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, value: Tensor, g: Tensor
     ) -> tuple[Tensor, float, float, int]:
-        """The change of the parameters, the slope along d, what the quadratic model expects, products."""
+        """The change of the parameters, the slope along d, what the model expects, and products."""
         group = self.param_groups[0]
         if group["weight_decay"]:
             g = g + group["weight_decay"] * K.ravel(self._params)

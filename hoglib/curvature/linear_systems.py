@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import validation
-from hoglib.curvature.vector_space import Space, SymmetricMatrix
+from hoglib.curvature.vector_space import Space, SymmetricMatrix, check_operator
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -78,6 +78,7 @@ def cg(
         >>> hog.curvature.cg(A, torch.ones(2))
         tensor([0.5000, 0.5000])
     """
+    check_operator(operator)
     rows, rebuild = operator.space.rows(b, "b")
     default = RTOL.get(operator.space.precision, 1e-2)
     tol = default if tol is None else validation.number("tol", tol, minimum=0)

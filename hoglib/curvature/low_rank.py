@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.curvature.linear_operator import LinearOperator
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.vector_space import Space, check_operator
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 METHODS = ("nystrom", "randomized")
@@ -126,6 +126,7 @@ def low_rank(
         >>> L.values.round(decimals=3)
         tensor([18.])
     """
+    check_operator(operator)
     operator.space.refuse_sharded("low_rank")
     size = operator.shape[0]
     validation.one_of("method", method, METHODS)

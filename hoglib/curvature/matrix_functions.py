@@ -9,7 +9,7 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib.curvature import density
 from hoglib.curvature.traces import Estimate
-from hoglib.curvature.vector_space import SymmetricMatrix
+from hoglib.curvature.vector_space import SymmetricMatrix, check_operator
 from hoglib.errors import NotPositiveDefiniteError
 
 Function = Callable[[Tensor], Tensor]
@@ -40,6 +40,7 @@ def matrix_function(
         >>> hog.curvature.matrix_function(A, torch.ones(2), torch.log2).round()  # A is 2 I
         tensor([1., 1.])
     """
+    check_operator(operator)
     validation.function("function", function)
     rows, rebuild = operator.space.rows(b, "b")
     count = min(validation.at_least("steps", steps, 1), operator.shape[0])

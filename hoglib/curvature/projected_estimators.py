@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.curvature.traces import Estimate, mean_of, random_signs
-from hoglib.curvature.vector_space import SymmetricMatrix
+from hoglib.curvature.vector_space import SymmetricMatrix, check_operator
 
 
 def hutchpp(
@@ -86,6 +86,8 @@ def xdiag(
         >>> hog.curvature.xdiag(A, 4).round()  # 2 x x^T
         tensor([2., 2., 2., 2., 2., 2., 2., 2., 2.])
     """
+    check_operator(operator)
+    check_operator(operator)
     operator.space.refuse_sharded("xdiag")
     count = validation.at_least("num_samples", num_samples, 4) // 2
     validation.generator(generator)

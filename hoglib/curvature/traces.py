@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.curvature import random_rows
-from hoglib.curvature.vector_space import SymmetricMatrix
+from hoglib.curvature.vector_space import SymmetricMatrix, check_operator
 
 AT_ONCE = 2**28  # bytes of random vectors that are multiplied at once
 
@@ -50,6 +50,7 @@ def hutchinson_trace(
         >>> hog.curvature.hutchinson_trace(A, 4)  # exact, for the matrix is diagonal
         tensor(4.)
     """
+    check_operator(operator)
     dots = operator.space.dots
     values = [dots((v, Av))[0] for v, Av in _samples(operator, num_samples, generator)]
     found = mean_of(torch.cat(values))
@@ -81,6 +82,7 @@ def hutchinson_diagonal(
         >>> hog.curvature.hutchinson_diagonal(A, 4)
         tensor([2., 2.])
     """
+    check_operator(operator)
     count, total, squares = 0, None, None
     for v, Av in _samples(operator, num_samples, generator):
         for product in v * Av:
@@ -121,6 +123,7 @@ def hutchinson_frobenius(
         >>> hog.curvature.hutchinson_frobenius(A, 4)
         tensor(8.)
     """
+    check_operator(operator)
     dots = operator.space.dots
     values = [dots((Av, Av))[0] for _, Av in _samples(operator, num_samples, generator)]
     found = mean_of(torch.cat(values))
@@ -188,6 +191,7 @@ def xtrace(
         >>> hog.curvature.xtrace(A, 4)  # a matrix of rank one, 2 x x^T
         tensor(18.0000)
     """
+    check_operator(operator)
     operator.space.refuse_sharded("xtrace")
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 4)

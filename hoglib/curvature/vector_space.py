@@ -39,6 +39,15 @@ class SymmetricMatrix(Protocol):
     def to_dense(self) -> Tensor: ...
 
 
+def check_operator(operator: Any) -> None:
+    """Raises for what is no matrix of products, such as a tensor."""
+    if not all(hasattr(operator, name) for name in ("space", "shape", "apply")):
+        raise ArgumentTypeError(
+            "operator: expected a LinearOperator, as `hoglib.GGNOperator(loss, params, data)` is, got "
+            f"{validation.describe(operator)}; a dense matrix has the functions of torch.linalg."
+        )
+
+
 @final
 class Space:
     """The space of vectors like params.

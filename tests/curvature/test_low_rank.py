@@ -129,3 +129,25 @@ def test_what_is_refused(case):
         low_rank(Given(matrix(FAST)), **{"rank": 3, **options})
     with pytest.raises(hog.errors.ArgumentValueError, match="damping"):
         low_rank(Given(matrix(FAST)), 3).preconditioner(0.0)
+
+
+TAKEN = {
+    "low_rank": lambda A: low_rank(A, 2),
+    "eigsh": hog.curvature.eigsh,
+    "cg": lambda A: hog.curvature.cg(A, torch.ones(3)),
+    "matrix_function": lambda A: hog.curvature.matrix_function(A, torch.ones(3), torch.exp),
+    "spectral_density": hog.curvature.spectral_density,
+    "logdet": hog.curvature.logdet,
+    "hutchpp": lambda A: hog.curvature.hutchpp(A, 9),
+    "xdiag": lambda A: hog.curvature.xdiag(A, 9),
+    "xtrace": hog.curvature.xtrace,
+    "hutchinson_trace": hog.curvature.hutchinson_trace,
+    "hutchinson_diagonal": hog.curvature.hutchinson_diagonal,
+    "hutchinson_frobenius": hog.curvature.hutchinson_frobenius,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_tensor_is_no_operator(name):
+    with pytest.raises(hog.errors.ArgumentTypeError, match=r"LinearOperator.* got .*torch.linalg"):
+        TAKEN[name](torch.eye(3))

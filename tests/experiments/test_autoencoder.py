@@ -1,12 +1,14 @@
 """The race of NewtonCG and Adam: what it counts, runs end to end, resume, bad input."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments.autoencoder import Race, reconstruction_error
+from experiments.autoencoder import LABELS, Race, cost_of_factors, reconstruction_error
 from experiments.tables.curvature import race_table
-from hoglib.curvature import NewtonCG
+from hoglib.curvature import KFAC, NewtonCG
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,
@@ -16,6 +18,7 @@ from tests.experiments.command import (
 )
 
 SMOKE, fit, folder = smoke("curvature/newton_cg")
+ALL_FOUR = smoke("curvature/kfac")
 pytestmark = COMMAND_LINE
 
 
@@ -50,6 +53,47 @@ def test_the_cost_is_that_of_the_steps(monkeypatch):
         assert 0 <= float(row["gradients/adam"]) - spent < 100 / 1297
     steps = checkpoint(folder())["optimizer_states"][1]["state"][0]["step"]
     assert float(rows[-1]["gradients/adam"]) == pytest.approx(float(steps) * 100 / 1297)
+
+
+@DRAWN
+def test_four_optimizers_at_the_same_cost(monkeypatch):
+    infos = {NewtonCG: [], KFAC: []}
+    for kind, steps in infos.items():
+        own = kind.step
+
+        def recorded(self, *args, own=own, steps=steps, **kwargs):
+            value = own(self, *args, **kwargs)
+            steps.append((id(self), self.info))
+            return value
+
+        monkeypatch.setattr(kind, "step", recorded)
+    ALL_FOUR.fit()
+    where = ALL_FOUR.folder()
+    assert all(label in (where / "table.txt").read_text() for label in LABELS.values())
+    rows = [row for row in metrics(where) if row["train/adam"]]
+    last = {name: float(rows[-1][f"gradients/{name}"]) for name in LABELS}
+    assert all(cost >= last["newton_cg"] for cost in last.values())
+    for name in LABELS:
+        assert float(rows[-1][f"train/{name}"]) < 0.9 * float(rows[0][f"train/{name}"])
+    plain, preconditioned = dict.fromkeys(key for key, _ in infos[NewtonCG])
+    factors = cost_of_factors([64, 32, 8, 32, 64])
+    for key, name, more in ((plain, "newton_cg", 0), (preconditioned, "newton_kfac", factors)):
+        costs = [
+            1 + info.values / 3 + (info.products + more) * 256 / 1297
+            for each, info in infos[NewtonCG] if each == key
+        ]  # fmt: skip
+        assert last[name] == pytest.approx(sum(costs))
+    # a gradient, factors, products of d and of the last step, and each five steps a loss
+    count = len(infos[KFAC])
+    expected = count * (1 + factors) + 2 * count - 1 + -(-count // 5) / 3
+    assert last["kfac"] == pytest.approx(expected)
+
+
+def test_the_cost_of_factors_is_that_of_their_multiplications():
+    widths = [64, 16, 4]
+    passes = sum(into * out for into, out in pairwise(widths))  # of each of three, an image
+    squares = 64**2 + 2 * 16**2 + 4**2
+    assert cost_of_factors(widths) == pytest.approx((2 * passes + squares) / (3 * passes))
 
 
 def test_newton_steps_lower_the_training_error_at_each():

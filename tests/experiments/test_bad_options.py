@@ -32,6 +32,8 @@ REFUSED = {
         ("model.curvature_batch=0", "curvature_batch: .*at least 1"),
         ("model.adam_lr=0", "adam_lr"),
         ("model.adam_batch=0", "adam_batch"),
+        ("model.optimizers=[sgd]", "optimizers: expected some of newton_cg"),
+        ("model.optimizers=[adam, adam]", "optimizers: .*each once"),
         ("model.hidden=[0]", "hidden"),
     ],
     "flow/meanflow": [
@@ -42,10 +44,6 @@ REFUSED = {
     ],
     "gan/mixture": [
         ("model.penalty.kind=wgan-pg", "kind: expected one of .*wgan_gp"),
-        ("model.penalty.kind=jacobian", "penalty.kind: expected one of wgan_gp"),
-        ("model.penalty.kind=input_gradient", "penalty.kind: expected one of wgan_gp"),
-        ("model.penalty.kind=sobolev", "penalty.kind: expected one of wgan_gp"),
-        ("model.penalty.kind=parameter_gradient", "penalty.kind: expected one of wgan_gp"),
         ("model.penalty.weight=-1", "weight: expected a number of at least 0"),
         ("model.loss=hinge", "loss: expected one of relativistic, wasserstein"),
         ("model.critic_steps=0", "critic_steps: .*at least 1"),
@@ -122,6 +120,7 @@ REFUSED = {
         ("model.act=sine", "act: expected one of"),
     ],
     "pinn/helium": [
+        ("model.walkers=1", "walkers: .*at least 2"),
         ("model.moves=0", "moves: .*at least 1"),
         ("model.lr=0", "lr: expected a finite number greater than 0"),
     ],
@@ -142,6 +141,7 @@ REFUSED_BY_THE_COMMAND = {
     "curvature/lm": [("data.length=1", "length: expected .*at least 2")],
     "curvature/newton_cg": [
         ("model.damping=0", "damping: expected a number greater than 0"),
+        ("model.optimizers=[kfac]", "model.kfac={rate: 1}", "KFAC: expected options of KFACOperator"),
         ("model.max_iter=0", "max_iter: expected a whole number of at least 1"),
     ],
     "flow/meanflow": [("model.heads=3", "width: expected a multiple of the 3 heads")],
@@ -153,7 +153,6 @@ REFUSED_BY_THE_COMMAND = {
     "meta/reweight_digits": [("model.lrr=1", "no option 'lrr'.*Did you mean 'lr'")],
     "penalty/digits_robust": [("data.val=0", "val: expected images to choose a weight by")],
     "penalty/forces": [("data.atoms=1", "atoms: expected a whole number of at least 2")],
-    "pinn/helium": [("model.walkers=1", "walkers: .*at least 2")],
     "pinn/poisson": [("data.equation=wave", "equation: expected one of")],
 }
 # fmt: on

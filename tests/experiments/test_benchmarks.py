@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 from experiments.benchmarks import __main__ as command
-from experiments.benchmarks import critic_steps, report, timing, truths, with_torch
+from experiments.benchmarks import critic_steps, kronecker, report, timing, truths, with_torch
 from experiments.benchmarks.critics import CRITICS, critics
 from experiments.benchmarks.held import FEW
 from experiments.benchmarks.measure import measure
@@ -227,6 +227,19 @@ def test_truth_of_gauss_newton_and_fisher():
     rows = torch.func.jacrev(lambda p: F.cross_entropy(outputs(p), exact.y, reduction="none"))(flat)
     E = rows.T @ rows / len(rows)
     torch.testing.assert_close(truths.empirical_fisher(point)[:, 0], E @ exact.vectors[:, 0])
+
+
+def test_truth_of_kronecker_factors():
+    """Of one example they are the diagonal blocks of the Gauss-Newton matrix."""
+    point, _, flat, outputs = small_mlp()
+    point = replace(point, x=point.x[:1], y=point.y[:1])
+    J = torch.func.jacrev(outputs)(flat)[0]
+    p = outputs(flat)[0].softmax(0)
+    G = J.T @ (p.diag() - torch.outer(p, p)) @ J
+    sizes = [sum(x.numel() for x in m.parameters()) for m in kronecker.layers(point).values()]
+    blocks = torch.block_diag(*(torch.ones(size, size) for size in sizes))
+    v = point.vectors[:, 0].double()
+    torch.testing.assert_close(kronecker.truth(point)[:, 0], (G * blocks) @ v)
 
 
 @pytest.mark.parametrize("name", ["r1", "wgan_gp"])

@@ -40,7 +40,7 @@ EXPERIMENTS = {
         others=((("--model.lr", "0.05"), "trained with lr 0.05, as the config says, got"),),
     ),
     "curvature/influence": Experiment({"influence.png"}, 50, (30, 30)),
-    "curvature/kfac": Experiment({"race.png"}, 4, (3, 2), timed=True),
+    "curvature/kfac": Experiment({"race.png"}, 4, (2, 2), timed=True),
     "curvature/lm": Experiment({"directions.png", "summary.json"}, 8, (6, 4)),
     "curvature/newton_cg": Experiment(
         {"race.png"}, 6, (3, 2), timed=True,
@@ -98,7 +98,7 @@ EXPERIMENTS = {
         ),
     ),
     "pinn/allen_cahn": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
-    "pinn/helium": Experiment({"helium.png"}, 6, (5, 4)),
+    "pinn/helium": Experiment({"helium.png"}, 6, (5, 4), timed=True),
     "pinn/plate": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
     "pinn/poisson": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
 }  # fmt: skip
