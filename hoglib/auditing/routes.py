@@ -13,7 +13,7 @@ from hoglib._core.finite_differences import gradient_function
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Scalar = Callable[..., Tensor]  # a scalar function of leaves
-# What a route computes, as it stands in a sentence.
+# What a route computes, as part of a sentence.
 TEXTS = {
     "first": "the gradient", "hessian": "H v", "curvature": "w^T H v",
     "third": "the third derivative",
@@ -40,7 +40,7 @@ class Route(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What it computes, as it stands in a sentence."""
+        """What it computes, as part of a sentence."""
         what = TEXTS[self.quantity]
         return what if self.quantity == "first" else f"{what} by {self.title}"
 

@@ -66,7 +66,7 @@ class CallMode(TorchFunctionMode, ABC):
         """Runs a torch call."""
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
-        """Told of a custom Function before it runs."""
+        """Called with a custom Function before it runs."""
 
 
 class StopGradient(NamedTuple):

@@ -104,7 +104,7 @@ def _ended(code: int | None) -> str:
 
 def _run(to: Connection, work: Work, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent tells of an interrupt
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
     Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the user's code runs some hundred times
     for place, (name, checks) in enumerate(work.make(*work.arguments)):

@@ -92,7 +92,7 @@ ORDERS = {1: "forward", 2: "gradient: made by backward", 3: "second derivative"}
 TITLES = {1: "", 2: " and its gradient", 3: ", its gradient and second derivative"}
 FONT = "Helvetica, Arial, sans-serif"
 LINE_LENGTH = 44  # characters of prose in a node
-MANY_NODES = 100  # from here on graphviz is told not to search long for the best layout
+MANY_NODES = 100  # above this graphviz searches less for the best layout
 
 Boxed = tuple[tuple[str, ...], str]  # the labels of the boxes around a node, and its line of text
 

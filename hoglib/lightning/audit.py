@@ -220,7 +220,7 @@ def second_order_problems(module: pl.LightningModule, batch: Any) -> list[NamedP
             raise
         raise ArgumentValueError(
             f"{what}(batch): expected (loss, params, batch) for the first training batch, got "
-            f"{error_text(error)}. It is called before the first step; mend it there."
+            f"{error_text(error)}. It is called before the first step; correct it."
         ) from error
     return [
         one._replace(name=f"{what}[{one.name}]" if one.name else what)

@@ -240,7 +240,7 @@ def multilabel_margin_loss(
     _check_dtype(target)
     classes = _classes(input)
     x, t = upcast_half(input.reshape(-1, classes)), target.reshape(-1, classes)
-    # what stands behind the first -1 goes to a class that is cut off
+    # what is behind the first -1 goes to a class that is cut off
     listed = (t != -1).cumprod(1) == 1
     counts = x.new_zeros(x.shape[0], classes + 1)
     counts = counts.scatter_add(1, torch.where(listed, t, classes), torch.ones_like(x))[:, :classes]

@@ -28,7 +28,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None)
     Args:
         A: Square matrices, float32, float64 or complex.
         B: Right-hand sides, of the dtype of A.
-        left: Whether A stands on the left. Default: True.
+        left: Whether A is on the left. Default: True.
         out: Where torch writes the result; then it is torch's own. Default: none.
     Returns:
         X, like B.
@@ -66,7 +66,7 @@ def solve_ex(
     Args:
         A: Square matrices, float32, float64 or complex.
         B: Right-hand sides, of the dtype of A.
-        left: Whether A stands on the left. Default: True.
+        left: Whether A is on the left. Default: True.
         check_errors: Whether a singular A raises all the same. Default: False.
         out: Where torch writes the results; then they are torch's own. Default: none.
     Returns:

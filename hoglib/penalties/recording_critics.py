@@ -1,7 +1,7 @@
 """Small critics that record where they are called, made from one seed, and what is read of them.
 
 linear     D(x) = <b, x>                    the same gradient everywhere
-quadratic  D(x) = <b, x> + <a, x^2> / 2     the gradient tells the point
+quadratic  D(x) = <b, x> + <a, x^2> / 2     the point follows from the gradient
 network    D(x) = <w, tanh(V x + u)>
 hinge      D(x) = <a, max(0, x)^2> / 2      no gradient where no element is positive
 """

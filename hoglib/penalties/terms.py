@@ -153,7 +153,7 @@ def check_batch_dependence(point: InputVJP) -> None:
 
 
 def is_batch_dependent(point: InputVJP) -> bool | None:
-    """Whether the last sample's output has a gradient by another's points; None if there is no telling.
+    """Whether the last sample's output has a gradient by another's points; None if that is unknown.
 
     The last, because in a recurrent or causal layer that takes samples for steps the first depends on
     no other.

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hoglib.cli.main import main
+from tests.long_tail import FULL
 
 HEAD = '''
 import torch
@@ -259,6 +260,7 @@ def test_not_run(write, capsys, case):
     assert "Traceback" not in err
 
 
+@FULL  # the process is that of `hoglib verify`, and what audit prints is tested above
 def test_the_command_itself(write):
     path = Path(write(HEAD, GOOD, BAD)).resolve()
     done = subprocess.run(

@@ -120,7 +120,6 @@ REFUSED = {
         ("model.act=sine", "act: expected one of"),
     ],
     "pinn/helium": [
-        ("model.walkers=1", "walkers: .*at least 2"),
         ("model.moves=0", "moves: .*at least 1"),
         ("model.lr=0", "lr: expected a finite number greater than 0"),
     ],
@@ -153,6 +152,7 @@ REFUSED_BY_THE_COMMAND = {
     "meta/reweight_digits": [("model.lrr=1", "no option 'lrr'.*Did you mean 'lr'")],
     "penalty/digits_robust": [("data.val=0", "val: expected images to choose a weight by")],
     "penalty/forces": [("data.atoms=1", "atoms: expected a whole number of at least 2")],
+    "pinn/helium": [("model.walkers=1", "walkers: .*at least 2")],
     "pinn/poisson": [("data.equation=wave", "equation: expected one of")],
 }
 # fmt: on

@@ -30,6 +30,7 @@ from tests.experiments.command import (
     run,
     smoke,
 )
+from tests.long_tail import FULL
 
 SMOKE, fit, folder = smoke("gan/mnist")
 pytestmark = COMMAND_LINE
@@ -92,6 +93,7 @@ def test_the_average_is_that_of_the_generators_steps():
     assert_close(average, torch.full_like(average, expected))
 
 
+@FULL  # the validation of both GANs draws in their base class
 def test_validation_draws_nothing_from_the_randomness_of_the_run():
     for interval in (4, 8):
         fit("--trainer.val_check_interval", interval, "--test_after_fit", "false")

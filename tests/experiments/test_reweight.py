@@ -23,6 +23,7 @@ from tests.experiments.command import (
     run,
     smoke,
 )
+from tests.long_tail import FULL
 
 SMOKE, fit, folder = smoke("meta/reweight_digits")
 pytestmark = COMMAND_LINE
@@ -207,6 +208,7 @@ def test_all_networks_start_alike_and_none_depends_on_the_others():
         assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
+@FULL  # that it is the same, resumed runs show
 def test_the_same_seed_is_the_same_run_and_another_is_not():
     for seed in (0, 0, 1):
         fit("--seed_everything", seed, "--test_after_fit", "false")

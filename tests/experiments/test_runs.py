@@ -8,6 +8,7 @@ import pytest
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,
+    ROOT,
     assert_same_run,
     checkpoint,
     run,
@@ -101,6 +102,12 @@ EXPERIMENTS = {
     "pinn/plate": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
     "pinn/poisson": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
 }  # fmt: skip
+
+
+def test_every_smoke_config_has_its_row():
+    folder = ROOT / "configs/smoke"
+    names = {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")}
+    assert names - {"maml/glyphs_20w5s", "maml/sinusoid_joint"} == EXPERIMENTS.keys()  # as others
 
 
 @DRAWN
