@@ -34,8 +34,8 @@ class Race(Experiment):
     others until it has cost as much. The cost is counted in gradients of the whole batch: a loss counts
     a third, as it is one pass of three; a Gauss-Newton product one (J v takes one pass, J^T w two),
     times the fraction of the images that it uses; Kronecker factors two passes and the multiplications
-    for A and G; a step of Adam adam_batch / batch. Eigenvectors and inverses, whose cost does not depend
-    on the number of images, are in the seconds only.
+    for A and G; a step of Adam adam_batch / batch. Eigenvectors and inverses, whose cost does not
+    depend on the number of images, are in the seconds only.
 
     Args:
         hidden: Widths of the hidden layers, from pixels to pixels.
