@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.logger import LOGGER
 from hoglib._core.swap import keep_swapped
 from hoglib.curvature.example_gradients import (
     check_norms,
@@ -50,7 +51,9 @@ def per_example_gradient_norms(
     are computed from the inputs of a layer and the gradients by its outputs (ghost norms), of each
     layer by the cheaper of the products of positions and the gradients of that layer alone. For any
     other use of a parameter, and losses that are no `hoglib.functional_loss`, gradients are computed
-    as by `hoglib.per_example_gradients`, some examples at a time.
+    as by `hoglib.per_example_gradients`, some examples at a time; ``logging.getLogger("hoglib")`` tells
+    why, at level DEBUG. Of small convolutional networks these are faster than the patches of inputs
+    that ghost norms need.
 
     Args:
         loss: As of `hoglib.per_example_gradients`.
@@ -127,7 +130,8 @@ def _layer_by_layer(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor 
         leaves, own = clone_inference_tensors((space.leaves(), own))
         try:
             run = _checked(loss, space, leaves, own, count)
-        except HoglibError:  # of the layers; what is wrong with the loss comes again
+        except HoglibError as error:  # of the layers; what is wrong with the loss comes again
+            LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
         gradients = run.gradients(_by_outputs(run, loss, own))
         with torch.no_grad():

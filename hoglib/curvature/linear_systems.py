@@ -12,6 +12,7 @@ from hoglib.curvature.vector_space import Space, SymmetricMatrix, check_operator
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
+LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5  # iterations, in which stagnation is looked for
 
 
 class Solution(NamedTuple):
@@ -62,7 +63,8 @@ def cg(
         x0: Where to start, in the form of b; zero by default.
         stagnation_tol: End a column also where q(x) = x^T A x / 2 - b^T x, which each iteration lowers,
             is negative and fell in the last k = max(10, i / 10) of its i iterations by less than
-            k stagnation_tol |q(x)|; for Newton steps, which need no more. 0 for never.
+            k stagnation_tol |q(x)|; for Newton steps, which need no more. With a preconditioner k is
+            max(5, i / 10), as few iterations are needed then. 0 for never.
         return_info: Return how well the system was solved, too.
     Returns:
         x in the form of b; with ``return_info``, ``(x, Solution)``.
@@ -98,7 +100,10 @@ def cg(
             )
         x *= size[:, None] > 0  # where b is 0, so is x
         start = rows - operator.apply(x)
-    stagnation = _Stagnation(validation.number("stagnation_tol", stagnation_tol, minimum=0))
+    stagnation = _Stagnation(
+        validation.number("stagnation_tol", stagnation_tol, minimum=0),
+        LOOK_BACK if preconditioner is None else PRECONDITIONED_LOOK_BACK,
+    )
     residual, iterations = _iterate(
         operator.apply, space, precondition, rows, x, start, target, limit, stagnation
     )
@@ -166,8 +171,8 @@ def _iterate(
 class _Stagnation:
     """Whether x^T A x / 2 - b^T x hardly falls any more, for each row."""
 
-    def __init__(self, tol: float) -> None:
-        self._tol = tol
+    def __init__(self, tol: float, look_back: int) -> None:
+        self._tol, self._look_back = tol, look_back
         self._values: list[Tensor] = []
 
     def reached(self, space: Space, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
@@ -176,7 +181,7 @@ class _Stagnation:
             return b.new_zeros(len(b), dtype=torch.bool)
         self._values.append(-0.5 * space.dots((x, b + r))[0])
         iterations = len(self._values)
-        k = max(10, iterations // 10)
+        k = max(self._look_back, iterations // 10)
         if iterations <= k:
             return b.new_zeros(len(b), dtype=torch.bool)
         now, before = self._values[-1], self._values[-1 - k]

@@ -39,6 +39,7 @@ def hutchpp(
         >>> hog.curvature.hutchpp(A, 6).round()  # a matrix of rank one, 2 x x^T
         tensor(18.)
     """  # fmt: skip
+    check_operator(operator)
     operator.space.refuse_sharded("hutchpp")
     count = validation.at_least("num_samples", num_samples, 3) // 3
     validation.generator(generator)
@@ -86,7 +87,6 @@ def xdiag(
         >>> hog.curvature.xdiag(A, 4).round()  # 2 x x^T
         tensor([2., 2., 2., 2., 2., 2., 2., 2., 2.])
     """
-    check_operator(operator)
     check_operator(operator)
     operator.space.refuse_sharded("xdiag")
     count = validation.at_least("num_samples", num_samples, 4) // 2

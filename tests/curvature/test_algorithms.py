@@ -98,7 +98,7 @@ def test_too_few_iterations_warn():
     assert_close(info.residual, (POSITIVE @ x - b).norm() / b.norm())
 
 
-def ends_by_hand(A, b, tol):
+def ends_by_hand(A, b, tol, look_back):
     """Iterations of conjugate gradients to where x.Ax/2 - b.x hardly falls, and x there."""
     x, r, p, values = torch.zeros_like(b), b.clone(), b.clone(), []
     while True:
@@ -106,24 +106,26 @@ def ends_by_hand(A, b, tol):
         x, new = x + a * p, r - a * A @ p
         p, r = new + (new @ new) / (r @ r) * p, new
         values.append(x @ A @ x / 2 - b @ x)
-        k = max(10, len(values) // 10)
+        k = max(look_back, len(values) // 10)
         if len(values) > k and (values[-1] - values[-1 - k]) / values[-1] < k * tol:
             return len(values), x
 
 
+@pytest.mark.parametrize("preconditioner", [None, torch.ones(200, dtype=F64)], ids=["none", "I"])
 @pytest.mark.parametrize("tol", [2e-2, 1e-2])
-def test_stagnation_ends_it_early(tol):
+def test_stagnation_ends_it_early(tol, preconditioner):
     A = torch.diag(torch.logspace(-3, 0, 200, dtype=F64))
     B = draw(200, 2)
     B[:20, 1] = 0  # an easier one
-    x, info = quadratic(A).solve(B, stagnation_tol=tol, return_info=True)
-    alone = [ends_by_hand(A, b, tol) for b in B.T]
+    options = {"stagnation_tol": tol, "preconditioner": preconditioner}
+    x, info = quadratic(A).solve(B, **options, return_info=True)
+    alone = [ends_by_hand(A, b, tol, 10 if preconditioner is None else 5) for b in B.T]
     assert info.iterations == max(count for count, _ in alone) < 100
     assert not info.converged.any()
     assert alone[0][0] != alone[1][0]
     assert_close(x, torch.stack([x for _, x in alone], 1), rtol=1e-6, atol=1e-8)
     assert_close(info.residual, (B - A @ x).norm(dim=0) / B.norm(dim=0))
-    quadratic(A).solve(B, stagnation_tol=tol)  # without a warning: it is what was asked for
+    quadratic(A).solve(B, **options)  # without a warning: it is what was asked for
 
 
 def test_negative_curvature_is_refused():

@@ -1,5 +1,8 @@
 """Gradients of single examples, and influence functions against training anew."""
 
+import logging
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,13 +87,17 @@ def test_shared_weights_take_no_gradients(length, monkeypatch):
     assert all(p.grad is None for p in params.values())
 
 
-def test_norms_of_other_losses(monkeypatch):
+def test_norms_of_other_losses(monkeypatch, caplog):
     """A loss without outputs, a weighted criterion, and parameters that no layer uses alone."""
     x = draw(6, 3)
     loss = lambda p, x: (x @ p["w"]).sin().mean()  # noqa: E731
     ghosts(loss, {"w": draw(3, 2)}, x)
     model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
-    ghosts(hog.functional_loss(model, F.mse_loss), hog.trainable_params(model), (x, draw(6, 2)))
+    logging.getLogger("hoglib").addHandler(caplog.handler)
+    with caplog.at_level("DEBUG", logger="hoglib"):
+        ghosts(hog.functional_loss(model, F.mse_loss), hog.trainable_params(model), (x, draw(6, 2)))
+    logging.getLogger("hoglib").removeHandler(caplog.handler)
+    assert re.search(r"gradients of single examples, because of .*weight.original", caplog.text)
     with pytest.raises(hog.errors.ArgumentValueError, match="mixes the examples"):
         hog.curvature.per_example_gradient_norms(*problem("CNN with BatchNorm in train"))
     through_layers(monkeypatch)

@@ -616,3 +616,16 @@ def test_the_inverses_of_curvlinops():
     for method in kfac_of_curvlinops.INVERSES:
         inverse = K.inverse(kfac_of_curvlinops.DAMPING, method=method)
         assert_close(inverse.to_dense(), stored(f"inverse, {method}"), atol=1e-7, rtol=1e-7)
+
+
+def test_large_factors_are_whole():
+    """Of which the half above the diagonal is computed."""
+    x, y = draw(20, 300), draw(20, 257)
+    model = nn.Linear(300, 257, bias=False).double()
+    loss = hog.functional_loss(model, lambda z, y: (z - y).square().sum(1).mean())
+    (block,) = hog.KFACOperator(
+        loss, hog.trainable_params(model), (x, y), kind="empirical"
+    ).blocks()
+    g = 2 * (model(x) - y).detach()
+    assert_close(block.A[0], x.T @ x / 20)
+    assert_close(block.G[0], g.T @ g / 20)
