@@ -350,7 +350,7 @@ ERRORS = {
     "negative rate": (lambda: maml("plain", inner_lr=-0.1), ValueError, "inner_lr.*got -0.1"),
     "rate is NaN": (lambda: maml("plain", inner_lr=float("nan")), ValueError, "inner_lr.*finite"),
     "rate is a word": (lambda: maml("plain", inner_lr="big"), TypeError, "inner_lr.*str 'big'"),
-    "unknown memory": (lambda: maml("plain", memory="disk"), ValueError, "memory: expected one of store"),
+    "unknown memory": (lambda: maml("plain", memory="files"), ValueError, "memory: expected one of store"),
     "unknown order of tasks": (lambda: maml("plain", over_tasks="map"), ValueError, "vmap, loop"),
     "frozen model": (
         lambda: hog.MAML(nn.Linear(2, 2).requires_grad_(False), F.mse_loss), ValueError, "all 2 are frozen",
