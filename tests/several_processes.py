@@ -23,6 +23,18 @@ def found_by_each(function, folder, count=2):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
+def raised_by(calls):
+    """The class and the message of what each of some named calls raises."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "", "nothing was raised"
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+    return found
+
+
 def _run(rank, function, folder, count):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from hoglib._core import sharding
 from hoglib.errors import HoglibError, UnsupportedError
 from hoglib.penalties import sharded_critics
 from tests.long_tail import FULL
-from tests.several_processes import found_by_each
+from tests.several_processes import found_by_each, raised_by
 
 
 class Residual(nn.Module):
@@ -327,14 +327,7 @@ def refused(rank, world):
         "other vectors": lambda: hog.hvp(mean, own, seeds, batch),
         "other blocks": lambda: hog.hvp(loss, params, vectors(params, (2 + rank,)), batch),
     }
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-            found[name] = "", "nothing was raised"
-        except (HoglibError, ValueError, RuntimeError) as error:
-            found[name] = type(error).__name__, str(error)
-    return found
+    return raised_by(calls)
 
 
 FAILING = ("hvp", "hvp, forward", "hvp, differences", "ggn_vp", "ggn_vp, reverse", "fisher_vp")

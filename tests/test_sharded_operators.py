@@ -19,7 +19,7 @@ from experiments.benchmarks.memory import peak_allocated
 from hoglib._core import pytree, sharding
 from hoglib.errors import HoglibError
 from tests.long_tail import FULL
-from tests.several_processes import found_by_each
+from tests.several_processes import found_by_each, raised_by
 from tests.test_docs import DOCS, blocks
 from tests.test_sharded_models import (
     data,
@@ -370,14 +370,7 @@ def refused(rank, world):
         "seed": lambda: H.trace(2, generator=seed),
         "iterating": lambda: make(Broken(batches, rank)) @ v,
     }
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-            found[name] = "", "nothing was raised"
-        except (HoglibError, OSError) as error:
-            found[name] = type(error).__name__, str(error)
-    return found
+    return raised_by(calls)
 
 
 class Broken:

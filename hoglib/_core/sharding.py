@@ -356,7 +356,8 @@ def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
     """The sum, or another reduction, over the processes of a mesh, in place."""
     everyone = mesh.size() == dist.get_world_size()  # one message, however many dimensions
     for group in [None] if everyone else mesh.get_all_groups():
-        with translate_distributed_errors("all_reduce"):  # of a torch with distributed: ReduceOp
+        with translate_distributed_errors("all_reduce"):
+            # by name: a torch without distributed has no ReduceOp
             dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
     return value
 

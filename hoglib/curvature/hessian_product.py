@@ -84,6 +84,10 @@ def reverse_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
 
 def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> LinearMap:
     """H v = d grad f(p + e v) / d e in forward mode; nothing is kept between products."""
+    at = leaves if options.create_graph else [leaf.detach() for leaf in leaves]
+    inside = torch_internals.transforms_active()
+    # Where the product has no graph, its gradient is not kept beside it.
+    alone = not (options.create_graph or inside or torch_internals.tracing())
 
     def checked(*own: Tensor) -> Tensor:
         if alone:
@@ -98,11 +102,6 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
         one = torch.ones_like(value)
         return value, pull(one, retain_graph=with_graph, create_graph=with_graph)
 
-    at = leaves if options.create_graph else [leaf.detach() for leaf in leaves]
-    inside = torch_internals.transforms_active()
-    # Where the product has no graph, its gradient is not kept beside it.
-    alone = not (options.create_graph or inside or torch_internals.tracing())
-
     def in_forward_mode(with_graph: bool, vector: Vector) -> tuple[Tensor, Vector]:
         function = partial(value_and_gradient, with_graph)
         found: Any = torch.func.jvp(function, tuple(at), tuple(vector), has_aux=alone)
@@ -112,19 +111,22 @@ def forward_over_reverse(loss: Any, leaves: Vector, options: ProductOptions) -> 
             (value, _), (_, product) = found
         return value, list(product)
 
+    with_graph = partial(in_forward_mode, True)
+
+    def without_graph_first(vector: Vector) -> tuple[Tensor, Vector]:
+        # The graph of the gradient is not needed, but torch has forward mode of some operations, such
+        # as the backward of silu, only where there is one.
+        before = RandomState()
+        try:
+            return in_forward_mode(False, vector)
+        except NotImplementedError:
+            before.restore()
+            return with_graph(vector)
+
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         try:
             with torch_forward_mode.one_thread_in_forward_mode(options.caller):
-                # The graph of the gradient is not needed, but torch has forward mode of some
-                # operations, such as the backward of silu, only where there is one.
-                before = RandomState()
-                try:
-                    value, product = in_forward_mode(not alone, vector)
-                except NotImplementedError:
-                    if not alone:
-                        raise
-                    before.restore()
-                    value, product = in_forward_mode(True, vector)
+                value, product = (without_graph_first if alone else with_graph)(vector)
         except (RuntimeError, NotImplementedError) as error:
             raise no_forward_mode(options.caller, FORWARD, error) from error
         if not (options.create_graph or inside):  # a graph is then of tensors from elsewhere

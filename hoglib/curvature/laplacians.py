@@ -144,7 +144,7 @@ def laplacian(
         *found, route = compiled_call("laplacian", backend, func, run, key, *inputs)
     else:
         *found, route = run(*inputs)
-    return *found, *[route] * return_route
+    return (*found, route) if return_route else tuple(found)
 
 
 def _laplacian(
@@ -179,7 +179,7 @@ def _laplacian(
         if with_gradient and gradient is None:
             gradient = gradients(values, x, options.keep)
         LOGGER.debug("laplacian: %s", route)
-        return value, total, *[gradient] * with_gradient, route
+        return (value, total, gradient, route) if with_gradient else (value, total, route)
 
 
 def _nested(options: Options, values: Function, x: Tensor, probes: Any) -> tuple[Tensor, Tensor]:
@@ -336,7 +336,7 @@ def bilaplacian(
         f, B, route = compiled_call("bilaplacian", backend, func, run, options, x, args, v)
     else:
         f, B, route = run(x, args, v)
-    return f, B, *[route] * return_route
+    return (f, B, route) if return_route else (f, B)
 
 
 def _bilaplacian(

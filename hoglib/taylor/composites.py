@@ -25,8 +25,8 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
 
 
 def _below_largest(x: Tensor, dim: int) -> Tensor:
-    """x less its largest element. A softmax does not see it; its derivatives are subtracted, too, so
-    that nothing large cancels where one element has all the weight."""
+    """x minus its largest element, which leaves a softmax as it is. The derivatives of that element are
+    subtracted too: so no large numbers cancel where one element has all the weight."""
     return x - _finite(x.max(dim, keepdim=True).values)
 
 

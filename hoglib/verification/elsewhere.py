@@ -26,6 +26,7 @@ WHERE = (
     "At values of other signs and sizes than the inputs, where the first derivative is right, {wrong}. "
     "{causes}"
 )
+NOT_THERE = "it, or its first derivative, is not known at values of other signs and sizes."
 
 
 def other_points(subject: Subject) -> Iterator[list[Tensor]]:
@@ -71,6 +72,3 @@ def rows(subject: Subject, options: Options) -> Iterator[Row]:
                 yield Row(NAME, "fail", failed[0].error, text)
                 return
     yield Row(NAME, "pass") if judged else Row(NAME, "skip", None, NOT_THERE)
-
-
-NOT_THERE = "it, or its first derivative, is not known at values of other signs and sizes."

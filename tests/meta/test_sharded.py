@@ -10,9 +10,8 @@ from torch import nn
 
 import hoglib as hog
 from hoglib._core import sharding
-from hoglib.errors import HoglibError
 from tests.long_tail import FULL
-from tests.several_processes import found_by_each
+from tests.several_processes import found_by_each, raised_by
 from tests.test_sharded_models import LAYOUTS, counted, fsdp, grid, model, part, plain_name, shard
 from tests.test_sharded_operators import plan
 
@@ -168,14 +167,7 @@ def refused(rank, world):
     }  # fmt: skip
     if world == 4:
         calls["two dimensions"] = lambda: hog.meta.shard(mine, mesh=grid("tasks", "parameters"))
-    found = {}
-    for name, call in calls.items():
-        try:
-            call()
-            found[name] = "", "nothing was raised"
-        except HoglibError as raised:
-            found[name] = type(raised).__name__, str(raised)
-    return found
+    return raised_by(calls)
 
 
 WHOLE = "expected parameters that each process holds whole"
