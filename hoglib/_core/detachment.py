@@ -47,7 +47,8 @@ class DetachedGradient:
 
     how: str  # such as ".detach()"
     # "alias": the values without the graph; "escape": no tensor any more; "off": gradients disabled;
-    # "inner": autograd.grad without create_graph; "write": in place, unseen by autograd;
+    # "inner": autograd.grad without create_graph; "backward": .backward(), which accumulates;
+    # "write": in place, unseen by autograd;
     # "kernel": an operation without a derivative
     kind: str
     place: SourceLine | None
@@ -117,6 +118,10 @@ class DetachmentWatch(TorchFunctionMode):
             and (INNER, source_location.torch_call_line()) in self._repair
         ):
             return func(*args, **(kwargs | {"create_graph": True}))
+        if name == "backward" and func is not Tensor.backward:  # which calls the other one
+            if has_graph and not kwargs.get("create_graph"):
+                self._note("torch.autograd.backward", "backward")
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if name in ALIASES and not has_graph and isinstance(result, Tensor):
             self._aliases.append(result)
@@ -139,6 +144,10 @@ class DetachmentWatch(TorchFunctionMode):
             return result
         if name in ALIASES:
             found = self._note(ALIASES[name], "alias")
+        elif name == "grad" and func is not torch.autograd.grad:
+            if any(one.kind == "backward" for one in self._seen.values()):
+                return result
+            found = self._note(".grad", "backward")
         elif name == "grad" and func is torch.autograd.grad:
             found = self._note(INNER, "inner")
         elif not torch.is_grad_enabled():

@@ -39,6 +39,10 @@ class Slope(NamedTuple):
         """The largest known value of output i."""
         return max_abs(torch.where(self.errors[i].isfinite(), self.values[i], 0))
 
+    def scale(self, i: int) -> float:
+        """The size of the values of the map, of output i."""
+        return self.floors[i] / (4 * self.grains[i] ** 0.5)
+
     def known(self, i: int) -> Tensor:
         """The elements of output i whose error is small enough to conclude from."""
         return self.errors[i] <= CONCLUSIVE * self.size(i) + self.floors[i]
@@ -146,23 +150,27 @@ def _best_of_output(
     if bool(kinked.any()):
         # at a kink some elements may have equal slopes to either side by chance
         error = error + max_abs(torch.where(kinked, error, 0.0))
-    return best, error, 4 * eps**0.5 * size, eps, kinked
+    grain = float(eps.max()) if eps.numel() else torch.finfo(y.dtype).eps
+    return best, error, 4 * grain**0.5 * size, grain, kinked
 
 
-def _grain(values: Sequence[Tensor]) -> float:
-    """The relative spacing of some values: that of float32 where all of them are numbers of float32.
+def _grain(values: Sequence[Tensor]) -> Tensor:
+    """The relative spacing of the values of each element: that of float32 where all of them are numbers
+    of float32.
 
     A map may round to float32 inside. Its values move in steps then, and the slopes at steps h shorter
     than these are zero, all of them: they agree, and are wrong. Numbers of few digits say nothing:
     zeros, small integers, and what cancellation leaves.
     """
     dtype = values[0].dtype
-    rounded = (
-        dtype == torch.float64
-        and all(torch.equal(y, y.float().double()) for y in values)
-        and not all(torch.equal(y, y.bfloat16().double()) for y in values)
-    )
-    return torch.finfo(torch.float32 if rounded else dtype).eps
+    eps = torch.full_like(values[0], torch.finfo(dtype).eps)
+    if dtype != torch.float64:
+        return eps
+    rounded, short = torch.ones_like(eps, dtype=torch.bool), torch.ones_like(eps, dtype=torch.bool)
+    for y in values:
+        rounded &= y == y.float().double()
+        short &= y == y.bfloat16().double()
+    return torch.where(rounded & ~short, torch.finfo(torch.float32).eps, eps)
 
 
 def directions(x: Tensor, draws: int, random: torch.Generator, *, full: bool) -> list[Tensor]:

@@ -26,7 +26,7 @@ _DEFINES_FUNCTIONS = tuple(
         "_core/recomputation.py", "_core/torch_errors.py",
     )
 )  # fmt: skip
-_MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor")
+_MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "handled")
 _ENTRY = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 _MAX_QUOTED = 100  # characters of a line
 

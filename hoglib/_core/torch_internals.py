@@ -183,33 +183,39 @@ _WATCHES: list[Callable[..., Any]] = []
 
 # `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
 _CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
+_BACKWARD = torch.autograd.backward
 _CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
 
 
 @contextmanager
 def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
-    """Calls handle(make, types, args, kwargs) instead of `Variable(...)` and `nn.Parameter(...)`, which
-    no mode of torch sees. `make` is what they do without it, under their names."""
+    """Calls handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
+    `torch.autograd.backward(...)`, which no mode of torch sees. `make` is what they do without it,
+    under their names."""
+
+    def handled(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        here = threading.get_ident()
+        watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
+        return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
 
     def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Any:
             return type.__call__(cls, *args, **kwargs)
 
         make.__name__ = cls.__name__
-        watches = [
-            watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == threading.get_ident()
-        ]
-        return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
+        return handled(make, *args, **kwargs)
 
     entry = (threading.get_ident(), handle)
     _CONSTRUCTOR_WATCHES.append(entry)
     for kind in _CONSTRUCTORS:
         setattr(kind, "__call__", _constructor)  # noqa: B010
+    torch.autograd.backward = partial(handled, _BACKWARD)
     try:
         yield
     finally:
         _CONSTRUCTOR_WATCHES.remove(entry)
         if not _CONSTRUCTOR_WATCHES:
+            torch.autograd.backward = _BACKWARD
             for kind in _CONSTRUCTORS:
                 delattr(kind, "__call__")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -30,13 +31,28 @@ from hoglib.verification.circumstances import Baseline
 from hoglib.verification.comparison import Discrepancy
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.entry_points import no_examination
+from hoglib.verification.examination import applied, examine
 from hoglib.verification.held_modules import lifted
 from hoglib.verification.options import Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.report import ORDINALS, Report, Row
 from hoglib.verification.rounding import exact_products
+from hoglib.verification.structures import choices, structures
 from hoglib.verification.subject import Subject, as_function
 
 FIRST = "first derivative: reverse"
+OTHER_DIRECTIONS = "first derivative: other directions"
+ALONE = "second derivative: of"
+HIDDEN = (
+    "Here the share that is lost is less than the noise of differences in {dtype}, which is why the "
+    "second derivative of the whole passes."
+)
+LEAVING = (
+    "it is right along directions that keep {kept}, as it is here, and differs along others. There the "
+    "{which} is wrong: {wrong}. That does no harm where the argument is always computed so that it has "
+    "this structure, such as `A @ A.mT`, `tril(A)` or `softmax(x)`: no gradient flows back from the "
+    "other directions. It is wrong for other arguments, and for a parameter that has the structure at "
+    "first only. The rows of derivatives are those along the directions that keep it."
+)
 PHASES = Row(
     "first derivative: phases", "skip", None,
     "the columns, or rows, of what it returns are determined up to a sign or a phase, as eigenvectors "
@@ -205,30 +221,36 @@ def _rows(
     elif 1 in options.orders:
         known = list(_guarded(FIRST, "warn", derivatives.first_order()))
         status = next((row.status for row in known if row.name == FIRST), "fail")
-        in_gauge = _gauged(subject, points, options, status) if status != "pass" else None
-        if in_gauge is not None:
-            derivatives, known = in_gauge
+        if status != "pass":
+            found = _structured(subject, points, options, derivatives) if status == "fail" else None
+            found = found or _gauged(subject, points, options, status)
+            derivatives, known = found or (derivatives, known)
         yield from known
     for order in (2, 3, 4):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
             judged = list(_guarded(name, "warn", derivatives.higher_order(order)))
             status = next((row.status for row in judged if row.name == name), "pass")
-            may_be_gauge = order == 2 and 1 in options.orders and not options.surrogate
-            if may_be_gauge and status in ("warn", "fail") and subject.call.gauge is None:
+            again = order == 2 and 1 in options.orders and not options.surrogate
+            if again and status in ("warn", "fail") and subject.call.gauge is None:
+                found = None
+                if status == "fail" and not subject.kept:
+                    found = _structured(subject, points, options, derivatives)
                 # signs that change from point to point may agree in the first derivative by chance
-                in_gauge = _gauged(subject, points, options, "warn", second=status)
-                if in_gauge is not None:
-                    derivatives, first_rows = in_gauge
+                found = found or _gauged(subject, points, options, "warn", second=status)
+                if found is not None:
+                    derivatives, first_rows = found
                     judged = [first_rows[-1], *derivatives.higher_order(order)]
             yield from judged
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate and as_function(subject.fn) is not None:
                 yield from _guarded(elsewhere.NAME, "skip", elsewhere.rows(subject, options))
-    found = derivatives.found
-    rows = fix_hints.attribution_rows(subject, points[-1], found)
+            elif right and not options.surrogate and subject.dtype != torch.float64:
+                yield from _guarded(ALONE, "skip", _alone(subject))
+    differences = derivatives.found
+    rows = fix_hints.attribution_rows(subject, points[-1], differences)
     yield from _guarded("attribution", "skip", rows)
-    first = found.get(FIRST)
+    first = differences.get(FIRST)
     if first is not None and first.wrong:
         rows = fix_hints.forward_rows(subject, points[-1])
         yield from _guarded("attribution", "skip", rows)
@@ -237,7 +259,9 @@ def _rows(
     if reference is not None:
         rows = comparison.reference_rows(subject, reference, points, surrogate=options.surrogate)
         yield from _guarded(comparison.VALUE, "warn", rows)
-    contract_rows = list(_guarded("contract", "skip", _contract_rows(subject, options, found)))
+    contract_rows = list(
+        _guarded("contract", "skip", _contract_rows(subject, options, differences))
+    )
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     for row in _circumstance_rows(subject, points[-1], options):
@@ -245,6 +269,40 @@ def _rows(
             text = "not judged: it changes tensors in place, which makes this check meaningless."
             row = row._replace(status="skip", text=text)
         yield row
+
+
+def _structured(
+    subject: Subject, points: list[list[Tensor]], options: Options, without: Derivatives
+) -> tuple[Derivatives, list[Row]] | None:
+    """The first derivatives along directions that keep a structure of the arguments, if they are right
+    then; where the first ones of all directions are, the second ones have to be right, too.
+
+    without: the derivatives along all directions.
+    """
+    name, off = next((n, one) for n, one in without.found.items() if one.wrong)
+    if off.raised is not None:
+        return None
+    found = None
+    for chosen in choices(structures(subject.call)):
+        with subject.keeping(chosen):
+            derivatives = Derivatives(subject, points, options)
+            with suppress(Exception):  # the original rows stand
+                rows = list(derivatives.first_order())
+                if next(row for row in rows if row.name == FIRST).status == "pass":
+                    right = derivatives.are_right()
+                    if right or (name == FIRST and found is None):
+                        found = chosen, rows
+                    if right:
+                        break
+    if found is None:
+        return None
+    subject.kept, rows = found
+    with subject.keeping(subject.kept):
+        derivatives = Derivatives(subject, points, options)
+    derivatives.found[FIRST] = Discrepancy()
+    what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in subject.kept.items())
+    text = LEAVING.format(which=name.split(":")[0], kept=what, wrong=off.wrong)
+    return derivatives, [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
 
 
 def _gauged(
@@ -274,6 +332,17 @@ def _gauged(
     return None
 
 
+def _alone(subject: Subject) -> Iterator[Row]:
+    """Each custom Function by itself, where the noise of a narrow dtype may hide its share of the
+    second derivative."""
+    for app in subject.applications:
+        by = tuple(i in app.by for i in range(len(app.args)))
+        verdict = examine(applied(app.function, app.args, by, ""))
+        if verdict.status == "wrong":
+            text = f"{verdict.text} {HIDDEN.format(dtype=subject.dtype)}"
+            yield Row(f"{ALONE} {app.function.__name__}", "warn", None, text)
+
+
 def _notes(subject: Subject) -> Iterator[Row]:
     """How the inputs were treated, where that is not obvious."""
     if subject.refused:
@@ -282,10 +351,10 @@ def _notes(subject: Subject) -> Iterator[Row]:
             "dtype: float64", "warn" if subject.computes_narrow else "skip", None,
             f"{how} ({subject.refused}); checked in {subject.dtype} with wider tolerances.",
         )  # fmt: skip
-    if subject.call.projections:
-        names = ", ".join(subject.call.names[j] for j in sorted(subject.call.projections))
+    if subject.symmetric:
+        names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
         yield Row(
-            "first derivative: asymmetric directions", "skip", None,
+            OTHER_DIRECTIONS, "skip", None,
             f"{names} is symmetric, and the function reads one triangle only, or refuses a matrix that "
             "is not symmetric. Derivatives are taken along symmetric matrices, where all conventions "
             "for the gradient agree.",

@@ -222,7 +222,9 @@ class Call:
     point: the values of the variables. names: what messages call them. num_inputs: how many of them
     come from the inputs. positions: their positions among the leaves of the inputs and the module's
     state. reseed: whether each call draws the same random numbers. clone: whether fn gets copies,
-    because it changes its inputs and declares that. projections: of the variables whose structure is
+    because it changes its inputs and declares that. needs_graph: whether the variables have to require
+    grad, because fn differentiates by them itself, as a forward does that returns a log-determinant or
+    a score. projections: of the variables whose structure is
     kept (a symmetric matrix stays symmetric), each applied before fn gets the variable. layouts: of the
     variables that fn gets in other memory layouts than contiguous ones. gauge: fixes the signs or
     phases of the outputs that a map is to, if these are arbitrary.
@@ -230,6 +232,7 @@ class Call:
 
     reseed = False
     clone = False
+    needs_graph = False
     projections: Mapping[int, Arrange] = MappingProxyType({})
     layouts: Mapping[int, Layout] = MappingProxyType({})
     gauge: Gauge | None = None
@@ -269,6 +272,7 @@ class Call:
     def with_settings_of(self, other: "Call") -> "Call":
         self.reseed, self.clone, self.projections = other.reseed, other.clone, other.projections
         self.layouts, self.gauge = other.layouts, other.gauge
+        self.needs_graph = other.needs_graph
         return self
 
     def keep_layouts(self, inputs: Sequence[Any]) -> None:
@@ -296,7 +300,10 @@ class Call:
             elif j in self.layouts:
                 value = laid_out(value, self.layouts[j])
             if not (value.requires_grad or transforms_active()):
-                value = value.view_as(value)  # fn may take a gradient itself
+                # fn may take a gradient itself
+                value = (
+                    value.detach().requires_grad_() if self.needs_graph else value.view_as(value)
+                )
             values[slot] = value.clone() if self.clone else value
         return self._run(values)
 

@@ -23,6 +23,9 @@ FIXES = {
     "is asked for.",
     "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors "
     "themselves, not detached copies of them.",
+    "backward": "It accumulates into .grad, which has no graph. Return the results of "
+    "torch.autograd.grad(..., create_graph=torch.is_grad_enabled()), by the tensors themselves, not "
+    "detached copies of them.",
     "write": "What is written there has no graph. Return a new tensor, computed by torch operations.",
     "kernel": "Write it in differentiable torch operations, or wrap it in a Function of its own, whose "
     "backward is its derivative.",

@@ -34,6 +34,7 @@ DRAWS = 2  # covectors of an output
 COARSE = 1e-3  # a tolerance, that of a dtype narrower than float64
 GRAIN = 1e-10  # values that are coarser than this are those of a dtype narrower than float64
 MANY = 256  # elements that are differentiated one by one
+FEW = 30  # roundings
 TRUST = 5.0  # the error of a difference may be this many times its estimate
 
 
@@ -131,11 +132,14 @@ def in_forward(
                 found.problem = found.problem or one.problem
                 continue
             concluded.add(one.column)
+            errors = one.errors[i]
+            if bounds.measured:  # of many elements some have equal slopes at two steps by chance
+                errors = torch.where(known, errors, 0.0).max().expand_as(errors)
             allowed = (
                 bounds.rtol * one.values[i].abs()
                 + bounds.atol * min(1.0, one.size(i))
-                + TRUST * one.errors[i]
-                + one.floors[i]
+                + TRUST * errors
+                + _floor(one, i, bounds)
                 + bounds.natural * _natural(one, i)
             )
             if not value.numel():
@@ -188,12 +192,13 @@ def in_reverse(
                 concluded.add(one.column)
                 rows.add(i)
                 continue
+            floor = _floor(one, i, bounds)
             reach, noise = _random_sum(w), TRUST * _random_sum(errors)
             rounding = allowed = noise + bounds.natural * _natural(one, i) * reach
             if bool(grad.any()):  # an exact zero was not rounded
-                coarse = bounds.atol > COARSE
+                coarse = bounds.atol > COARSE or bounds.measured
                 varying = float((w * (one.values[i] != 0)).norm()) if coarse else reach
-                rounding += bounds.atol * min(1.0, one.size(i)) * varying + one.floors[i] * reach
+                rounding += bounds.atol * min(1.0, one.size(i)) * varying + floor * reach
                 allowed = rounding + bounds.rtol * scale
             off = abs(got - expected)
             if _is_drowned(one, i, abs(got), scale, off, noise, reach, rounding):
@@ -210,9 +215,14 @@ def in_reverse(
     return found
 
 
+def _floor(one: Slope, i: int, bounds: Bounds) -> float:
+    """The error that is rounding, whatever the value."""
+    return FEW * one.grains[i] * one.scale(i) if bounds.measured else one.floors[i]
+
+
 def _natural(one: Slope, i: int) -> float:
     """The size of the values, that is of a derivative by a direction of length one."""
-    return one.floors[i] / (4 * one.grains[i] ** 0.5)
+    return one.scale(i)
 
 
 DROWNED = "their noise exceeds the derivative"

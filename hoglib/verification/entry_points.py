@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import torch_internals
+from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import Gradient
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import warn
@@ -27,9 +27,10 @@ from hoglib._core.torch_internals import watching_functions
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import NoSecondDerivative, VerificationError
 from hoglib.stand_ins.mode import on_wrong
+from hoglib.verification import side_effects
 from hoglib.verification.examination import Applied, Verdict, applied, examine
 from hoglib.verification.layouts import layout_of
-from hoglib.verification.subject import is_users
+from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
 Met = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
@@ -43,8 +44,14 @@ INSTEAD = {
     "torchdiffeq._impl.adjoint": "Use `torchdiffeq.odeint` instead of odeint_adjoint: torch "
     "differentiates its steps to any order.",
 }
+CHANGES = (
+    "{name} changes an argument that is used elsewhere, too, without a word to autograd: the "
+    "derivative by it is wrong. {changes}"
+)
 # The entry points, and what they told.
 _TOLD: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
+# Those that were seen to change an argument in place, undeclared: each application is watched.
+_CHANGING: WeakSet[type[Function]] = WeakSet()
 # Ambient, because entry points call one another, also from within the user's function.
 _THREAD = threading.local()
 
@@ -84,6 +91,11 @@ def examined_functions(
                 _VERDICTS[function][kinds] = verdict
             if verdict.is_told and verdict.order <= (1 if first_order else order):
                 _tell(caller, function, verdict, action, met.nothing_left)
+            elif met.used_after_change.intersection([(function, kinds)]):
+                text = CHANGES.format(
+                    name=function.__qualname__, changes=met.changes(function, kinds)
+                )
+                _tell(caller, function, Verdict("wrong", text), action, nothing_left=False)
     finally:
         _THREAD.examining, _THREAD.met = False, None
 
@@ -127,13 +139,16 @@ class MetFunctions:
     """The Functions that are applied within one entry point, but for those that are known to be right.
 
     applied: those without a verdict, by Function and kinds of arguments. differentiated: those whose
-    backward ran, or may have run: once, or twice, if it ran with a graph.
+    backward ran, or may have run: once, or twice, if it ran with a graph. used_after_change: those that
+    changed an argument in place, undeclared, of which the gradient is not theirs alone.
     """
 
     def __init__(self) -> None:
         self.applied: dict[Met, Applied] = {}
         self.differentiated: dict[Met, int] = {}
         self.nothing_left = False
+        self.used_after_change: set[Met] = set()
+        self._changing: dict[Met, Application] = {}
         self._traced: set[type[Function]] = set()
 
     @property
@@ -153,21 +168,83 @@ class MetFunctions:
             return None
         if not _is_ours(torch_internals.running_function()):
             return None  # a part of another one's backward, which is examined as a whole
+        given = args
         function, args, by = torch_internals.outside_transforms(function, args)
         if _is_ours(function) or not is_users(function):
             return None
         if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
             return None  # its derivative has no elements
         mode = _forward_mode()
-        met = function, (mode, *map(_kind, args, by))
-        verdict = _VERDICTS.setdefault(function, {}).get(met[1])
-        if (verdict is not None and not verdict.is_told) or self.differentiated.get(met) == 2:
+        verdicts, kinds = _VERDICTS.setdefault(function, {}), (mode, *map(_kind, args, by))
+        verdict = verdicts.get(kinds)
+        if verdict is not None and verdict.within and not _are_within(verdict, given, args):
+            kinds = ("elsewhere", *kinds)
+            verdict = verdicts.get(kinds)
+        met = function, kinds
+        is_right = verdict is not None and not verdict.is_told
+        if (is_right and function not in _CHANGING) or self.differentiated.get(met) == 2:
             return None
         if (verdict is None or verdict.left) and met not in self.applied:
-            self.applied[met] = applied(function, args, by, mode)
-        return partial(self._note_backward, met)
+            graphed = None if _runs_again() else given
+            self.applied[met] = applied(function, args, by, mode, graphed)
+        versions = [
+            (i, x, x._version) for i, x in enumerate(given)
+            if by[i] and torch_internals.unwrap(x) is x and not x.is_inference()
+        ]  # fmt: skip
+        return partial(self._note, met, given, versions)
 
-    def _note_backward(self, met: Met, result: Any) -> None:
+    def changes(self, function: type[Function], kinds: Any) -> str:
+        """What a Function changes in place, and in which line."""
+        rows = side_effects.in_place(self._changing[function, kinds])
+        return next((row.text for row in rows if row.status == "fail"), "")
+
+    def _note(
+        self, met: Met, given: tuple[Any, ...], versions: list[tuple[int, Tensor, int]], result: Any
+    ) -> None:
+        results = result if isinstance(result, tuple) else (result,)
+        changed = [
+            (i, x) for i, x, version in versions
+            if x._version != version and not any(x is y for y in results)
+        ]  # fmt: skip
+        self._note_backward(met, results)
+        node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn), None)
+        app = application(met[0], given) if changed else None
+        if app is not None and node is not None:
+            _CHANGING.add(met[0])
+            self._changing[met] = app
+            for i, x in changed:
+                position = sum(isinstance(y, Tensor) for y in given[:i])
+                self._watch_changed(met, node, position, x)
+
+    def _watch_changed(self, met: Met, node: Any, position: int, x: Tensor) -> None:
+        """Notes a tensor that the Function of a node changed, if others read it: gradients other than
+        those of that node reach what it was computed by. That is the user's leaf, at worst."""
+        base = x._base if x._is_view() else x
+        parent: Any = x.grad_fn
+        links = [(node, position, parent, x.output_nr)]
+        while parent is not None and base is not None and parent is not base.grad_fn:
+            links.append((parent, 0, *parent.next_functions[0]))
+            parent = parent.next_functions[0][0]
+        if base is None or base.grad_fn is None:
+            self.used_after_change.add(met)
+            return
+        for giver, which, taker, output in links:
+            given: list[Tensor | None] = []
+            giver.register_hook(
+                lambda grads, _, which=which, given=given: given.append(grads[which])
+            )
+            taker.register_prehook(partial(self._compare_gradients, met, given, output))
+
+    def _compare_gradients(
+        self, met: Met, given: list[Tensor | None], output: int, grads: tuple[Tensor | None, ...]
+    ) -> None:
+        """In the first backward pass: in a second one the saved tensors have gradients, too."""
+        if len(given) == 1 and given[0] is not None:
+            total = grads[output]
+            if total is None or not torch.equal(total.detach(), given[0].detach()):
+                self.used_after_change.add(met)
+
+    def _note_backward(self, met: Met, results: tuple[Any, ...]) -> None:
         """Notes it as differentiated when its backward runs; in a transform, of which that is not
         known, at once."""
         runs_again = inside_recomputation()  # in a later backward, with a graph
@@ -176,7 +253,7 @@ class MetFunctions:
             twice = runs_again or torch.is_grad_enabled()
             self.differentiated[met] = max(1 + twice, self.differentiated.get(met, 1))
 
-        for y in result if isinstance(result, tuple) else (result,):
+        for y in results:
             if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:
                 self.differentiated[met] = 2
             elif isinstance(y, Tensor) and y.grad_fn is not None:
@@ -190,6 +267,21 @@ def _examined(given: Applied, before: Verdict | None) -> Verdict:
     if before is not None and verdict.left:
         return verdict._replace(left=before.left - 1)
     return verdict
+
+
+def _runs_again() -> bool:
+    """Whether what runs is computed again later, so that its arguments are not what they were computed
+    by."""
+    return inside_recomputation() or torch_internals.checkpoint_frame() is not None
+
+
+def _are_within(verdict: Verdict, given: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
+    """Whether arguments have the structures in which alone the Function is right, and are no leaves,
+    which need not keep them. given: the arguments with their graph."""
+    leaves, graphed = pytree.leaves(args), pytree.leaves(given)
+    with torch_internals.without_transforms(), torch.no_grad():
+        fit = all(one.fits(leaves[i]) for i, one in verdict.within)
+    return fit and (_runs_again() or all(graphed[i].grad_fn is not None for i, _ in verdict.within))
 
 
 def _is_ours(function: type[Function] | None) -> bool:

@@ -36,7 +36,14 @@ from hoglib.verification.layouts import copied
 from hoglib.verification.options import NATURAL, Bounds, Options
 from hoglib.verification.report import MODES, Row
 from hoglib.verification.rounding import exact_products
-from hoglib.verification.subject import Application, Subject, parameters, structures
+from hoglib.verification.structures import (
+    Structure,
+    choices,
+    is_computed_so,
+    structures,
+    structures_of,
+)
+from hoglib.verification.subject import Application, Subject, parameters
 
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
@@ -50,7 +57,8 @@ class Verdict(NamedTuple):
     status: "right", "wrong", "not examined" (in full), or "unknown" (it raises, which the entry point
     does too, or the point was none of the user's). order: that of the derivative that is wrong, or may
     be. left: how many examinations may follow, at other values, because these were no good. second:
-    whether the second derivative is wrong, beside the first one or alone.
+    whether the second derivative is wrong, beside the first one or alone. within: the structures of
+    arguments, by position, in which alone it is right.
     """
 
     status: str
@@ -58,6 +66,7 @@ class Verdict(NamedTuple):
     order: int = 1
     left: int = 0
     second: bool = False
+    within: tuple[tuple[int, Structure], ...] = ()
 
     @property
     def is_told(self) -> bool:
@@ -77,12 +86,17 @@ class Applied:
     forward: str  # the mode in which its jvp is used too: "fr" or "rf"
     autocast: AutocastState
     stand_ins: bool
+    kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
 
 
 def applied(
-    function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...], forward: str
-) -> Applied:
-    """An application with copies of its tensors, which may be changed before it is examined."""
+    function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...], forward: str,
+    graphed: tuple[Any, ...] | None = None,
+) -> Applied:  # fmt: skip
+    """An application with copies of its tensors, which may be changed before it is examined.
+
+    graphed: the arguments with the graph that they were computed by, where that can be looked at.
+    """
     with torch_internals.without_transforms(), torch.no_grad():
         copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
@@ -94,7 +108,25 @@ def applied(
             lambda x: x.detach().clone().requires_grad_(x.requires_grad), by_module.inputs
         )
         by_module = by_module._replace(inputs=inputs)
-    return Applied(app, by_module, forward, AutocastState(tensors), active())
+    kept = () if by_module else tuple(_kept(graphed, copies, wanted))
+    return Applied(app, by_module, forward, AutocastState(tensors), active(), kept)
+
+
+def _kept(
+    graphed: tuple[Any, ...] | None, copies: tuple[Any, ...], by: tuple[int, ...]
+) -> Iterator[tuple[int, frozenset[str]]]:
+    """The structures that arguments are computed to have, by their position among the leaves."""
+    place = 0
+    for i, copy in enumerate(copies):
+        if i in by:
+            with torch_internals.without_transforms():
+                found = structures_of(copy)
+            names = frozenset(
+                one.name for one in found if graphed is None or is_computed_so(graphed[i], one)
+            )
+            if names:
+                yield place, names
+        place += len(pytree.leaves(copy))
 
 
 def examine(given: Applied) -> Verdict:
@@ -150,10 +182,8 @@ def _judged(given: Applied) -> Verdict:
     function = app.function
     jvp = given.forward if function_rules.offers_jvp(function) else ""
     found = _compared(function, subject, here, jvp)
-    if found.is_told and (projections := structures(subject.call)):
-        subject.call.projections = projections
-        subject.find_outputs()
-        found = RIGHT if _derivatives(function, subject, here, jvp).are_right() else found
+    if found.is_told:
+        found = _in_a_structure(given, subject, here, jvp) or found
     if found.is_told and _in_a_gauge(function, subject, here, jvp, found):
         found = RIGHT
     if found.status != "right" or not several:
@@ -163,6 +193,25 @@ def _judged(given: Applied) -> Verdict:
         if elsewhere.status == "wrong":
             return elsewhere
     return found
+
+
+def _in_a_structure(
+    given: Applied, subject: Subject, here: list[list[Tensor]], jvp: str
+) -> Verdict | None:
+    """The verdict where it is right along directions that keep a structure of the arguments, which they
+    have because they are computed so; None where it is not."""
+    kept = dict(given.kept)
+    place_of = {j: subject.call.positions[j] for j in range(subject.call.num_inputs)}
+    found = {
+        j: [one for one in some if one.name in kept.get(place_of[j], ())]
+        for j, some in structures(subject.call).items() if j in place_of
+    }  # fmt: skip
+    for chosen in choices({j: some for j, some in found.items() if some}):
+        with subject.keeping(chosen):
+            if _derivatives(given.app.function, subject, here, jvp).are_right():
+                subject.kept = chosen
+                return RIGHT._replace(within=tuple((place_of[j], one) for j, one in chosen.items()))
+    return None
 
 
 def _in_a_gauge(

@@ -33,7 +33,8 @@ from hoglib.verification.comparison import Discrepancy, in_forward, in_reverse, 
 from hoglib.verification.derivatives import Stage, ratio, stage
 from hoglib.verification.options import Bounds
 from hoglib.verification.report import MODES, Mode, Row
-from hoglib.verification.subject import Application, Subject, applications, one_triangle
+from hoglib.verification.structures import one_triangle
+from hoglib.verification.subject import Application, Subject, applications
 
 UNSEEN = "detached: unseen"  # a part is lost, and no call and no slot is known to lose it
 
@@ -328,7 +329,8 @@ def culprit_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterato
 def _fault(func: Any, args: Any, kwargs: Any, mode: Mode, order: int) -> str:
     try:
         call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
-        call.reseed, call.projections = True, one_triangle(call)
+        call.reseed = True
+        call.projections = {j: one.project for j, one in one_triangle(call).items()}
         which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
         random = torch.Generator().manual_seed(5)
         f, x = call.map(which), call.point

@@ -18,6 +18,7 @@ SPACING = 6e-8  # of float32 numbers, relative to their size
 POINTS = 6
 # Noise of float64 numbers is far less; noise of more is none of float32's, but a step of the function.
 NOISE = (2e-9, 1e-4)
+LEAST = 1e-4  # of the largest element: less is what cancellation leaves
 
 
 class Chosen(NamedTuple):
@@ -58,7 +59,7 @@ def call_for(fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False) -> C
     if not (met and _is_noisy(call)):
         return Chosen(call)
     narrow = Call(fn, inputs, torch.float32)
-    narrow.clone = call.clone
+    narrow.clone, narrow.needs_graph = call.clone, call.needs_graph
     if _reached(narrow)[0] < reached:
         return Chosen(call)
     given_double = any(x.dtype == torch.float64 for x in Call(fn, inputs, None).point)
@@ -108,14 +109,20 @@ def _fresh_run(call: Call) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _run(call: Call) -> list[Any]:
-    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf."""
+    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf; and
+    note whether it runs on inputs that require grad only."""
     try:
-        return call.run_with_grad()
+        found = call.run_with_grad()
     except RuntimeError as error:
         if "in-place" not in str(error):
             raise
         call.clone = True
-        return call.run_with_grad()
+        found = call.run_with_grad()
+    try:
+        call.leaves(*(x.clone() for x in call.point))
+    except RuntimeError as error:
+        call.needs_graph = "require grad" in str(error)
+    return found
 
 
 def _is_noisy(call: Call) -> bool:
@@ -134,16 +141,21 @@ def _is_noisy(call: Call) -> bool:
     finally:
         call.reseed = before
     for line in zip(*ends, strict=True):
-        size = max(map(max_abs, line)) or 1.0
-        near, far = _bend(line, 1) / size, _bend(line, 2) / size
-        if NOISE[0] < near < NOISE[1] and far < 2.5 * near:
+        if not line[0].numel():
+            continue
+        size = torch.stack([y.abs() for y in line]).amax(0)
+        counts = size > LEAST * max(map(max_abs, line))
+        near, far = _bend(line, 1), _bend(line, 2)
+        steps = (NOISE[0] * size < near) & (near < NOISE[1] * size) & (far < 2.5 * near)
+        if bool((steps & counts).any()):
             return True
     return False
 
 
-def _bend(line: Sequence[Tensor], stride: int) -> float:
+def _bend(line: Sequence[Tensor], stride: int) -> Tensor:
+    """The largest second difference of each element."""
     triples = zip(line, line[stride:], line[2 * stride :], strict=False)
-    return max(max_abs(a - 2 * b + c) for a, b, c in triples)
+    return torch.stack([(a - 2 * b + c).abs() for a, b, c in triples]).amax(0)
 
 
 def _numbers(call: Call, k: int, v: Sequence[Tensor]) -> list[Tensor]:

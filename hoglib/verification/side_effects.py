@@ -93,7 +93,7 @@ def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
         except Exception:  # reported by other checks
             continue
     met = watch.rounded or watch.met
-    harm = met and _is_further_off(subject, found)
+    harm = met and _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
     if met:
         return Row(
             name, "fail" if harm else "warn", None,
@@ -110,7 +110,7 @@ def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
     return Row(name, "pass")
 
 
-def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy]) -> bool:
+def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: float) -> bool:
     """Whether the first derivative is further off than that at inputs rounded to float32."""
     first = found.get("first derivative: reverse")
     if first is None or first.raised is not None:
@@ -127,7 +127,7 @@ def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy]) -> bool:
         return False
     pairs = zip(here, there, strict=True)
     off = max((max_abs(a - b) / (max_abs(a) or 1.0) for a, b in pairs), default=0.0)
-    return first.error > max(10 * off, LEAST)
+    return first.error > max(10 * off, least)
 
 
 def _gradients(subject: Subject, x: list[Tensor]) -> list[Tensor]:
@@ -137,6 +137,7 @@ def _gradients(subject: Subject, x: list[Tensor]) -> list[Tensor]:
 
 
 LEAST = 1e-5  # differences may be off by that much
+ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
 
 
 def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
@@ -216,8 +217,9 @@ class InPlaceWatch(TorchFunctionMode):
         )  # fmt: skip
         if in_place and args and isinstance(args[0], Tensor):
             written.append(args[0])
-        for x in written:
-            self.places.setdefault(_storage(x), source_location.torch_call_line())
+        place = source_location.torch_call_line() if written else None
+        for x in written if place is not None else ():
+            self.places.setdefault(_storage(x), place)
         return func(*args, **(kwargs or {}))
 
 

@@ -3,8 +3,10 @@
 Here is decided by which inputs it is differentiated, in which dtype, and how it has to be called.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -12,15 +14,15 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import pytree
-from hoglib._core.element_differences import max_abs
 from hoglib._core.pytree import is_float
 from hoglib._core.torch_internals import watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import Arrange, Call, custom_functions, fresh, is_part
+from hoglib.verification.call import Call, custom_functions, fresh, is_part
 from hoglib.verification.gauges import Gauge, gauges
 from hoglib.verification.precision import call_for
 from hoglib.verification.report import Row
+from hoglib.verification.structures import Structure, one_triangle
 
 
 class Application(NamedTuple):
@@ -107,72 +109,6 @@ def _kind(value: Any) -> Any:
     return repr(value) if not pytree.leaves(value) else type(value)
 
 
-def _symmetrized(x: Tensor) -> Tensor:
-    return (x + x.mH) / 2
-
-
-def _diagonal(x: Tensor) -> Tensor:
-    return torch.diag_embed(torch.diagonal(x, dim1=-2, dim2=-1))
-
-
-STRUCTURES: tuple[Arrange, ...] = (_diagonal, torch.tril, torch.triu, _symmetrized)
-
-
-def structures(call: Call) -> dict[int, Arrange]:
-    """The variables that are diagonal, triangular or symmetric (Hermitian) matrices, each with the
-    projection that keeps its structure.
-
-    A Function that is given such matrices only may be right along these alone: it computes with the
-    square root of a diagonal matrix element by element, or assumes that a matrix is its transpose.
-    """
-    found: dict[int, Arrange] = {}
-    for j in range(len(call.point)):
-        x = call.value(j)
-        if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and bool(x.any()):
-            rounding = 100 * torch.finfo(x.dtype).eps * max_abs(x)
-            kept = (p for p in STRUCTURES if max_abs(x - p(x)) <= rounding)
-            projection = next(kept, None)
-            found |= {} if projection is None else {j: projection}
-    return found
-
-
-def one_triangle(call: Call) -> dict[int, Arrange]:
-    """The variables that are symmetric (Hermitian) matrices of which the function reads one triangle
-    only, or which it refuses if they are not symmetric, each with its projection.
-
-    The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
-    over both, others leave it where it was read. Along symmetric matrices all conventions agree.
-    """
-    found: dict[int, Arrange] = {}
-    for j in range(len(call.point)):
-        x = call.value(j)
-        if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
-            noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
-            here = _values(call, j, x)
-            sides = [_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
-            unread = any(_same_values(here, side) for side in sides)
-            small = 1e-3 * noise
-            near = [_values(call, j, x + part) for part in (small.tril(-1), small.triu(1))]
-            symmetric_only = near == [None, None] and _values(call, j, x + small + small.mH)
-            if unread or symmetric_only:
-                found[j] = _symmetrized
-    return found
-
-
-def _values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
-    """What fn returns for another value of the variable j; None if it refuses that."""
-    x = torch.view_as_real(x) if x.is_complex() else x
-    try:
-        leaves = call.leaves(*call.point[:j], x, *call.point[j + 1 :])
-        return [y for y in leaves if is_float(y)]
-    except Exception:  # fn may refuse inputs that the user did not pass
-        return None
-
-
-def _same_values(a: list[Tensor] | None, b: list[Tensor] | None) -> bool:
-    return bool(a and b) and all(map(torch.equal, a or [], b or []))
-
-
 # Names of arguments that a loss or a layer is usually not differentiated by.
 CONSTANTS = (
     "target", "targets", "label", "labels", "y_true", "ground_truth", "gt", "mask", "masks", "index",
@@ -224,10 +160,13 @@ class Subject:
     refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
     whatever it is given. graphs_serve_once: whether a second backward pass through a graph is wrong,
     and through a new one right. told: failed rows of `prepare` that leave something to compare.
+    symmetric: the variables of which one triangle is read. kept: those whose structure the directions
+    of derivatives keep, because the function is right along these alone.
     """
 
     graphs_serve_once = False
     told: Sequence[Row] = ()
+    kept: Mapping[int, Structure] = MappingProxyType({})
 
     def __init__(
         self, fn: Any, inputs: Sequence[Any], *, in_own_dtype: bool = False,
@@ -245,13 +184,12 @@ class Subject:
         self.constants = [self.call.names[j] for j in constants]
         if constants:
             self.inputs = marked(inputs, [self.call.positions[j] for j in constants])
-            clone = self.call.clone
-            self.call = Call(fn, self.inputs, self.call.dtype)
-            self.call.clone = clone
+            self.call = Call(fn, self.inputs, self.call.dtype).with_settings_of(self.call)
         if keep_layouts:
             self.call.keep_layouts(self.inputs)
         named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
-        self.call.projections = one_triangle(self.call)
+        self.symmetric = one_triangle(self.call)
+        self.call.projections = {j: one.project for j, one in self.symmetric.items()}
         self.names = [named.get(name, name) for name in self.call.names]
         self.num_parameters = len(self.names) - self.call.num_inputs
         self.x = self.call.point
@@ -269,6 +207,21 @@ class Subject:
         ]
         self.map = self.call.map(self.output_indices)
         self.rows = [f"output {i}" for i in self.output_indices]
+
+    @contextmanager
+    def keeping(self, structures: Mapping[int, Structure]) -> Iterator[None]:
+        """Derivatives are along directions that keep the structure of these variables; also after it,
+        if they are set as `kept` inside."""
+        self._project(structures)
+        try:
+            yield
+        finally:
+            self._project(self.kept)
+
+    def _project(self, structures: Mapping[int, Structure]) -> None:
+        kept = {**self.symmetric, **structures}
+        self.call.projections = {j: one.project for j, one in kept.items()}
+        self.find_outputs()
 
     def gauges(self, *, real_too: bool) -> list[Gauge]:
         """What may fix the phases of the outputs, or their signs if real outputs are meant too."""

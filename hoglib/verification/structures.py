@@ -1,0 +1,193 @@
+"""Arguments with a structure: a Function may be right along directions that keep it, and no others.
+
+    A = A^T,  A = -A^T,  A = tril(A),  A^T A = 1,  sum_j p_j = 1,  logsumexp_j p_j = 0,  |x| = 1
+
+The backward of a square root that is given symmetric matrices only may assume that. Along a direction
+that leaves the structure its gradient G is not the derivative, and where the argument is always
+computed as a structured one, x = h(z), nothing depends on that part of G. P is a map to the structure
+with P(x) = x on it, so that h = P h and
+
+    h'^T G = h'^T P'^T G,        h'^T n = 0  for each  n = w - P'(x)^T w
+
+The derivatives that count are those of f P; and the second equation tells whether x was computed so.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib._core.element_differences import max_abs, random_like
+from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.pytree import is_float
+from hoglib._core.state import preserve_random_state
+from hoglib.verification.call import Arrange, Call
+
+MOST_DIMS = 4  # of a tensor whose rows are looked at
+MOST_CHOICES = 24  # combinations for several arguments
+
+
+class Structure(NamedTuple):
+    """What an argument has, as in "keep it symmetric", and the map P to such arguments."""
+
+    name: str
+    project: Arrange
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether P(x) = x, to rounding."""
+        rounding = 100 * torch.finfo(x.dtype).eps * max_abs(x)
+        return max_abs(x - self.project(x)) <= rounding
+
+
+def symmetrized(x: Tensor) -> Tensor:
+    return (x + x.mH) / 2
+
+
+def _skew(x: Tensor) -> Tensor:
+    return (x - x.mH) / 2
+
+
+def _diagonal(x: Tensor) -> Tensor:
+    return torch.diag_embed(torch.diagonal(x, dim1=-2, dim2=-1))
+
+
+def _orthogonal(x: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal columns, by Newton's iteration, from close to one."""
+    for _ in range(5):
+        x = 1.5 * x - 0.5 * x @ (x.mH @ x)
+    return x
+
+
+def _sum_one(x: Tensor, dim: int) -> Tensor:
+    return x / x.sum(dim, keepdim=True)
+
+
+def _normalized(x: Tensor, dim: int) -> Tensor:
+    return x - x.logsumexp(dim, keepdim=True)
+
+
+def _unit(x: Tensor, dim: int) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=dim, keepdim=True)
+
+
+MATRICES = (
+    Structure("symmetric", symmetrized),
+    Structure("skew-symmetric", _skew),
+    Structure("lower triangular", torch.tril),
+    Structure("upper triangular", torch.triu),
+    Structure("strictly lower triangular", partial(torch.tril, diagonal=-1)),
+    Structure("strictly upper triangular", partial(torch.triu, diagonal=1)),
+    Structure("diagonal", _diagonal),
+)
+
+
+def structures_of(x: Tensor) -> list[Structure]:
+    """The structures that a tensor has, those with more directions first."""
+    if not x.numel() or not bool(x.isfinite().all()) or not bool(x.any()):
+        return []
+    found: list[Structure] = []
+    if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1:
+        found += MATRICES
+    if x.ndim > 1 and 1 < x.shape[-1] <= x.shape[-2]:
+        found.append(Structure("orthonormal in its columns", _orthogonal))
+    for dim in range(max(0, x.ndim - MOST_DIMS), x.ndim):
+        if x.shape[dim] > 1:
+            along = f"along dimension {dim}" if x.ndim > 1 else "altogether"
+            if not x.is_complex() and bool((x >= 0).all()):
+                found.append(Structure(f"summing to one {along}", partial(_sum_one, dim=dim)))
+            if not x.is_complex() and bool((x <= 0).all()):
+                name = f"log-probabilities {along}"
+                found.append(Structure(name, partial(_normalized, dim=dim)))
+            found.append(Structure(f"of length one {along}", partial(_unit, dim=dim)))
+    return [one for one in found if one.fits(x)]
+
+
+Chosen = dict[int, Structure]  # by variable
+
+
+def choices(found: dict[int, list[Structure]]) -> Iterator[Chosen]:
+    """The structures to keep, one variable alone before several together."""
+    options = [[None, *found[j]] for j in found]
+    picked = sorted(product(*options), key=lambda some: sum(one is not None for one in some))
+    for some in picked[1 : 1 + MOST_CHOICES]:
+        pairs = zip(found, some, strict=True)
+        yield {j: one for j, one in pairs if one is not None}
+
+
+def structures(call: Call) -> dict[int, list[Structure]]:
+    """The structures of each variable of a call that has any."""
+    found = {j: structures_of(call.value(j)) for j in range(len(call.point))}
+    return {j: some for j, some in found.items() if some}
+
+
+def is_computed_so(x: Tensor, structure: Structure) -> bool:
+    """Whether a tensor is computed so that it has the structure for whatever it is computed from: no
+    gradient that vanishes along the directions which keep it reaches a leaf. Not so is a leaf, and what
+    has the structure at these values only, such as an identity matrix at the start of a training.
+
+    True where that cannot be tried, because it would run code of the user's.
+    """
+    if x.grad_fn is None:
+        return False
+    graph = graph_summary(x)
+    if graph.has_user_code or not graph.leaves:
+        return True
+    with suppress(Exception), preserve_random_state():
+        own = x.detach().requires_grad_()
+        w = random_like(x, torch.Generator().manual_seed(6))
+        with torch.enable_grad():
+            (along,) = torch.autograd.grad(structure.project(own), own, w)
+        reaching, whole = (
+            torch.autograd.grad(
+                x, list(graph.leaves.values()), part, retain_graph=True, materialize_grads=True
+            )
+            for part in (w - along, w)
+        )
+        limit = torch.finfo(x.dtype).eps ** 0.5
+        return _size(reaching) <= limit * _size(whole)
+    return True
+
+
+def _size(tensors: Sequence[Tensor]) -> float:
+    return max(map(max_abs, tensors), default=0.0)
+
+
+def one_triangle(call: Call) -> dict[int, Structure]:
+    """The variables that are symmetric (Hermitian) matrices of which the function reads one triangle
+    only, or which it refuses if they are not symmetric.
+
+    The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
+    over both, others leave it where it was read. Along symmetric matrices all conventions agree.
+    """
+    found: dict[int, Structure] = {}
+    for j in range(len(call.point)):
+        x = call.value(j)
+        if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
+            noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
+            here = _values(call, j, x)
+            sides = [_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
+            unread = any(_same_values(here, side) for side in sides)
+            small = 1e-3 * noise
+            near = [_values(call, j, x + part) for part in (small.tril(-1), small.triu(1))]
+            symmetric_only = near == [None, None] and _values(call, j, x + small + small.mH)
+            if unread or symmetric_only:
+                found[j] = MATRICES[0]
+    return found
+
+
+def _values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
+    """What fn returns for another value of the variable j; None if it refuses that."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    try:
+        leaves = call.leaves(*call.point[:j], x, *call.point[j + 1 :])
+        return [y for y in leaves if is_float(y)]
+    except Exception:  # fn may refuse inputs that the user did not pass
+        return None
+
+
+def _same_values(a: list[Tensor] | None, b: list[Tensor] | None) -> bool:
+    return bool(a and b) and all(map(torch.equal, a or [], b or []))
