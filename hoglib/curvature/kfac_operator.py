@@ -192,8 +192,8 @@ class KFACOperator(KroneckerOperator):
             metric, approximation, validation.flag("joint_bias", joint_bias), ProductOptions(name)
         )
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
-        # whether the gradients of single examples are needed
-        self._by_example = self._corrected or approximation == "reduce"
+        # whether layers have to show the gradients of single examples
+        self.by_example = self._corrected or approximation == "reduce"
         self.checked = False  # whether the layers were compared with autograd
         self.orders: list[bool] = []  # whether the rows of calls are ordered by position first
         self._blocks: list[KroneckerBlock] | None = None
@@ -233,11 +233,24 @@ class KFACOperator(KroneckerOperator):
             totals = self._pass(factors, self._add_factors)
             blocks = factors.blocks(self._sum.weight(totals))
             if self._corrected:
-                corrections = EigenvalueSums([block.eigen() for block in blocks])
-                totals = self._pass(corrections, self._add_corrections)
-                blocks = corrections.blocks(self._sum.weight(totals))
+                blocks = self.corrected([block.eigen() for block in blocks])
         self._blocks, self._error = blocks, None
         return self
+
+    def corrected(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+        """The diagonal of the matrix in the basis of eigenvectors, in a pass over the data.
+
+        Args:
+            blocks: Of this operator's layers, by their eigenvectors.
+        Returns:
+            The blocks with these eigenvalues; those of norms as they are.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.by_example:  # the order of examples is not known yet
+                self.by_example, self.checked, self.orders = True, False, []
+            sums = EigenvalueSums(blocks)
+            totals = self._pass(sums, self._add_corrections)
+            return sums.blocks(self._sum.weight(totals))
 
     def _pass(self, sums: BlockSums, add: Callable[..., None]) -> PassTotals:
         """Add every batch to the sums, in all processes."""
@@ -268,7 +281,7 @@ class KFACOperator(KroneckerOperator):
                 return value  # which is refused where it is recorded
             if not self.checked:
                 given = (self._loss, self.space, leaves, batch)
-                self.orders = orders_of(run, *given, self._by_example)
+                self.orders = orders_of(run, *given, self.by_example)
                 run.reorder(self.orders)
                 self.checked = True
             add(sums, run, share)
@@ -329,14 +342,10 @@ class KFACOperator(KroneckerOperator):
         """
         with torch.inference_mode(False), torch.no_grad():
             # in the basis of the parameters themselves
-            blocks = [block.unrotated() for block in self.blocks()]
-            if not self._by_example:  # the order of examples is not known yet
-                self._by_example, self.checked, self.orders = True, False, []
-            squares = EigenvalueSums(blocks)
-            totals = self._pass(squares, self._add_corrections)
+            squares = self.corrected([block.unrotated() for block in self.blocks()])
             row = torch.zeros(1, self.space.size, dtype=self.dtype, device=self.device)
             leaves = leaves_of(self.space, row)
-            for block in squares.blocks(self._sum.weight(totals)):
+            for block in squares:
                 assert block.values is not None
                 block.layout.scatter(block.values.unsqueeze(0), leaves)
         return row[0]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -54,6 +54,7 @@ class LayerCall:
         self, role: Role, weight: Region | None, bias: Region | None, x: Tensor, output: Tensor,
         rows_of_inputs: Callable[[Tensor], Tensor], rows_of_outputs: Callable[[Tensor], Tensor],
         mean_of_inputs: Callable[[Tensor], Tensor] | None = None,
+        weight_gradients: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.role, self.weight, self.bias = role, weight, bias
         self.edge: GradientEdge = get_gradient_edge(output)
@@ -61,6 +62,7 @@ class LayerCall:
         self.time_first = False  # whether rows are ordered by position before example
         self._x, self._version = x.detach(), x._version
         self._rows_of_inputs, self._mean_of_inputs = rows_of_inputs, mean_of_inputs
+        self._weight_gradients = weight_gradients
         self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
 
     def inputs(self) -> Tensor:
@@ -77,6 +79,21 @@ class LayerCall:
         else:
             a = self._mean_of_inputs(self._x)
         return a if a.shape[1] == examples else self.by_example(a, examples).mean(2)
+
+    def positions(self, examples: int) -> int:
+        """The rows of an example."""
+        return self.shape.numel() // (self.role.groups * self.role.out) // examples
+
+    def has_patches(self) -> bool:
+        """Whether `inputs` are copies that are larger than what the layer was given."""
+        return self._weight_gradients is not None
+
+    def weight_gradients(self, g: Tensor, start: int, stop: int) -> Tensor:
+        """Of a convolution and some examples, which its batch consists of: the gradients by the weight
+        [n, groups, out, into], from the gradients g by the outputs, in their form, without patches."""
+        self._check_unchanged()
+        assert self._weight_gradients is not None
+        return self._weight_gradients(self._x[start:stop], g[start:stop])
 
     def by_example(self, rows: Tensor, examples: int) -> Tensor:
         """Rows [..., all, features] as [..., examples, positions, features]."""
@@ -239,10 +256,21 @@ def _convolution(
         g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
         return g.reshape(groups, -1, g.shape[-1])
 
+    def weight_gradients(x: Tensor, gradient: Tensor) -> Tensor:
+        x = F.pad(x, [p for pair in reversed(pads) for p in pair]).to(gradient)
+        of = (nn.grad.conv1d_weight, nn.grad.conv2d_weight, nn.grad.conv3d_weight)[spatial - 1]
+
+        def one(x: Tensor, g: Tensor) -> Tensor:
+            return of(x[None], weight.shape, g[None], stride, 0, dilation, groups)
+
+        found = torch.func.vmap(one)(x, gradient)
+        return found.reshape(len(x), groups, -1, into)
+
     into = weight.shape[1] * kernel.numel()
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
     places = recorder.region(weight), recorder.region(bias)
-    return LayerCall(role, *places, input, output, patches, rows, mean_patch)
+    direct = weight_gradients if input.dim() == spatial + 2 else None
+    return LayerCall(role, *places, input, output, patches, rows, mean_patch, direct)
 
 
 def _met(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> Tensor:
