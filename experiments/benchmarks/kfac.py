@@ -111,10 +111,10 @@ def newton(small: bool, seeds: int) -> Iterator[str]:
                 parts.append(f"back {look_back}: to {to} ({found[-1][0]:.2f}), at {at:.4f}")
             yield f"newton   damping {damping}, seed {seed}; " + "; ".join(parts)
         for look_back, found in ratios.items():
-            to, at = zip(*found, strict=True)
+            products, losses = ([pair[i] for pair in found] for i in (0, 1))
             yield (
-                f"newton   damping {damping}, back {look_back}: products to the loss {_spread(to)}, "
-                f"loss at the products {_spread(at)} of those without"
+                f"newton   damping {damping}, back {look_back}: products to the loss "
+                f"{_spread(products)}, loss at the products {_spread(losses)} of those without"
             )
 
 

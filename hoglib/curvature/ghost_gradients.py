@@ -35,7 +35,7 @@ from hoglib.curvature.layer_rows import (
     scale_and_shift_gradients,
 )
 from hoglib.curvature.linear_map import ProductOptions
-from hoglib.curvature.model_run import FactorOptions, ModelRun, orders_of
+from hoglib.curvature.model_run import FactorOptions, ModelRun, checked_run
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import ArgumentValueError, HoglibError, UnsupportedError
 
@@ -144,6 +144,7 @@ def _layer_by_layer(
     check_norms(loss)
     own = dict(batch) if hasattr(batch, "keys") and not isinstance(batch, dict) else batch
     count = number_of_examples(own)
+    loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
     if not (hasattr(loss, "outputs") and isinstance(params, dict)):
         return None
     with torch.inference_mode(False), torch.no_grad(), grad_enabled(), keep_swapped():
@@ -188,10 +189,10 @@ def _prefers_gradients(
 
 def _checked(loss: Any, space: Space, leaves: Vector, batch: Any, count: int) -> ModelRun:
     """A run of the model, whose layers treat each example by itself."""
-    run = ModelRun(loss, space, leaves, batch, _OPTIONS)
+    given = (loss, space, leaves, batch, _OPTIONS)
+    run, _ = checked_run(ModelRun(*given), *given, True)
     if run.examples != count:
         raise ArgumentValueError("outputs: expected one for each example.")
-    run.reorder(orders_of(run, loss, space, leaves, batch, True))
     return run
 
 
@@ -276,7 +277,7 @@ def costs_of(layer: Layer, examples: int, count: int, pairs: bool) -> Costs:
     `examples` examples. A number that is held counts `HELD` multiplications: the patches of a
     convolution, which its gradients do not need, products of positions, and gradients."""
     groups, out, into = layer.layout.sizes
-    T = sum(call.positions(examples) for call in layer.calls)
+    T = sum(call.rows // examples for call in layer.calls)
     if layer.layout.role.matrix == "diagonal" or layer.layout.weight is None:
         return Costs(inf, groups * out * into * T, 2 * groups * out * into * T)
     others = count if pairs else 1

@@ -18,6 +18,7 @@ from hoglib.curvature.kronecker import (
     KroneckerMatrix,
     diagonal_of,
 )
+from hoglib.curvature.model_run import USUAL
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizer import (
     BatchOptimizer,
@@ -171,7 +172,7 @@ class KFAC(BatchOptimizer):
                 "the factors, whose eigenvalues are replaced."
             )
         self._options = {**options, "kind": kind}
-        self._checked, self._orders = False, list[bool]()
+        self._checked, self._forms = False, USUAL
         self.info: KFACStep | None = None
         super().__init__(loss, params, defaults)
 
@@ -204,7 +205,7 @@ class KFAC(BatchOptimizer):
         device = next(iter(self._params.values())).device
         seeded = torch.Generator(device).manual_seed(group["seed"] + group["steps"])
         K = KFACOperator(self._loss, self._params, batch, generator=seeded, **self._options)
-        K.checked, K.orders = self._checked, self._orders
+        K.checked, K.forms = self._checked, self._forms
         K.by_example = K.by_example or group["eigenvalue_corrected"]
         value, gradient = K.gradient()
         with torch.no_grad():
@@ -228,7 +229,7 @@ class KFAC(BatchOptimizer):
         if adapts:
             ratio = (finite_or_infinite(K.value) - float(value)) / expected
             self._adapt(ratio)
-        self._checked, self._orders = K.checked, K.orders
+        self._checked, self._forms = K.checked, K.forms
         group["steps"] += 1
         self.info = KFACStep(
             float(value), slope, float(step.norm()), group["damping"], ratio,
@@ -301,6 +302,7 @@ class KFAC(BatchOptimizer):
                 if block.layout.role.matrix == "kronecker":
                     values = self._kept(block.layout, (*VECTORS, VALUES)).values
                     assert values is not None
+                    assert block.values is not None
                     values.mul_(decay).add_(block.values, alpha=1 - decay)
         averages = [self._kept(layout, (*VECTORS, VALUES)) for layout in layouts]
         averages = [
@@ -336,7 +338,7 @@ class KFAC(BatchOptimizer):
     def _kept(self, layout: BlockLayout, names: Sequence[str]) -> KroneckerBlock:
         store, prefix = self._store(layout), self._prefix(layout)
         A, G, values = (store.get(prefix + name) for name in names)
-        return KroneckerBlock(layout, A, G, values)
+        return KroneckerBlock(layout, A, G, values)  # type: ignore[arg-type]  # from the first step on
 
     def _store(self, layout: BlockLayout) -> dict[str, Any]:
         """The state of the parameter that a block begins with."""
