@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -254,6 +255,14 @@ class LanguageModelLoss(FunctionalLoss):
 
         return product
 
+    def with_logits(self) -> FunctionalLoss:
+        """The same loss of logits [B, V, T] that exist as a whole, as Kronecker factors need them.
+
+        Returns:
+            The loss, whose criterion is torch's cross-entropy.
+        """
+        return _OfLogits(self)
+
     def _outputs(self, params: Params, batch: Any) -> Features:
         head = self.model.get_submodule(self._head)
         if self._forward is not None:
@@ -339,6 +348,24 @@ class LanguageModelLoss(FunctionalLoss):
     def _labels(self, batch: Any) -> Tensor:
         labels = _labels_of(batch, self._shift, self._ignore_index)
         return labels[..., 1:] if self._shift else labels
+
+
+@final
+class _OfLogits(FunctionalLoss):
+    """The loss of a language model with its logits as outputs."""
+
+    def __init__(self, loss: LanguageModelLoss) -> None:
+        criterion = partial(
+            F.cross_entropy, ignore_index=loss._ignore_index, label_smoothing=loss._smoothing
+        )
+        super().__init__(loss.model, criterion, None)
+        self._loss, self.batch_size = loss, loss.batch_size
+
+    def targets(self, batch: Any) -> Tensor:
+        return self._loss._labels(batch)
+
+    def _outputs(self, params: Params, batch: Any) -> Tensor:
+        return F.linear(*self._loss._outputs(params, batch)).movedim(-1, 1)
 
 
 _INSTEAD = (

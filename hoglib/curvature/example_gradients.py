@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import (
@@ -103,7 +103,7 @@ def check_norms(loss: Any) -> None:
     """Raise for batch norm in train mode."""
     model = getattr(loss, "model", None)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, _NormBase) and module.training:
+        if isinstance(module, _BatchNorm) and module.training:
             raise ArgumentValueError(
                 f"model.{name}: expected layers that treat each example by itself, got a "
                 f"{type(module).__name__} in train mode, which mixes the examples of a batch; call "

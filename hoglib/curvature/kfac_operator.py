@@ -26,7 +26,7 @@ from hoglib.curvature.kronecker_factors import BlockSums, EigenvalueSums, Factor
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_map import ProductOptions
 from hoglib.curvature.linear_operator import BlockDiagonal, LinearOperator
-from hoglib.curvature.model_run import FactorOptions, ModelRun, orders_of
+from hoglib.curvature.model_run import USUAL, FactorOptions, ModelRun, checked_run
 from hoglib.curvature.operators import GGNOperator, HessianOperator
 from hoglib.curvature.processes import PassTotals, Processes
 from hoglib.curvature.traces import Estimate, random_signs
@@ -174,15 +174,8 @@ class KFACOperator(KroneckerOperator):
                 "one with `hoglib.trainable_params(model)`."
             )
         GaussNewtonKind("auto", metric).check_loss(loss)
-        if hasattr(loss, "gauss_newton"):
-            raise UnsupportedError(
-                "loss: expected one with a row of outputs for each example, got "
-                f"{type(loss).__name__}, whose outputs are features and the head. KFAC takes "
-                "`hoglib.functional_loss(model, lambda z, batch: F.cross_entropy(z, "
-                'batch["labels"][:, 1:]), forward=lambda model, batch: '
-                'model(batch["input_ids"]).logits[:, :-1].mT)`, and `hoglib.influence` takes this loss '
-                'with solver="cg".'
-            )
+        # of a language model the logits, whose columns the layers are differentiated by
+        loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
         self._sum = DatasetSum(
             loss, self.space, data, options, self._processes, self._bar,
             name=name, seed=metric.seed or 0, fixed_batches=metric.random,
@@ -192,10 +185,10 @@ class KFACOperator(KroneckerOperator):
             metric, approximation, validation.flag("joint_bias", joint_bias), ProductOptions(name)
         )
         self._corrected = validation.flag("eigenvalue_corrected", eigenvalue_corrected)
-        # whether the gradients of single examples are needed
-        self._by_example = self._corrected or approximation == "reduce"
+        # whether layers have to show the gradients of single examples
+        self.by_example = self._corrected or approximation == "reduce"
         self.checked = False  # whether the layers were compared with autograd
-        self.orders: list[bool] = []  # whether the rows of calls are ordered by position first
+        self.forms = USUAL  # how the calls of layers are read
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
 
@@ -233,11 +226,24 @@ class KFACOperator(KroneckerOperator):
             totals = self._pass(factors, self._add_factors)
             blocks = factors.blocks(self._sum.weight(totals))
             if self._corrected:
-                corrections = EigenvalueSums([block.eigen() for block in blocks])
-                totals = self._pass(corrections, self._add_corrections)
-                blocks = corrections.blocks(self._sum.weight(totals))
+                blocks = self.corrected([block.eigen() for block in blocks])
         self._blocks, self._error = blocks, None
         return self
+
+    def corrected(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+        """The diagonal of the matrix in the basis of eigenvectors, in a pass over the data.
+
+        Args:
+            blocks: Of this operator's layers, by their eigenvectors.
+        Returns:
+            The blocks with these eigenvalues; those of norms as they are.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.by_example:  # the order of examples is not known yet
+                self.by_example, self.checked, self.forms = True, False, USUAL
+            sums = EigenvalueSums(blocks)
+            totals = self._pass(sums, self._add_corrections)
+            return sums.blocks(self._sum.weight(totals))
 
     def _pass(self, sums: BlockSums, add: Callable[..., None]) -> PassTotals:
         """Add every batch to the sums, in all processes."""
@@ -262,14 +268,13 @@ class KFACOperator(KroneckerOperator):
             leaves, batch = clone_inference_tensors((self.space.leaves(), batch))
             metric = self._factors.metric.for_batch(number)
             options = replace(self._factors, metric=metric)
-            run = ModelRun(self._loss, self.space, leaves, batch, options, self.orders)
+            given = (self._loss, self.space, leaves, batch, options)
+            run = ModelRun(*given, self.forms)
             value = run.value()
             if not bool(value.isfinite()):
                 return value  # which is refused where it is recorded
             if not self.checked:
-                given = (self._loss, self.space, leaves, batch)
-                self.orders = orders_of(run, *given, self._by_example)
-                run.reorder(self.orders)
+                run, self.forms = checked_run(run, *given, self.by_example)
                 self.checked = True
             add(sums, run, share)
         self._sum.advance()
@@ -329,14 +334,10 @@ class KFACOperator(KroneckerOperator):
         """
         with torch.inference_mode(False), torch.no_grad():
             # in the basis of the parameters themselves
-            blocks = [block.unrotated() for block in self.blocks()]
-            if not self._by_example:  # the order of examples is not known yet
-                self._by_example, self.checked, self.orders = True, False, []
-            squares = EigenvalueSums(blocks)
-            totals = self._pass(squares, self._add_corrections)
+            squares = self.corrected([block.unrotated() for block in self.blocks()])
             row = torch.zeros(1, self.space.size, dtype=self.dtype, device=self.device)
             leaves = leaves_of(self.space, row)
-            for block in squares.blocks(self._sum.weight(totals)):
+            for block in squares:
                 assert block.values is not None
                 block.layout.scatter(block.values.unsqueeze(0), leaves)
         return row[0]

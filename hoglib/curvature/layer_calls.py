@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core.autograd import Vector
@@ -54,6 +55,7 @@ class LayerCall:
         self, role: Role, weight: Region | None, bias: Region | None, x: Tensor, output: Tensor,
         rows_of_inputs: Callable[[Tensor], Tensor], rows_of_outputs: Callable[[Tensor], Tensor],
         mean_of_inputs: Callable[[Tensor], Tensor] | None = None,
+        weight_gradients: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.role, self.weight, self.bias = role, weight, bias
         self.edge: GradientEdge = get_gradient_edge(output)
@@ -61,6 +63,7 @@ class LayerCall:
         self.time_first = False  # whether rows are ordered by position before example
         self._x, self._version = x.detach(), x._version
         self._rows_of_inputs, self._mean_of_inputs = rows_of_inputs, mean_of_inputs
+        self._weight_gradients = weight_gradients
         self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
 
     def inputs(self) -> Tensor:
@@ -78,11 +81,40 @@ class LayerCall:
             a = self._mean_of_inputs(self._x)
         return a if a.shape[1] == examples else self.by_example(a, examples).mean(2)
 
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.shape.numel() // (self.role.groups * self.role.out)
+
+    def has_patches(self) -> bool:
+        """Whether `inputs` are copies that are larger than what the layer was given."""
+        return self._weight_gradients is not None
+
+    def weight_gradients(self, g: Tensor, start: int, stop: int) -> Tensor:
+        """Of a convolution and some examples, which its batch consists of: the gradients by the weight
+        [n, groups, out, into], from the gradients g by the outputs, in their form, without patches."""
+        self._check_unchanged()
+        assert self._weight_gradients is not None
+        return self._weight_gradients(self._x[start:stop], g[start:stop])
+
     def by_example(self, rows: Tensor, examples: int) -> Tensor:
         """Rows [..., all, features] as [..., examples, positions, features]."""
+        if rows.shape[-2] % examples:
+            raise UnsupportedError(unlike_rows(self, examples))
         if self.time_first:
             return rows.unflatten(-2, (-1, examples)).transpose(-3, -2)
         return rows.unflatten(-2, (examples, -1))
+
+    def rounding(self, g: Tensor) -> Tensor:
+        """The size of what a gradient by the parameters is a sum of: |g| |a|, a bound."""
+        if self.role.matrix == "diagonal":
+            a = self.inputs()
+        elif self._x.is_floating_point() or self._x.is_complex():
+            a = self._x
+        else:
+            a = self._x.new_ones((), dtype=g.dtype)
+        size = torch.linalg.vector_norm(a.to(g.dtype))
+        return torch.linalg.vector_norm(g) * (size + 1)
 
     def _check_unchanged(self) -> None:
         if self._x._version != self._version:
@@ -92,12 +124,23 @@ class LayerCall:
             )
 
 
+def unlike_rows(call: LayerCall, examples: int) -> str:
+    """The error for a layer that is given some of the examples."""
+    return (
+        f"model: expected layers with as many rows of each of the {examples} examples, got "
+        f"{call.role.name} with outputs {tuple(call.shape)}, as of an expert that is given some of "
+        "them. Leave its parameters out, or use approximation='expand' with eigenvalue_corrected=False."
+    )
+
+
 @final
 class LayerRecorder(TorchFunctionMode):
     """Inside, the calls that use the leaves are recorded."""
 
-    def __init__(self, leaves: Vector) -> None:
+    def __init__(self, leaves: Vector, examples: int = 1) -> None:
         super().__init__()
+        self.examples = examples  # above 1, the batch of embeddings that are computed once for all
+        self.expanded = False  # whether there was one
         self.calls: list[LayerCall] = []
         self.others: dict[int, str] = {}  # the leaves that are used otherwise, and by what
         self._leaves = leaves
@@ -133,6 +176,8 @@ class LayerRecorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         used = self._used(args, kwargs)
         if used and result.requires_grad:
+            if func is F.embedding and self.examples > 1 and args:
+                args, result = self._of_each_example(args, result)
             call = layer(self, result, *args, **kwargs)
             if call is None or {*used} != {call.weight, call.bias} - {None}:
                 for region in used:
@@ -140,6 +185,18 @@ class LayerRecorder(TorchFunctionMode):
             else:
                 self.calls.append(call)
         return result
+
+    def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
+        """Indices [1, T] or [T], as of positions, and their rows, once for each example: the gradients
+        by the rows are then those of an example."""
+        indices, *rest = args
+        if indices.dim() == 1 and len(indices) != self.examples:
+            indices, result = indices.unsqueeze(0), result.unsqueeze(0)
+        if indices.dim() < 2 or len(indices) != 1:
+            return args, result
+        self.expanded = True
+        each = (self.examples, *indices.shape[1:])
+        return (indices.expand(each), *rest), result.expand(*each, result.shape[-1])
 
     def _used(self, args: Any, kwargs: Any) -> list[Region]:
         found = []
@@ -195,6 +252,70 @@ def _addmm(
     return LayerCall(role, *places, mat1, output, _flat, _flat)
 
 
+def _matmul(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, other: Tensor
+) -> LayerCall | None:
+    """input other, with a matrix as a parameter."""
+    if recorder.region(other) is None or recorder.region(input) is not None or other.dim() != 2:
+        return None
+    role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
+    return LayerCall(role, recorder.region(other), None, input, output, _flat, _flat)
+
+
+def _mul(recorder: LayerRecorder, output: Tensor, input: Any, other: Any) -> LayerCall | None:
+    """Features times a parameter, as RMS norms of language models have it."""
+    found = _features(recorder, output, input, other)
+    if found is None:
+        return None
+    weight, x, rows = found
+    shape, role = output.shape, Role("mul", "diagonal", 1, weight.numel(), weight.numel())
+    return LayerCall(
+        role, recorder.region(weight), None, x, output, lambda x: rows(x.expand(shape)), rows
+    )
+
+
+def _add(
+    recorder: LayerRecorder, output: Tensor, input: Any, other: Any, *, alpha: float = 1
+) -> LayerCall | None:
+    """Features plus a parameter."""
+    found = _features(recorder, output, input, other)
+    if found is None or alpha != 1:
+        return None
+    bias, x, rows = found
+    role = Role("add", "diagonal", 1, bias.numel(), bias.numel())
+    return LayerCall(role, None, recorder.region(bias), x, output, rows, rows)
+
+
+def _features(
+    recorder: LayerRecorder, output: Tensor, input: Any, other: Any
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]] | None:
+    """A parameter with a number for each feature, the other tensor, and the rows of one like the
+    output; None where it has no such dimension, or more than one."""
+    parameter, x = (input, other) if recorder.region(input) is not None else (other, input)
+    if not isinstance(x, Tensor) or recorder.region(x) is not None:
+        return None
+    size = parameter.numel()
+    wide = [d for d in range(-parameter.dim(), 0) if parameter.shape[d] > 1]
+    if len(wide) > 1:
+        return None
+    if not wide:
+        return parameter, x, lambda t: t.reshape(1, -1, 1)
+    return parameter, x, lambda t: t.movedim(wide[0], -1).reshape(1, -1, size)
+
+
+def _prelu(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor
+) -> LayerCall | None:
+    """max(0, x) + weight min(0, x)."""
+    rows = _channels if weight.numel() > 1 and input.dim() > 1 else lambda x: x.reshape(1, -1, 1)
+    if recorder.region(weight) is None:
+        return None
+    role = Role("prelu", "diagonal", 1, weight.numel(), weight.numel())
+    return LayerCall(
+        role, recorder.region(weight), None, input, output, lambda x: rows(x.clamp(max=0)), rows
+    )
+
+
 def _flat(x: Tensor) -> Tensor:
     """The rows of the last dimension, [1, rows, features]."""
     return x.reshape(1, -1, x.shape[-1])
@@ -239,10 +360,21 @@ def _convolution(
         g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
         return g.reshape(groups, -1, g.shape[-1])
 
+    def weight_gradients(x: Tensor, gradient: Tensor) -> Tensor:
+        x = F.pad(x, [p for pair in reversed(pads) for p in pair]).to(gradient)
+        of = (conv1d_weight, conv2d_weight, conv3d_weight)[spatial - 1]
+
+        def one(x: Tensor, g: Tensor) -> Tensor:
+            return of(x[None], weight.shape, g[None], stride, 0, dilation, groups)
+
+        found = torch.func.vmap(one)(x, gradient)
+        return found.reshape(len(x), groups, -1, into)
+
     into = weight.shape[1] * kernel.numel()
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
     places = recorder.region(weight), recorder.region(bias)
-    return LayerCall(role, *places, input, output, patches, rows, mean_patch)
+    direct = weight_gradients if input.dim() == spatial + 2 else None
+    return LayerCall(role, *places, input, output, patches, rows, mean_patch, direct)
 
 
 def _met(size: int, kernel: int, stride: int, dilation: int, pads: tuple[int, int]) -> Tensor:
@@ -315,6 +447,18 @@ def _batch_norm(
     return _scaled(recorder, output, input, weight, bias, normalized, _channels, "batch_norm")
 
 
+def _instance_norm(
+    recorder: LayerRecorder, output: Tensor, input: Tensor, running_mean: Tensor | None = None,
+    running_var: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> LayerCall:  # fmt: skip
+    normalized = partial(
+        F.instance_norm, running_mean=None if use_input_stats else running_mean,
+        running_var=None if use_input_stats else running_var, use_input_stats=use_input_stats, eps=eps,
+    )  # fmt: skip
+    return _scaled(recorder, output, input, weight, bias, normalized, _channels, "instance_norm")
+
+
 def _scaled(
     recorder: LayerRecorder, output: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None,
     normalized: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor], name: str,
@@ -342,6 +486,10 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution,
     F.embedding: _embedding,
     F.layer_norm: _layer_norm, F.rms_norm: _rms_norm, F.group_norm: _group_norm,
-    F.batch_norm: _batch_norm,
+    F.batch_norm: _batch_norm, F.instance_norm: _instance_norm,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _mul),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _add),
+    torch.prelu: _prelu,
 }  # fmt: skip
 _NAMES = frozenset(func.__name__ for func in LAYERS)

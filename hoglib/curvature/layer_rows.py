@@ -33,10 +33,14 @@ class Gradients:
 
     def of(self, call: LayerCall) -> Tensor:
         """[groups, rows, out]."""
+        return call.rows_of_outputs(self.plain(call)).to(self._dtype)
+
+    def plain(self, call: LayerCall) -> Tensor:
+        """Like the output of the call."""
         found = self._found[id(call)]
         if found is None:
-            found = torch.zeros(call.shape, dtype=self._dtype, device=self._device)
-        return call.rows_of_outputs(found).to(self._dtype)
+            return torch.zeros(call.shape, dtype=self._dtype, device=self._device)
+        return found
 
 
 def input_rows(layer: Layer, call: LayerCall, dtype: torch.dtype) -> Tensor:
@@ -101,6 +105,11 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
             at, g = call.inputs()[0, :, 0], gradients.of(call)[0]
             seen = at >= 0
             part = g.new_zeros(into, out).index_add(0, at[seen], g[seen]).T.unsqueeze(0)
+        elif call.has_patches() and layer.layout.weight is not None:
+            g = gradients.plain(call).to(dtype)
+            part = call.weight_gradients(g, 0, len(g)).sum(0)
+            if layer.layout.bias is not None:
+                part = torch.cat([part, gradients.of(call).sum(1).unsqueeze(-1)], -1)
         else:
             part = output_gradients(layer, call, gradients).mT @ input_rows(layer, call, dtype)
         total = part if total is None else total + part
@@ -111,4 +120,5 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
 def by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
     """Rows of each call as [..., examples, positions of all calls, features]."""
     pairs = zip(layer.calls, rows, strict=True)
-    return torch.cat([call.by_example(x, examples) for call, x in pairs], -2)
+    parts = [call.by_example(x, examples) for call, x in pairs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)

@@ -1,9 +1,10 @@
 """One run of a model, in which its layers are recorded, and checked against autograd."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, final
+from itertools import zip_longest
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -13,16 +14,16 @@ from hoglib._core.autograd import Vector, fresh_leaves, translate_errors, withou
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_modes import plain_operations
 from hoglib._core.validation import listing
-from hoglib.curvature.data import first_examples
+from hoglib.curvature.data import first_examples, leading_dimension
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.gauss_newton import CompositeLoss
 from hoglib.curvature.kronecker import BlockLayout
-from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region
+from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, unlike_rows
 from hoglib.curvature.layer_rows import Gradients, Layer, summed_gradient
 from hoglib.curvature.linear_map import BoundLoss, ProductOptions
 from hoglib.curvature.output_columns import columns, examples_of
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import NoSecondDerivative, UnsupportedError
+from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
 
 LEAVE_OUT = "leave it out: `{name: p for name, p in params.items() if name not in (...)}`"
 
@@ -38,32 +39,58 @@ class FactorOptions:
     product: ProductOptions
 
 
+class CallForms(NamedTuple):
+    """How the calls of layers are read, as was found at a first batch.
+
+    Attributes:
+        time_first: Of each call, in the order of calls, whether positions come before examples.
+        expand: Embeddings that are computed once for all examples are taken as one of each.
+    """
+
+    time_first: tuple[bool, ...] = ()
+    expand: bool = True
+
+
+USUAL = CallForms()
+
+
 @final
 class ModelRun:
     """A model's outputs at a batch, and the calls of its layers."""
 
     def __init__(
         self, loss: Any, space: Space, leaves: Vector, batch: Any, options: FactorOptions,
-        orders: Sequence[bool] = (),
+        forms: CallForms = USUAL,
     ) -> None:  # fmt: skip
         self.options, self._names = options, pytree.paths(space.params)
         self._own = fresh_leaves(leaves, False)
         bound = BoundLoss(loss, pytree.flatten(space.params)[1], (batch,))
         self._composite = CompositeLoss(bound, options.metric, "reverse", options.product)
-        recorder = LayerRecorder(self._own)
-        with plain_operations(), recorder:
-            self._outputs = self._composite.outputs(self._own)
+        recorder = self._run(_examples(batch) if forms.expand else 1)
+        self.expanded = recorder.expanded
         if not any(y.requires_grad for y in self._outputs):
             raise NoSecondDerivative(
                 "loss.outputs(params, batch): expected outputs that depend on params, got none that do."
             )
         self._recorded = recorder.calls
-        self.reorder(orders)
+        self.reorder(forms.time_first)
         self.layers = layers_of(recorder, options.joint_bias)
         self._check_covered(recorder)
         self.examples = examples_of(self._composite, self._outputs)
         # accumulate in float32 at least
         self.dtype, self.device = torch.promote_types(space.dtype, torch.float32), space.device
+
+    def _run(self, examples: int) -> LayerRecorder:
+        """Run the model, recorded."""
+        recorder = LayerRecorder(self._own, examples)
+        try:
+            with plain_operations(), recorder:
+                self._outputs = self._composite.outputs(self._own)
+        except Exception:
+            if not recorder.expanded:
+                raise
+            return self._run(1)  # code that counts on one row of positions for all examples
+        return recorder
 
     def value(self) -> Tensor:
         """The loss."""
@@ -116,14 +143,23 @@ class ModelRun:
         wanted = found[len(calls) :]
         # layers cover them
         ours = [p.new_empty((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
+        summed = [0.0] * len(self._own)
         for layer in self.layers:
             self._check_apart(layer, gradients, needs_examples)
+            for region in (layer.layout.weight, layer.layout.bias):
+                if region is not None:
+                    summed[region.leaf] += sum(
+                        float(call.rounding(gradients.plain(call))) for call in layer.calls
+                    )
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
-        for name, one, p, expected in zip(self._names, ours, self._own, wanted, strict=True):
+        parts = zip(self._names, ours, self._own, wanted, summed, strict=True)
+        for name, one, p, expected, terms in parts:
             given = torch.zeros_like(p) if expected is None else expected.to_dense()
             difference = one.view(p.shape).sub_(given).norm()
-            # ten times the root of the rounding: TensorFloat-32 and sums in another order
-            if difference > 10 * torch.finfo(p.dtype).eps ** 0.5 * given.norm().to(self.dtype):
+            # ten times the root of the rounding: TensorFloat-32 and sums in another order; a gradient
+            # that is zero, as that of the bias of keys, is only rounding
+            eps = torch.finfo(p.dtype).eps
+            if difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms):
                 raise UnsupportedError(
                     f"{self.options.product.caller}: expected params[{name!r}] to be used by layers "
                     "alone, got a gradient of which these are only a part: a custom Function, scripted "
@@ -164,9 +200,32 @@ class ModelRun:
         for call, time_first in zip(self._recorded, orders, strict=False):
             call.time_first = time_first
 
-    def orders(self) -> list[bool]:
-        """Of each call, in the order of calls, whether positions come before examples."""
-        return [call.time_first for call in self._recorded]
+    def forms(self, plain: Callable[[], "ModelRun"]) -> CallForms:
+        """How calls are read. Where something was expanded, the outputs have to be those of a run
+        without it, which plain makes."""
+        time_first = tuple(call.time_first for call in self._recorded)
+        if not self.expanded:
+            return CallForms(time_first)
+        with preserve_random_state():
+            others = plain()._outputs
+        pairs = list(zip(self._outputs, others, strict=True))
+        same = all(
+            a.shape == b.shape and torch.allclose(a, b, rtol=100 * torch.finfo(a.dtype).eps, atol=0)
+            if a.is_floating_point()
+            else torch.equal(a, b)
+            for a, b in pairs
+        )
+        return CallForms(time_first, same)
+
+    def unlike(self, other: "ModelRun") -> LayerCall | None:
+        """The first call of another run of the same model that has more or fewer rows of an example."""
+        mine, theirs = self._recorded, other._recorded
+        for a, b in zip_longest(mine, theirs):
+            if a is None or b is None:
+                return b or theirs[-1]
+            if a.rows * other.examples != b.rows * self.examples:
+                return b
+        return None
 
     def _name(self, layer: Layer) -> str:
         region = layer.layout.weight or layer.layout.bias
@@ -207,20 +266,48 @@ class ModelRun:
                 )
 
 
-def orders_of(
-    run: ModelRun, loss: Any, space: Space, leaves: Vector, batch: Any, needs_examples: bool
-) -> list[bool]:
-    """Compare the layers with autograd: at two examples, where a batch can be split. How the rows of
-    each call are ordered."""
-    small = first_examples(batch, 2)
+def checked_run(
+    run: ModelRun,
+    loss: Any,
+    space: Space,
+    leaves: Vector,
+    batch: Any,
+    options: FactorOptions,
+    needs_examples: bool,
+) -> tuple[ModelRun, CallForms]:
+    """The run of a model, after the layers were compared with autograd: at two examples, where a batch
+    can be split. With how the rows of calls are read."""
+    given = (loss, space, leaves)
+    small, unlike = first_examples(batch, 2), None
     if small is not None:
         # whatever two examples alone run into, the whole batch decides
         with suppress(Exception), preserve_random_state():
-            few = ModelRun(loss, space, leaves, small, run.options)
+            few = ModelRun(*given, small, options)
             few.check(needs_examples)
-            return few.orders()
+            forms = few.forms(lambda: ModelRun(*given, small, options, CallForms(expand=False)))
+            if run.expanded and not forms.expand:
+                run = ModelRun(*given, batch, options, forms)
+            run.reorder(forms.time_first)
+            if few.expanded == run.expanded:
+                unlike = few.unlike(run) if needs_examples else None
+                if unlike is None:
+                    return run, forms
+        if unlike is not None:
+            raise UnsupportedError(unlike_rows(unlike, run.examples))
     run.check(needs_examples)
-    return run.orders()
+    forms = run.forms(lambda: ModelRun(*given, batch, options, CallForms(expand=False)))
+    if run.expanded and not forms.expand:
+        run = ModelRun(*given, batch, options, forms)
+        run.check(needs_examples)
+    return run, forms
+
+
+def _examples(batch: Any) -> int:
+    """The leading dimension of a batch, 1 where it has none."""
+    try:
+        return int(leading_dimension(batch))
+    except ArgumentTypeError:
+        return 1
 
 
 def layers_of(recorder: LayerRecorder, joint_bias: bool) -> list[Layer]:

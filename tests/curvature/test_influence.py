@@ -2,6 +2,7 @@
 
 import logging
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
+from hoglib.curvature import ghost_gradients
 from tests.curvature.problems import CRITERIA, MODELS, draw, problem
 
 F64 = torch.float64
@@ -58,6 +60,7 @@ def through_layers(monkeypatch):
         raise AssertionError("gradients of all parameters")
 
     monkeypatch.setattr("hoglib.curvature.ghost_gradients.gradient_rows", refused)
+    monkeypatch.setattr("hoglib.curvature.ghost_gradients._prefers_gradients", lambda *args: False)
 
 
 @pytest.mark.parametrize("length", [2, 40], ids=["few positions", "many positions"])
@@ -85,6 +88,62 @@ def test_shared_weights_take_no_gradients(length, monkeypatch):
     through_layers(monkeypatch)
     ghosts(loss, params, batch)
     assert all(p.grad is None for p in params.values())
+
+
+class Convolutions(nn.Module):
+    """Of pixels, and a linear layer; their widths decide what is cheaper."""
+
+    def __init__(self, *widths):
+        super().__init__()
+        pairs = list(pairwise(widths))
+        self.layers = nn.Sequential(*(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairs))
+        self.head = nn.Linear(widths[-1], 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x.mean((2, 3)))
+
+
+class Positions(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).sin().mean(1)[:, :3]
+
+
+# network, input shape, and of how many layers the gradients are cheaper than the products of positions;
+# None where the gradients of all parameters are
+CHOICES = {
+    "a small CNN": (lambda: Convolutions(2, 4, 4), (6, 2, 16, 16), None),
+    "few pixels, many channels": (lambda: Convolutions(2, 8, 96, 96), (6, 2, 16, 16), 1),
+    "few positions": (lambda: Positions(64), (6, 2, 3), 0),
+    "many positions": (lambda: Positions(8), (6, 40, 3), None),
+    "one position": (lambda: nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 3)), (6, 50), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_cheaper_way_is_chosen_by_counts(name, monkeypatch):
+    """T^2 (into + out) multiplications and 2 T^2 numbers, and patches of convolutions, against T into out
+    multiplications and 2 into out numbers, of which each counts as 64 multiplications."""
+    make, shape, by_layer = CHOICES[name]
+    torch.manual_seed(0)
+    model = make().double()
+    batch = draw(*shape), torch.arange(shape[0]) % 3
+    loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+    called = []
+    for way in ("gradient_rows", "_gradients"):
+        run = getattr(ghost_gradients, way)
+        counted = lambda *args, way=way, run=run, **kwargs: called.append(way) or run(*args, **kwargs)  # noqa: E731 # fmt: skip
+        monkeypatch.setattr(ghost_gradients, way, counted)
+    ghosts(loss, params, batch)
+    called.clear()
+    hog.curvature.per_example_gradient_norms(loss, params, batch)
+    taken = ["gradient_rows"] if by_layer is None else ["_gradients"] * by_layer
+    assert called == taken
 
 
 def test_norms_of_other_losses(monkeypatch, caplog):

@@ -214,10 +214,28 @@ def test_a_bias_by_itself():
     assert not K.to_dense()[:12, at].any()
 
 
+class Factor(nn.Module):
+    """A parameter that features are multiplied by, or that is added to them."""
+
+    def __init__(self, *shape, add=False):
+        super().__init__()
+        self.parameter, self.add = nn.Parameter(torch.randn(shape)), add
+
+    def forward(self, x):
+        return x + self.parameter if self.add else self.parameter * x
+
+
 NORMS = {
     "layer norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)),
     "RMS norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4), nn.Tanh(), nn.Linear(4, 3)),
     "group norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Tanh(), nn.Linear(4, 3)),
+    "a factor": lambda: nn.Sequential(nn.Linear(3, 4), Factor(4), nn.Tanh(), nn.Linear(4, 3)),
+    "one factor for all": lambda: nn.Sequential(nn.Linear(3, 4), Factor(), nn.Tanh(), nn.Linear(4, 3)),
+    "a term": lambda: nn.Sequential(nn.Linear(3, 4), Factor(1, 4, add=True), nn.Tanh(), nn.Linear(4, 3)),
+    "PReLU": lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Tanh(), nn.Linear(4, 3)),
+    "PReLU, one number": lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Tanh(), nn.Linear(4, 3)),
+    "batched: instance norm": lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.InstanceNorm2d(2, affine=True), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
+    "batched: a factor for channels": lambda: nn.Sequential(nn.Conv2d(1, 2, 2), Factor(2, 1, 1), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)),
     "batch norm in eval": lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).eval(),
 }  # fmt: skip
 
@@ -238,6 +256,185 @@ def test_norms_have_exact_blocks(name):
         at = sum(p.numel() for key, p in params.items() if key.startswith("0."))
         at = slice(at, at + len(G))
         assert_close(K.to_dense()[at, at], G)
+
+
+class Product(nn.Module):
+    """A linear layer by a matrix product."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.matrix = nn.Parameter(linear.weight.detach().T.clone())
+        self.shift = nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x):
+        return x @ self.matrix + self.shift
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["KFAC", "EKFAC"])
+def test_matrix_products_are_linear_layers(corrected):
+    torch.manual_seed(1)
+    first, last = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
+    batch = draw(7, 5, 3), torch.arange(7) % 3
+    found = []
+    for model in (first, Product(first)):
+        loss = hog.functional_loss(
+            nn.Sequential(model, nn.Tanh(), last),
+            lambda z, batch: F.cross_entropy(z, batch[1]),
+            forward=lambda m, batch: m(batch[0]).mean(1),
+        )
+        found.append(
+            hog.KFACOperator(
+                loss, hog.trainable_params(loss.model), batch, joint_bias=False,
+                eigenvalue_corrected=corrected,
+            ).to_dense()
+        )  # fmt: skip
+    index = torch.arange(12).reshape(4, 3).T.reshape(-1)
+    index = torch.cat([index, torch.arange(12, len(found[0]))])
+    expected = found[0][index][:, index]
+    if (
+        not corrected
+    ):  # the block of the term is exact, that of the bias is not with shared positions
+        expected[12:16, 12:16] = found[1][12:16, 12:16]
+    assert_close(found[1], expected, rtol=1e-6, atol=1e-9)
+
+
+class Placed(nn.Module):
+    """Positions are embedded once, for all examples; their sum as a feature is not of an example."""
+
+    def __init__(self, summed, rows=1):
+        super().__init__()
+        self.words, self.places = nn.Embedding(5, 3), nn.Embedding(4, 3)
+        self.summed, self.rows = summed, rows
+
+    def forward(self, x):
+        at = torch.arange(4)
+        places = self.places(at[None] if self.rows else at)
+        places = places.sum() if self.summed else places
+        return torch.tanh(self.words(x) + places).sum(1)
+
+
+@pytest.mark.parametrize("rows", [1, 0], ids=["[1, T]", "[T]"])
+def test_embeddings_of_positions(rows):
+    torch.manual_seed(1)
+    x = torch.arange(24).reshape(6, 4) % 5
+    loss = hog.functional_loss(Placed(False, rows).double(), F.cross_entropy)
+    params, batch = hog.trainable_params(loss.model), (x, LABELS)
+    G = hog.GGNOperator(loss, params, split(batch)).to_dense()
+    K = hog.KFACOperator(loss, params, split(batch))
+    assert_close(K.exact_diagonal(), G.diagonal())
+    places = K.to_dense()[15:, 15:]
+    A = torch.eye(4, dtype=F64) / 4
+    every = [
+        g for g, _ in zip(hog.KFACOperator(loss, params, batch).blocks(), range(2), strict=True)
+    ]
+    assert_close(torch.kron(A, every[1].G[0]), places, rtol=1e-6, atol=1e-12)
+    corrected = hog.KFACOperator(loss, params, split(batch), eigenvalue_corrected=True)
+    assert_close(corrected.trace(), G.trace())
+    norms = hog.curvature.per_example_gradient_norms(loss, params, batch, vmap=False)
+    _, g = hog.per_example_gradients(loss, params, batch)
+    assert_close(norms, torch.cat([p.flatten(1) for p in g.values()], 1).norm(dim=1))
+
+
+class Keys(nn.Module):
+    """Attention, in which a bias of the keys has no effect: its gradient is only rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        scores = self.query(x) @ self.key(x).mT
+        return self.head(scores.softmax(-1) @ x).mean(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("joint", [True, False])
+def test_gradients_of_zero_up_to_rounding(dtype, joint):
+    torch.manual_seed(1)
+    loss = hog.functional_loss(Keys().to(dtype), F.cross_entropy)
+    params, batch = hog.trainable_params(loss.model), (draw(5, 3, 4).to(dtype), LABELS[:5])
+    K = hog.KFACOperator(loss, params, batch, joint_bias=joint, eigenvalue_corrected=True)
+    G = hog.GGNOperator(loss, params, batch).to_dense()
+    assert_close(K.trace(), G.trace())
+
+
+class Experts(nn.Module):
+    """Each example is given to one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x):
+        out, first = x.new_zeros(x.shape), x[:, 0] > 0
+        for i, expert in enumerate(self.experts):
+            rows = (first == bool(i)).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+@pytest.mark.parametrize(
+    "signs", [[1, 1, -1, 1, -1, 1], [1, 1, -1, -1, 1, -1], [1, -1, 1, 1, -1, -1]]
+)
+def test_experts(signs):
+    """Their factors are sums over the rows that they have; whose rows these are nobody says."""
+    torch.manual_seed(1)
+    loss = hog.functional_loss(Experts().double(), F.cross_entropy)
+    x = draw(6, 3)
+    x[:, 0] = x[:, 0].abs() * torch.tensor(signs)
+    params, batch = hog.trainable_params(loss.model), (x, LABELS)
+    with pytest.raises(hog.errors.UnsupportedError, match=r"as of an expert|examples apart"):
+        hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True).update()
+    _, g = hog.per_example_gradients(loss, params, batch, vmap=False)
+    rows = torch.cat([p.flatten(1) for p in g.values()], 1)
+    assert_close(hog.curvature.per_example_gradient_norms(loss, params, batch), rows.norm(dim=1))
+
+
+class NextWord(nn.Module):
+    """A language model that predicts the next word."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6)
+
+    def hidden(self, tokens):
+        return torch.tanh(self.layer(self.words(tokens))).cumsum(1)
+
+    def forward(self, input_ids):
+        return self.head(self.hidden(input_ids))
+
+
+@pytest.mark.parametrize("kind", ["exact", "mc", "empirical"])
+def test_language_model_losses(kind):
+    """By their logits, of batches with unlike numbers of labels."""
+    torch.manual_seed(1)
+    model = NextWord().double()
+    loss = hog.language_model_loss(model, head="head", shift=True)
+    logits = hog.functional_loss(
+        model,
+        lambda z, batch: F.cross_entropy(z, batch["labels"][:, 1:]),
+        forward=lambda model, batch: model.head(model.hidden(batch["input_ids"])[:, :-1]).mT,
+    )
+    x = torch.randint(6, (5, 4))
+    y = x.clone()
+    y[0, 2:], y[4, 1:] = -100, -100
+    data = [{"input_ids": x[i], "labels": y[i]} for i in (slice(0, 2), slice(2, 5))]
+    params = hog.trainable_params(model)
+    options = {"kind": kind, "approximation": "reduce", "eigenvalue_corrected": True, "num_samples": 200 if kind == "mc" else 1}  # fmt: skip
+    K = hog.KFACOperator(loss, params, data, generator=torch.Generator().manual_seed(0), **options)
+    M = hog.FisherOperator(loss, params, data, kind="empirical" if kind == "empirical" else "exact").to_dense()  # fmt: skip
+    error = (K.exact_diagonal() - M.diagonal()).norm() / M.diagonal().norm()
+    assert error < (0.2 if kind == "mc" else 1e-6)
+    assert abs(K.trace() / M.trace() - 1) < (0.2 if kind == "mc" else 1e-6)
+    if kind == "exact":
+        whole = {"input_ids": x, "labels": y}
+        by_hand = hog.KFACOperator(logits, params, whole).to_dense()
+        assert_close(hog.KFACOperator(loss, params, whole).to_dense(), by_hand)
+        optimizer = hog.curvature.KFAC(loss, damping=0.1)
+        values = [float(optimizer.step(whole)) for _ in range(4)]
+        assert values[-1] < values[0]
+        scores = hog.influence(loss, params, data, whole, damping=0.1)
+        assert scores.shape == (5, 5)
 
 
 class Attention(nn.Module):
@@ -419,7 +616,7 @@ def test_the_check_of_layers_draws_no_random_numbers():
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
+        self.scale, self.layer = nn.Parameter(torch.ones(6, 3)), nn.Linear(3, 3)
 
     def forward(self, x):
         return self.layer(x * self.scale)
@@ -466,17 +663,6 @@ class TimeFirst(nn.Module):
         return torch.tanh(self.layer(x.transpose(0, 1))).sum(0)
 
 
-class Placed(nn.Module):
-    """Positions are embedded once, for all examples."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.places = nn.Embedding(5, 3), nn.Embedding(4, 3)
-
-    def forward(self, x):
-        return torch.tanh(self.words(x) + self.places(torch.arange(4)[None])).sum(1)
-
-
 LABELS = torch.arange(6) % 3
 REFUSED = {
     "a parameter of its own": (Scaled, draw(6, 3), LABELS, {}, r"params\['scale'\], which mul"),
@@ -484,7 +670,7 @@ REFUSED = {
     "a tied embedding": (TiedEmbedding, torch.arange(6) % 5, LABELS, {}, "an embedding tied"),
     "a Function": (InFunction, draw(6, 3), LABELS, {}, "only a part"),
     "batch norm in train": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()), draw(6, 3), LABELS, {}, r"model\.eval\(\)"),
-    "an embedding of positions": (Placed, torch.arange(24).reshape(6, 4) % 5, LABELS, {}, "called once for all examples"),
+    "an embedding of positions that is summed": (lambda: Placed(True), torch.arange(24).reshape(6, 4) % 5, LABELS, {}, "called once for all examples"),
     "flattened positions": (lambda: nn.Sequential(nn.Linear(3, 3), nn.Flatten(0, 1)), draw(3, 2, 3), LABELS, {}, "several of each"),
 }  # fmt: skip
 
