@@ -213,5 +213,7 @@ def silence_dependencies() -> None:
         )
     # main(args) is called from Python in tests, whose own command line has arguments too.
     warnings.filterwarnings("ignore", ".*LightningCLI's args parameter.*")
+    # It is the experiments' own way to share a batch; no data module has a hook of that name.
+    warnings.filterwarnings("ignore", ".*You have overridden `on_before_batch_transfer`.*")
     # The streams of tasks are computed, not read: worker processes would only cost time.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")

@@ -26,31 +26,43 @@ class InProcesses(pl.LightningModule):
     shared = BATCHES
     one_process = ""
 
+    weight = 1.0  # of the loss of this process's part, in the mean over the processes
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """The part of this process, of a training batch."""
         trainer = self.trainer
+        self.weight = 1.0
         if trainer.world_size == 1 or not trainer.training or self.shared != BATCHES:
             return batch
-        return part_of(batch, trainer.global_rank, trainer.world_size)
+        part = part_of(batch, trainer.global_rank, trainer.world_size)
+        self.weight = trainer.world_size * count_of(part) / count_of(batch)
+        return part
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of the weighted loss, whose average over the processes is that of the batch."""
+        super().backward(loss if self.weight == 1 else self.weight * loss, *args, **kwargs)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log the mean over the processes."""
-        several = self.trainer.world_size > 1
-        super().log(name, value, *args, **{"sync_dist": several, **kwargs})
+        """Log the mean over the processes, of means over their parts of a batch."""
+        value = value if self.weight == 1 else self.weight * value
+        super().log(name, value, *args, **{**kwargs, "sync_dist": self.trainer.world_size > 1})
+
+
+def count_of(batch: Any) -> int:
+    """The number of examples in a batch."""
+    counts: list[int] = []
+    apply_to_collection(batch, Tensor, lambda x: counts.append(len(x)))
+    return counts[0]
 
 
 def part_of(batch: Any, rank: int, world: int) -> Any:
     """Every world-th example of a batch, from the rank-th on."""
-
-    def part(x: Tensor) -> Tensor:
-        if len(x) % world:
-            raise ArgumentValueError(
-                f"batch: expected a multiple of {world} examples, of which each process takes as many, "
-                f"got {len(x)}; give another --data.batch, or another --trainer.devices."
-            )
-        return x[rank::world]
-
-    return apply_to_collection(batch, Tensor, part)
+    if count_of(batch) < world:
+        raise ArgumentValueError(
+            f"batch: expected at least {world} examples, one for each process, got {count_of(batch)}; "
+            "give a larger --data.batch, or fewer --trainer.devices."
+        )
+    return apply_to_collection(batch, Tensor, lambda x: x[rank::world])
 
 
 class ProcessSeeds(pl.Callback):
