@@ -18,6 +18,7 @@ from experiments.tables.language import perplexity_table
 from experiments.training.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.training.experiment import Experiment
 from experiments.training.learners import make_learner
+from experiments.training.processes import TASKS
 from experiments.training.second_order import SecondOrderProblem
 from hoglib.meta import Learner
 
@@ -48,6 +49,8 @@ class AdapterMAML(WithCompileChoice, Experiment):
         compile: Whether MAML's meta-gradient runs as a graph: null, if that pays for the steps of the
             run; true; false; or the mode itself, as in `hoglib.MAML`.
     """
+
+    shared = TASKS
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class AdapterMAML(WithCompileChoice, Experiment):
         tasks, weight = hog.meta.shard((batch.support, batch.query))
         loss = weight * self.maml.loss(tasks)
         finite("meta-loss", loss, "Lower inner_lr or lr.")
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1, sync_dist=True)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
         return loss
 
     def second_order_problem(self, batch: Tasks) -> SecondOrderProblem:
@@ -120,12 +123,11 @@ class AdapterMAML(WithCompileChoice, Experiment):
         own = columns["MAML of adapters"]
         for count, row in zip(self.eval_steps, own, strict=True):
             self.log(f"test/perplexity_after_{count}", row.exp().mean(), batch_size=len(row))
-        if self.trainer.is_global_zero:
-            folder = runs.run_folder(self.trainer)
-            title = f"Perplexity of a character in {own.shape[1]} tasks of held-out topics"
-            table = perplexity_table(columns, self.eval_steps, title)
-            picture = plot_perplexity(folder / "perplexity.png", columns, self.eval_steps, title)
-            runs.write_report(folder, table, picture)
+        folder = runs.run_folder(self.trainer)
+        title = f"Perplexity of a character in {own.shape[1]} tasks of held-out topics"
+        table = perplexity_table(columns, self.eval_steps, title)
+        picture = plot_perplexity(folder / "perplexity.png", columns, self.eval_steps, title)
+        runs.write_report(folder, table, picture)
 
 
 def language_model_loss(network: nn.Module) -> Any:

@@ -54,6 +54,9 @@ class Race(Experiment):
 
     evaluations: Tensor
 
+    shared = ""
+    one_process = "whose optimizers are compared by the work of one process"
+
     def __init__(
         self,
         hidden: list[int] | None = None,

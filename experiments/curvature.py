@@ -78,9 +78,10 @@ class Descent(Experiment):
         self.log("test/accuracy", accuracy, batch_size=len(batch.x))
         history = measurements(self.trainer)
         if not history:
-            print(
-                "No CurvatureMonitor among trainer.callbacks: no table and no picture of spectra."
-            )
+            if runs.writes():
+                print(
+                    "No CurvatureMonitor among trainer.callbacks: no table, no picture of spectra."
+                )
             return
         folder = runs.run_folder(self.trainer)
         curves = logs.curves(folder)

@@ -16,6 +16,7 @@ from experiments.tables.layout import mean_and_interval
 from experiments.training.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.training.experiment import Experiment
 from experiments.training.learners import ALGORITHMS, make_learner
+from experiments.training.processes import TASKS
 from experiments.training.schedules import with_linear_decay
 from experiments.training.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError
@@ -45,6 +46,8 @@ class FewShotClassification(WithCompileChoice, Experiment):
         size: Pixels of a side of the images.
         inputs: Colour channels of the images.
     """
+
+    shared = TASKS
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class FewShotClassification(WithCompileChoice, Experiment):
         tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
         loss = weight * self.learner.loss(tasks)
         finite("meta-loss", loss, "Lower inner_lr or lr.")
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1, sync_dist=True)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
         return loss
 
     def second_order_problem(self, batch: Tasks) -> SecondOrderProblem:

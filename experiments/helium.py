@@ -74,6 +74,9 @@ class Helium(Experiment):
     walkers: Tensor
     width: Tensor
 
+    shared = ""
+    one_process = "whose walkers are one chain of random moves"
+
     def __init__(
         self,
         hidden: list[int] | None = None,

@@ -127,7 +127,8 @@ class ImageGAN(Adversarial):
             f"A generator trained on {own.data}: {own.loss} loss, {own.penalty}",
         )
         runs.write_report(folder, table, picture)
-        print(f"Grids of generated digits over time are in {folder / GRIDS}")
+        if runs.writes():
+            print(f"Grids of generated digits over time are in {folder / GRIDS}")
 
     @property
     def steps(self) -> int:

@@ -17,6 +17,7 @@ from experiments.plots.few_shot import plot_adaptation, plot_errors
 from experiments.tables.few_shot import sinusoid_table, summarize_errors
 from experiments.training.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.training.learners import make_learner
+from experiments.training.processes import TASKS
 from experiments.training.second_order import SecondOrderProblem
 from hoglib.meta import Learner
 
@@ -46,6 +47,7 @@ class FewShotRegression(WithCompileChoice):
     """
 
     label: str
+    shared = TASKS
 
     def __init__(
         self,
@@ -110,17 +112,16 @@ class FewShotRegression(WithCompileChoice):
             columns[JointRegression.label] = errors_after(joint, batch, self.eval_steps)
         for count, row in zip(self.eval_steps, columns[self.label], strict=True):
             self.log(f"test/mse_after_{count}", summarize_errors(row).mean, batch_size=len(row))
-        if self.trainer.is_global_zero:
-            table = sinusoid_table(columns, self.eval_steps)
-            folder = runs.run_folder(self.trainer)
-            pictures = []
-            waves = getattr(self.trainer.datamodule, "test_waves", None)  # type: ignore[attr-defined]
-            if waves is not None:
-                file = folder / "tasks.png"
-                pictures.append(plot_adaptation(file, self.maml, waves(), self.label))
-            if curves := logs.curves(folder):
-                pictures.append(plot_errors(folder / "training_curve.png", curves))
-            runs.write_report(folder, table, *pictures)
+        table = sinusoid_table(columns, self.eval_steps)
+        folder = runs.run_folder(self.trainer)
+        pictures = []
+        waves = getattr(self.trainer.datamodule, "test_waves", None)  # type: ignore[attr-defined]
+        if waves is not None:
+            file = folder / "tasks.png"
+            pictures.append(plot_adaptation(file, self.maml, waves(), self.label))
+        if curves := logs.curves(folder):
+            pictures.append(plot_errors(folder / "training_curve.png", curves))
+        runs.write_report(folder, table, *pictures)
 
 
 class MAMLRegression(FewShotRegression):
@@ -135,7 +136,7 @@ class MAMLRegression(FewShotRegression):
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
         loss = weight * self.maml.loss(tasks)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1, sync_dist=True)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
         return loss
 
 
@@ -148,9 +149,10 @@ class JointRegression(FewShotRegression):
         return CompileChoice(compile, None, "joint training, which has no second derivatives")
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
-        (support_x, support_y), (query_x, query_y) = batch
+        tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
+        (support_x, support_y), (query_x, query_y) = tasks
         x, y = torch.cat([support_x, query_x], 1), torch.cat([support_y, query_y], 1)
-        loss = F.mse_loss(self.maml(x), y)
+        loss = weight * F.mse_loss(self.maml(x), y)
         finite("training loss", loss, "Lower lr, or look for NaN in the data.")
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(x))
         return loss

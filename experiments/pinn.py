@@ -95,6 +95,9 @@ class Pinn(Experiment):
     evaluations: Tensor
     warm: Tensor
 
+    shared = ""
+    one_process = "whose Newton steps are of one process's points"
+
     def __init__(
         self,
         hidden: list[int] | None = None,

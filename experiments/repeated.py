@@ -35,6 +35,9 @@ class RepeatedTraining(Experiment, ABC):
         compile: null or false; nothing here runs as a graph.
     """
 
+    shared = ""
+    one_process = "whose training is repeated step by step"
+
     def __init__(
         self, hidden: list[int] | None, act: str, lr: float, momentum: float, weight_decay: float,
         compile: CompileOption,

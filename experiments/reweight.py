@@ -52,6 +52,9 @@ class Reweighting(Experiment):
     weight_sum: Tensor
     visits: Tensor
 
+    shared = ""
+    one_process = "whose weights are of a whole batch"
+
     def __init__(
         self,
         against: list[str] | None = None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from hoglib.errors import ArgumentValueError
@@ -16,14 +17,21 @@ TABLE = "table.txt"
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
-    """The folder of the trainer's run, made if need be."""
+    """The folder of the trainer's run, made if need be. All processes have to call it together."""
     folder = Path(trainer.log_dir or trainer.default_root_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
+def writes() -> bool:
+    """Whether this process writes and prints the results: of several, the first."""
+    return int(getattr(rank_zero_only, "rank", 0)) == 0
+
+
 def write_report(folder: Path, table: str, *pictures: Path) -> None:
     """Print a result table, save it as table.txt, and say which files were saved."""
+    if not writes():
+        return
     file = folder / TABLE
     file.write_text(table + "\n")
     print(f"\n{table}\n\nSaved {', '.join(map(str, (file, *pictures)))}")
@@ -31,12 +39,13 @@ def write_report(folder: Path, table: str, *pictures: Path) -> None:
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
     """Save a run's result as summary.json, for the tables of other runs."""
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    if writes():
+        (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
     """The summaries of all runs in the area of a run, runs/<area>/*/version_*, the newest first."""
-    if _version(folder) is None:
+    if _version(folder) is None or not writes():
         return []
     files = folder.absolute().parents[1].glob(f"*/version_*/{SUMMARY}")
     newest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)

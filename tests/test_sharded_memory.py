@@ -10,6 +10,7 @@ from torch import nn
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
 from hoglib._core import sharding
+from hoglib.curvature import random_rows
 from tests.several_processes import found_by_each
 from tests.test_sharded_models import spread
 
@@ -112,6 +113,7 @@ def peaks(blocks, batch, remat=True, only=""):
 
 
 def every(rank, folder, found):
+    random_rows.AT_ONCE = 2**10  # numbers that are drawn at once: fewer than those of a block
     rows = slice(rank, rank + 1)
     ours = computed(network(BLOCKS, True), samples(rows), True)
     theirs = computed(network(BLOCKS, False), samples(), False)
@@ -125,10 +127,16 @@ def every(rank, folder, found):
     found["rest"] = {name: 2 * less[name] - more[name] for name in less}
 
 
-# vectors of the size of the parameters that are alive at one time, as shards, at most: gradient, product and two
-# more; twelve of a Lanczos run of some steps between its products, and those of a product; of a step the gradient
-# of a batch, the sum and two more
-VECTORS = {"product": 4, "lanczos": 14, "step": 4}
+# vectors of the size of the parameters, of which each process holds a quarter: the gradient and the product;
+# of the first of two steps of Lanczos the basis, the gradient, the product of the batch and the sum, and one
+# more that is made orthogonal; the gradient of the batch and the sum
+VECTORS = {"product": 2, "lanczos": 2 + 3 + 1, "step": 2}
+# of further blocks what their runs keep for the backward, which is that of the process's own examples: 1 / 97 of
+# a block for each row of numbers
+KEPT = {"product": 0.15, "lanczos": 0.15, "step": 0.25}
+# the block that runs: its parameters, and what is asked of it: a vector, its gradient and its product; and as
+# many again that the backend has not freed yet
+ONE_BLOCK = 8
 
 
 def test_four_processes_equal_one_in_a_quarter_of_its_memory(tmp_path):
@@ -136,8 +144,6 @@ def test_four_processes_equal_one_in_a_quarter_of_its_memory(tmp_path):
         for name, error in found["errors"].items():
             assert error < 1e-10, (rank, name, error)
         for name, vectors in VECTORS.items():
-            # activations and what is saved of each block: 1 / 97 for each row of numbers
-            assert found["slope"][name] < vectors / 4 + 0.15, (rank, name, found)
-            # of one block its parameters, vector, gradient and product, and what is being sent
-            assert found["rest"][name] < 8, (rank, name, found)
+            assert found["slope"][name] < vectors / 4 + KEPT[name], (rank, name, found)
+            assert found["rest"][name] < ONE_BLOCK, (rank, name, found)
         assert found["stored"] > 2 * BLOCKS, (rank, found)  # without remat: parameters and vector

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
 from experiments.checks import at_least
-from experiments.runs import LAST, run_folder
+from experiments.runs import LAST, run_folder, writes
 from hoglib.errors import OutputError
 
 
@@ -56,6 +56,8 @@ class LastCheckpoint(Checkpoint):
         batch_idx: int,
     ) -> None:
         step = trainer.global_step
+        if trainer.world_size > 1:  # Ctrl-C reaches processes in unlike moments; all save together
+            self.interrupted = trainer.strategy.reduce_boolean_decision(self.interrupted, all=False)
         if step == self._saved_step:
             return  # gradients are being accumulated: no optimizer stepped
         # With several optimizers a batch takes several steps, and may step over the multiple.
@@ -101,7 +103,8 @@ class LastCheckpoint(Checkpoint):
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         self.interrupted = True
         self._restore_handler()
-        print("\nStopping after this step; Ctrl-C again stops at once.", flush=True)
+        if writes():
+            print("\nStopping after this step; Ctrl-C again stops at once.", flush=True)
 
     def _restore_handler(self) -> None:
         if self._previous_handler is not None:

@@ -20,6 +20,7 @@ from experiments.command.messages import shorten_parser_error
 from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
 from experiments.logs import RunLogger
+from experiments.training.processes import ProcessSeeds, check_processes, choose_strategy
 from hoglib.errors import HoglibError
 from hoglib.lightning import RNGState
 
@@ -135,7 +136,8 @@ class ExperimentCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         settings = self._get(self.config_init, "trainer")
         every = at_least("checkpoint_every", self._get(self.config, "checkpoint_every"), 1)
-        callbacks: list[pl.Callback] = [RNGState(), LastCheckpoint(every)]
+        callbacks: list[pl.Callback] = [ProcessSeeds(), RNGState(), LastCheckpoint(every)]
+        settings["strategy"] = choose_strategy(settings.get("strategy"), self.model)
         if settings.get("enable_progress_bar") is not False:
             callbacks.append(FitAndTestBar())
         logger, root = settings.get("logger"), settings.get("default_root_dir")
@@ -149,6 +151,7 @@ class ExperimentCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Resolve the checkpoint, and continue in the folder of the run that it belongs to."""
+        check_processes(self.trainer, self.model)
         options = self.config_init[self.subcommand]
         # Checkpoints hold tensors and plain values only, so loading one never runs foreign code.
         options["weights_only"] = True
@@ -210,5 +213,7 @@ def silence_dependencies() -> None:
         )
     # main(args) is called from Python in tests, whose own command line has arguments too.
     warnings.filterwarnings("ignore", ".*LightningCLI's args parameter.*")
+    # It is the experiments' own way to share a batch; no data module has a hook of that name.
+    warnings.filterwarnings("ignore", ".*You have overridden `on_before_batch_transfer`.*")
     # The streams of tasks are computed, not read: worker processes would only cost time.
     warnings.filterwarnings("ignore", ".*does not have many workers.*")

@@ -23,6 +23,7 @@ from experiments.plots.style import (
     new_figure,
     picture,
 )
+from experiments.runs import writes
 
 GAP = 8  # pixels between rows of digits of different steps
 
@@ -78,6 +79,8 @@ def plot_points(
 
 def save_grid(file: Path, images: Tensor, across: int) -> Path:
     """Images [n, 1, h, w] from -1 to 1, `across` in a row, without a gap; black on white."""
+    if not writes():
+        return file
     shades = (127.5 - 127.5 * images.detach().cpu()).round().clamp(0, 255).to(torch.uint8)
     count, _, height, width = images.shape
     rows = shades.reshape(count // across, across, height, width).transpose(1, 2)

@@ -17,6 +17,8 @@ from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from experiments.runs import writes
+
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT, BAND = "#767676", "#B8B8B8", "#F3F3F3"  # secondary lines, marks, and stripes of tables
@@ -85,6 +87,8 @@ def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Path]:
 
     @wraps(draw)
     def save(file: Path, /, *args: P.args, **kwargs: P.kwargs) -> Path:
+        if not writes():
+            return file
         with mpl.rc_context(STYLE):
             figure = draw(*args, **kwargs)
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 import hoglib as hog
+from experiments.training.processes import InProcesses
 from hoglib.errors import ArgumentValueError
 
 KEY = "compiled"  # in checkpoints
@@ -68,7 +69,7 @@ class CompileChoice:
         return True, ""
 
 
-class WithCompileChoice(pl.LightningModule):
+class WithCompileChoice(InProcesses):
     """A module whose checkpoints hold how its meta-gradient runs.
 
     Attributes:

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
-
+from experiments.training.processes import InProcesses
 from hoglib.errors import ArgumentValueError
 
 
-class Experiment(pl.LightningModule):
+class Experiment(InProcesses):
     """A LightningModule whose checkpoints load only with the options that they were trained with.
 
     The options are those of the model and of its data: a network must not be tested on another split,

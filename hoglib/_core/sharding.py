@@ -12,8 +12,7 @@ derivative of the other, autograd gives derivatives of any order of sum_r w_r f_
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -24,11 +23,11 @@ from torch import Tensor, nn
 
 from hoglib._core import torch_internals
 from hoglib._core.fingerprint import checksum_of_tensors
+from hoglib._core.process_failures import together, wait, waiting
 from hoglib._core.torch_internals import apply
 from hoglib.errors import (
     ArgumentValueError,
     DistributedError,
-    HoglibError,
     UnsupportedError,
 )
 
@@ -37,11 +36,6 @@ ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike mac
 AGREEMENT = (
     "number of parameters", "number of vectors", "vectors, where they are not sharded,",
     "parameters, where they are not sharded,",
-)  # fmt: skip
-# what the backends of torch.distributed say where a process does not take part
-COMMUNICATION = (
-    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
-    "gloo", "NCCL", "ncclUnhandled",
 )  # fmt: skip
 
 
@@ -120,7 +114,8 @@ class Layout(NamedTuple):
         return local
 
     def gather(self, local: Tensor) -> Tensor:
-        found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
+        with waiting(self.mesh):
+            found: Tensor = self.wrap(local.detach().contiguous()).full_tensor()
         return found
 
     def average(self, value: Tensor, weight: float) -> Tensor:
@@ -134,7 +129,8 @@ class Layout(NamedTuple):
             value.contiguous(), self.mesh, [Partial()] * self.mesh.ndim, run_check=False,
             shape=value.shape, stride=value.contiguous().stride(),
         )  # fmt: skip
-        local: Tensor = partial.redistribute(placements=self.placements).to_local()
+        with waiting(self.mesh):
+            local: Tensor = partial.redistribute(placements=self.placements).to_local()
         return local
 
     def copies(self) -> int:
@@ -355,26 +351,16 @@ class Sharding:
 def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
     """The sum, or another reduction, over the processes of a mesh, in place."""
     everyone = mesh.size() == dist.get_world_size()  # one message, however many dimensions
-    for group in [None] if everyone else mesh.get_all_groups():
-        with translate_distributed_errors("all_reduce"):
+    with together("all_reduce", mesh):
+        for group in [None] if everyone else mesh.get_all_groups():
             # by name: a torch without distributed has no ReduceOp
-            dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
+            which = getattr(dist.ReduceOp, op)
+            work: Any = dist.all_reduce(value, which, group=group, async_op=True)
+            if value.device.type == "cpu":
+                wait(work.wait)
+            else:  # the stream waits
+                work.wait()
     return value
-
-
-@contextmanager
-def translate_distributed_errors(caller: str) -> Iterator[None]:
-    """Says of an error of the communication that another process ended, raised or made another call."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, HoglibError) or not any(word in str(error) for word in COMMUNICATION):
-            raise
-        raise DistributedError(
-            f"{caller}: expected all processes to make the same calls, got one that ended, raised an "
-            "error of its own or made another call: look at the output of the others. (torch says: "
-            f"{str(error).splitlines()[0][:200]})"
-        ) from error
 
 
 class _Gather(torch.autograd.Function):

@@ -23,6 +23,11 @@ def averages_otherwise(ddp: DistributedDataParallel) -> bool:
     return hooked or bool(ddp._join_config.enable)
 
 
+def default_store() -> Any:
+    """The store by which the processes of the default group found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 # the modules that define the hooks of a forward
 _SHARDING_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 

@@ -110,16 +110,16 @@ def spectral_density(
     wide = torch.promote_types(operator.dtype, torch.float32)  # of the bases
     at_once = max(1, AT_ONCE // (steps * size * wide.itemsize))
     found = []
-    for start in range(0, num_samples, at_once):
-        v = random_signs(operator, min(at_once, num_samples - start), generator).to(wide)
+    for first in range(0, num_samples, at_once):
+        count = min(at_once, num_samples - first)
         found.append(
             tridiagonal(
                 lambda rows: operator.apply(rows.to(operator.dtype)).to(wide),
-                v / size**0.5, steps, operator.space,
+                random_signs(operator, count, generator).to(wide).div_(size**0.5), steps,
+                operator.space,
             )[0]
         )  # fmt: skip
-    T = torch.cat(found)
-    nodes, vectors = torch.linalg.eigh(T)
+    nodes, vectors = torch.linalg.eigh(torch.cat(found))
     weights = vectors[:, 0].square()
     return _smoothed(nodes, weights, grid, width, operator.count - before)
 
@@ -138,9 +138,13 @@ def tridiagonal(
     largest = start.new_zeros(samples)
     active = torch.ones(samples, dtype=torch.bool, device=start.device)
     V[:, 0] = start
+    del start  # a caller that has handed it over holds V alone
     for j in range(steps):
-        w = torch.zeros_like(start)
-        w[active] = apply(V[active, j])
+        if bool(active.all()):
+            w = apply(V[:, j])
+        else:
+            w = V.new_zeros(samples, size)
+            w[active] = apply(V[active, j])
         basis = V[:, : j + 1]
         for _ in range(2):  # twice is enough: orthogonal to rounding
             coefficients = space.gram(basis, w)

@@ -21,8 +21,7 @@ def signs(space: Space, count: int, generator: torch.Generator | None) -> Tensor
     def draw(numbers: int) -> Tensor:
         return torch.randint(2, (numbers,), generator=generator, device=device)
 
-    bits = _rows(space, count, draw, device, torch.int64)
-    return (2 * bits - 1).to(space.dtype)
+    return _rows(space, count, draw, device, space.dtype).mul_(2).sub_(1)
 
 
 def normals(space: Space, count: int, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -46,11 +45,12 @@ def _rows(space: Space, count: int, draw: Draw, device: torch.device, dtype: tor
     numbers = _Numbers(draw, count * space.size, device)
     rows = torch.empty(count, space.length, dtype=dtype, device=space.device)
     for row in rows:
-        parts = []
+        start = 0
         for layout in sharding.layouts:
             whole = numbers.take(layout.shape.numel()).to(space.device, dtype)
-            parts.append(layout.part_of(whole.view(layout.shape)).reshape(-1))
-        row.copy_(torch.cat(parts))
+            part = layout.part_of(whole.view(layout.shape)).reshape(-1)
+            row[start : start + len(part)] = part
+            start += len(part)
     sharding.check_same("random vectors", SAME, [numbers.last], space.device)
     return rows
 

@@ -5,6 +5,7 @@ from typing import Any, final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import distributed
 
 from hoglib._core.state import random_state, set_random_state
 
@@ -19,8 +20,10 @@ class RNGState(pl.Callback):
     after resuming. This callback saves the state of Python, NumPy, torch and every CUDA device in each
     checkpoint, and restores it when a fit resumes: before the iterator of the training data is made,
     which draws the order of a shuffled epoch; and, for a checkpoint from the middle of an epoch, again
-    after it, before the next batch. The order of an interrupted epoch is restored by a data loader with
-    a ``state_dict``. Validation draws from the same generators, unless its loader has a ``generator=``.
+    after it, before the next batch. Of a distributed fit each process has a state of its own, if as
+    many resume it, and that of the first otherwise. The order of an interrupted epoch is restored by a
+    data loader with a ``state_dict``. Validation draws from the same generators, unless its loader has
+    a ``generator=``.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -38,7 +41,8 @@ class RNGState(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the random state to the checkpoint."""
-        checkpoint[KEY] = {**_random_state(), "middle_of_epoch": not trainer.is_last_batch}
+        first, *others = _random_states()
+        checkpoint[KEY] = {**first, "others": others, "middle_of_epoch": not trainer.is_last_batch}
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -47,6 +51,9 @@ class RNGState(pl.Callback):
         state = checkpoint.get(KEY)
         if state is None or trainer.state.fn != TrainerFn.FITTING:
             return
+        every = [state, *state.get("others", ())]
+        if len(every) == trainer.world_size:
+            state = {**every[trainer.global_rank], "middle_of_epoch": state["middle_of_epoch"]}
         _set_random_state(state)
         self._middle_of_epoch = state if state["middle_of_epoch"] else None
 
@@ -57,11 +64,26 @@ class RNGState(pl.Callback):
             _set_random_state(state)
 
 
-def _random_state() -> dict[str, Any]:
-    """The random state with tensors for NumPy's arrays, which checkpoints can hold."""
-    state = random_state()
+def _random_states() -> list[dict[str, Any]]:
+    """The random state of each process, with tensors for arrays, which checkpoints can hold."""
+    own = random_state()
+    # as arrays: torch cannot read a pickled state of its own generator
+    own = {**own, "torch": own["torch"].numpy(), "cuda": [x.cpu().numpy() for x in own["cuda"]]}
+    states: list[Any] = [own]
+    if distributed.is_available() and distributed.is_initialized():
+        states = [None] * distributed.get_world_size()
+        distributed.all_gather_object(states, own)
+    return [_with_tensors(state) for state in states]
+
+
+def _with_tensors(state: dict[str, Any]) -> dict[str, Any]:
     kind, keys, *rest = state["numpy"]
-    return {**state, "numpy": (kind, torch.from_numpy(keys.copy()), *rest)}
+    return {
+        **state,
+        "numpy": (kind, torch.from_numpy(keys.copy()), *rest),
+        "torch": torch.from_numpy(state["torch"].copy()),
+        "cuda": [torch.from_numpy(x.copy()) for x in state["cuda"]],
+    }
 
 
 def _set_random_state(state: dict[str, Any]) -> None:

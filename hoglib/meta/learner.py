@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import clone_inference_tensors, outside_inference_mode, with_gradients
 from hoglib._core.blocks import Remat, find_blocks, rematerialized
-from hoglib._core.sharding import translate_distributed_errors
+from hoglib._core.process_failures import together
+from hoglib._core.sharding import Sharding
 from hoglib._core.source_location import warn
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -201,9 +202,12 @@ class Learner(nn.Module, ABC):
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
         blocks = rematerialized(self.remat, self.model, self._block_backend)
         with examined, outside_inference_mode(), stand_ins_if(self.stand_ins), blocks as found:
+            shared: AbstractContextManager[None] = nullcontext()
             if sharding is not None:
                 loop = replace(loop, sharding=sharding.defer(self.model, found))
-            adapted = loop.unroll(start, clone_inference_tensors(support), count).params
+                shared = together(f"{what}.adapt", sharding.mesh)
+            with shared:
+                adapted = loop.unroll(start, clone_inference_tensors(support), count).params
         params = {**start.model, **adapted}
         return params if sharding is None else sharded.wrapped(params, sharding)
 
@@ -241,17 +245,23 @@ class Learner(nn.Module, ABC):
         own = loop.meta_params()
         sharding = sharded.sharding_of(own.model)
         if sharding is None:
-            count = task_sets.check_tasks(tasks)
-        else:
+            return self._loss(
+                what, loop, own, tasks, task_sets.check_tasks(tasks), wanted, sharding
+            )
+        with together(what, sharding.mesh):
             self._refuse_settings(loop, own)
             count = sharded.check_together(what, sharding, own.model, tasks, self.inner_steps)
+            return self._loss(what, loop, own, tasks, count, wanted, sharding)
+
+    def _loss(
+        self, what: str, loop: ModuleLoop, own: MetaParams, tasks: Any, count: int, wanted: bool,
+        sharding: Sharding | None,
+    ) -> Tensor:  # fmt: skip
+        """The meta-loss over so many tasks, which were checked."""
         examined = examined_functions(what, first_order=self._takes_first_derivatives)
         stacked = task_sets.stacks_in_errors(what, tasks, count)
         blocks = rematerialized(self.remat, self.model, self._block_backend)
-        communication: AbstractContextManager[None] = nullcontext()
-        if sharding is not None:
-            communication = translate_distributed_errors(what)
-        with examined, outside_inference_mode(), stacked, blocks as parts, communication:
+        with examined, outside_inference_mode(), stacked, blocks as parts:
             start = pytree.map(Tensor.detach, own)
             if sharding is not None:
                 start = start._replace(model=sharded.shards_of(own.model, sharding))

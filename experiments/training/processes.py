@@ -1,0 +1,103 @@
+"""How the processes of a Trainer with several devices share a training."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from hoglib.errors import ArgumentValueError
+
+BATCHES = "batches"  # each takes a part of each batch
+TASKS = "tasks"  # the training step takes its part, as `hoglib.meta.shard` does
+UNUSED = "ddp_find_unused_parameters_true"
+
+
+class InProcesses(pl.LightningModule):
+    """A module that several processes train on the mean of their losses.
+
+    Attributes:
+        shared: What the processes share: BATCHES, TASKS, or "" for a module that one process trains.
+        one_process: Why one process trains it, for the message to who asks for several.
+    """
+
+    shared = BATCHES
+    one_process = ""
+
+    weight = 1.0  # of the loss of this process's part, in the mean over the processes
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The part of this process, of a training batch."""
+        trainer = self.trainer
+        self.weight = 1.0
+        if trainer.world_size == 1 or not trainer.training or self.shared != BATCHES:
+            return batch
+        part = part_of(batch, trainer.global_rank, trainer.world_size)
+        self.weight = trainer.world_size * count_of(part) / count_of(batch)
+        return part
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of the weighted loss, whose average over the processes is that of the batch."""
+        super().backward(loss if self.weight == 1 else self.weight * loss, *args, **kwargs)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the mean over the processes, of means over their parts of a batch."""
+        value = value if self.weight == 1 else self.weight * value
+        super().log(name, value, *args, **{**kwargs, "sync_dist": self.trainer.world_size > 1})
+
+
+def count_of(batch: Any) -> int:
+    """The number of examples in a batch."""
+    counts: list[int] = []
+    apply_to_collection(batch, Tensor, lambda x: counts.append(len(x)))
+    return counts[0]
+
+
+def part_of(batch: Any, rank: int, world: int) -> Any:
+    """Every world-th example of a batch, from the rank-th on."""
+    if count_of(batch) < world:
+        raise ArgumentValueError(
+            f"batch: expected at least {world} examples, one for each process, got {count_of(batch)}; "
+            "give a larger --data.batch, or fewer --trainer.devices."
+        )
+    return apply_to_collection(batch, Tensor, lambda x: x[rank::world])
+
+
+class ProcessSeeds(pl.Callback):
+    """Each process draws other random numbers, for its part of a batch."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.world_size > 1 and trainer.global_step == 0:  # a resumed run has its own state
+            torch.manual_seed(torch.initial_seed() + trainer.global_rank)
+
+
+def choose_strategy(strategy: Any, module: pl.LightningModule) -> Any:
+    """The Trainer's strategy for a module: DDP waits for all gradients, unless told otherwise, and a
+    manual optimization makes a step of some parameters at a time."""
+    return UNUSED if strategy == "ddp" and not module.automatic_optimization else strategy
+
+
+def check_processes(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Raise where a module does not go with as many processes, before the others are started."""
+    if trainer.world_size == 1:
+        return
+    if not getattr(module, "shared", BATCHES):
+        raise ArgumentValueError(
+            f"trainer: expected one process for {type(module).__name__}, "
+            f"{getattr(module, 'one_process', '')}, got {trainer.world_size}; use --trainer.devices 1."
+        )
+    strategy = trainer.strategy
+    if not isinstance(strategy, DDPStrategy):
+        raise ArgumentValueError(
+            f"trainer.strategy: expected ddp for {trainer.world_size} processes, got "
+            f"{type(strategy).__name__}; use --trainer.strategy ddp."
+        )
+    unused = strategy._ddp_kwargs.get("find_unused_parameters")
+    if not module.automatic_optimization and not unused:
+        raise ArgumentValueError(
+            f"trainer.strategy: expected {UNUSED} for {type(module).__name__}, each of whose steps is "
+            "of some of its parameters, got one that waits for the gradients of all; use "
+            "--trainer.strategy ddp."
+        )

@@ -1,0 +1,229 @@
+"""An error of one process inside a call that several make together ends the call in all of them.
+
+While gradients are gathered and averaged a process that fails cannot say so by a message of its own:
+the others wait for one of another kind. It writes its error into the store by which the processes
+found each other. Who waits on a processor for longer than a second looks there, and raises too. Where
+all fail alike nothing is lost; where some were interrupted while they waited, their group of processes
+is in no known state, and later calls raise at once.
+
+On GPUs a process does not wait in Python: there the others end with the timeout of their group.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hoglib._core import torch_sharding
+from hoglib.errors import DistributedError, HoglibError
+
+LOOK = (
+    1.0  # seconds of waiting before a process looks for errors of the others, and between two looks
+)
+GRACE = 3.0  # seconds in which what it waits for may still arrive, after it has found one
+PATIENCE = 10.0  # seconds for the others to raise too
+# what the backends of torch.distributed say where a process does not take part
+COMMUNICATION = (
+    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
+    "gloo", "NCCL", "ncclUnhandled",
+)  # fmt: skip
+
+_ROOMS: dict[tuple[int, ...], "_Room"] = {}  # by the ranks of their processes
+_ENTERED: list["_Room"] = []  # calls that are running
+
+
+@contextmanager
+def together(caller: str, mesh: Any) -> Iterator[None]:
+    """A call that all processes of a mesh make; raises in all of them where one raises inside."""
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if _ENTERED or len(ranks) == 1 or not dist.is_initialized():  # or a call inside of another one
+        yield
+        return
+    room = _ROOMS.get(ranks)
+    if room is None or room.world is not dist.group.WORLD:
+        room = _ROOMS[ranks] = _Room(ranks)
+    room.check(caller)
+    _ENTERED.append(room)
+    try:
+        with translate_distributed_errors(caller):
+            yield
+    except Exception as error:
+        room.leave(error)
+        raise
+    finally:
+        _ENTERED.remove(room)
+
+
+@contextmanager
+def translate_distributed_errors(caller: str) -> Iterator[None]:
+    """Says of an error of the communication that another process ended, raised or made another call."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, HoglibError) or not any(word in str(error) for word in COMMUNICATION):
+            raise
+        told = _ENTERED[-1].told() if _ENTERED else ""
+        raise DistributedError(
+            f"{caller}: expected all processes to make the same calls, got one that ended, raised an "
+            f"error of its own or made another call: {told or 'look at the output of the others'}. "
+            f"(torch says: {str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+def waiting(mesh: Any) -> AbstractContextManager[Any]:
+    """Inside, what is gathered or averaged is waited for as `wait` does."""
+    on_processor = bool(_ENTERED) and mesh.device_type == "cpu"
+    return _WatchedWait(_ENTERED[-1]) if on_processor else nullcontext()
+
+
+def wait(call: Callable[[], Any]) -> Any:
+    """A call that blocks until other processes have made it too, or one of them has raised."""
+    return _ENTERED[-1].wait(call) if _ENTERED else call()
+
+
+@final
+class _Room:
+    """The processes of a mesh, as their errors are known to this one."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.world = dist.group.WORLD
+        self._ranks, self._round, self._reason = ranks, 0, ""
+        self._store: Any = torch_sharding.default_store()
+        self._worker: _Worker | None = None
+        self._interrupted = False
+
+    def _key(self, name: str) -> str:
+        return f"hoglib/{'-'.join(map(str, self._ranks))}/{self._round}/{name}"
+
+    def _count(self, name: str) -> int:
+        """How many processes have written under a name; -1 where the store has gone."""
+        try:
+            return int(self._store.add(self._key(name), 0))
+        except Exception:
+            return -1
+
+    def _write(self, name: str) -> None:
+        try:
+            self._store.add(self._key(name), 1)
+        except Exception:  # its process has ended
+            self._reason = "a process that ended"
+
+    def check(self, caller: str) -> None:
+        """Raise after a call in which some were interrupted."""
+        if self._reason:
+            raise DistributedError(
+                f"{caller}: expected {len(self._ranks)} processes that go on together, got "
+                f"{self._reason} in an earlier call, in which others were waiting; start them again."
+            )
+
+    def told(self) -> str:
+        """The error of another process in this call; "" if none is known."""
+        if self._count("raised") <= 0:
+            return ""
+        for rank in self._ranks:
+            key = self._key(f"error/{rank}")
+            try:
+                if self._store.check([key]):
+                    return str(self._store.get(key).decode())
+            except Exception:
+                return ""
+        return ""
+
+    def wait(self, call: Callable[[], Any]) -> Any:
+        worker = self._worker = self._worker or _Worker()
+        job = worker.start(call)
+        found = 0.0
+        while not job.done.wait(LOOK):
+            count = self._count("raised")
+            if count and not found:
+                found = time.monotonic()
+            if found and time.monotonic() - found > GRACE:
+                self._interrupted, self._worker = True, None  # it goes on waiting
+                raise DistributedError(
+                    "expected all processes to make the same calls, got an error in one of them, which "
+                    f"has to be fixed there: {self.told() or 'look at its own output'}"
+                )
+        return job.result()
+
+    def leave(self, error: Exception) -> None:
+        """Tell the others of an error, and wait for them to raise too."""
+        agreed = isinstance(error, DistributedError)
+        if not agreed:
+            text = (str(error).splitlines() or [""])[0][:300]
+            try:
+                self._store.set(
+                    self._key(f"error/{dist.get_rank()}"),
+                    f"process {dist.get_rank()}: {type(error).__name__}: {text}",
+                )
+            except Exception:
+                self._reason = "a process that ended"
+        if self._interrupted:
+            self._write("interrupted")
+        self._write("raised")
+        start = time.monotonic()
+        while not agreed and 0 <= self._count("raised") < len(self._ranks):
+            if time.monotonic() - start > PATIENCE:
+                self._reason = "an error in this one"
+                break
+            time.sleep(0.01)
+        if self._interrupted or self._count("interrupted"):
+            self._reason = self._reason or "an error in one of them"
+        self._round, self._interrupted = self._round + 1, False
+
+
+class _WatchedWait(TorchDispatchMode):
+    """Waits for torch's functional collectives as `wait` does."""
+
+    def __init__(self, room: _Room) -> None:
+        super().__init__()
+        self._room = room
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket._qualified_op_name == "_c10d_functional::wait_tensor":
+            return self._room.wait(lambda: func(*args))
+        return func(*args, **(kwargs or {}))
+
+
+@final
+class _Job:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.done = threading.Event()
+        self._call, self._found = call, None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._found = self._call()
+        except BaseException as error:
+            self._error = error
+        self.done.set()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+
+@final
+class _Worker:
+    """A thread that waits in torch.distributed, so that the one of the caller may look meanwhile."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="hoglib waits", daemon=True).start()
+
+    def start(self, call: Callable[[], Any]) -> _Job:
+        job = _Job(call)
+        self._jobs.put(job)
+        return job
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            job.run()
+            del job

@@ -1,0 +1,146 @@
+"""Where one process fails inside a call that several make together, all end with a message, and soon."""
+
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hoglib as hog
+from tests.long_tail import FULL
+from tests.several_processes import found_by_each
+from tests.test_sharded_models import data, part, vectors
+
+SECONDS = 30  # the timeout of the group is 60
+
+
+class Fragile(torch.autograd.Function):
+    """The identity, whose forward, backward or double backward ends in one process, or in all."""
+
+    @staticmethod
+    def forward(x, act, stage):
+        if stage == 0:
+            act()
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.act, ctx.stage = inputs
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.stage == 1:
+            ctx.act()
+        return Fragile.apply(grad, ctx.act, {2: 1}.get(ctx.stage, 3)), None, None
+
+
+class Layer(nn.Module):
+    def __init__(self, width, act=None, stage=0):
+        super().__init__()
+        self.linear, self.act, self.stage = nn.Linear(width, width), act, stage
+
+    def forward(self, x):
+        x = self.linear(x).tanh()
+        return x if self.act is None else Fragile.apply(x, self.act, self.stage)
+
+
+def network(act, stage):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net = nn.Sequential(Layer(5), Layer(5, act, stage), Layer(5)).double()
+    for layer in net:
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+def product(net, rows, remat=True):
+    loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
+    x, y = data()
+    return hog.hvp(loss, params, vectors(params), (x[rows], y[rows]), remat=remat)
+
+
+def by_operator(net, rows, remat=True):
+    loss, params = hog.functional_loss(net, F.cross_entropy), hog.trainable_params(net)
+    x, y = data()
+    H = hog.HessianOperator(loss, params, [(x[rows], y[rows])], remat=remat)
+    return H.eigsh(1, which="LA")
+
+
+def meta_step(net, rows, remat=True):
+    x, y = data()
+    task = ((x[rows], y[rows]),) * 2
+    return hog.MAML(net, F.cross_entropy, inner_lr=0.1, remat=remat).loss([task])
+
+
+def raise_error():
+    raise ValueError("a wrong label")
+
+
+def timed(call, *args):
+    start = time.monotonic()
+    try:
+        call(*args)
+        kind, text = "", "nothing was raised"
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    return [kind, text, time.monotonic() - start]
+
+
+CALLS = {"hvp": product, "operator": by_operator, "MAML": meta_step}
+STAGES = ("in a forward", "in a backward", "in a double backward")
+
+
+def one_fails(call, stage, rank, folder, found):
+    torch.manual_seed(0)
+    rows = part(rank, 2)
+    found["alike"] = timed(call, network(raise_error, stage), rows)
+    found["after"] = timed(call, network(None, stage), rows)
+    found["one"] = timed(call, network(raise_error if rank == 1 else None, stage), rows)
+    found["again"] = timed(call, network(None, stage), rows)
+
+
+def one_ends(rank, folder, found):
+    def end():
+        (folder / "1.json").write_text("{}")
+        os._exit(0)  # as a kill does, without a word to the others
+
+    found["one"] = timed(product, network(end if rank == 1 else None, 2), part(rank, 2))
+
+
+CASES = [
+    pytest.param(call, stage, id=f"{name} {words}", marks=() if (name, stage) in FIRST else FULL)
+    for name, call in CALLS.items()
+    for stage, words in enumerate(STAGES)
+    for FIRST in [{("hvp", 2), ("operator", 0)}]
+]
+
+
+@pytest.mark.parametrize(("call", "stage"), CASES)
+def test_an_error_in_one_process_is_raised_in_all(call, stage, tmp_path):
+    every = found_by_each(partial(one_fails, call, stage), tmp_path, 2)
+    for rank, found in enumerate(every):
+        # where all fail alike each has its own error, and the next call works
+        assert "a wrong label" in found["alike"][1], found
+        assert found["after"][1] == "nothing was raised", found
+        kind, words, seconds = found["one"]
+        assert kind == ("ValueError" if rank == 1 else "DistributedError"), found
+        assert "a wrong label" in words
+        assert ("process 1" in words) == (rank == 0)
+        assert len(words.splitlines()) == 1
+        assert seconds < SECONDS
+        kind, words, seconds = found["again"]
+        assert kind == "DistributedError", found
+        assert "in an earlier call" in words
+        assert seconds < 1
+
+
+def test_the_others_end_where_one_is_killed_in_a_backward(tmp_path):
+    found, _ = found_by_each(one_ends, tmp_path, 2)
+    kind, words, seconds = found["one"]
+    assert kind == "DistributedError"
+    assert "got one that ended" in words
+    assert seconds < SECONDS
